@@ -1,0 +1,39 @@
+# `make demo` and `make test` set everything up by themselves; the second time they only run.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test lint types docs format clean
+
+demo: $(VENV)/.installed
+	$(BIN)/lowrank demo
+
+test: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/pyright
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+
+# torch goes first and by its pin: an open range would take the newest build with all of CUDA.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV): this takes a minute or two the first time."
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable ".[all]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(PIP) --editable ".[dev]"
+	@touch $@
