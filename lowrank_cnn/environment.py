@@ -1,0 +1,72 @@
+"""What a figure was measured with: hardware, versions and commit, to be stored beside it."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from lowrank_cnn._version import __version__
+
+_PACKAGES = ("triton", "lightning_fabric", "numpy", "onnxruntime")
+
+
+def environment() -> dict[str, object]:
+    """Describe this machine and the software on it, in values that JSON can hold."""
+    return {
+        "lowrank_cnn": __version__,
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{package: _version(package) for package in _PACKAGES},
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def commit() -> str | None:
+    """The commit of the checkout this package runs from, marked `+` where it was changed; None if installed.
+
+    A tree that travelled without its history may carry its commit in LOWRANK_COMMIT instead.
+    """
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return os.environ.get("LOWRANK_COMMIT")
+    head = _git(root, "rev-parse", "--short=12", "HEAD")
+    return head and head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    """A readable processor name; Linux hides it in /proc."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

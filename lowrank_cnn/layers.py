@@ -1,0 +1,285 @@
+"""The composite layer, and the chains of layers that a scheme builds.
+
+State dict of `CompositeConv2d` (stable): `weights.I` for group I, of shape [filters, in_channels /
+channel_groups, height, width], in the order of the groups, and `bias` over all filters, likewise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.geometry import Padding, Sides, enclosing_padding, offsets, pair, recentred, symmetric
+from lowrank_cnn.spec import Composite, FilterGroup, Pair, Scheme, parse_scheme
+
+T = TypeVar("T")
+_PAD_MODES = ("zeros", "reflect", "replicate", "circular")
+
+
+class CompositeConv2d(nn.Module):
+    """Filter groups of several shapes over one input, concatenated: equal to a conv per group and a cat.
+
+    Every group sits centred in the kernel that encloses them all, so that all share one output grid at any
+    stride. `padding` is that of the enclosing kernel: "same" (the input's size divided by the stride, rounded
+    up), "valid", or a number (a pair) as for `nn.Conv2d`.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        groups: Composite | Iterable[FilterGroup | Sequence[int]],
+        *,
+        stride: int | Sequence[int] = 1,
+        padding: Padding = "same",
+        dilation: int | Sequence[int] = 1,
+        channel_groups: int = 1,
+        padding_mode: str = "zeros",
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.composite = Composite.of(groups)
+        self.in_channels, self.out_channels = in_channels, self.composite.filters
+        self.stride, self.dilation = pair(stride, "stride"), pair(dilation, "dilation")
+        self.channel_groups, self.padding_mode = channel_groups, padding_mode
+        _check_channels(in_channels, self.composite, channel_groups)
+        if padding_mode not in _PAD_MODES:
+            raise LowRankError(f"padding_mode is one of {', '.join(_PAD_MODES)}, not {padding_mode!r}.")
+        self.padding = enclosing_padding(padding, self.composite.kernel, self.dilation)
+        self.group_padding = tuple(self._padding_of(group) for group in self.composite.groups)
+        make = {"device": device, "dtype": dtype}
+        depth = in_channels // channel_groups
+        shapes = [(g.filters, depth, g.height, g.width) for g in self.composite.groups]
+        self.weights = nn.ParameterList([nn.Parameter(torch.empty(shape, **make)) for shape in shapes])
+        self.bias = nn.Parameter(torch.empty(self.out_channels, **make)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The paper's initialisation, as if a ReLU follows; `init_` looks at the network around it."""
+        sigma = math.sqrt(2 * self.channel_groups / self.composite.fan_out)
+        for weight in self.weights:
+            if not weight.is_meta:
+                nn.init.normal_(weight, std=sigma)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input(x)
+        sides = self.group_padding
+        if self.padding_mode != "zeros":
+            x, sides = _pad(x, self.padding, self.padding_mode), self._crops()
+        biases = _split_bias(self.bias, self.composite)
+        outputs = [
+            _conv(x, weight, bias, pads, self.stride, self.dilation, self.channel_groups)
+            for weight, bias, pads in zip(self.weights, biases, sides, strict=True)
+        ]
+        return torch.cat(outputs, dim=-3) if len(outputs) > 1 else outputs[0]
+
+    def dense_view(self) -> nn.Module:
+        """The same map as one dense conv, its kernels padded with zeros to the enclosing shape.
+
+        Several groups over several channel groups interleave their outputs, which no grouped conv does: the
+        view of such a layer is ungrouped, with zeros between the channel groups.
+        """
+        weight = dense_weight(list(self.weights), self.composite, self.channel_groups)
+        grouped = len(self.composite.groups) == 1
+        options = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
+        options |= {
+            "channel_groups": self.channel_groups if grouped else 1,
+            "padding_mode": self.padding_mode,
+        }
+        single = Composite((FilterGroup(*self.composite.kernel, self.out_channels),))
+        view = conv_of(self.in_channels, single, bias=self.bias is not None, **options)
+        return _filled(view.to(weight), weight, self.bias)
+
+    def extra_repr(self) -> str:
+        text = f"{self.in_channels}, {self.composite}, stride={self.stride}, padding={self.padding}"
+        text += f", dilation={self.dilation}" if self.dilation != (1, 1) else ""
+        text += f", channel_groups={self.channel_groups}" if self.channel_groups > 1 else ""
+        text += f", padding_mode={self.padding_mode!r}" if self.padding_mode != "zeros" else ""
+        return text + ("" if self.bias is not None else ", bias=False")
+
+    def _padding_of(self, group: FilterGroup) -> Sides:
+        """The padding that puts a group on the enclosing kernel's grid: negative where it must crop."""
+        axes = zip(
+            self.padding, offsets(group, self.composite.kernel), self.composite.kernel, self.dilation,
+            (group.height, group.width), strict=True,
+        )  # fmt: skip
+        (top, bottom), (left, right) = (
+            (before - offset * step, after - (size - taps - offset) * step)
+            for (before, after), offset, size, step, taps in axes
+        )
+        return (top, bottom), (left, right)
+
+    def _crops(self) -> tuple[Sides, ...]:
+        """The groups' padding once the input itself has been padded for the enclosing kernel."""
+        (top, bottom), (left, right) = self.padding
+        return tuple(((t - top, b - bottom), (lt - left, r - right)) for (t, b), (lt, r) in self.group_padding)
+
+    def _check_input(self, x: Tensor) -> None:
+        if x.dim() not in (3, 4) or x.shape[-3] != self.in_channels:
+            expected = f"[N, {self.in_channels}, H, W]"
+            raise LowRankError(f"a composite layer takes {expected}, not an input of shape {list(x.shape)}.")
+        kernel, sizes = self.composite.kernel, x.shape[-2:]
+        reach = [step * (size - 1) + 1 for size, step in zip(kernel, self.dilation, strict=True)]
+        padded = [size + sum(sides) for size, sides in zip(sizes, self.padding, strict=True)]
+        if any(space < span for space, span in zip(padded, reach, strict=True)):
+            raise LowRankError(
+                f"filters that span {reach[0]}x{reach[1]} do not fit an input of {sizes[0]}x{sizes[1]} "
+                f"padded to {padded[0]}x{padded[1]}."
+            )
+
+
+class FactoredConv2d(nn.Sequential):
+    """Convs in a chain with nothing between them, so that together they are one linear map.
+
+    Its children are `basis` and `join`, or `first` and `second` for a separable pair.
+    """
+
+    def __init__(self, stages: OrderedDict[str, nn.Module], scheme: Scheme) -> None:
+        super().__init__(stages)
+        self.scheme = scheme
+
+
+def build_conv(
+    in_channels: int,
+    filters: int,
+    kernel: int | Sequence[int],
+    scheme: str | Scheme = "dense",
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: Padding = "same",
+    dilation: int | Sequence[int] = 1,
+    channel_groups: int = 1,
+    padding_mode: str = "zeros",
+    bias: bool = True,
+) -> nn.Module:
+    """What stands in the place of a dense conv under a scheme: one layer, or a chain of two.
+
+    A basis takes the stride, padding and dilation of the dense conv and its join none; the halves of a
+    separable pair take those of the axis they run along.
+    """
+    scheme, kernel = parse_scheme(scheme), pair(kernel, "kernel")
+    stages = scheme.stages(kernel, filters, channel_groups=channel_groups)
+    stride, dilation = pair(stride, "stride"), pair(dilation, "dilation")
+    sides = enclosing_padding(padding, kernel, dilation)
+    common = {"channel_groups": channel_groups, "padding_mode": padding_mode, "bias": bias}
+    whole = {
+        "stride": stride,
+        "padding": recentred(sides, kernel, stages[0].kernel, dilation),
+        "dilation": dilation,
+    }
+    if len(stages) == 1:
+        return conv_of(in_channels, stages[0], **whole, **common)
+    places = [whole, {"padding": 0}]
+    if scheme.name == "separable":
+        places = [
+            _along(axis, whole, sides, kernel, stage) for axis, stage in zip(_axes(scheme), stages, strict=True)
+        ]
+    names = ("first", "second") if scheme.name == "separable" else ("basis", "join")
+    depths = (in_channels, stages[0].filters)
+    layers = (conv_of(c, s, **place, **common) for c, s, place in zip(depths, stages, places, strict=True))
+    return FactoredConv2d(OrderedDict(zip(names, layers, strict=True)), scheme)
+
+
+def conv_of(in_channels: int, composite: Composite, *, padding: Padding = "same", **options: Any) -> nn.Module:
+    """A composite layer, or the plain `nn.Conv2d` that it is when it has a single group."""
+    sides = enclosing_padding(padding, composite.kernel, pair(options.get("dilation", 1), "dilation"))
+    if len(composite.groups) > 1 or not symmetric(sides):
+        return CompositeConv2d(in_channels, composite, padding=sides, **options)
+    channel_groups = options.pop("channel_groups", 1)
+    _check_channels(in_channels, composite, channel_groups)
+    pads = (sides[0][0], sides[1][0])
+    return nn.Conv2d(
+        in_channels, composite.filters, composite.kernel, padding=pads, groups=channel_groups, **options
+    )
+
+
+def dense_weight(weights: Sequence[Tensor], composite: Composite, channel_groups: int = 1) -> Tensor:
+    """The groups' kernels as one tensor, each centred with zeros around it in the enclosing kernel."""
+    spread = len(weights) > 1 and channel_groups > 1
+    kernel = composite.kernel
+    blocks = []
+    for group, weight in zip(composite.groups, weights, strict=True):
+        (top, left), block = offsets(group, kernel), _ungrouped(weight, channel_groups) if spread else weight
+        sides = (left, kernel[1] - group.width - left, top, kernel[0] - group.height - top)
+        blocks.append(F.pad(block, sides))
+    return torch.cat(blocks)
+
+
+def _axes(scheme: Scheme) -> tuple[int, int]:
+    """The axis (0 vertical, 1 horizontal) along which each half of a separable scheme runs."""
+    return (0, 1) if scheme.shapes[0][0].endswith("x1") else (1, 0)
+
+
+def _along(axis: int, whole: dict[str, Any], sides: Sides, kernel: Pair, stage: Composite) -> dict[str, Any]:
+    """The stride, dilation and padding of a dense conv along one axis, and none along the other."""
+    sides = recentred(sides, kernel, stage.kernel, whole["dilation"])
+    return {
+        "stride": _only(axis, whole["stride"], 1),
+        "dilation": _only(axis, whole["dilation"], 1),
+        "padding": _only(axis, sides, (0, 0)),
+    }
+
+
+def _only(axis: int, both: tuple[T, T], otherwise: T) -> tuple[T, T]:
+    return (both[0], otherwise) if axis == 0 else (otherwise, both[1])
+
+
+def _check_channels(in_channels: int, composite: Composite, channel_groups: int) -> None:
+    if not isinstance(in_channels, int) or in_channels < 1:
+        raise LowRankError(f"in_channels must be a positive number, not {in_channels!r}.")
+    if not isinstance(channel_groups, int) or channel_groups < 1 or in_channels % channel_groups:
+        raise LowRankError(f"{in_channels} input channels do not divide into {channel_groups} channel groups.")
+    for group in composite.groups:
+        if group.filters % channel_groups:
+            raise LowRankError(f"the filter group {group} does not divide into {channel_groups} channel groups.")
+
+
+def _split_bias(bias: Tensor | None, composite: Composite) -> Sequence[Tensor | None]:
+    if bias is None:
+        return [None] * len(composite.groups)
+    return bias.split([group.filters for group in composite.groups])
+
+
+def _conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sides: Sides, stride: Pair, dilation: Pair, groups: int
+) -> Tensor:
+    """A conv with any sides: those a conv takes are left to it, others are padded or cropped before."""
+    padding = (sides[0][0], sides[1][0])
+    if not symmetric(sides):
+        x, padding = F.pad(x, (*sides[1], *sides[0])), (0, 0)
+    return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+
+
+def _pad(x: Tensor, sides: Sides, mode: str) -> Tensor:
+    """Pad with a mode other than zeros; sides that crop are cropped first."""
+    crop = [min(side, 0) for side in (*sides[1], *sides[0])]
+    grow = [max(side, 0) for side in (*sides[1], *sides[0])]
+    return F.pad(F.pad(x, crop) if any(crop) else x, grow, mode=mode)
+
+
+def _ungrouped(weight: Tensor, channel_groups: int) -> Tensor:
+    """The weight of a grouped conv as that of a plain one: its blocks on a diagonal of zeros."""
+    blocks = weight.chunk(channel_groups)
+    depth = weight.shape[1]
+    rest = depth * (channel_groups - 1)
+    return torch.cat([F.pad(b, (0, 0, 0, 0, i * depth, rest - i * depth)) for i, b in enumerate(blocks)])
+
+
+def _filled(view: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """Put a dense weight and bias into a conv made by `conv_of`."""
+    target = view.weights[0] if isinstance(view, CompositeConv2d) else view.weight
+    with torch.no_grad():
+        target.copy_(weight)  # type: ignore[operator]
+        if bias is not None:
+            view.bias.copy_(bias)  # type: ignore[union-attr]
+    return view

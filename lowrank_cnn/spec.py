@@ -1,0 +1,284 @@
+"""What a low-rank layer is, as data: filter groups, composites of them, and schemes that make composites.
+
+A *filter group* is `filters` filters of `height` x `width`. A *composite* is several groups over the same
+input, their outputs concatenated. A *scheme* says how a dense k_h x k_w convolution with d filters is
+replaced by one composite or by a chain of two with no activation between.
+
+    >>> scheme = parse_scheme("mixture(kx1=3, 1xk=3, kxk=2, join)")
+    >>> for composite in scheme.stages((3, 3), 64):
+    ...     print(composite)
+    3x1,24 + 1x3,24 + 3x3,16
+    1x1,64
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from lowrank_cnn.errors import LowRankError, nearest
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class FilterGroup:
+    """`filters` filters, each `height` x `width` pixels and as deep as the input."""
+
+    height: int
+    width: int
+    filters: int
+
+    def __post_init__(self) -> None:
+        if any(not isinstance(v, int) or v < 1 for v in (self.height, self.width, self.filters)):
+            raise LowRankError(f"a filter group needs a positive height, width and filters, not {self!s}.")
+
+    def __str__(self) -> str:
+        return f"{self.height}x{self.width},{self.filters}"
+
+    @property
+    def taps(self) -> int:
+        """Weights of one filter per input channel."""
+        return self.height * self.width
+
+
+@dataclass(frozen=True)
+class Composite:
+    """Filter groups over the same input, concatenated in this order."""
+
+    groups: tuple[FilterGroup, ...]
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise LowRankError("a composite needs at least one filter group.")
+
+    def __str__(self) -> str:
+        return " + ".join(map(str, self.groups))
+
+    @classmethod
+    def of(cls, groups: Composite | Iterable[FilterGroup | Sequence[int]]) -> Composite:
+        """Accept groups as `FilterGroup`s or `(height, width, filters)` tuples."""
+        return groups if isinstance(groups, Composite) else cls(tuple(_as_group(group) for group in groups))
+
+    @property
+    def filters(self) -> int:
+        return sum(group.filters for group in self.groups)
+
+    @property
+    def kernel(self) -> Pair:
+        """The smallest kernel that encloses every group."""
+        return max(g.height for g in self.groups), max(g.width for g in self.groups)
+
+    @property
+    def fan_out(self) -> int:
+        """Outgoing connections of one input value: the sum of h_i * w_i * d_i over the groups."""
+        return sum(group.taps * group.filters for group in self.groups)
+
+    def weights(self, in_channels: int) -> int:
+        """Weights without biases; also the multiply-accumulates per output pixel."""
+        return in_channels * self.fan_out
+
+
+def _as_group(group: FilterGroup | Sequence[int]) -> FilterGroup:
+    if isinstance(group, FilterGroup):
+        return group
+    if not isinstance(group, Sequence) or len(group) != 3:
+        raise LowRankError(f"a filter group is (height, width, filters), not {group!r}.")
+    return FilterGroup(*group)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a dense convolution is replaced. Build one with `parse_scheme`.
+
+    shapes: the basis filters' shapes, in terms of the dense k_h x k_w ("kx1", "1xk", "kxk", "5x1"), each with
+        its proportion. For `separable` they are the two halves, in order.
+    m: the number of basis filters, where something follows them: an integer, or a share of d.
+    to: the filters of the closing 1x1 join as a share of d; None where there is no join.
+    """
+
+    name: str
+    shapes: tuple[tuple[str, Fraction], ...] = ()
+    m: int | float = 1.0
+    to: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_scheme(self)
+
+    def __str__(self) -> str:
+        default = SCHEMES[self.name]
+        items = [] if self.shapes == default.shapes else [_shape_text(*item) for item in self.shapes]
+        items += [f"m={self.m}"] if self.m != default.m else []
+        items += ["join"] if self.name == "mixture" and self.to is not None else []
+        items += [f"to={self.to}"] if self.name == "embed" and self.to != default.to else []
+        return self.name + (f"({', '.join(items)})" if items else "")
+
+    def to_dict(self) -> dict[str, object]:
+        """A form for configuration files; `parse_scheme` reads it back."""
+        shapes = {shape: str(proportion) for shape, proportion in self.shapes}
+        return {"name": self.name, "shapes": shapes, "m": self.m, "to": self.to}
+
+    def out_filters(self, filters: int) -> int:
+        """How many channels the replacement of a conv with `filters` filters gives."""
+        return filters if self.to is None else _scaled(self.to, filters)
+
+    def stages(self, kernel: Pair, filters: int, *, channel_groups: int = 1) -> tuple[Composite, ...]:
+        """The composites that replace a dense conv, in order, with nothing between them."""
+        if self.name == "dense":
+            return (Composite((FilterGroup(*kernel, filters),)),)
+        shapes = [(_resolve(shape, kernel), proportion) for shape, proportion in self.shapes]
+        if self.name == "separable":
+            (first, _), (second, _) = shapes
+            m = _units(_scaled(self.m, filters), channel_groups)
+            return Composite((FilterGroup(*first, m),)), Composite((FilterGroup(*second, filters),))
+        if self.to is None:
+            return (_share_out(shapes, filters, channel_groups),)
+        basis = _share_out(shapes, _units(_scaled(self.m, filters), channel_groups), channel_groups)
+        return basis, Composite((FilterGroup(1, 1, self.out_filters(filters)),))
+
+
+_HALVES = (("kx1", Fraction(1)), ("1xk", Fraction(1)))
+_SHAPE = re.compile(r"(k|[1-9]\d*)x(k|[1-9]\d*)")
+
+SCHEMES: dict[str, Scheme] = {}
+"""Every scheme by name, with its defaults."""
+
+
+def _check_scheme(scheme: Scheme) -> None:
+    for shape, proportion in scheme.shapes:
+        if not _SHAPE.fullmatch(shape):
+            raise LowRankError(f"a filter shape is written like kx1, 1xk, kxk or 5x1, not {shape!r}.")
+        if proportion <= 0:
+            raise LowRankError(f"the proportion of {shape} filters must be positive, not {proportion}.")
+    for label, value in (("m", scheme.m), ("to", scheme.to)):
+        if value is not None and value <= 0:
+            raise LowRankError(f"{label} in the scheme {scheme.name} must be positive, not {value}.")
+    if scheme.name == "mixture" and scheme.to is None and scheme.m != 1.0:
+        raise LowRankError("m basis filters need a join after them: write mixture(..., m=..., join).")
+    if scheme.name == "separable" and not _crossed([shape for shape, _ in scheme.shapes]):
+        raise LowRankError("a separable scheme has two shapes, one upright and one lying: 1xk and kx1.")
+    if scheme.name in ("lr", "lr-join", "mixture", "embed") and not scheme.shapes:
+        raise LowRankError(f"the scheme {scheme.name} needs shapes, like {scheme.name}(kx1, 1xk, kxk).")
+
+
+def _crossed(shapes: Sequence[str]) -> bool:
+    lying = [shape.startswith("1x") for shape in shapes]
+    upright = [shape.endswith("x1") for shape in shapes]
+    return len(shapes) == 2 and (lying, upright) in (
+        ([True, False], [False, True]),
+        ([False, True], [True, False]),
+    )
+
+
+SCHEMES |= {
+    "dense": Scheme("dense"),
+    "separable": Scheme("separable", tuple(reversed(_HALVES))),
+    "lr": Scheme("lr", _HALVES),
+    "lr-join": Scheme("lr-join", _HALVES, to=1.0),
+    "mixture": Scheme("mixture", (*_HALVES, ("kxk", Fraction(1)))),
+    "embed": Scheme("embed", _HALVES, to=0.5),
+}
+
+_OPTIONS = {"separable": {"m"}, "lr-join": {"m"}, "mixture": {"m", "join"}, "embed": {"m", "to"}}
+
+
+def parse_scheme(text: str | Mapping[str, object] | Scheme) -> Scheme:
+    """Read a scheme from its short string or its dict: `lr`, `lr-join(m=0.5)`, `mixture(kx1=3, kxk, join)`."""
+    if isinstance(text, Scheme):
+        return text
+    if isinstance(text, Mapping):
+        return _from_dict(text)
+    match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text)
+    if not match:
+        raise LowRankError(f"cannot read the scheme {text!r}; write name or name(option, option=value).")
+    name, inside = match[1], match[2] or ""
+    shapes: dict[str, object] = {}
+    options: dict[str, object] = {}
+    for item in filter(None, (part.strip() for part in inside.split(","))):
+        key, _, value = (part.strip() for part in item.partition("="))
+        target = shapes if _SHAPE.fullmatch(key) else options
+        if key in target:
+            raise LowRankError(f"{key} is given twice in the scheme {text!r}.")
+        target[key] = value or True
+    return _build(name, shapes, options)
+
+
+def _from_dict(fields: Mapping[str, object]) -> Scheme:
+    known = dict(fields)
+    name, shapes = str(known.pop("name", "")), known.pop("shapes", {})
+    if not isinstance(shapes, Mapping):
+        raise LowRankError(f"the shapes of a scheme map a shape to its proportion, not {shapes!r}.")
+    options = {key: value for key, value in known.items() if value is not None}
+    if name == "mixture" and options.pop("to", None) is not None:
+        options["join"] = True
+    if name in SCHEMES:  # a written-out default is not an option that the scheme lacks
+        default = {"m": SCHEMES[name].m, "to": SCHEMES[name].to}
+        options = {k: v for k, v in options.items() if k not in default or v != default[k]}
+    return _build(name, dict(shapes), options)
+
+
+def _build(name: str, shapes: Mapping[str, object], options: Mapping[str, object]) -> Scheme:
+    if name not in SCHEMES:
+        raise LowRankError(f"there is no scheme {name!r}; {nearest(name, SCHEMES)}")
+    allowed = _OPTIONS.get(name, set())
+    if unknown := set(options) - allowed:
+        takes = f"takes {', '.join(sorted(allowed))} and shapes" if allowed else "takes shapes alone"
+        raise LowRankError(f"the scheme {name} {takes}, not {', '.join(sorted(unknown))}.")
+    if name == "dense" and shapes:
+        raise LowRankError("the scheme dense takes no shapes: it leaves a convolution as it is.")
+    default = SCHEMES[name]
+    proportions = tuple((shape, _fraction(value)) for shape, value in shapes.items()) or default.shapes
+    m = _amount(options["m"]) if "m" in options else default.m
+    to = float(_fraction(options["to"])) if "to" in options else default.to
+    return Scheme(name, proportions, m, 1.0 if options.get("join") else to)
+
+
+def _fraction(value: object) -> Fraction:
+    """A bare shape, as in `mixture(kx1, kxk)`, has proportion one."""
+    try:
+        return Fraction(1) if value is True else Fraction(str(value))
+    except (ValueError, ZeroDivisionError):
+        raise LowRankError(f"{value!r} in a scheme is not a number.") from None
+
+
+def _amount(value: object) -> int | float:
+    """A plain integer is a number of filters (m=96), anything else a share of d (m=0.5)."""
+    number = _fraction(value)
+    return int(number) if re.fullmatch(r"-?\d+", str(value)) else float(number)
+
+
+def _shape_text(shape: str, proportion: Fraction) -> str:
+    return shape if proportion == 1 else f"{shape}={proportion}"
+
+
+def _resolve(shape: str, kernel: Pair) -> Pair:
+    height, width = shape.split("x")
+    return (kernel[0] if height == "k" else int(height)), (kernel[1] if width == "k" else int(width))
+
+
+def _scaled(amount: int | float, filters: int) -> int:
+    return amount if isinstance(amount, int) else max(1, round(amount * filters))
+
+
+def _units(filters: int, unit: int) -> int:
+    """The nearest positive multiple of `unit`."""
+    return max(1, round(filters / unit)) * unit
+
+
+def _share_out(shapes: Sequence[tuple[Pair, Fraction]], filters: int, unit: int) -> Composite:
+    """Share `filters` out by proportion, in multiples of `unit`, so that the total is kept.
+
+    Each shape gets its whole part; what is left goes one by one to the largest remainders (first on a tie).
+    """
+    if filters % unit:
+        raise LowRankError(f"{filters} filters do not divide into {unit} channel groups.")
+    whole, total = filters // unit, sum(proportion for _, proportion in shapes)
+    exact = [whole * proportion / total for _, proportion in shapes]
+    counts = [int(value) for value in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[: whole - sum(counts)]:
+        counts[i] += 1
+    groups = [FilterGroup(*shape, n * unit) for (shape, _), n in zip(shapes, counts, strict=True) if n]
+    return Composite(tuple(groups))
