@@ -1,0 +1,57 @@
+"""The paper's networks, by name. A family is a file: a table of variants and one builder."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from lowrank_cnn.errors import LowRankError, nearest
+from lowrank_cnn.init import init_
+from lowrank_cnn.models import googlenet, nin, vgg
+from lowrank_cnn.models.network import Network, Options
+from lowrank_cnn.spec import Scheme
+
+FAMILIES: tuple[ModuleType, ...] = (vgg, googlenet, nin)
+
+
+def list_models() -> list[str]:
+    """The names that `create_model` takes, in the paper's order."""
+    return [name for family in FAMILIES for name in family.VARIANTS]
+
+
+def family_of(name: str) -> ModuleType:
+    """The module that builds a network."""
+    for family in FAMILIES:
+        if name in family.VARIANTS:
+            return family
+    raise LowRankError(f"there is no network {name!r}; {nearest(name, list_models())}")
+
+
+def create_model(
+    name: str,
+    *,
+    num_classes: int | None = None,
+    in_channels: int = 3,
+    width: float = 1.0,
+    norm: str | None = None,
+    stride: int | None = None,
+    scheme: str | Scheme | None = None,
+    dropout: float | None = None,
+) -> Network:
+    """Build a network of the paper, initialised as the paper does.
+
+    width scales every number of filters, for small machines; norm="batch" puts batch norm before each ReLU;
+    stride is that of the first conv (2 for the Places networks); scheme replaces the variant's own, so that any
+    family takes schemes the paper never tried; dropout replaces every dropout rate.
+    """
+    family = family_of(name)
+    variant = family.VARIANTS[name]
+    classes = family.CLASSES if num_classes is None else num_classes
+    first = variant.stride if stride is None else stride
+    text = None if scheme is None else str(scheme)
+    options = Options(classes, in_channels, width, norm, first, text, dropout)
+    model: Network = init_(family.build(variant, options))  # type: ignore[assignment]
+    model.config = {"name": name, **vars(options)}
+    return model
+
+
+__all__ = ["Network", "create_model", "family_of", "list_models"]

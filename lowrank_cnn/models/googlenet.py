@@ -1,0 +1,140 @@
+"""GoogLeNet (the BVLC reference) and its low-rank variants (Ioannou et al. 2016, section 4.2)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, conv_block
+from lowrank_cnn.spec import Scheme, parse_scheme
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The scheme inside the inception modules, and that of the two convs before them."""
+
+    inception: str = "dense"
+    stem: str = "dense"
+    stride: int = 2
+
+
+VARIANTS = {
+    "googlenet": Variant(),
+    "googlenet-lr": Variant("lr"),
+    "googlenet-lr-conv1": Variant("lr", stem="lr"),
+}
+
+INCEPTIONS = {  # 1x1; 3x3 reduce, 3x3; 5x5 reduce, 5x5; pool projection
+    "3a": (64, 96, 128, 16, 32, 32),
+    "3b": (128, 128, 192, 32, 96, 64),
+    "4a": (192, 96, 208, 16, 48, 64),
+    "4b": (160, 112, 224, 24, 64, 64),
+    "4c": (128, 128, 256, 24, 64, 64),
+    "4d": (112, 144, 288, 32, 64, 64),
+    "4e": (256, 160, 320, 32, 128, 128),
+    "5a": (256, 160, 320, 32, 128, 128),
+    "5b": (384, 192, 384, 48, 128, 128),
+}
+
+CLASSES, IMAGE = 1000, 224
+_POOL_AFTER = ("3b", "4e")
+_AUXILIARY_AFTER = {"4a": "aux1", "4d": "aux2"}
+
+
+class GoogLeNet(Network):
+    """Gives the logits; in training the two auxiliary heads' logits behind them, as a tuple."""
+
+    auxiliary: ClassVar[tuple[str, ...]] = ("aux1", "aux2")
+    unpublished: ClassVar[tuple[str, ...]] = ("aux1", "aux2", "classifier.fc")
+
+    def __init__(self, variant: Variant, options: Options) -> None:
+        super().__init__()
+        self.input_size = (options.in_channels, IMAGE, IMAGE)
+        scheme = options.scheme_or(variant.inception)
+        stem = parse_scheme(variant.stem) if variant.stem == "dense" else options.scheme_or(variant.stem)
+        self.stem, channels = _stem(options, stem)
+        self.inceptions = nn.ModuleDict()
+        heads = {}
+        for name, counts in INCEPTIONS.items():
+            module = Inception(channels, counts, options, scheme)
+            self.inceptions[name], channels = module, module.out_channels
+            if name in _AUXILIARY_AFTER:
+                heads[_AUXILIARY_AFTER[name]] = _auxiliary_head(channels, options)
+        self.aux1, self.aux2 = heads["aux1"], heads["aux2"]
+        self.between = nn.MaxPool2d(3, 2, ceil_mode=True)
+        tail = {"pool": GlobalAveragePool(), "dropout": options.drop(0.4)}
+        tail |= {"fc": nn.Linear(channels, options.num_classes)}
+        self.classifier = nn.Sequential(OrderedDict(tail))
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        self.check_input(x)
+        x, auxiliary = self.stem(x), []
+        for name, inception in self.inceptions.items():
+            x = inception(x)
+            if self.training and name in _AUXILIARY_AFTER:
+                auxiliary.append(self.get_submodule(_AUXILIARY_AFTER[name])(x))
+            if name in _POOL_AFTER:
+                x = self.between(x)
+        logits = self.classifier(x)
+        return (logits, *auxiliary) if auxiliary else logits
+
+
+class Inception(nn.Module):
+    """Four branches over one input, concatenated: 1x1, 3x3, 5x5 and a pool with a projection."""
+
+    def __init__(self, channels: int, counts: tuple[int, ...], options: Options, scheme: Scheme) -> None:
+        super().__init__()
+        one, reduce3, three, reduce5, five, projection = map(options.filters, counts)
+        self.branch1 = nn.Sequential(conv_block("conv1", channels, one, 1, options))
+        self.branch3 = _reduced("conv3", channels, reduce3, three, 3, options, scheme)
+        self.branch5 = _reduced("conv5", channels, reduce5, five, 5, options, scheme)
+        pool: OrderedDict[str, nn.Module] = OrderedDict(pool=nn.MaxPool2d(3, 1, padding=1))
+        self.branch_pool = nn.Sequential(pool | conv_block("projection", channels, projection, 1, options))
+        self.out_channels = one + scheme.out_filters(three) + scheme.out_filters(five) + projection
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.branch1(x), self.branch3(x), self.branch5(x), self.branch_pool(x)], dim=1)
+
+
+def _reduced(
+    name: str, channels: int, reduced: int, filters: int, kernel: int, options: Options, scheme: Scheme
+) -> nn.Sequential:
+    reduce = conv_block(f"{name}_reduce", channels, reduced, 1, options)
+    return nn.Sequential(reduce | conv_block(name, reduced, filters, kernel, options, scheme=scheme))
+
+
+def _stem(options: Options, scheme: Scheme) -> tuple[nn.Sequential, int]:
+    """conv1 and conv2 with Caffe's ceil pools; batch norm takes the place of local response norm."""
+    first, second = options.filters(64), options.filters(192)
+    first_out = scheme.out_filters(first)
+    layers = conv_block("conv1", options.in_channels, first, 7, options, scheme=scheme, stride=options.stride)
+    layers["pool1"] = nn.MaxPool2d(3, 2, ceil_mode=True)
+    if options.norm is None:
+        layers["lrn1"] = nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75)
+    layers |= conv_block("conv2_reduce", first_out, first, 1, options)
+    layers |= conv_block("conv2", first, second, 3, options, scheme=scheme)
+    if options.norm is None:
+        layers["lrn2"] = nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75)
+    layers["pool2"] = nn.MaxPool2d(3, 2, ceil_mode=True)
+    return nn.Sequential(layers), scheme.out_filters(second)
+
+
+def _auxiliary_head(channels: int, options: Options) -> nn.Sequential:
+    """4x4 maps for 224x224 images; images of another size are averaged onto the same 4x4."""
+    reduced, hidden = options.filters(128), options.filters(1024)
+    layers: OrderedDict[str, nn.Module] = OrderedDict(pool=nn.AvgPool2d(5, 3, ceil_mode=True))
+    layers["resize"] = nn.AdaptiveAvgPool2d(4)
+    layers |= conv_block("conv", channels, reduced, 1, options)
+    layers["flatten"] = nn.Flatten()
+    layers["fc1"] = nn.Linear(reduced * 16, hidden)
+    layers["fc1_relu"] = nn.ReLU(inplace=True)
+    layers["dropout"] = options.drop(0.7)
+    layers["fc2"] = nn.Linear(hidden, options.num_classes)
+    return nn.Sequential(layers)
+
+
+build = GoogLeNet

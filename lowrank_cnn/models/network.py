@@ -1,0 +1,120 @@
+"""What all networks of the paper share: a configuration, an input size, and the small modules between convs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.layers import build_conv
+from lowrank_cnn.spec import Scheme, parse_scheme
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `create_model`, resolved."""
+
+    num_classes: int
+    in_channels: int = 3
+    width: float = 1.0
+    norm: str | None = None
+    stride: int = 1
+    scheme: str | None = None
+    dropout: float | None = None
+
+    def __post_init__(self) -> None:
+        for label in ("num_classes", "in_channels", "width", "stride"):
+            if getattr(self, label) <= 0:
+                raise LowRankError(f"{label} must be positive, not {getattr(self, label)}.")
+        if self.norm not in (None, "batch"):
+            raise LowRankError(f"norm is None or 'batch', not {self.norm!r}.")
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise LowRankError(f"dropout is a share from 0 to below 1, not {self.dropout}.")
+        if self.scheme is not None:
+            parse_scheme(self.scheme)
+
+    def filters(self, count: int) -> int:
+        """A number of filters, scaled by the width; never fewer than two, so that a pair of groups fits."""
+        return max(2, round(count * self.width))
+
+    def scheme_or(self, default: str) -> Scheme:
+        """The scheme asked for, or the variant's own."""
+        return parse_scheme(self.scheme or default)
+
+    def drop(self, default: float) -> nn.Dropout:
+        return nn.Dropout(default if self.dropout is None else self.dropout)
+
+
+class Network(nn.Module):
+    """A network that knows how it was made: `create_model(**network.config)` builds it again."""
+
+    auxiliary: ClassVar[tuple[str, ...]] = ()
+    """Submodules that run in training alone."""
+    unpublished: ClassVar[tuple[str, ...]] = ()
+    """Submodules that the paper's parameter count leaves out."""
+
+    input_size: tuple[int, int, int]
+    config: dict[str, object]
+
+    def check_input(self, x: Tensor) -> None:
+        channels = self.input_size[0]
+        if x.dim() != 4 or x.shape[1] != channels:
+            name = self.config["name"]
+            raise LowRankError(f"{name} takes images as [N, {channels}, H, W], not {list(x.shape)}.")
+
+
+class GlobalMaxPool(nn.Module):
+    """The largest value of each channel, as a vector: the paper's head, whatever the image's size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.adaptive_max_pool2d(x, 1).flatten(1)
+
+
+class GlobalAveragePool(nn.Module):
+    """The mean of each channel, as a vector."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(dim=(2, 3))
+
+
+class FlattenSized(nn.Module):
+    """Flatten maps of one known size; any other is refused in the network's own words."""
+
+    def __init__(self, size: int, image: int) -> None:
+        super().__init__()
+        self.size, self.image = size, image
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[2:] != (self.size, self.size):
+            raise LowRankError(
+                f"this network takes {self.image}x{self.image} images: its fully connected layers need maps of "
+                f"{self.size}x{self.size}, not {x.shape[2]}x{x.shape[3]}; the -gmp variants take any size."
+            )
+        return x.flatten(1)
+
+
+def conv_block(
+    name: str,
+    in_channels: int,
+    filters: int,
+    kernel: int,
+    options: Options,
+    *,
+    scheme: Scheme | None = None,
+    stride: int = 1,
+    relu: bool = True,
+) -> OrderedDict[str, nn.Module]:
+    """A conv under a scheme, its batch norm where asked for, and the ReLU that follows the last of its layers."""
+    scheme = scheme or parse_scheme("dense")
+    normed = options.norm == "batch" and relu
+    conv = build_conv(in_channels, filters, kernel, scheme, stride=stride, padding=kernel // 2, bias=not normed)
+    block: OrderedDict[str, nn.Module] = OrderedDict({name: conv})
+    if normed:
+        block[f"{name}_norm"] = nn.BatchNorm2d(scheme.out_filters(filters))
+    if relu:
+        block[f"{name}_relu"] = nn.ReLU(inplace=True)
+    return block

@@ -1,0 +1,75 @@
+"""Network-in-Network for CIFAR-10 and its low-rank variants (Ioannou et al. 2016, section 4.3)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, conv_block
+
+Conv = tuple[int, int, str]
+"""Kernel, filters, scheme."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The spatial convs that open each of the three stages; the 1x1 convs after them are common to all."""
+
+    conv1: tuple[Conv, ...]
+    conv2: tuple[Conv, ...]
+    conv3: tuple[Conv, ...]
+    stride: int = 1
+
+
+# The second layer of nin-c3's conv2 has three taps: the published counts hold with no other reading.
+VARIANTS = {
+    "nin": Variant(((5, 192, "dense"),), ((5, 192, "dense"),), ((3, 192, "dense"),)),
+    "nin-c3": Variant(((3, 192, "dense"),), ((3, 192, "dense"), (3, 192, "lr")), ((3, 192, "dense"),)),
+    "nin-c3-lr": Variant(((3, 192, "lr"),), ((3, 192, "lr"), (3, 192, "lr")), ((3, 192, "lr"),)),
+}
+
+POINTWISE = ((160, 96), (192, 192), (192,))
+"""Filters of the 1x1 convs after conv1, conv2 and conv3; the last of all has one per class."""
+
+CLASSES, IMAGE = 10, 30
+
+
+class NiN(Network):
+    def __init__(self, variant: Variant, options: Options) -> None:
+        super().__init__()
+        self.input_size = (options.in_channels, IMAGE, IMAGE)
+        self.features = _features(variant, options)
+        self.pool = GlobalAveragePool()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check_input(x)
+        return self.pool(self.features(x))
+
+
+def _features(variant: Variant, options: Options) -> nn.Sequential:
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    channels, stride = options.in_channels, options.stride
+    stages = zip((variant.conv1, variant.conv2, variant.conv3), POINTWISE, strict=True)
+    for stage, (spatial, pointwise) in enumerate(stages, start=1):
+        for index, (kernel, count, own) in enumerate(spatial, start=1):
+            scheme, name = options.scheme_or(own), f"conv{stage}_{index}"
+            block = conv_block(
+                name, channels, options.filters(count), kernel, options, scheme=scheme, stride=stride
+            )
+            layers |= block
+            channels, stride = scheme.out_filters(options.filters(count)), 1
+        for index, count in enumerate(map(options.filters, pointwise), start=1):
+            layers |= conv_block(f"cccp{stage}_{index}", channels, count, 1, options)
+            channels = count
+        if stage < len(POINTWISE):
+            layers[f"pool{stage}"] = nn.MaxPool2d(3, 2, ceil_mode=True)
+            layers[f"dropout{stage}"] = options.drop(0.5)
+    # The paper rectifies the class maps too; with batch norm they are plain logits.
+    rectified = options.norm is None
+    layers |= conv_block("classes", channels, options.num_classes, 1, options, relu=rectified)
+    return nn.Sequential(layers)
+
+
+build = NiN

@@ -1,0 +1,87 @@
+"""VGG-11 and its low-rank variants (Ioannou et al. 2016, table 5, as corrected by the published counts)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lowrank_cnn.models.network import FlattenSized, GlobalMaxPool, Network, Options, conv_block
+from lowrank_cnn.spec import Scheme
+
+STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
+"""Filters of the 3x3 convs; a 2x2 max-pool closes each stage."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the table: the scheme of every conv, the head, the filters of conv5, the first conv's stride."""
+
+    scheme: str = "dense"
+    global_pool: bool = True
+    last: int = 512
+    stride: int = 1
+
+
+VARIANTS = {
+    "vgg11": Variant(global_pool=False),
+    "vgg11-gmp": Variant(),
+    "vgg11-gmp-sf": Variant("separable"),
+    "vgg11-gmp-lr": Variant("lr"),
+    "vgg11-gmp-lr-2x": Variant("lr", last=1024),
+    "vgg11-gmp-lr-join": Variant("lr-join"),
+    "vgg11-gmp-lr-lde": Variant("embed", stride=2),
+    "vgg11-gmp-lr-join-wfull": Variant("mixture(kx1=3, 1xk=3, kxk=2, join)", last=1024),
+}
+
+CLASSES, IMAGE = 1000, 224
+
+
+class VGG(Network):
+    def __init__(self, variant: Variant, options: Options) -> None:
+        super().__init__()
+        self.input_size = (options.in_channels, IMAGE, IMAGE)
+        scheme = options.scheme_or(variant.scheme)
+        self.features = _features(variant, options, scheme)
+        self.head = _head(scheme.out_filters(options.filters(variant.last)), variant, options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check_input(x)
+        return self.head(self.features(x))
+
+
+def _features(variant: Variant, options: Options, scheme: Scheme) -> nn.Sequential:
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    channels, stride = options.in_channels, options.stride
+    stages = (*STAGES[:-1], (variant.last,) * len(STAGES[-1]))
+    for stage, convs in enumerate(stages, start=1):
+        for index, count in enumerate(map(options.filters, convs), start=1):
+            name = f"conv{stage}_{index}"
+            layers |= conv_block(name, channels, count, 3, options, scheme=scheme, stride=stride)
+            channels, stride = scheme.out_filters(count), 1
+        if stage < len(stages):
+            layers[f"pool{stage}"] = nn.MaxPool2d(2, ceil_mode=True)
+    return nn.Sequential(layers)
+
+
+def _head(channels: int, variant: Variant, options: Options) -> nn.Sequential:
+    hidden = options.filters(4096)
+    if variant.global_pool:
+        top: list[tuple[str, nn.Module]] = [("pool5", GlobalMaxPool())]
+    else:
+        top = [("pool5", nn.MaxPool2d(2, ceil_mode=True)), ("flatten", FlattenSized(7, IMAGE))]
+        channels *= 7 * 7
+    classifier = [
+        ("fc6", nn.Linear(channels, hidden)),
+        ("fc6_relu", nn.ReLU(inplace=True)),
+        ("fc6_dropout", options.drop(0.5)),
+        ("fc7", nn.Linear(hidden, hidden)),
+        ("fc7_relu", nn.ReLU(inplace=True)),
+        ("fc7_dropout", options.drop(0.5)),
+        ("fc8", nn.Linear(hidden, options.num_classes)),
+    ]
+    return nn.Sequential(OrderedDict(top + classifier))
+
+
+build = VGG

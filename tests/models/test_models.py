@@ -1,0 +1,124 @@
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.models import create_model, list_models
+
+SMALL = {"width": 0.0625}
+
+
+def test_every_network_of_the_paper_is_listed():
+    assert list_models() == [
+        "vgg11", "vgg11-gmp", "vgg11-gmp-sf", "vgg11-gmp-lr", "vgg11-gmp-lr-2x", "vgg11-gmp-lr-join",
+        "vgg11-gmp-lr-lde", "vgg11-gmp-lr-join-wfull", "googlenet", "googlenet-lr", "googlenet-lr-conv1",
+        "nin", "nin-c3", "nin-c3-lr",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", [None, "batch"])
+@pytest.mark.parametrize("name", list_models())
+def test_every_network_runs_forward_and_backward(name: str, norm: str | None):
+    torch.manual_seed(0)
+    net = create_model(name, num_classes=7, norm=norm, dropout=0.0, **SMALL)
+    size = 224 if name == "vgg11" else 64
+    x = torch.randn(2, 3, size, size)
+    out = net.train()(x)
+    outputs = out if isinstance(out, tuple) else (out,)
+    assert all(o.shape == (2, 7) for o in outputs)
+    sum(o.logsumexp(1).sum() for o in outputs).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+    assert net.eval()(x).shape == (2, 7)
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_the_configuration_builds_the_same_network(name: str):
+    options = {"num_classes": 5, "in_channels": 1, "norm": "batch", "width": 0.125}
+    with torch.device("meta"):
+        net = create_model(name, **options)
+        twin = create_model(**net.config)
+    assert repr(net) == repr(twin)
+    assert {k: v.shape for k, v in net.state_dict().items()} == {k: v.shape for k, v in twin.state_dict().items()}
+
+
+def test_googlenets_auxiliary_heads_run_in_training_alone():
+    net = create_model("googlenet-lr", num_classes=3, **SMALL)
+    x = torch.randn(1, 3, 64, 64)
+    assert isinstance(net.train()(x), tuple)
+    assert len(net(x)) == 3
+    assert isinstance(net.eval()(x), torch.Tensor)
+
+
+def test_basis_and_join_have_nothing_between_them():
+    net = create_model("vgg11-gmp-lr-join", **SMALL)
+    names = [name for name, _ in net.features.named_children()]
+    assert names[:4] == ["conv1_1", "conv1_1_relu", "pool1", "conv2_1"]
+    assert isinstance(net.features.conv1_1, FactoredConv2d)
+    assert [type(m) for m in net.features.conv1_1] == [CompositeConv2d, nn.Conv2d]
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("vgg11-gmp", "mixture(kx1, 1xk, kxk=2, join)"),
+        ("nin", "separable(m=0.5)"),
+        ("googlenet", "lr-join(m=0.5)"),
+    ],
+)
+def test_any_family_takes_any_scheme(name: str, scheme: str):
+    net = create_model(name, scheme=scheme, num_classes=4, **SMALL).eval()
+    assert any(isinstance(m, FactoredConv2d) for m in net.modules())
+    assert net(torch.randn(1, 3, 64, 64)).shape == (1, 4)
+    assert str(net.config["scheme"]) == scheme
+
+
+def test_stride_is_the_first_convs():
+    with torch.device("meta"):
+        net = create_model("vgg11-gmp-lr", stride=2)
+        shape = net.features.conv1_1(torch.empty(1, 3, 224, 224)).shape
+    assert shape == (1, 64, 112, 112)
+    assert net.features.conv2_1.stride == (1, 1)
+
+
+def test_width_scales_the_filters():
+    with torch.device("meta"):
+        assert create_model("vgg11-gmp", width=0.5).features.conv5_2.out_channels == 256
+        assert create_model("nin", width=2.0).features.conv1_1.out_channels == 384
+
+
+def test_batch_norm_leaves_the_class_maps_as_logits():
+    names = [name for name, _ in create_model("nin", norm="batch").features.named_children()]
+    assert names[-1] == "classes"
+    assert [name for name, _ in create_model("nin").features.named_children()][-1] == "classes_relu"
+
+
+def test_the_same_seed_gives_the_same_weights():
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        nets.append(create_model("nin-c3-lr", **SMALL))
+    for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"name": "vgg11-gmp-rl"}, "did you mean .*vgg11-gmp-lr"),
+        ({"name": "resnet"}, "there is no network 'resnet'"),
+        ({"name": "nin", "norm": "layer"}, "norm is None or 'batch'"),
+        ({"name": "nin", "width": 0}, "width must be positive"),
+        ({"name": "nin", "num_classes": -1}, "num_classes must be positive"),
+        ({"name": "nin", "scheme": "lowrank"}, "there is no scheme"),
+        ({"name": "nin", "dropout": 1.5}, "dropout is a share"),
+    ],
+)
+def test_bad_options_are_refused_in_a_sentence(options: dict, says: str):
+    with pytest.raises(LowRankError, match=says):
+        create_model(**options)
+
+
+def test_a_wrong_input_is_refused_in_a_sentence():
+    with pytest.raises(LowRankError, match="takes images as"):
+        create_model("nin", **SMALL)(torch.randn(1, 1, 30, 30))
