@@ -1,0 +1,60 @@
+"""The command `lowrank audit`."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import typer
+
+from lowrank_cnn.cli.models import Json
+from lowrank_cnn.cli.show import console, print_json, print_table
+from lowrank_cnn.paper.audit import CONTRADICTED, REPRODUCED, UNREPRODUCIBLE, Finding, audit, summary
+
+_SHORT = {REPRODUCED: "reproduced", CONTRADICTED: "contradicted", UNREPRODUCIBLE: "not reproducible"}
+_TITLES = {
+    "vgg-ilsvrc": "VGG on ILSVRC",
+    "vgg-places": "VGG on Places",
+    "googlenet-ilsvrc": "GoogLeNet on ILSVRC",
+    "nin-cifar10": "Network-in-Network on CIFAR-10",
+    "big-picture": "The big picture",
+    "big-picture-augmented": "The big picture, networks trained with more augmentation",
+}
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("audit")(audit_command)
+
+
+def audit_command(as_json: Json = False) -> None:
+    """Hold every published figure and claim against what this code computes."""
+    findings = audit()
+    if as_json:
+        return print_json([finding.to_dict() for finding in findings])
+    for table, rows in groupby(findings, key=lambda finding: finding.table):
+        if table != "text":
+            _print_counts(_TITLES[table], list(rows))
+    console.print(" = : the code counts the published figure exactly. A number: what it counts instead.\n")
+    _print_claims([finding for finding in findings if finding.table == "text"])
+    notes = [(f.subject, f.note) for f in findings if f.note and f.table != "text"]
+    print_table("Notes", ("network", "<"), notes)
+    print_table("In sum", ("verdict", "figures and claims"), list(summary(findings).items()))
+    return None
+
+
+def _print_counts(title: str, findings: list[Finding]) -> None:
+    """A line per network: published MACs and parameters, and ours where they differ."""
+    rows = []
+    for network, group in groupby(findings, key=lambda finding: finding.subject):
+        found = {finding.quantity: finding for finding in group}
+        macs, params = found["macs"], found["params"]
+        rows.append((network, macs.published, _ours(macs), params.published, _ours(params)))
+    print_table(title, ("network", "MACs", "here", "parameters", "here"), rows)
+
+
+def _ours(finding: Finding) -> str:
+    return "=" if finding.verdict == REPRODUCED else finding.computed
+
+
+def _print_claims(findings: list[Finding]) -> None:
+    rows = [(f.subject, f.computed, _SHORT.get(f.verdict, "not tested"), f.note) for f in findings]
+    print_table("Claims of the text", ("claim", "here", "<verdict", "<note"), rows)

@@ -1,0 +1,108 @@
+"""Commands about networks and their cost: models, count."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import torch
+import typer
+
+from lowrank_cnn.cli.show import print_json, print_table, si
+from lowrank_cnn.count import Count, count
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.models import create_model, list_models
+from lowrank_cnn.models.network import Network
+from lowrank_cnn.paper.published import published
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("models")(models_command)
+    app.command("count")(count_command)
+
+
+def models_command(as_json: Json = False) -> None:
+    """List the paper's networks with their cost and published accuracy."""
+    rows = [_describe(name) for name in list_models()]
+    if as_json:
+        return print_json(rows)
+    columns = ("network", "input", "MACs", "params", "published top-1", "top-5")
+    table = [
+        (r["network"], r["input"], si(r["macs"]), si(r["params"]), _percent(r["top1"]), _percent(r["top5"]))
+        for r in rows
+    ]
+    print_table("Networks of the paper", columns, table)
+    return None
+
+
+def count_command(
+    model: Annotated[str, typer.Argument(help="A network's name; `lowrank models` lists them.")],
+    input_text: Annotated[str | None, typer.Option("--input", help="Image size, as 3x224x224.")] = None,
+    convention: Annotated[str, typer.Option(help="mac, or paper (biases and auxiliary heads count).")] = "mac",
+    scheme: Annotated[str | None, typer.Option(help="A scheme in place of the network's own.")] = None,
+    width: Annotated[float, typer.Option(help="Scale the number of filters.")] = 1.0,
+    norm: Annotated[str | None, typer.Option(help="batch, for batch norm.")] = None,
+    stride: Annotated[int | None, typer.Option(help="Stride of the first conv.")] = None,
+    num_classes: Annotated[int | None, typer.Option("--classes", help="Number of classes.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Count multiply-accumulates, parameters and activation memory, per layer and in total."""
+    size = _parse_size(input_text)
+    net = _build(model, size, num_classes, width=width, norm=norm, stride=stride, scheme=scheme)
+    size = size or net.input_size
+    result = count(net, size, convention=convention)
+    if as_json:
+        return print_json({"model": model, **result.to_dict(), "input": list(size)})
+    _print_count(model, result)
+    return None
+
+
+def _describe(name: str) -> dict:
+    net = _build(name, None, None)
+    cost, row = count(net, net.input_size), published().get(name)
+    return {
+        "network": name,
+        "input": "x".join(map(str, net.input_size)),
+        "macs": cost.macs,
+        "params": cost.params,
+        "top1": row.top1 if row else None,
+        "top5": row.top5 if row else None,
+    }
+
+
+def _build(name: str, size: tuple[int, ...] | None, num_classes: int | None, **options) -> Network:
+    """A network without storage, whose input has as many channels as the size says."""
+    channels = size[0] if size else 3
+    with torch.device("meta"):
+        return create_model(name, num_classes=num_classes, in_channels=channels, **options)
+
+
+def _parse_size(text: str | None) -> tuple[int, int, int] | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
+    if not match or "0" in match.groups():
+        raise LowRankError(f"an input size is written CHANNELSxHEIGHTxWIDTH, like 3x224x224, not {text!r}.")
+    channels, height, width = map(int, match.groups())
+    return channels, height, width
+
+
+def _print_count(name: str, result: Count) -> None:
+    columns = ("layer", "<output", "MACs", "params", "activations")
+    rows = [
+        (layer.name, "x".join(map(str, layer.output)), f"{layer.macs:,}", f"{layer.params:,}", _mib(layer))
+        for layer in result.layers
+    ]
+    total = ("total", "", f"{result.macs:,}", f"{result.params:,}", _mib(result))
+    size = "x".join(map(str, result.input))
+    print_table(f"{name}, {size}, convention {result.convention}", columns, [*rows, total])
+
+
+def _mib(item) -> str:
+    return f"{item.activation_bytes / 2**20:.2f} MiB"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f}%"

@@ -1,0 +1,42 @@
+"""How the command prints: tables that fit 80 columns, JSON, and numbers a person can read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False)
+
+_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def si(number: float, digits: int = 3) -> str:
+    """A count with its unit: 7508438696 -> 7.51G."""
+    for unit, letter in _UNITS:
+        if abs(number) >= unit:
+            return f"{number / unit:#.{digits}g}".rstrip(".") + letter
+    return f"{number:g}"
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table with its first column to the left and numbers to the right; a heading `<name` goes left too."""
+    style = {"box": box.SIMPLE_HEAD, "title_justify": "left", "title_style": "bold", "padding": (0, 0)}
+    table = Table(title=title, **style)
+    for index, heading in enumerate(columns):
+        left = index == 0 or heading.startswith("<")
+        table.add_column(heading.lstrip("<"), justify="left" if left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*("" if value is None else str(value) for value in row))
+    console.print(table)
+
+
+def print_json(value: object) -> None:
+    """Plain JSON on standard output, for other programs."""
+    json.dump(value, sys.stdout, indent=2)
+    sys.stdout.write("\n")

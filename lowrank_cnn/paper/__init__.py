@@ -1,0 +1,1 @@
+"""The paper: its published figures as data, the rivals it counts, and the audit of both."""

@@ -1,0 +1,75 @@
+"""The published figures, as data.
+
+Source: Ioannou et al., "Training CNNs with Low-Rank Filters for Efficient Image Classification" (ICLR 2016), and
+the result files of the first author's public thesis repository, which give the tables' figures in full digits.
+Rows are the tables'; the column `counts_reproduced` says which counts our reading of the architecture gives.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+MAIN_TABLES = ("vgg-ilsvrc", "googlenet-ilsvrc", "nin-cifar10")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of a published table; None where the paper gives no figure."""
+
+    table: str
+    network: str
+    dataset: str
+    input: int | None
+    stride: int
+    macs: int
+    params: int
+    top1: float | None
+    top5: float | None
+
+
+@dataclass(frozen=True)
+class PublishedTiming:
+    """A layer of vgg11-gmp-lr: its MACs and the milliseconds that Caffe took for it."""
+
+    layer: str
+    macs: int
+    cpu_ms: float
+    gpu_ms: float
+
+
+@cache
+def rows() -> tuple[Published, ...]:
+    """Every row of every table."""
+    return tuple(_row(line) for line in _read("published.csv"))
+
+
+@cache
+def published() -> dict[str, Published]:
+    """The main tables' rows (ILSVRC and CIFAR-10), by network."""
+    return {row.network: row for row in rows() if row.table in MAIN_TABLES}
+
+
+@cache
+def timings() -> tuple[PublishedTiming, ...]:
+    """The paper's layer timings (its figure of MACs against time)."""
+    lines = _read("published_timings.csv")
+    return tuple(
+        PublishedTiming(r["layer"], int(r["macs"]), float(r["caffe_cpu_ms"]), float(r["caffe_gpu_ms"]))
+        for r in lines
+    )
+
+
+def _read(name: str) -> list[dict[str, str]]:
+    text = (files("lowrank_cnn.paper") / name).read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
+
+
+def _row(line: dict[str, str]) -> Published:
+    return Published(
+        line["table"], line["network"], line["dataset"], int(line["input"]) if line["input"] else None,
+        int(line["stride"]), int(line["macs"]), int(line["params"]),
+        float(line["top1"]) if line["top1"] else None, float(line["top5"]) if line["top5"] else None,
+    )  # fmt: skip

@@ -1,0 +1,72 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def lowrank(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lowrank_cnn", *arguments]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={"COLUMNS": str(columns), "PATH": "/usr/bin:/bin"},
+        check=False,
+    )
+
+
+def test_alone_it_shows_what_it_can_do():
+    done = lowrank()
+    assert done.returncode == 0
+    for command in ("models", "count", "audit"):
+        assert command in done.stdout
+
+
+def test_count_prints_the_published_integers_as_json():
+    done = lowrank("count", "vgg11-gmp-lr", "--convention", "paper", "--json")
+    printed = json.loads(done.stdout)
+    assert (printed["model"], printed["convention"]) == ("vgg11-gmp-lr", "paper")
+    assert (printed["macs"], printed["params"]) == (2518134440, 26054888)
+    assert printed["input"] == [3, 224, 224]
+    assert printed["layers"][0]["name"] == "features.conv1_1"
+
+
+def test_tables_fit_eighty_columns():
+    for arguments in (["models"], ["count", "vgg11-gmp-lr-join"], ["audit"]):
+        done = lowrank(*arguments)
+        assert done.returncode == 0
+        assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_models_lists_costs_and_accuracy_as_json():
+    rows = {row["network"]: row for row in json.loads(lowrank("models", "--json").stdout)}
+    assert len(rows) == 14
+    assert rows["nin-c3-lr"]["macs"] == 104260224
+    assert rows["vgg11"]["top5"] == 0.8617
+
+
+def test_audit_as_json_has_a_verdict_for_everything():
+    findings = json.loads(lowrank("audit", "--json").stdout)
+    assert len(findings) > 100
+    assert all(finding["verdict"] for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["count", "vgg12"], "did you mean vgg11"),
+        (["count", "vgg11", "--input", "224x224"], "CHANNELSxHEIGHTxWIDTH"),
+        (["count", "vgg11", "--input", "3x64x64"], "takes 224x224 images"),
+        (["count", "nin", "--scheme", "mixture(kx1"], "cannot read the scheme"),
+        (["count", "nin", "--convention", "flops"], "convention is mac or paper"),
+        (["count", "nin", "--width", "-1"], "width must be positive"),
+        (["count", "nin", "--input", "3x1x1"], "does not take an input of 3x1x1"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(arguments: list[str], says: str):
+    done = lowrank(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
