@@ -61,8 +61,41 @@ def init_(model: nn.Module, *, relu: Rectified | None = None) -> nn.Module:
     follows = followed_by_relu(model)
     for name, layer in weight_layers(model):
         rectified = relu(name, layer) if relu else follows[name]
-        _fill(layer, sigma(_fan_out(layer), relu=rectified))
+        for weight in _weights(layer):
+            _draw(weight, sigma(_fan_out(layer), relu=rectified))
+        _clear_bias(layer)
     return model
+
+
+def per_group_(model: nn.Module) -> nn.Module:
+    """What one would do without the paper: He's fan-out sigma for each filter group by itself. For comparison."""
+    follows = followed_by_relu(model)
+    for name, layer in weight_layers(model):
+        for weight in _weights(layer):
+            fan_out = weight.shape[0] * weight[0, 0].numel() / getattr(layer, "channel_groups", 1)
+            _draw(weight, sigma(fan_out, relu=follows[name]))
+        _clear_bias(layer)
+    return model
+
+
+def torch_default_(model: nn.Module) -> nn.Module:
+    """PyTorch's own initialisation, each filter group as a conv of its own. For comparison."""
+    for _, layer in weight_layers(model):
+        if not isinstance(layer, CompositeConv2d):
+            layer.reset_parameters()  # type: ignore[operator]
+            continue
+        for weight in filter(_has_storage, layer.weights):
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        _clear_bias(layer)
+    return model
+
+
+INITIALISATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "composite": init_,
+    "per-group": per_group_,
+    "torch": torch_default_,
+}
+"""The paper's initialisation and the two that it is compared with."""
 
 
 def weight_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -109,11 +142,20 @@ def _fan_out(layer: nn.Module) -> float:
     return layer.out_features
 
 
-def _fill(layer: nn.Module, std: float) -> None:
-    for name, parameter in layer.named_parameters():
-        if parameter.is_meta:
-            continue  # nothing to fill, and torch's way of not filling it takes seconds to load
-        if name.startswith("weight"):
-            nn.init.normal_(parameter, std=std)
-        else:
-            nn.init.zeros_(parameter)
+def _weights(layer: nn.Module) -> list[nn.Parameter]:
+    return list(layer.weights) if isinstance(layer, CompositeConv2d) else [layer.weight]  # type: ignore[list-item]
+
+
+def _draw(weight: nn.Parameter, std: float) -> None:
+    if _has_storage(weight):
+        nn.init.normal_(weight, std=std)
+
+
+def _has_storage(weight: nn.Parameter) -> bool:
+    """On the meta device there is nothing to fill, and torch's way of not filling it takes a second to load."""
+    return not weight.is_meta
+
+
+def _clear_bias(layer: nn.Module) -> None:
+    if isinstance(layer.bias, nn.Parameter):
+        nn.init.zeros_(layer.bias)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.init import composite_sigma, followed_by_relu, init_
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.init import INITIALISATIONS, composite_sigma, followed_by_relu, init_, per_group_, torch_default_
 from lowrank_cnn.layers import CompositeConv2d, build_conv
 from lowrank_cnn.models import create_model
 from lowrank_cnn.spec import Composite
@@ -32,14 +33,6 @@ def gradient_ratio(stack: nn.Sequential) -> float:
     return (arrived.var() / sent.var()).item()
 
 
-def per_group_he_(stack: nn.Module) -> None:
-    """What one would do without the paper: He's fan-out sigma for each group by itself."""
-    for layer in stack.modules():
-        if isinstance(layer, CompositeConv2d):
-            for group, weight in zip(layer.composite.groups, layer.weights, strict=True):
-                nn.init.normal_(weight, std=math.sqrt(2 / (group.taps * group.filters)))
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_gradients_keep_their_variance_through_thirty_mixed_layers(seed: int):
     torch.manual_seed(seed)
@@ -49,18 +42,24 @@ def test_gradients_keep_their_variance_through_thirty_mixed_layers(seed: int):
 def test_a_sigma_per_group_explodes():
     torch.manual_seed(0)
     stack = deep_stack()
-    per_group_he_(stack)
+    per_group_(stack)
     assert gradient_ratio(stack) > 2**DEPTH / 100  # two or three groups: at least a doubling per layer
 
 
 def test_pytorchs_default_vanishes():
     torch.manual_seed(0)
-    stack = deep_stack()
-    for layer in stack.modules():
-        if isinstance(layer, CompositeConv2d):
-            for weight in layer.weights:
-                nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-    assert gradient_ratio(stack) < 1e-6
+    assert gradient_ratio(torch_default_(deep_stack())) < 1e-6
+
+
+def test_a_network_can_be_built_with_another_initialisation():
+    torch.manual_seed(0)
+    nets = {name: create_model("nin-c3-lr", init=name) for name in INITIALISATIONS}
+    std = {name: std_of(*net.features.conv3_1.weights) for name, net in nets.items()}
+    assert std["composite"] == pytest.approx(math.sqrt(2 / (3 * 192)), rel=0.03)
+    assert std["per-group"] == pytest.approx(math.sqrt(2 / (3 * 96)), rel=0.03)
+    assert std["torch"] == pytest.approx(math.sqrt(1 / (3 * 3 * 192)), rel=0.03)
+    with pytest.raises(LowRankError, match="there is no initialisation"):
+        create_model("nin", init="xavier")
 
 
 def test_sigma_is_the_papers():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from lowrank_cnn.errors import LowRankError, nearest
-from lowrank_cnn.init import init_
+from lowrank_cnn.init import INITIALISATIONS
 from lowrank_cnn.models import googlenet, nin, vgg
 from lowrank_cnn.models.network import Network, Options
 from lowrank_cnn.spec import Scheme
@@ -36,21 +36,25 @@ def create_model(
     stride: int | None = None,
     scheme: str | Scheme | None = None,
     dropout: float | None = None,
+    init: str = "composite",
 ) -> Network:
     """Build a network of the paper, initialised as the paper does.
 
     width scales every number of filters, for small machines; norm="batch" puts batch norm before each ReLU;
     stride is that of the first conv (2 for the Places networks); scheme replaces the variant's own, so that any
-    family takes schemes the paper never tried; dropout replaces every dropout rate.
+    family takes schemes the paper never tried; dropout replaces every dropout rate; init is one of
+    `INITIALISATIONS`, to compare with.
     """
+    if init not in INITIALISATIONS:
+        raise LowRankError(f"there is no initialisation {init!r}; {nearest(init, INITIALISATIONS)}")
     family = family_of(name)
     variant = family.VARIANTS[name]
     classes = family.CLASSES if num_classes is None else num_classes
     first = variant.stride if stride is None else stride
     text = None if scheme is None else str(scheme)
     options = Options(classes, in_channels, width, norm, first, text, dropout)
-    model: Network = init_(family.build(variant, options))  # type: ignore[assignment]
-    model.config = {"name": name, **vars(options)}
+    model: Network = INITIALISATIONS[init](family.build(variant, options))  # type: ignore[assignment]
+    model.config = {"name": name, **vars(options), "init": init}
     return model
 
 
