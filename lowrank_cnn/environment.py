@@ -63,10 +63,10 @@ def _version(package: str) -> str | None:
 
 
 def _cpu() -> str:
-    """A readable processor name; Linux hides it in /proc."""
+    """A readable processor name; Linux knows it through lscpu, on Arm too."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        lines = subprocess.run(["lscpu"], capture_output=True, text=True, timeout=10).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("Model name")]
     return names[0] if names else platform.processor() or platform.machine()
