@@ -1,0 +1,105 @@
+"""Images to train and test on: parquet shards, image folders, CIFAR-10's archive, and built-in digits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from lowrank_cnn.data.augment import Augment
+from lowrank_cnn.data.parquet import Missing
+from lowrank_cnn.data.preprocess import (
+    Preprocess,
+    Standardize,
+    Whiten,
+    fit_preprocess,
+    preprocess_from_dict,
+)
+from lowrank_cnn.data.resident import ResidentLoader, ResidentSplit
+from lowrank_cnn.data.sources import open_source
+from lowrank_cnn.data.splits import RESIDENT_BYTES, Options
+from lowrank_cnn.data.streamed import StreamedLoader, StreamedSplit, decode_rate
+from lowrank_cnn.data.types import Bad, Data, Loader, Problems, Split
+from lowrank_cnn.errors import LowRankError
+
+__all__ = [
+    "Augment",
+    "Data",
+    "Loader",
+    "Preprocess",
+    "Problems",
+    "ResidentLoader",
+    "ResidentSplit",
+    "Split",
+    "Standardize",
+    "StreamedLoader",
+    "StreamedSplit",
+    "Whiten",
+    "decode_rate",
+    "fit_preprocess",
+    "make_loader",
+    "open_data",
+    "preprocess_from_dict",
+]
+
+
+def open_data(
+    source: str | Path,
+    *,
+    bad: Bad = "skip",
+    limit: int | None = None,
+    image_size: int | None = None,
+    channels: int | None = None,
+    missing: Missing = "refuse",
+    resident_bytes: int = RESIDENT_BYTES,
+) -> Data:
+    """Open images to train and test on.
+
+    source: `digits`; a folder of parquet shards; a folder with train/CLASS/* and val or test; CIFAR-10's
+      binary archive or the folder from it; a Hub repository as owner/name.
+    bad: whether images that cannot be decoded and wrong labels are left out and counted, or refused.
+    limit: at most so many images of each split, class by class in proportion.
+    image_size: bring every image to this square, its shorter side first, then its centre.
+    channels: 1 or 3 to read all images as grey or in colour; else grey only where the set is.
+    missing: whether an absent shard is refused, or counted and done without.
+    resident_bytes: splits that take no more than this as uint8, all of one size, are held in memory.
+    """
+    return open_source(source, Options(bad, limit, image_size, channels, missing, resident_bytes))
+
+
+def make_loader(
+    split: Split,
+    *,
+    batch_size: int,
+    preprocess: Preprocess | None,
+    augment: Augment,
+    seed: int,
+    device: torch.device | str,
+    rank: int = 0,
+    world: int = 1,
+    train: bool,
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = True,
+    workers: int = 0,
+) -> Loader:
+    """The loader of this kind of split. `batch_size` is that of all processes together.
+
+    `workers` are the processes that decode a streamed split; a resident one is on the device already.
+    """
+    options = {
+        "batch_size": batch_size,
+        "preprocess": preprocess,
+        "augment": augment,
+        "seed": seed,
+        "device": device,
+        "rank": rank,
+        "world": world,
+        "train": train,
+        "dtype": dtype,
+        "channels_last": channels_last,
+    }
+    if isinstance(split, ResidentSplit):
+        return ResidentLoader(split, **options)
+    if isinstance(split, StreamedSplit):
+        return StreamedLoader(split, **options, workers=workers)
+    raise LowRankError(f"no loader is known for a {type(split).__name__}.")

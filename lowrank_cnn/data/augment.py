@@ -1,0 +1,133 @@
+"""Crops, mirrors and cutouts: drawn on the CPU, applied to a whole epoch in one pass on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lowrank_cnn.errors import LowRankError
+
+
+@dataclass(frozen=True)
+class Augment:
+    """How training images are varied.
+
+    A crop smaller than the (padded) image lies anywhere in training and in the centre in evaluation.
+    `resize` first brings the shorter side of every image to that length.
+    Padding and cutouts hold zeros after preprocessing, that is, the mean colour.
+    """
+
+    crop: int | None = None
+    pad: int = 0
+    mirror: bool = True
+    cutout: int = 0
+    resize: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("crop", "resize"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise LowRankError(f"{name} must be a number of pixels or none, not {value}.")
+        if self.pad < 0 or self.cutout < 0:
+            raise LowRankError(f"pad and cutout cannot be negative, got {self.pad} and {self.cutout}.")
+
+    def window(self, height: int, width: int, *, train: bool) -> tuple[int, int]:
+        """The height and width that the network sees of an image of this size."""
+        height, width = scaled(height, width, self.resize)
+        if self.crop is None:
+            return height, width
+        pad = self.pad if train else 0
+        if self.crop > min(height, width) + 2 * pad:
+            padded = f" padded by {pad}" if pad else ""
+            raise LowRankError(f"a crop of {self.crop} does not fit images of {height}x{width}{padded}.")
+        return self.crop, self.crop
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What happens to each image: one number per image and field."""
+
+    top: Tensor
+    left: Tensor
+    mirror: Tensor
+    cut_y: Tensor
+    cut_x: Tensor
+
+    def __getitem__(self, index: Tensor | slice) -> Moves:
+        return Moves(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    def to(self, device: torch.device) -> Moves:
+        return Moves(*(send(getattr(self, field.name), device) for field in fields(self)))
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device; to a GPU it travels from pinned memory, so that Python does not wait for it."""
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
+
+
+def draw_moves(
+    n: int, *, padded: tuple[int, int], window: tuple[int, int], mirror: bool, draw: torch.Generator
+) -> Moves:
+    """Random moves for n images of the padded size; the same numbers are drawn whatever is switched on."""
+
+    def below(limit: int) -> Tensor:
+        return torch.randint(0, limit, (n,), generator=draw)
+
+    top, left = below(padded[0] - window[0] + 1), below(padded[1] - window[1] + 1)
+    turned = below(2).bool() & mirror
+    return Moves(top, left, turned, below(window[0]), below(window[1]))
+
+
+def apply_moves(images: Tensor, rows: Tensor, moves: Moves, *, window: tuple[int, int], cutout: int = 0) -> Tensor:
+    """Gather `rows` of padded images [N, H, W, C], each cropped, mirrored and cut, as [n, h, w, C].
+
+    One indexing operation over precomputed coordinates: no image is visited by Python.
+    """
+    ys = torch.arange(window[0], device=images.device)
+    xs = torch.arange(window[1], device=images.device)
+    across = torch.where(moves.mirror[:, None], window[1] - 1 - xs, xs)
+    source_y, source_x = moves.top[:, None] + ys, moves.left[:, None] + across
+    out = images[rows[:, None, None], source_y[:, :, None], source_x[:, None, :]]
+    return out.masked_fill_(_holes(moves, window, cutout)[..., None], 0) if cutout else out
+
+
+def cut_out(images: Tensor, moves: Moves, *, cutout: int) -> Tensor:
+    """Zero a square in each of the images [n, C, h, w], in place."""
+    window = (images.shape[2], images.shape[3])
+    return images.masked_fill_(_holes(moves, window, cutout)[:, None], 0)
+
+
+def _holes(moves: Moves, window: tuple[int, int], length: int) -> Tensor:
+    """Where [n, h, w] the cut squares lie; one centred near a border is clipped by it."""
+
+    def near(centre: Tensor, places: int) -> Tensor:
+        offset = torch.arange(places, device=centre.device) - (centre[:, None] - length // 2)
+        return (offset >= 0) & (offset < length)
+
+    return near(moves.cut_y, window[0])[:, :, None] & near(moves.cut_x, window[1])[:, None, :]
+
+
+def scaled(height: int, width: int, shorter: int | None) -> tuple[int, int]:
+    """The size where the shorter side has this length; the same size for None."""
+    if shorter is None:
+        return height, width
+    scale = shorter / min(height, width)
+    return max(shorter, round(height * scale)), max(shorter, round(width * scale))
+
+
+def resize_shorter(images: Tensor, shorter: int | None) -> Tensor:
+    """Float images [n, C, H, W] scaled by their shorter side."""
+    size = scaled(images.shape[2], images.shape[3], shorter)
+    if size == tuple(images.shape[2:]):
+        return images
+    return functional.interpolate(images, size, mode="bilinear", antialias=True)
+
+
+def centre_crop(images: Tensor, window: tuple[int, int]) -> Tensor:
+    """The middle of images [..., H, W]; an odd margin leaves its extra pixel below and to the right."""
+    top, left = ((images.shape[-2 + i] - window[i]) // 2 for i in range(2))
+    return images[..., top : top + window[0], left : left + window[1]]

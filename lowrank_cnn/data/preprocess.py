@@ -1,0 +1,183 @@
+"""What is done to every image, in training and in use: standardising, or whitening."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.data.cache import cached, digest
+from lowrank_cnn.data.types import Split
+from lowrank_cnn.errors import LowRankError, nearest
+
+_CHUNK = 4096
+_MIN_NORM = 1e-8
+_MOST_VALUES = 2**14  # the matrix has the square of this many entries, in double precision
+
+
+class Preprocess(Protocol):
+    """Takes uint8 images [n, C, H, W] and gives float32 images of the same shape, on the same device."""
+
+    def __call__(self, images: Tensor) -> Tensor: ...
+
+    def to(self, device: torch.device | str) -> Self: ...
+
+    def to_dict(self) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Standardize:
+    """Subtract a mean and divide by a deviation per channel, both in pixel values of 0 to 255."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if images.shape[1] != len(self.mean):
+            raise LowRankError(f"images of {images.shape[1]} channels do not fit a mean of {len(self.mean)}.")
+        return (images.float() - self.mean[:, None, None]) / self.std[:, None, None]
+
+    def to(self, device: torch.device | str) -> Standardize:
+        return Standardize(self.mean.to(device), self.std.to(device))
+
+    def to_dict(self) -> dict[str, Tensor]:
+        return {"mean": self.mean.cpu(), "std": self.std.cpu()}
+
+    @classmethod
+    def fit(cls, split: Split) -> Standardize:
+        """The statistics of a split: of all its images in memory, or of a sample where it is streamed."""
+        count, total, squares = 0, torch.zeros(()), torch.zeros(())
+        for images in split.pixels():
+            values = images.transpose(0, 1).flatten(1).double()
+            count, total, squares = (
+                count + values.shape[1],
+                total + values.sum(1),
+                squares + (values**2).sum(1),
+            )
+        if not count:
+            raise LowRankError("no image could be read to compute the mean from.")
+        mean = total / count
+        deviation = (squares / count - mean**2).clamp(min=0).sqrt()
+        return cls(mean.float(), torch.where(deviation > 0, deviation, 1.0).float())
+
+
+@dataclass(frozen=True, eq=False)
+class Whiten:
+    """Global contrast normalisation, then ZCA whitening, both over the whole image: crops come after.
+
+    Contrast: each image loses its mean and is scaled to a norm of `scale`. Whitening: with C the covariance
+    of the normalised training images, `matrix` is (C + epsilon I)^(-1/2), the whitening nearest to identity.
+    Scale 55 and epsilon 0.1 are those of Goodfellow et al. (2013), "Maxout networks".
+    """
+
+    mean: Tensor
+    matrix: Tensor
+    scale: float = 55.0
+    epsilon: float = 0.1
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if images[0].numel() != len(self.mean):
+            raise LowRankError(f"images of {images[0].numel()} values do not fit whitening of {len(self.mean)}.")
+        work = _precise(images.device)
+        flat = normalise_contrast(images.flatten(1).to(work), scale=self.scale)
+        white = (flat - self.mean.to(work)) @ self.matrix.to(work)
+        return white.float().view(images.shape)
+
+    def to(self, device: torch.device | str) -> Whiten:
+        return Whiten(self.mean.to(device), self.matrix.to(device), self.scale, self.epsilon)
+
+    def to_dict(self) -> dict[str, Tensor]:
+        numbers = {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("scale", "epsilon")}
+        return {"mean": self.mean.cpu(), "matrix": self.matrix.cpu(), **numbers}
+
+    @classmethod
+    def fit(
+        cls,
+        split: Split,
+        *,
+        scale: float = 55.0,
+        epsilon: float = 0.1,
+        device: torch.device | str = "cpu",
+        cache: Path | None = None,
+    ) -> Whiten:
+        """Computed from the training images on the device, once: a cache file keeps it for the next run."""
+        images = getattr(split, "images", None)
+        if images is None:
+            raise LowRankError("whitening needs a set small enough to be held in memory, of equal image sizes.")
+        if scale <= 0 or epsilon < 0:
+            raise LowRankError(f"whitening needs scale > 0 and epsilon >= 0, got {scale} and {epsilon}.")
+        if images[0].numel() > _MOST_VALUES:
+            raise LowRankError(
+                f"whitening takes images of {_MOST_VALUES} values at most, not {images[0].numel()}."
+            )
+        key = f"zca-{digest(images, scale, epsilon)}"
+        found = cached(key, lambda: _zca(images, scale, epsilon, torch.device(device)), folder=cache)
+        return cls(found["mean"], found["matrix"], scale, epsilon).to(device)
+
+
+def normalise_contrast(flat: Tensor, *, scale: float) -> Tensor:
+    """Rows without their mean, scaled to the norm `scale`; a constant row becomes zero."""
+    centred = flat - flat.mean(1, keepdim=True)
+    norm = centred.norm(dim=1, keepdim=True) / scale
+    return centred / torch.where(norm < _MIN_NORM, 1.0, norm)
+
+
+def to_unit(images: Tensor) -> Tensor:
+    """Pixel values as 0 to 1: what stands where no preprocessing is asked for."""
+    return images.float() / 255
+
+
+def fit_preprocess(
+    name: str,
+    split: Split,
+    *,
+    device: torch.device | str = "cpu",
+    scale: float = 55.0,
+    epsilon: float = 0.1,
+    cache: Path | None = None,
+) -> Preprocess:
+    """The preprocessing of this name, computed from a training split; the later options are of whitening."""
+    if name == "standardize":
+        return Standardize.fit(split).to(device)
+    if name == "whiten":
+        return Whiten.fit(split, scale=scale, epsilon=epsilon, device=device, cache=cache)
+    raise LowRankError(f"no preprocessing is called {name}: {nearest(name, ('standardize', 'whiten'))}")
+
+
+def preprocess_from_dict(tensors: Mapping[str, Tensor]) -> Preprocess:
+    """The inverse of `to_dict`, for checkpoints."""
+    if tensors.keys() == {"mean", "std"}:
+        return Standardize(tensors["mean"], tensors["std"])
+    if tensors.keys() == {"mean", "matrix", "scale", "epsilon"}:
+        scale, epsilon = float(tensors["scale"]), float(tensors["epsilon"])
+        return Whiten(tensors["mean"], tensors["matrix"], scale, epsilon)
+    raise LowRankError(f"no preprocessing is stored as {', '.join(sorted(tensors)) or 'nothing'}.")
+
+
+def _zca(images: Tensor, scale: float, epsilon: float, device: torch.device) -> dict[str, Tensor]:
+    """Mean and whitening matrix in double precision, image chunks passing over the device."""
+    work = torch.device("cpu") if device.type == "mps" else device  # which has no double precision
+    size = images[0].numel()
+    total = torch.zeros(size, dtype=torch.float64, device=work)
+    products = torch.zeros(size, size, dtype=torch.float64, device=work)
+    for chunk in images.split(_CHUNK):
+        flat = normalise_contrast(chunk.to(work).flatten(1).double(), scale=scale)
+        total += flat.sum(0)
+        products.addmm_(flat.T, flat)
+    mean = total / len(images)
+    covariance = products / len(images) - torch.outer(mean, mean)
+    values, vectors = torch.linalg.eigh(covariance)
+    # Dimensions without variance (grey values of equal channels, constant borders) would divide by zero.
+    floor = values[-1].clamp(min=1e-30) * size * torch.finfo(torch.float64).eps
+    inverse = (values.clamp(min=0) + max(epsilon, float(floor))).rsqrt()
+    matrix = (vectors * inverse) @ vectors.T
+    return {"mean": mean.float().cpu(), "matrix": matrix.float().cpu()}
+
+
+def _precise(device: torch.device) -> torch.dtype:
+    """Double precision, which neither autocast nor shortened matrix products touch; Apple's GPUs have none."""
+    return torch.float32 if device.type == "mps" else torch.float64

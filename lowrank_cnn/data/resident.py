@@ -1,0 +1,171 @@
+"""Small sets: decoded once, held on the device, a whole epoch permuted and augmented in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.data.augment import (
+    Augment,
+    apply_moves,
+    centre_crop,
+    draw_moves,
+    resize_shorter,
+    scaled,
+    send,
+)
+from lowrank_cnn.data.preprocess import Preprocess, to_unit
+from lowrank_cnn.data.types import Problems, Size, check_batches, generator
+from lowrank_cnn.errors import LowRankError
+
+_CHUNK_BYTES = 2**29
+_PREPARE_IMAGES = 4096
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Images as uint8 [n, C, H, W], their labels, and what was left out on the way."""
+
+    images: Tensor
+    labels: Tensor
+    problems: Problems = field(default_factory=Problems)
+
+    def __post_init__(self) -> None:
+        if self.images.dtype != torch.uint8 or self.images.ndim != 4:
+            raise LowRankError(f"images must be uint8 [n, C, H, W], not {self.images.dtype} {self.images.ndim}-d.")
+        if len(self.images) != len(self.labels):
+            raise LowRankError(f"{len(self.images)} images do not match {len(self.labels)} labels.")
+
+
+class ResidentSplit:
+    """A split decoded in memory, when it is first looked at: evaluating never decodes the training set."""
+
+    def __init__(self, decode: Callable[[], Decoded], size: Size) -> None:
+        self._decode = decode
+        self.size = size
+
+    @classmethod
+    def of(cls, images: Tensor, labels: Tensor, problems: Problems | None = None) -> ResidentSplit:
+        """A split of tensors: uint8 images [n, C, H, W] and integer labels [n]."""
+        decoded = Decoded(images, labels.long(), problems or Problems())
+        channels, height, width = images.shape[1:]
+        return cls(lambda: decoded, (channels, height, width))
+
+    @cached_property
+    def _decoded(self) -> Decoded:
+        return self._decode()
+
+    @property
+    def images(self) -> Tensor:
+        return self._decoded.images
+
+    @property
+    def labels(self) -> Tensor:
+        return self._decoded.labels
+
+    @property
+    def problems(self) -> Problems:
+        return self._decoded.problems
+
+    @property
+    def channels(self) -> int:
+        return self.size[0]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def pixels(self) -> Iterator[Tensor]:
+        return iter(self.images.split(_PREPARE_IMAGES))
+
+    def subset(self, index: Tensor) -> ResidentSplit:
+        return ResidentSplit.of(self.images[index], self.labels[index], self.problems)
+
+
+class ResidentLoader:
+    """Batches of a resident split: the same global batches for every device and number of processes."""
+
+    def __init__(
+        self,
+        split: ResidentSplit,
+        *,
+        batch_size: int,
+        preprocess: Preprocess | None,
+        augment: Augment,
+        seed: int,
+        device: torch.device | str,
+        rank: int = 0,
+        world: int = 1,
+        train: bool,
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = True,
+    ) -> None:
+        self._batches = check_batches(len(split), batch_size=batch_size, rank=rank, world=world, train=train)
+        self.batch_size, self.rank, self.world, self.train = batch_size, rank, world, train
+        self.augment, self.seed, self.channels_last = augment, seed, channels_last
+        self.device = torch.device(device)
+        self._window = augment.window(*split.size[1:], train=train)
+        self._images = self._prepare(split.images, preprocess, dtype)
+        self._labels = split.labels.to(self.device)
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        return self._augmented(epoch, start) if self.train else self._in_order(start)
+
+    @torch.no_grad()
+    def _prepare(self, images: Tensor, preprocess: Preprocess | None, dtype: torch.dtype) -> Tensor:
+        """All images preprocessed as [N, H, W, C], padded for training or cropped for evaluation."""
+        apply = preprocess.to(self.device) if preprocess else to_unit
+        pad = self.augment.pad if self.train else 0
+        height, width = scaled(images.shape[2], images.shape[3], self.augment.resize)
+        inner = (height, width) if self.train else self._window
+        shape = (len(images), inner[0] + 2 * pad, inner[1] + 2 * pad, images.shape[1])
+        ready = torch.zeros(shape, dtype=dtype, device=self.device)
+        for first in range(0, len(images), _PREPARE_IMAGES):
+            part = slice(first, first + _PREPARE_IMAGES)
+            done = resize_shorter(apply(images[part].to(self.device)), self.augment.resize)
+            done = centre_crop(done, inner).permute(0, 2, 3, 1)
+            ready[part, pad : pad + inner[0], pad : pad + inner[1]] = done.to(dtype)
+        return ready
+
+    def _in_order(self, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for first in range(start * self.batch_size, len(self._labels), self.batch_size):
+            count = min(self.batch_size, len(self._labels) - first)
+            mine = slice(first + count * self.rank // self.world, first + count * (self.rank + 1) // self.world)
+            if mine.stop > mine.start:
+                yield self._batch(self._images[mine]), self._labels[mine]
+
+    def _augmented(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        draw = generator("epoch", self.seed, epoch)
+        padded = (self._images.shape[1], self._images.shape[2])
+        order = torch.randperm(len(self._labels), generator=draw)
+        moves = draw_moves(len(order), padded=padded, window=self._window, mirror=self.augment.mirror, draw=draw)
+        mine = self._mine(start)
+        rows, moves = send(order[mine], self.device), moves[mine].to(self.device)
+        local = self.batch_size // self.world
+        for first in range(0, len(rows), self._chunk(local)):
+            part = slice(first, first + self._chunk(local))
+            images = apply_moves(
+                self._images, rows[part], moves[part], window=self._window, cutout=self.augment.cutout
+            )
+            labels = self._labels[rows[part]]
+            yield from zip(self._batch(images).split(local), labels.split(local), strict=True)
+
+    def _mine(self, start: int) -> Tensor:
+        """Positions in the epoch's order that this rank sees, from batch `start` on."""
+        grid = torch.arange(self._batches * self.batch_size).view(self._batches, self.world, -1)
+        return grid[start:, self.rank].reshape(-1)
+
+    def _chunk(self, local: int) -> int:
+        """How many images one pass makes: whole batches, the epoch at once where it is small."""
+        per_image = self._window[0] * self._window[1] * self._images.shape[3] * self._images.element_size()
+        return max(1, _CHUNK_BYTES // (per_image * local)) * local
+
+    def _batch(self, images: Tensor) -> Tensor:
+        images = images.permute(0, 3, 1, 2)
+        return images if self.channels_last else images.contiguous()

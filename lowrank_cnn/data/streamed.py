@@ -1,0 +1,206 @@
+"""Large sets: read from their shards or folders by worker processes, never as a whole in memory."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lowrank_cnn.data.augment import Augment, cut_out, draw_moves
+from lowrank_cnn.data.decode import BadImageError, decode_image, fit, stack
+from lowrank_cnn.data.lanes import WINDOW, epoch_lanes, lane_count, rank_range
+from lowrank_cnn.data.parts import Framing, Part, Parts
+from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, to_unit
+from lowrank_cnn.data.read import spread
+from lowrank_cnn.data.store import Store
+from lowrank_cnn.data.types import Bad, Problems, Size, check_batches, generator
+from lowrank_cnn.errors import LowRankError
+
+_SAMPLE = 1024
+_PREFETCH = 4
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedSplit:
+    """Rows of a store, decoded when they are needed; bad ones met on the way are counted and left out."""
+
+    store: Store
+    rows: Tensor
+    size: Size | None
+    channels: int
+    problems: Problems = field(default_factory=Problems)
+    bad: Bad = "skip"
+
+    @property
+    def labels(self) -> Tensor:
+        return self.store.labels[self.rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def subset(self, index: Tensor) -> StreamedSplit:
+        return replace(self, rows=self.rows[index])
+
+    def pixels(self) -> Iterator[Tensor]:
+        for index in spread(len(self), _SAMPLE).tolist():
+            try:
+                image = decode_image(self.store.read(int(self.rows[index])), channels=self.channels)
+            except BadImageError:
+                continue
+            image = fit(image, *self.size[1:]) if self.size else image
+            pixels = stack([image.tobytes()], image.height, image.width, self.channels)
+            yield pixels.permute(0, 3, 1, 2)
+
+
+class StreamedLoader:
+    """Batches of a streamed split, each process reading its own part through its own workers."""
+
+    def __init__(
+        self,
+        split: StreamedSplit,
+        *,
+        batch_size: int,
+        preprocess: Preprocess | None,
+        augment: Augment,
+        seed: int,
+        device: torch.device | str,
+        rank: int = 0,
+        world: int = 1,
+        train: bool,
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = True,
+        workers: int = 0,
+    ) -> None:
+        if isinstance(preprocess, Whiten):
+            raise LowRankError("whitening needs a set held in memory, and this one is streamed.")
+        self._batches = check_batches(len(split), batch_size=batch_size, rank=rank, world=world, train=train)
+        self.split, self.augment, self.seed, self.train = split, augment, seed, train
+        self.batch_size, self.rank, self.world, self.workers = batch_size, rank, world, workers
+        self.device, self.dtype, self.channels_last = torch.device(device), dtype, channels_last
+        self._preprocess = preprocess.to(self.device) if preprocess else to_unit
+        self._framing = frame(split, augment, train=train, fill=_fill(preprocess, split.channels))
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        parts = self._training_parts(epoch) if self.train else self._evaluation_parts()
+        loaded = iter(self._load(parts, start))
+        for batch in range(start, parts.batches):
+            found = list(itertools.islice(loaded, parts.parts))
+            self._note(found)
+            if sum(len(part.labels) for part in found):
+                images = self._send([part.images for part in found])
+                yield self._finish(images, epoch, batch), self._send([part.labels for part in found])
+
+    def _training_parts(self, epoch: int) -> Parts:
+        """What this process reads in an epoch: its lanes, shared out among its workers."""
+        lanes = lane_count(self.batch_size, self.world, self.workers)
+        used = self._batches * self.batch_size
+        rows = epoch_lanes(self.split.store, self.split.rows, lanes=lanes, used=used, seed=self.seed, epoch=epoch)
+        mine = range(lanes * self.rank // self.world, lanes * (self.rank + 1) // self.world)
+        return self._parts(rows, mine, self.batch_size // lanes, draw=("crops", self.seed, epoch))
+
+    def _evaluation_parts(self) -> Parts:
+        """This process's stretch of the rows, in their order, as one lane."""
+        first, end = rank_range(len(self.split), self.rank, self.world)
+        return self._parts(self.split.rows[first:end][None], range(1), self.batch_size // self.world, draw=None)
+
+    def _parts(self, lanes: Tensor, mine: range, per_lane: int, *, draw: tuple[str | int, ...] | None) -> Parts:
+        parts = min(max(1, self.workers), len(mine))
+        self.split.store.keep(-(-len(mine) // parts), WINDOW if draw else per_lane)
+        return Parts(self.split.store, lanes, mine, per_lane, parts, self.split.channels, self._framing, draw)
+
+    def _load(self, parts: Parts, start: int) -> Iterable[Part]:
+        """Every part in order; as the workers take turns, each meets the same lanes in every training batch."""
+        keys = [(batch, part) for batch in range(start, parts.batches) for part in range(parts.parts)]
+        workers = min(self.workers, parts.parts) if self.train else self.workers
+        if not workers or not keys:
+            return (parts[key] for key in keys)
+        pin = self.device.type == "cuda"
+        return DataLoader(
+            parts,
+            batch_size=None,
+            sampler=keys,
+            num_workers=workers,
+            prefetch_factor=_PREFETCH,
+            pin_memory=pin,
+        )
+
+    def _send(self, tensors: list[Tensor]) -> Tensor:
+        """One tensor on the device: its pieces travel from pinned memory and are joined there."""
+        return torch.cat([tensor.to(self.device, non_blocking=True) for tensor in tensors])
+
+    def _note(self, found: list[Part]) -> None:
+        for part in found:
+            self.split.problems.add_all(part.found)
+            if part.failure:
+                raise LowRankError(f"{part.failure}: {self.split.problems}.")
+        if self.split.bad == "refuse":
+            self.split.problems.refuse()
+
+    @torch.no_grad()
+    def _finish(self, images: Tensor, epoch: int, batch: int) -> Tensor:
+        """uint8 [n, h, w, C] on the device, preprocessed and cut out."""
+        ready = self._preprocess(images.permute(0, 3, 1, 2))
+        if self.train and self.augment.cutout:
+            window, draw = self._framing.window, generator("cutouts", self.seed, epoch, batch)
+            moves = draw_moves(self.batch_size, padded=window, window=window, mirror=False, draw=draw)
+            mine = slice(self.rank * len(images), (self.rank + 1) * len(images))
+            ready = cut_out(ready, moves[mine].to(self.device), cutout=self.augment.cutout)
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        return ready.to(self.dtype).contiguous(memory_format=layout)
+
+
+def frame(split: StreamedSplit, augment: Augment, *, train: bool, fill: tuple[int, ...]) -> Framing:
+    """The window that images of this split are brought to.
+
+    Images that differ in size need a crop; without `resize` their shorter side comes to 8/7 of it, which is
+    256 for 224.
+    """
+    size, resize = split.size and split.size[1:], augment.resize
+    if size is None and resize is None:
+        if augment.crop is None:
+            raise LowRankError("these images differ in size: say a crop, or an image size for all of them.")
+        resize = round(augment.crop * 8 / 7)
+    smallest = size or (resize or 0, resize or 0)
+    window = augment.window(*smallest, train=train)
+    return Framing(window, size, resize, augment.pad, augment.mirror, fill)
+
+
+def _fill(preprocess: Preprocess | None, channels: int) -> tuple[int, ...]:
+    """The colour of padding: what preprocessing takes to zero."""
+    if isinstance(preprocess, Standardize):
+        return tuple(round(value) for value in preprocess.mean.tolist())
+    return (0,) * channels
+
+
+def decode_rate(split: StreamedSplit, n: int, workers: int, *, augment: Augment | None = None) -> float:
+    """Images per second and core: read, decoded and framed.
+
+    The first batch only warms up; what the workers prefetch meanwhile is small beside a few thousand images.
+    """
+    batch = max(1, min(64, n // 4))
+    some = split.subset(torch.arange(min(n, len(split))))
+    loader = StreamedLoader(
+        some,
+        batch_size=batch,
+        preprocess=None,
+        augment=augment or Augment(),
+        seed=0,
+        device="cpu",
+        train=True,
+        workers=workers,
+    )
+    parts = loader._training_parts(0)
+    loaded = iter(loader._load(parts, 0))
+    for _ in itertools.islice(loaded, parts.parts):
+        pass
+    began = time.perf_counter()
+    images = sum(len(part.labels) for part in loaded)
+    return images / (time.perf_counter() - began) / parts.parts

@@ -1,0 +1,157 @@
+"""What every source gives: a `Data` of two splits, and the `Problems` met while reading them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.errors import LowRankError
+
+Size = tuple[int, int, int]
+Bad = Literal["skip", "refuse"]
+_NAMED = 5
+
+
+@dataclass
+class Problems:
+    """What was wrong with the images: counted by kind, the first few of each kind named."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    _seen: set[tuple[str, str]] = field(default_factory=set, repr=False, compare=False)
+
+    def add(self, kind: str, where: str) -> None:
+        """Count one problem; the same image met again in a later epoch counts once."""
+        if (kind, where) in self._seen:
+            return
+        self._seen.add((kind, where))
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        named = self.examples.setdefault(kind, [])
+        if len(named) < _NAMED:
+            named.append(where)
+
+    def add_all(self, found: Iterable[tuple[str, str]]) -> None:
+        for kind, where in found:
+            self.add(kind, where)
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def __bool__(self) -> bool:
+        return self.total > 0
+
+    def __str__(self) -> str:
+        return "; ".join(self._line(kind) for kind in sorted(self.counts)) or "none"
+
+    def _line(self, kind: str) -> str:
+        more = ", ..." if self.counts[kind] > len(self.examples[kind]) else ""
+        return f"{self.counts[kind]} {kind} ({', '.join(self.examples[kind])}{more})"
+
+    def refuse(self) -> None:
+        """Raise where there is any problem, naming the first of each kind."""
+        if self:
+            raise LowRankError(f"the data has bad images: {self} (bad='skip' leaves them out).")
+
+
+class Split(Protocol):
+    """Images with labels: held decoded in memory, or streamed from shards and folders."""
+
+    @property
+    def size(self) -> Size | None:
+        """(channels, height, width), or None where the images differ in size."""
+        ...
+
+    @property
+    def channels(self) -> int: ...
+
+    @property
+    def labels(self) -> Tensor:
+        """One class number per image, int64 on the CPU."""
+        ...
+
+    @property
+    def problems(self) -> Problems: ...
+
+    def __len__(self) -> int: ...
+
+    def subset(self, index: Tensor) -> Split:
+        """The images at these positions."""
+        ...
+
+    def pixels(self) -> Iterator[Tensor]:
+        """uint8 images in chunks [n, C, H, W]: all of them in memory, a sample where they are streamed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Data:
+    """A named set of images: its classes, what to train on and what to test on."""
+
+    name: str
+    classes: tuple[str, ...]
+    train: Split
+    test: Split
+
+    def holdout(self, n: int, seed: int) -> Data:
+        """Take n training images, class by class in proportion, as the test set of a new `Data`.
+
+        Decisions are made on these images, so that the real test set is looked at once, at the end.
+        """
+        if not 0 < n < len(self.train):
+            raise LowRankError(f"cannot hold out {n} of the {len(self.train)} training images of {self.name}.")
+        chosen = stratified(self.train.labels, n, seed=seed)
+        rest = torch.ones(len(self.train), dtype=torch.bool)
+        rest[chosen] = False
+        return replace(self, train=self.train.subset(rest.nonzero()[:, 0]), test=self.train.subset(chosen))
+
+
+class Loader(Protocol):
+    """Batches as a pure function of (seed, epoch): resuming at (epoch, batch) needs no generator state.
+
+    Training drops the last partial batch. Evaluation keeps it; a rank that has no image of it yields one
+    batch fewer, so figures are to be summed over ranks after the last batch, not batch by batch.
+    """
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+        ...
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's part of each global batch from `start` on, as (images, labels) on the device."""
+        ...
+
+
+def generator(*keys: int | str) -> torch.Generator:
+    """A CPU generator seeded by all keys together, so that streams of neighbouring seeds do not overlap."""
+    digest = hashlib.blake2b("/".join(map(str, keys)).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def stratified(labels: Tensor, n: int, *, seed: int) -> Tensor:
+    """Sorted positions of at most n labels, each class in proportion to its size to within one image."""
+    n = min(n, len(labels))
+    shuffled = torch.randperm(len(labels), generator=generator("stratified", seed))
+    by_class = shuffled[torch.argsort(labels[shuffled], stable=True)]
+    _, sizes = torch.unique_consecutive(labels[by_class], return_counts=True)
+    taken = sizes * n // max(1, len(labels))
+    largest_remainder = torch.argsort(sizes * n % max(1, len(labels)), descending=True, stable=True)
+    taken[largest_remainder[: n - int(taken.sum())]] += 1
+    place_in_class = torch.arange(len(labels)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
+    return by_class[place_in_class < torch.repeat_interleave(taken, sizes)].sort().values
+
+
+def check_batches(images: int, *, batch_size: int, rank: int, world: int, train: bool) -> int:
+    """The number of batches per epoch, or a sentence on why there can be none."""
+    if batch_size < 1 or not 0 <= rank < world:
+        raise LowRankError(f"no batches of {batch_size} images for rank {rank} of {world}.")
+    if batch_size % world:
+        raise LowRankError(f"the global batch of {batch_size} does not divide over {world} processes.")
+    if images < (batch_size if train else 1):
+        raise LowRankError(f"{images} images do not fill one batch of {batch_size}.")
+    return images // batch_size if train else -(-images // batch_size)

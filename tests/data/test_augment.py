@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lowrank_cnn.data import Augment
+from lowrank_cnn.data.augment import (
+    Moves,
+    apply_moves,
+    centre_crop,
+    cut_out,
+    draw_moves,
+    resize_shorter,
+    scaled,
+)
+from lowrank_cnn.data.types import generator
+from lowrank_cnn.errors import LowRankError
+
+
+def slowly(images: Tensor, rows: Tensor, moves: Moves, window: tuple[int, int], cutout: int) -> Tensor:
+    """The same in loops over images and pixels."""
+    out = torch.zeros(len(rows), *window, images.shape[3], dtype=images.dtype)
+    for i, row in enumerate(rows.tolist()):
+        for y in range(window[0]):
+            for x in range(window[1]):
+                across = window[1] - 1 - x if moves.mirror[i] else x
+                value = images[row, int(moves.top[i]) + y, int(moves.left[i]) + across]
+                down, right = y - int(moves.cut_y[i]) + cutout // 2, x - int(moves.cut_x[i]) + cutout // 2
+                cut = 0 <= down < cutout and 0 <= right < cutout
+                out[i, y, x] = 0 if cut else value
+    return out
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    height=st.integers(1, 7),
+    width=st.integers(1, 7),
+    crop=st.integers(1, 7),
+    cutout=st.integers(0, 5),
+    mirror=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_the_fused_pass_equals_loops(
+    height: int, width: int, crop: int, cutout: int, mirror: bool, seed: int
+) -> None:
+    window = (min(crop, height), min(crop, width))
+    images = torch.rand(5, height, width, 3, generator=generator("images", seed))
+    rows = torch.randint(0, 5, (6,), generator=generator("rows", seed))
+    moves = draw_moves(6, padded=(height, width), window=window, mirror=mirror, draw=generator("moves", seed))
+    fused = apply_moves(images, rows, moves, window=window, cutout=cutout)
+    assert torch.equal(fused, slowly(images, rows, moves, window, cutout))
+
+
+def test_moves_reach_every_place_and_both_sides() -> None:
+    moves = draw_moves(4000, padded=(10, 9), window=(8, 8), mirror=True, draw=generator(1))
+    assert moves.top.unique().tolist() == [0, 1, 2]
+    assert moves.left.unique().tolist() == [0, 1]
+    assert 0.45 < moves.mirror.float().mean() < 0.55
+    assert moves.cut_y.unique().tolist() == list(range(8))
+    assert not draw_moves(100, padded=(8, 8), window=(8, 8), mirror=False, draw=generator(1)).mirror.any()
+
+
+def test_cut_out_zeroes_one_square_in_place() -> None:
+    images = torch.ones(2, 3, 6, 6)
+    centres = torch.tensor([3, 0])
+    still = torch.zeros(2, dtype=torch.long)
+    moves = Moves(still, still, still.bool(), centres, centres)
+    cut = cut_out(images, moves, cutout=4)
+    assert cut is images
+    assert (cut[0] == 0).sum() == 3 * 16
+    assert (cut[0, :, 1:5, 1:5] == 0).all()
+    assert (cut[1] == 0).sum() == 3 * 4  # clipped by the corner
+    assert (cut[1, :, :2, :2] == 0).all()
+
+
+def test_centre_crop_of_even_and_odd_margins() -> None:
+    image = torch.arange(5 * 6).view(1, 1, 5, 6)
+    assert torch.equal(centre_crop(image, (3, 4)), image[..., 1:4, 1:5])
+    assert torch.equal(centre_crop(image, (4, 3)), image[..., 0:4, 1:4])
+    assert torch.equal(centre_crop(image, (5, 6)), image)
+
+
+def test_the_shorter_side_is_scaled() -> None:
+    assert scaled(375, 500, 256) == (256, 341)
+    assert scaled(500, 375, 256) == (341, 256)
+    assert scaled(10, 20, None) == (10, 20)
+    images = torch.rand(2, 3, 8, 16)
+    assert resize_shorter(images, 4).shape == (2, 3, 4, 8)
+    assert resize_shorter(images, None) is images
+    assert torch.allclose(resize_shorter(torch.full((1, 1, 8, 8), 7.0), 3), torch.tensor(7.0))
+
+
+def test_windows() -> None:
+    assert Augment().window(32, 48, train=True) == (32, 48)
+    assert Augment(crop=30).window(32, 32, train=False) == (30, 30)
+    assert Augment(crop=32, pad=4).window(32, 32, train=True) == (32, 32)
+    assert Augment(crop=224, resize=256).window(64, 80, train=True) == (224, 224)
+    assert Augment(resize=16).window(32, 48, train=False) == (16, 24)
+    with pytest.raises(LowRankError, match="crop of 40 does not fit images of 32x32 padded by 3"):
+        Augment(crop=40, pad=3).window(32, 32, train=True)
+    with pytest.raises(LowRankError, match=r"crop of 36 does not fit images of 32x32\."):
+        Augment(crop=36, pad=4).window(32, 32, train=False)
+
+
+@pytest.mark.parametrize(("name", "value"), [("crop", 0), ("resize", -1), ("pad", -1), ("cutout", -2)])
+def test_impossible_numbers_are_refused(name: str, value: int) -> None:
+    with pytest.raises(LowRankError, match=rf"{name}.*{value}"):
+        replace(Augment(), **{name: value})

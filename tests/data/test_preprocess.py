@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lowrank_cnn.data import (
+    ResidentSplit,
+    Standardize,
+    Whiten,
+    fit_preprocess,
+    preprocess,
+    preprocess_from_dict,
+)
+from lowrank_cnn.data.preprocess import normalise_contrast, to_unit
+from lowrank_cnn.data.types import generator
+from lowrank_cnn.errors import LowRankError
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    """600 smooth colour images of 5x5: neighbours are correlated, as in photographs."""
+    noise = torch.rand(600, 3, 9, 9, generator=generator("noise"))
+    smooth = torch.nn.functional.avg_pool2d(noise, 5, stride=1)
+    return ((smooth - smooth.min()) / (smooth.max() - smooth.min()) * 255).round().to(torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def split(images: Tensor) -> ResidentSplit:
+    return ResidentSplit.of(images, torch.zeros(len(images)))
+
+
+def reference(images: Tensor, scale: float, epsilon: float) -> np.ndarray:
+    """Contrast normalisation and ZCA in numpy and double precision, by their definitions."""
+    flat = images.flatten(1).numpy().astype(np.float64)
+    flat = flat - flat.mean(1, keepdims=True)
+    flat = scale * flat / np.sqrt((flat**2).sum(1, keepdims=True))
+    centred = flat - flat.mean(0)
+    covariance = centred.T @ centred / len(centred)
+    values, vectors = np.linalg.eigh(covariance + epsilon * np.eye(len(covariance)))
+    return (centred @ (vectors @ np.diag(values**-0.5) @ vectors.T)).reshape(images.shape)
+
+
+@pytest.mark.parametrize(("scale", "epsilon"), [(55.0, 0.1), (55.0, 1e-3), (1.0, 1e-4)])
+def test_whitening_equals_its_definition(
+    split: ResidentSplit, scale: float, epsilon: float, tmp_path: Path
+) -> None:
+    whiten = Whiten.fit(split, scale=scale, epsilon=epsilon, cache=tmp_path)
+    ours = whiten(split.images)
+    assert ours.dtype == torch.float32
+    np.testing.assert_allclose(ours.numpy(), reference(split.images, scale, epsilon), rtol=2e-4, atol=2e-4)
+
+
+def test_whitened_covariance_is_the_identity_where_epsilon_is_small(split: ResidentSplit, tmp_path: Path) -> None:
+    white = Whiten.fit(split, epsilon=1e-6, cache=tmp_path)(split.images).flatten(1).double()
+    covariance = white.T @ white / len(white)
+    values = torch.linalg.eigvalsh(covariance)
+    assert values[0].abs() < 1e-3  # the direction of the image mean, which contrast normalisation removes
+    assert (values[1:] - 1).abs().max() < 2e-3
+
+
+def test_constant_images_and_zero_epsilon_stay_finite(tmp_path: Path) -> None:
+    grey = torch.full((20, 1, 3, 3), 7, dtype=torch.uint8)
+    grey[:10] = torch.randint(0, 256, (10, 1, 3, 3), generator=generator(0)).to(torch.uint8)
+    split = ResidentSplit.of(grey, torch.zeros(20))
+    whiten = Whiten.fit(split, epsilon=0.0, cache=tmp_path)
+    assert whiten(grey).isfinite().all()
+    flat = normalise_contrast(grey.flatten(1).float(), scale=55.0)
+    assert torch.equal(flat[10:], torch.zeros(10, 9))
+    assert torch.allclose(flat[:10].norm(dim=1), torch.tensor(55.0))
+
+
+def test_whitening_is_computed_once(split: ResidentSplit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[float] = []
+    compute = preprocess._zca
+
+    def counted(images: Tensor, scale: float, epsilon: float, device: torch.device) -> dict[str, Tensor]:
+        calls.append(epsilon)
+        return compute(images, scale, epsilon, device)
+
+    monkeypatch.setattr(preprocess, "_zca", counted)
+    first = Whiten.fit(split, cache=tmp_path)
+    again = Whiten.fit(split, cache=tmp_path)
+    assert torch.equal(first.matrix, again.matrix)
+    Whiten.fit(split, epsilon=0.2, cache=tmp_path)
+    Whiten.fit(split.subset(torch.arange(500)), cache=tmp_path)
+    assert calls == [0.1, 0.2, 0.1]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_damaged_cache_file_is_made_anew(split: ResidentSplit, tmp_path: Path) -> None:
+    first = Whiten.fit(split, cache=tmp_path)
+    (file,) = tmp_path.iterdir()
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    assert torch.equal(Whiten.fit(split, cache=tmp_path).matrix, first.matrix)
+    assert file.read_bytes() == content
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_cache_that_cannot_be_written_is_done_without(split: ResidentSplit, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert Whiten.fit(split, cache=tmp_path / "below").matrix.isfinite().all()
+
+
+def test_a_cache_in_the_way_is_done_without(split: ResidentSplit, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    assert Whiten.fit(split, cache=tmp_path / "file").matrix.isfinite().all()
+
+
+def test_the_cache_folder_can_be_chosen(
+    split: ResidentSplit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWRANK_CACHE", str(tmp_path / "here"))
+    Whiten.fit(split)
+    assert [file.suffix for file in (tmp_path / "here").iterdir()] == [".safetensors"]
+
+
+def test_standardised_images_have_no_mean_and_unit_deviation(split: ResidentSplit) -> None:
+    standardize = Standardize.fit(split)
+    values = split.images.double()
+    assert torch.allclose(standardize.mean.double(), values.mean((0, 2, 3)))
+    assert torch.allclose(standardize.std.double(), values.std((0, 2, 3), correction=0))
+    ready = standardize(split.images)
+    assert torch.allclose(ready.mean((0, 2, 3)), torch.zeros(3), atol=1e-5)
+    assert torch.allclose(ready.std((0, 2, 3)), torch.ones(3), atol=1e-3)
+
+
+def test_a_channel_without_variance_stays_finite() -> None:
+    split = ResidentSplit.of(torch.full((4, 1, 2, 2), 9, dtype=torch.uint8), torch.zeros(4))
+    assert torch.equal(Standardize.fit(split)(split.images), torch.zeros(4, 1, 2, 2))
+
+
+@pytest.mark.parametrize("name", ["standardize", "whiten"])
+def test_preprocessing_comes_back_from_a_checkpoint(name: str, split: ResidentSplit, tmp_path: Path) -> None:
+    fitted = fit_preprocess(name, split, cache=tmp_path, epsilon=0.05)
+    stored = fitted.to_dict()
+    assert all(isinstance(value, Tensor) for value in stored.values())
+    again = preprocess_from_dict(stored)
+    assert type(again) is type(fitted)
+    assert torch.equal(again(split.images), fitted(split.images))
+    assert again.to_dict().keys() == stored.keys()
+
+
+def test_clear_refusals(split: ResidentSplit) -> None:
+    with pytest.raises(LowRankError, match="did you mean whiten"):
+        fit_preprocess("whitten", split)
+    with pytest.raises(LowRankError, match="epsilon >= 0"):
+        Whiten.fit(split, epsilon=-1.0)
+    large = ResidentSplit.of(torch.zeros(1, 3, 128, 128, dtype=torch.uint8), torch.zeros(1))
+    with pytest.raises(LowRankError, match="16384 values at most, not 49152"):
+        Whiten.fit(large)
+    with pytest.raises(LowRankError, match="no preprocessing is stored as mean"):
+        preprocess_from_dict({"mean": torch.zeros(3)})
+    with pytest.raises(LowRankError, match="1 channels do not fit a mean of 3"):
+        Standardize(torch.zeros(3), torch.ones(3))(torch.zeros(1, 1, 2, 2, dtype=torch.uint8))
+    with pytest.raises(LowRankError, match="48 values do not fit whitening of 75"):
+        Whiten(torch.zeros(75), torch.eye(75))(torch.zeros(1, 3, 4, 4, dtype=torch.uint8))
+
+
+def test_without_preprocessing_values_are_zero_to_one() -> None:
+    assert to_unit(torch.tensor([0, 255], dtype=torch.uint8)).tolist() == [0.0, 1.0]
