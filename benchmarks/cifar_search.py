@@ -1,0 +1,76 @@
+"""Try settings of a recipe on CIFAR-10, judged on 5,000 training images held out; the test set is not opened.
+
+    python benchmarks/cifar_search.py --data FOLDER --network nin-c3-lr --recipe nin-paper \
+        --try "lr=0.1" --try "lr=0.05 weight_decay=1e-4" [--epochs 60] [--budget 300] [--out results.json]
+
+Every try is one run of one seed; the record keeps all of them, the poor ones too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lowrank_cnn.data import Data, open_data
+from lowrank_cnn.environment import environment
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.models import create_model
+from lowrank_cnn.train import fit, get_recipe
+from lowrank_cnn.train.recipe import parse_settings
+
+HELD_OUT = 5000
+
+
+def attempt(network: str, recipe_name: str, settings: str, data: Data, arguments: argparse.Namespace) -> dict:
+    recipe = get_recipe(recipe_name, **{"holdout": 0, "levels": 0, **parse_settings(settings.split())})
+    recipe = get_recipe(recipe_name, **{**recipe.to_dict(), "epochs": arguments.epochs or recipe.epochs})
+    torch.manual_seed(arguments.seed)
+    model = create_model(network, num_classes=10, norm=recipe.norm, init=arguments.init)
+    row = {"network": network, "recipe": recipe_name, "settings": settings, "seed": arguments.seed}
+    row |= {"epochs": recipe.epochs, "init": arguments.init}
+    try:
+        record = fit(model, data, recipe, seed=arguments.seed, progress=False, compile=arguments.compile)
+    except LowRankError as error:
+        return row | {"failed": str(error)}
+    curve = [round(100 * epoch["accuracy"], 2) for epoch in record.history if epoch["accuracy"] is not None]
+    losses = [round(epoch["train_loss"], 4) for epoch in record.history]
+    result = {key: record.result[key] for key in ("top1", "seconds", "images_per_second")}
+    return row | result | {"curve": curve, "train_loss": losses}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--network", nargs="+", default=["nin-c3-lr"])
+    parser.add_argument("--recipe", default="nin-paper")
+    parser.add_argument("--try", dest="tries", action="append", default=[])
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--init", default="composite")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--budget", type=float, default=1e9, help="Start nothing new after so many seconds.")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cifar_search.json"))
+    arguments = parser.parse_args()
+    data = open_data(arguments.data, limit=arguments.limit).holdout(HELD_OUT if not arguments.limit else 100, 0)
+    rows, began = [], time.monotonic()
+    for settings in arguments.tries or [""]:
+        for network in arguments.network:
+            if time.monotonic() - began > arguments.budget:
+                break
+            rows.append(attempt(network, arguments.recipe, settings, data, arguments))
+            shown = {key: value for key, value in rows[-1].items() if key not in ("curve", "train_loss")}
+            print(shown, rows[-1].get("curve", [])[-3:], flush=True)
+            record = {"kind": "search", "rows": rows, "environment": environment()}
+            arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

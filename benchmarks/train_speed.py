@@ -1,0 +1,140 @@
+"""Images per second of training on one device: this library's loop beside a plain DataLoader loop.
+
+    python benchmarks/train_speed.py --data FOLDER [--out benchmarks/results/train_speed.json]
+
+For each network, the recipe's own step eagerly, as a CUDA graph, and as a graph of compiled kernels; then the same
+network, batch and precision in the loop most people write: a Dataset that crops and mirrors image by image in
+worker processes, and eager steps. On a GPU also the share of an epoch that the device computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lowrank_cnn.data import Data, open_data
+from lowrank_cnn.environment import environment
+from lowrank_cnn.models import create_model
+from lowrank_cnn.train import fit, get_recipe
+from lowrank_cnn.train.recipe import Recipe
+
+WAYS = {
+    "eager": {"cuda_graphs": False},
+    "CUDA graph": {"cuda_graphs": True},
+    "CUDA graph, compiled": {"cuda_graphs": True, "compile": True},
+}
+
+
+class PlainImages(Dataset):
+    """Image by image, as a tutorial writes it."""
+
+    def __init__(self, images: Tensor, labels: Tensor, crop: int) -> None:
+        self.images, self.labels, self.crop = images, labels, crop
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image = self.images[index].float() / 255
+        room = image.shape[-1] - self.crop + 1
+        top, left = (int(torch.randint(room, ())) for _ in range(2))
+        image = image[:, top : top + self.crop, left : left + self.crop]
+        return (image.flip(-1) if torch.rand(()) < 0.5 else image), self.labels[index]
+
+
+def network(name: str, data: Data, recipe: Recipe) -> nn.Module:
+    torch.manual_seed(0)
+    return create_model(name, num_classes=len(data.classes), in_channels=data.train.size[0], norm=recipe.norm)
+
+
+def ours(name: str, data: Data, recipe: Recipe, epochs: int, **how: Any) -> dict[str, object]:
+    record = fit(network(name, data, recipe), data, recipe, epochs=epochs, progress=False, **how)
+    rates = [row["images_per_second"] for row in record.history[1:]]  # the first epoch captures and compiles
+    return {"images_per_second": median(rates), "lowest": min(rates), "highest": max(rates), "epochs": len(rates)}
+
+
+def plain(name: str, data: Data, recipe: Recipe, epochs: int, workers: int) -> dict[str, object]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    net = network(name, data, recipe).to(device, memory_format=torch.channels_last).train()
+    images = PlainImages(data.train.images, data.train.labels, recipe.crop or data.train.size[1])
+    options = {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": device.type == "cuda"}
+    loader = DataLoader(images, recipe.batch_size, shuffle=True, drop_last=True, **options)
+    optimizer = torch.optim.SGD(net.parameters(), recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay)
+    rates = []
+    for _ in range(epochs):
+        began = time.perf_counter()
+        for batch, labels in loader:
+            plain_step(net, batch.to(device, non_blocking=True), labels.to(device, non_blocking=True), optimizer)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        rates.append(len(loader) * recipe.batch_size / (time.perf_counter() - began))
+    rates = rates[1:]
+    return {"images_per_second": median(rates), "lowest": min(rates), "highest": max(rates), "epochs": len(rates)}
+
+
+def plain_step(net: nn.Module, images: Tensor, labels: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    images = images.contiguous(memory_format=torch.channels_last)
+    optimizer.zero_grad()
+    with torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=images.is_cuda):
+        loss = nn.functional.cross_entropy(net(images), labels)
+    loss.backward()
+    optimizer.step()
+
+
+def device_share(name: str, data: Data, recipe: Recipe, rate: float, **how: Any) -> float:
+    """Kernel time per image, from a profile of its own, over the time per image that was measured."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    model = network(name, data, recipe)
+    with torch.profiler.profile(activities=activities) as profile:
+        fit(model, data, recipe, epochs=2, progress=False, **how)
+    kernels = sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
+    return kernels / (2 * len(data.train)) * rate
+
+
+def measure(name: str, data: Data, recipe: Recipe, arguments: argparse.Namespace) -> dict[str, object]:
+    rows: dict[str, object] = {}
+    ways = WAYS if torch.cuda.is_available() else {"eager": {}}
+    for way, how in ways.items():
+        rows[way] = row = ours(name, data, recipe, arguments.epochs, **how)
+        if torch.cuda.is_available() and arguments.profile and "compiled" not in way:
+            row["device_share"] = device_share(name, data, recipe, row["images_per_second"], **how)  # type: ignore[arg-type]
+        print(name, way, row, flush=True)
+    rows["plain DataLoader loop"] = plain(name, data, recipe, 3, arguments.workers)
+    print(name, "plain", rows["plain DataLoader loop"], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--networks", nargs="+", default=["nin-c3-lr", "nin"])
+    parser.add_argument("--recipe", default="nin-paper")
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1))
+    parser.add_argument("--limit", type=int, default=None)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/train_speed.json"))
+    arguments = parser.parse_args()
+    data = open_data(arguments.data, limit=arguments.limit, missing="skip")
+    recipe = get_recipe(arguments.recipe, holdout=0, levels=0, evaluate_every=10**6)
+    rows = {name: measure(name, data, recipe, arguments) for name in arguments.networks}
+    setting = {"recipe": recipe.to_dict(), "images": len(data.train), "workers": arguments.workers}
+    record = {"kind": "train-speed", "setting": setting, "rows": rows, "environment": environment()}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

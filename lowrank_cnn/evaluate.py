@@ -1,0 +1,168 @@
+"""How good a trained network is, and what it says about an image; reading a checkpoint runs no code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.data import Data, Preprocess, make_loader, preprocess_from_dict
+from lowrank_cnn.data.augment import centre_crop
+from lowrank_cnn.data.decode import BadImageError, decode_image, fit, resize_shorter, stack
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.models import create_model
+from lowrank_cnn.train.checkpoint import Checkpoint, Store, read_checkpoint
+from lowrank_cnn.train.inputs import augmentation, evaluation_batch, preprocessing
+from lowrank_cnn.train.launch import resolve_device
+from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.score import Evaluation, score
+
+__all__ = ["Evaluation", "Trained", "evaluate", "load_checkpoint", "predict"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A network with what it takes to use it: how images are prepared, and what its outputs are called.
+
+    `image` is the size of the images it was trained on (channels, height, width) before any crop, or empty
+    where they differed in size.
+    """
+
+    network: nn.Module
+    preprocess: Preprocess
+    recipe: Recipe
+    classes: tuple[str, ...]
+    image: tuple[int, ...] = ()
+
+
+def load_checkpoint(path: str | Path, *, best: bool = False, network: nn.Module | None = None) -> Trained:
+    """The trained network of a run: its directory (the last weights, or the best), or one checkpoint file.
+
+    The network is built anew from its name and options; one that `create_model` does not know is passed in.
+    Where the run kept a moving average of the weights, that is what is loaded.
+    """
+    checkpoint = _read(Path(path), best)
+    state = checkpoint.state
+    if network is None:
+        network = create_model(**state["model"])
+    weights = checkpoint.part("average") or checkpoint.part("model")
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        raise LowRankError(f"the weights in {path} are not those of {state['model']['name']}.") from error
+    return Trained(
+        network,
+        preprocess_from_dict(checkpoint.part("preprocess")),
+        Recipe.from_dict(state["recipe"]),
+        tuple(state["data"]["classes"]),
+        tuple(state["data"]["image"]),
+    )
+
+
+def evaluate(
+    model: Trained | nn.Module | str | Path,
+    data: Data,
+    *,
+    preprocess: Preprocess | None = None,
+    recipe: Recipe | None = None,
+    batch_size: int | None = None,
+    device: str = "auto",
+    workers: int = 0,
+) -> Evaluation:
+    """Top-1, top-5 and loss on `data.test`, one centre crop per image, in full precision.
+
+    A bare network takes the preprocessing given, or else one fitted to `data.train` as the recipe says.
+    """
+    trained = model if isinstance(model, Trained) else _trained(model, data, preprocess, recipe)
+    _check_classes(trained, data)
+    place = torch.device(resolve_device(device))
+    loader = make_loader(
+        data.test,
+        batch_size=batch_size or evaluation_batch(data.test, trained.recipe),
+        preprocess=trained.preprocess,
+        augment=augmentation(trained.recipe),
+        seed=0,
+        device=place,
+        train=False,
+        workers=workers,
+    )
+    network = trained.network.to(place)
+    return score(network, loader.epoch(0), device=place)
+
+
+@torch.no_grad()
+def predict(
+    model: Trained | str | Path, images: Sequence[str | Path], *, top: int = 5, device: str = "auto"
+) -> list[list[tuple[str, float]]]:
+    """For each image file the likeliest classes with their probabilities, the likeliest first."""
+    trained = model if isinstance(model, Trained) else load_checkpoint(model)
+    place = torch.device(resolve_device(device))
+    network = trained.network.to(place).eval()
+    preprocess = trained.preprocess.to(place)
+    window = augmentation(replace(trained.recipe, pad=0)).window
+    answers = []
+    for path in images:
+        pixels = _read_image(Path(path), trained).to(place)
+        ready = centre_crop(preprocess(pixels[None]), window(*pixels.shape[1:], train=False))
+        answers.append(_ranked(network(ready).softmax(1)[0], trained.classes, top))
+    return answers
+
+
+def _read(path: Path, best: bool) -> Checkpoint:
+    if not path.is_dir():
+        if path.suffix not in ("", ".json", ".safetensors") or not path.with_suffix(".json").is_file():
+            raise LowRankError(f"{path} is neither a run's directory nor one of its checkpoints.")
+        return read_checkpoint(path.with_suffix(""))
+    passed_over: list[str] = []
+    checkpoint = Store(path).latest(passed_over.append, kind="best" if best else "step")
+    if checkpoint is None:
+        raise LowRankError(f"{path} holds no checkpoint.")
+    if passed_over:
+        raise LowRankError(f"{passed_over[0]} Name a checkpoint file in {path} to use an older one.")
+    return checkpoint
+
+
+def _trained(
+    model: nn.Module | str | Path, data: Data, preprocess: Preprocess | None, recipe: Recipe | None
+) -> Trained:
+    if not isinstance(model, nn.Module):
+        return load_checkpoint(model)
+    recipe = recipe or Recipe()
+    return Trained(model, preprocess or preprocessing(data.train, recipe), recipe, data.classes)
+
+
+def _check_classes(trained: Trained, data: Data) -> None:
+    """Equal names mean equal outputs; a network for other classes would only be counted wrong."""
+    if trained.classes != data.classes:
+        raise LowRankError(
+            f"the network knows {len(trained.classes)} classes ({_some(trained.classes)}), "
+            f"{data.name} has {len(data.classes)} others ({_some(data.classes)})."
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _read_image(path: Path, trained: Trained) -> Tensor:
+    """Pixels [C, H, W] at the scale of the images the network was trained on."""
+    channels = trained.image[0] if trained.image else 3
+    try:
+        image = decode_image(path.read_bytes(), channels=channels)
+    except OSError as error:
+        raise LowRankError(f"{path} cannot be read ({error.strerror}).") from error
+    except BadImageError as error:
+        raise LowRankError(f"{path} is not an image that can be used: {error}.") from error
+    if trained.image:
+        image = fit(image, *trained.image[1:])
+    elif side := trained.recipe.resize or trained.recipe.crop:
+        image = resize_shorter(image, side)
+    return stack([image.tobytes()], image.height, image.width, channels)[0].permute(2, 0, 1)
+
+
+def _ranked(probabilities: Tensor, classes: Sequence[str], top: int) -> list[tuple[str, float]]:
+    values, indices = probabilities.topk(min(top, len(classes)))
+    return [(classes[int(index)], float(value)) for value, index in zip(values, indices, strict=True)]

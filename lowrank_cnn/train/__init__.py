@@ -1,0 +1,20 @@
+"""Training from scratch: recipes, a loop that survives, and the record of what it did."""
+
+from __future__ import annotations
+
+from lowrank_cnn.train.failure import Interrupted, NotFiniteError, OutOfMemoryError
+from lowrank_cnn.train.loop import fit
+from lowrank_cnn.train.recipe import RECIPES, Recipe, get_recipe
+from lowrank_cnn.train.record import Record, load_record
+
+__all__ = [
+    "RECIPES",
+    "Interrupted",
+    "NotFiniteError",
+    "OutOfMemoryError",
+    "Recipe",
+    "Record",
+    "fit",
+    "get_recipe",
+    "load_record",
+]

@@ -1,0 +1,176 @@
+"""Checkpoints that survive: written whole or not at all, checked by checksum, read without running code.
+
+A checkpoint is a pair of files. `step-00000120.safetensors` holds the tensors; `step-00000120.json` holds
+everything else, the checksum of the tensors, and its own. The JSON file is written last, so a pair that is
+complete was written to the end. The two most recent pairs are kept, and the best one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.errors import LowRankError, require
+
+FORMAT = "lowrank-cnn checkpoint 1"
+KEEP = 2
+
+
+class DamagedCheckpointError(LowRankError):
+    """The files are not those that were written: cut short, changed, or of another kind."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors by name, and the state that JSON can hold."""
+
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors whose names begin with `prefix.`, without it."""
+        start = prefix + "."
+        return {name.removeprefix(start): t for name, t in self.tensors.items() if name.startswith(start)}
+
+
+@dataclass(frozen=True)
+class Store:
+    """The checkpoints of one run, in one directory."""
+
+    directory: Path
+
+    def save(self, checkpoint: Checkpoint, iteration: int, *, kind: str = "step", keep: int = KEEP) -> None:
+        """Write a checkpoint, and only then remove those that it replaces."""
+        write_checkpoint(self.directory / f"{kind}-{iteration:08d}", checkpoint)
+        for stem in self._superseded(kind, iteration, keep):
+            # The manifest goes first: without it, what is left no longer counts as a checkpoint.
+            stem.with_suffix(".json").unlink(missing_ok=True)
+            stem.with_suffix(".safetensors").unlink(missing_ok=True)
+
+    def latest(self, say: Callable[[str], None], *, kind: str = "step") -> Checkpoint | None:
+        """The newest checkpoint that is whole; `say` hears of each damaged one that is passed over."""
+        stems = self._stems(kind, ".json")
+        for stem in reversed(stems):
+            try:
+                return read_checkpoint(stem)
+            except DamagedCheckpointError as damage:
+                say(f"{damage} The one before it is used.")
+        if stems:
+            raise LowRankError(f"every checkpoint in {self.directory} is damaged: remove it to start anew.")
+        return None
+
+    def _stems(self, kind: str, suffix: str) -> list[Path]:
+        return sorted(path.with_suffix("") for path in self.directory.glob(f"{kind}-*{suffix}"))
+
+    def _superseded(self, kind: str, iteration: int, keep: int) -> list[Path]:
+        """All but the last few complete pairs; also any beyond `iteration`, of a run that was taken back."""
+        complete = [stem for stem in self._stems(kind, ".json") if stem.name <= f"{kind}-{iteration:08d}"]
+        return sorted({*self._stems(kind, ".json"), *self._stems(kind, ".safetensors")} - {*complete[-keep:]})
+
+
+def write_checkpoint(stem: Path, checkpoint: Checkpoint) -> None:
+    """Write the pair of files `stem.safetensors` and `stem.json`, in this order."""
+    safetensors = require("safetensors.torch", extra="train", purpose="writing a checkpoint")
+    payload = safetensors.save({name: _portable(tensor) for name, tensor in checkpoint.tensors.items()})
+    manifest = {"format": FORMAT, "tensors": _sha256(payload), "state": checkpoint.state}
+    write_atomically(stem.with_suffix(".safetensors"), payload)
+    write_atomically(stem.with_suffix(".json"), _sealed(manifest))
+
+
+def read_checkpoint(stem: Path) -> Checkpoint:
+    """Read a pair of files back, or say in one sentence why it cannot be trusted."""
+    safetensors = require("safetensors.torch", extra="train", purpose="reading a checkpoint")
+    manifest = _unsealed(stem.with_suffix(".json"))
+    path = stem.with_suffix(".safetensors")
+    try:
+        payload = path.read_bytes()
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    if _sha256(payload) != manifest["tensors"]:
+        raise DamagedCheckpointError(f"{path} is damaged: its checksum is not the one that was written.")
+    return Checkpoint(safetensors.load(payload), manifest["state"])
+
+
+def write_atomically(path: Path, payload: bytes) -> None:
+    """Replace the file in one move, on disk before this returns; a failure leaves what was there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_directory(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise LowRankError(_why_not_written(path, len(payload), error)) from error
+
+
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """Write a JSON file for people and programs to read, atomically."""
+    write_atomically(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def clear_temporaries(directory: Path) -> None:
+    """Remove what a process that was killed while writing left behind."""
+    for path in directory.glob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
+def _why_not_written(path: Path, size: int, error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"the disk is full: {path} needs {size / 1e6:.1f} MB. What was saved before is whole; "
+            "free some space and go on with --resume."
+        )
+    return f"{path} could not be written ({error.strerror or error}); what was saved before is whole."
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the rename itself durable; systems that cannot open a directory need no such thing."""
+    with contextlib.suppress(PermissionError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _portable(tensor: Tensor) -> Tensor:
+    """A contiguous copy in main memory: safetensors knows neither strides nor shared storage."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _sealed(manifest: Mapping[str, object]) -> bytes:
+    body = json.dumps(manifest, sort_keys=True)
+    return json.dumps({**manifest, "sha256": _sha256(body.encode())}, sort_keys=True).encode()
+
+
+def _unsealed(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_bytes())
+        seal = manifest.pop("sha256")
+        known = manifest["format"] == FORMAT
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged or not a checkpoint of this library.") from error
+    if seal != _sha256(json.dumps(manifest, sort_keys=True).encode()) or not known:
+        raise DamagedCheckpointError(f"{path} is damaged: its checksum is not the one that was written.")
+    return manifest
+
+
+def _sha256(payload: bytes) -> str:
+    return hashlib.sha256(payload).hexdigest()

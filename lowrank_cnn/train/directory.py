@@ -1,0 +1,80 @@
+"""The directory of a run: recipe.json, record.json, its checkpoints, and the rules for going on in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.train.checkpoint import Checkpoint, Store, clear_temporaries, write_json
+from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.record import Record, load_record
+
+FIXED = ("batch_size", "holdout", "preprocess", "zca_epsilon", "resize", "crop", "ema", "norm")
+"""Fields that cannot change in mid-run: the order of the data and the saved state hang on them."""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Where a run keeps what must survive it."""
+
+    path: Path
+
+    @property
+    def store(self) -> Store:
+        return Store(self.path)
+
+    def holds_run(self) -> bool:
+        return (self.path / "recipe.json").exists() or any(self.path.glob("step-*"))
+
+    def check_free(self) -> None:
+        """Refuse to start over what is already there."""
+        if self.path.exists() and not self.path.is_dir():
+            raise LowRankError(f"{self.path} is a file: give the name of a directory.")
+        if self.holds_run():
+            raise LowRankError(f"{self.path} already holds a run: go on with --resume, or choose another --out.")
+
+    def finished(self, recipe: Recipe) -> Record | None:
+        """The record of a run that has nothing left to do."""
+        if not (self.path / "record.json").exists():
+            return None
+        record = load_record(self.path)
+        more = recipe.epochs > record.recipe["epochs"]
+        return record if record.status == "finished" and not more else None
+
+    def resume(self, say: Callable[[str], None]) -> Checkpoint | None:
+        """The newest whole checkpoint, or None where the run never came to write one."""
+        return self.store.latest(say)
+
+    def begin(self, recipe: Recipe) -> None:
+        """Sweep up after a killed process, and write the resolved recipe beside the run."""
+        clear_temporaries(self.path)
+        write_json(self.path / "recipe.json", recipe.to_dict())
+
+    def write_record(self, record: Record) -> None:
+        record.save(self.path / "record.json")
+
+
+def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on with another network, data set or seed than the run was started with."""
+    for what, then, wanted in (
+        ("network", before["model"], now["model"]),
+        ("data set", before["data"]["name"], now["data"]["name"]),
+        ("classes", before["data"]["classes"], now["data"]["classes"]),
+        ("seed", before["seed"], now["seed"]),
+    ):
+        if then != wanted:
+            raise LowRankError(f"this run was started with the {what} {then}, and cannot go on with {wanted}.")
+
+
+def recipe_changes(saved: dict[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+    """What differs from the saved recipe, as field: (before, now); refused where the run hangs on it."""
+    now = recipe.to_dict()
+    changes = {field: (saved[field], now[field]) for field in now if saved[field] != now[field]}
+    for field in FIXED:
+        if field in changes:
+            before, after = changes[field]
+            raise LowRankError(f"this run was started with {field}={before}, and cannot go on with {after}.")
+    return changes

@@ -1,0 +1,106 @@
+"""What can go wrong while training, said in one sentence: numbers, memory, and the wish to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from functools import partial
+from types import FrameType
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.errors import LowRankError
+
+
+class NotFiniteError(LowRankError):
+    """The loss or a gradient became infinite or not a number."""
+
+
+class OutOfMemoryError(LowRankError):
+    """The device has no room for a step of this batch size."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to stop, has saved its state, and can go on from there."""
+
+
+def first_not_finite(network: nn.Module, images: Tensor) -> str:
+    """Name the first layer, in the order of the forward pass, whose weights or output are not finite."""
+    found: list[str] = []
+
+    def look(name: str, module: nn.Module, _: object, output: object) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        if not all_finite(module.parameters()):
+            found.append(f"the weights of layer {name!r} ({type(module).__name__})")
+        elif not all_finite(t for t in outputs if isinstance(t, Tensor)):
+            found.append(f"the output of layer {name!r} ({type(module).__name__})")
+
+    # A hook runs when its module is done, so that an inner layer speaks before the block around it.
+    hooks = [module.register_forward_hook(partial(look, name)) for name, module in network.named_modules() if name]
+    try:
+        with torch.no_grad():
+            network(images)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return found[0] if found else "a gradient, behind layers whose outputs are all finite"
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every number is finite, with one wait for the device."""
+    checks = [tensor.isfinite().all() for tensor in tensors if tensor.is_floating_point()]
+    return not checks or bool(torch.stack(checks).all())
+
+
+@contextlib.contextmanager
+def told_out_of_memory(batch_size: int, device: torch.device) -> Iterator[None]:
+    """Turn the allocator's error, on any device, into a sentence with the batch size that failed."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"a batch of {batch_size} images does not fit the memory of {device}: use a smaller "
+            "--batch-size, or bf16, or more processes. What was saved before is whole."
+        ) from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error is an allocator's, on any device."""
+    words = ("out of memory", "can't allocate memory", "not enough memory")
+    known = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, known) or any(word in str(error).lower() for word in words)
+
+
+class StopRequest:
+    """Hears Ctrl-C and the request to terminate while active; the step under way is finished first.
+
+    A second Ctrl-C leaves at once. Signals are only heard in the main thread; elsewhere nothing changes.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def __bool__(self) -> bool:
+        return self.received
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Listen for as long as the block lasts."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

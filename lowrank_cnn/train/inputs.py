@@ -1,0 +1,112 @@
+"""What a recipe makes of a data set: what is held out, how images are prepared, and the batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.data import (
+    Augment,
+    Data,
+    Loader,
+    Preprocess,
+    fit_preprocess,
+    make_loader,
+    preprocess_from_dict,
+)
+from lowrank_cnn.data.types import Split
+from lowrank_cnn.train.recipe import Recipe
+
+EVALUATION_PIXELS = 2**20
+"""Size of an evaluation batch: large enough to fill a device, small enough for any."""
+HOLDOUT_SEED = 0
+"""The same images are held out whatever the seed of the run, so that runs can be compared on them."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The batches of a run: to train on, to watch on the way, and to test on at the end."""
+
+    data: Data
+    train: Loader
+    watch: Loader
+    test: Loader
+    preprocess: Preprocess
+    watched: str
+    size: tuple[int, int, int] | None
+
+
+def make_inputs(
+    data: Data,
+    recipe: Recipe,
+    *,
+    seed: int,
+    device: torch.device,
+    rank: int = 0,
+    world: int = 1,
+    workers: int = 0,
+    saved: dict[str, Tensor] | None = None,
+) -> Inputs:
+    """Hold out what the recipe says, fit the preprocessing to the rest (or take the saved), make batches."""
+    kept = data.holdout(held_out(recipe, len(data.train)), HOLDOUT_SEED) if recipe.holdout else data
+    preprocess = preprocess_from_dict(saved) if saved else preprocessing(kept.train, recipe, device)
+    augment = augmentation(recipe)
+
+    def batches(split: Split, *, train: bool) -> Loader:
+        return make_loader(
+            split,
+            batch_size=recipe.batch_size if train else evaluation_batch(split, recipe, world),
+            preprocess=preprocess,
+            augment=augment,
+            seed=seed,
+            device=device,
+            rank=rank,
+            world=world,
+            train=train,
+            workers=workers,
+        )
+
+    test = batches(data.test, train=False)
+    watch = batches(kept.test, train=False) if recipe.holdout else test
+    return Inputs(
+        data=data,
+        train=batches(kept.train, train=True),
+        watch=watch,
+        test=test,
+        preprocess=preprocess,
+        watched="holdout" if recipe.holdout else "test",
+        size=input_size(data.test, recipe),
+    )
+
+
+def held_out(recipe: Recipe, images: int) -> int:
+    """The number of images held out: a share of them below 1, else a count."""
+    return round(recipe.holdout * images) if recipe.holdout < 1 else round(recipe.holdout)
+
+
+def augmentation(recipe: Recipe) -> Augment:
+    """The part of a recipe that concerns images."""
+    return Augment(
+        crop=recipe.crop, pad=recipe.pad, mirror=recipe.mirror, cutout=recipe.cutout, resize=recipe.resize
+    )
+
+
+def preprocessing(split: Split, recipe: Recipe, device: torch.device | str = "cpu") -> Preprocess:
+    """What the recipe does to every image, fitted to a training split."""
+    return fit_preprocess(recipe.preprocess, split, device=device, epsilon=recipe.zca_epsilon)
+
+
+def evaluation_batch(split: Split, recipe: Recipe, world: int = 1) -> int:
+    """A batch that fills the device, a multiple of the number of processes."""
+    size = input_size(split, recipe)
+    fitting = EVALUATION_PIXELS // (size[1] * size[2]) if size else 64
+    return max(1, fitting // world) * world
+
+
+def input_size(split: Split, recipe: Recipe) -> tuple[int, int, int] | None:
+    """What the network sees (channels, height, width), or None where images differ and are not cropped."""
+    if split.size is not None:
+        return split.size[0], *augmentation(recipe).window(*split.size[1:], train=False)
+    return (split.channels, recipe.crop, recipe.crop) if recipe.crop else None

@@ -1,0 +1,81 @@
+"""Where a run computes: device, precision and processes, through Lightning Fabric.
+
+The same call serves a laptop, one GPU, and every process that `torchrun` started, on one machine or several.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.errors import LowRankError, require
+from lowrank_cnn.train.recipe import PRECISIONS
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+STRATEGIES = ("auto", "ddp")
+_FABRIC_PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed"}
+
+
+def launch(device: str = "auto", precision: str = "auto", strategy: str = "auto") -> Fabric:
+    """A Fabric on the device asked for, joined with the other processes where there are any."""
+    if strategy not in STRATEGIES:
+        raise LowRankError(f"strategy is one of {', '.join(STRATEGIES)}, not {strategy!r}.")
+    fabric = require("lightning_fabric", extra="train", purpose="training")
+    kind, _, index = resolve_device(device).partition(":")
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    launched = fabric.Fabric(
+        accelerator=kind,
+        devices=local if world > 1 else [int(index)] if index else 1,
+        num_nodes=max(1, world // local),
+        strategy="ddp" if world > 1 and strategy == "auto" else strategy,
+        precision=_FABRIC_PRECISION[resolve_precision(precision, kind)],
+    )
+    launched.launch()
+    return launched
+
+
+def resolve_device(device: str) -> str:
+    """The device to use: the one named, or the GPU where there is one."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise LowRankError(f"there is no device {device!r}: use auto, cpu, cuda, cuda:1 or mps.") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise LowRankError("there is no CUDA device here: use --device cpu.")
+    return device if kind != "cpu" else "cpu"
+
+
+def resolve_precision(precision: str, device: str) -> str:
+    """fp32 or bf16: the one named, or bf16 where the GPU computes in it."""
+    if precision not in PRECISIONS:
+        raise LowRankError(f"precision is one of {', '.join(PRECISIONS)}, not {precision!r}.")
+    if precision != "auto":
+        return precision
+    return "bf16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "fp32"
+
+
+def add_up(fabric: Fabric, tensor: Tensor) -> Tensor:
+    """The sum of a tensor over all processes."""
+    return fabric.all_reduce(tensor.clone(), reduce_op="sum")  # type: ignore[return-value]
+
+
+def gather(fabric: Fabric, tensor: Tensor) -> list[Tensor]:
+    """A tensor of equal shape from every process, in main memory."""
+    if fabric.world_size == 1:
+        return [tensor.cpu()]
+    return list(fabric.all_gather(tensor.to(fabric.device)).cpu())  # type: ignore[union-attr]
+
+
+def agree(fabric: Fabric, wish: int) -> int:
+    """The largest wish of any process, so that all of them do the same thing at the same step."""
+    if fabric.world_size == 1:
+        return wish
+    return max(int(other) for other in gather(fabric, torch.tensor([wish])))

@@ -1,0 +1,133 @@
+"""What a run shows: a live line on a terminal, one line per epoch elsewhere, and scalars for charts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from lowrank_cnn.errors import require
+from lowrank_cnn.train.record import Epoch
+from lowrank_cnn.train.step import Tally
+
+REFRESH_SECONDS = 0.5
+
+
+class Progress:
+    """Shows nothing. The base of those that do, and what the processes beyond the first use."""
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def due(self) -> bool:
+        """Whether a live figure is wanted now; reading one makes the device wait, so this is seldom so."""
+        return False
+
+    def say(self, line: str) -> None:
+        """Print a line that stays."""
+
+    def step(self, tally: Tally, rate: float, iteration: int) -> None:
+        """Show where the run stands."""
+
+    def epoch(self, row: Epoch, epochs: int) -> None:
+        """Show a finished epoch."""
+
+
+class Lines(Progress):
+    """One line per epoch: for logs, notebooks and pipes."""
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+
+    def epoch(self, row: Epoch, epochs: int) -> None:
+        self.say(epoch_line(row, epochs))
+
+
+class Live(Progress):
+    """One line that moves: epoch, loss, accuracy, learning rate, images per second, time left."""
+
+    def __init__(self, total: int, per_epoch: int, start: int, *, processes: int = 1) -> None:
+        rich = require("rich.progress", extra="train", purpose="the progress line")
+        self.bar: Any = rich.Progress(
+            rich.TextColumn("{task.description}"),
+            rich.BarColumn(bar_width=12),
+            rich.TextColumn("{task.fields[figures]}"),
+            rich.TimeRemainingColumn(),
+            transient=True,
+        )
+        self.task = self.bar.add_task("starting", total=total, completed=start, figures="")
+        self.per_epoch, self.total, self.processes = per_epoch, total, processes
+        self.shown_at, self.shown_images = time.monotonic(), 0.0
+
+    def __enter__(self) -> Live:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def due(self) -> bool:
+        return time.monotonic() - self.shown_at >= REFRESH_SECONDS
+
+    def say(self, line: str) -> None:
+        self.bar.console.print(line, highlight=False, markup=False)
+
+    def step(self, tally: Tally, rate: float, iteration: int) -> None:
+        now, images = time.monotonic(), max(tally.images, 1)
+        speed = self.processes * (tally.images - self.shown_images) / (now - self.shown_at)
+        self.shown_at, self.shown_images = now, tally.images
+        figures = (
+            f"loss {tally.loss / images:.3f}  accuracy {tally.correct / images:.1%}  "
+            f"lr {rate:.2g}  {speed:,.0f} images/s"
+        )
+        description = f"epoch {iteration // self.per_epoch + 1}/{self.total // self.per_epoch}"
+        self.bar.update(self.task, completed=iteration, description=description, figures=figures)
+
+    def epoch(self, row: Epoch, epochs: int) -> None:
+        self.shown_images = 0.0
+        self.bar.update(self.task, completed=row.epoch * self.per_epoch)
+        self.say(epoch_line(row, epochs))
+
+
+class Charts(Progress):
+    """TensorBoard scalars, one set per epoch, beside another way of showing."""
+
+    def __init__(self, shown: Progress, directory: Path, epoch: int) -> None:
+        tensorboard = require("torch.utils.tensorboard", extra="train", purpose="writing TensorBoard scalars")
+        self.shown = shown
+        self.writer: Any = tensorboard.SummaryWriter(str(directory), purge_step=epoch + 1)
+
+    def __enter__(self) -> Charts:
+        self.shown.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.writer.close()
+        self.shown.__exit__(*error)
+
+    def due(self) -> bool:
+        return self.shown.due()
+
+    def say(self, line: str) -> None:
+        self.shown.say(line)
+
+    def step(self, tally: Tally, rate: float, iteration: int) -> None:
+        self.shown.step(tally, rate, iteration)
+
+    def epoch(self, row: Epoch, epochs: int) -> None:
+        for name in ("lr", "train_loss", "train_accuracy", "accuracy", "images_per_second"):
+            if (value := getattr(row, name)) is not None:
+                self.writer.add_scalar(name, value, row.epoch)
+        self.shown.epoch(row, epochs)
+
+
+def epoch_line(row: Epoch, epochs: int) -> str:
+    """A finished epoch in one line."""
+    watched = "" if row.accuracy is None else f"  accuracy {row.accuracy:.2%}"
+    return (
+        f"epoch {row.epoch}/{epochs}  loss {row.train_loss:.4f}  train {row.train_accuracy:.2%}{watched}  "
+        f"lr {row.lr:.3g}  {row.images_per_second:,.0f} images/s  {row.seconds:.1f} s"
+    )

@@ -1,0 +1,51 @@
+"""Counting hits: top-1, top-5 and mean loss of a network over a set, exact over any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a network does on `n` images: shares between 0 and 1, and the mean cross-entropy."""
+
+    top1: float
+    top5: float
+    n: int
+    loss: float
+
+    def to_dict(self) -> dict[str, float]:
+        """The figures in values that JSON can hold."""
+        return asdict(self)
+
+
+@torch.no_grad()
+def score(
+    network: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    device: torch.device,
+    forward: Callable[[Tensor], Tensor] | None = None,
+    add_up: Callable[[Tensor], Tensor] = Tensor.clone,
+) -> Evaluation:
+    """Evaluate over batches; `add_up` sums a tensor over processes where there are several."""
+    was_training = network.training
+    network.eval()
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    for images, labels in batches:
+        sums += _count((forward or network)(images).float(), labels)
+    network.train(was_training)
+    top1, top5, n, loss = add_up(sums).tolist()
+    return Evaluation(top1 / max(n, 1), top5 / max(n, 1), int(n), loss / max(n, 1))
+
+
+def _count(logits: Tensor, labels: Tensor) -> Tensor:
+    ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+    loss = functional.cross_entropy(logits, labels, reduction="sum")
+    n = torch.full_like(loss, len(labels))
+    return torch.stack([ranked[:, 0].sum(), ranked.sum(), n, loss]).double()

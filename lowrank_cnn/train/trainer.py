@@ -1,0 +1,269 @@
+"""The loop itself: epochs of steps, a look around between them, a state that can be put down at any step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from lowrank_cnn.train import launch
+from lowrank_cnn.train.checkpoint import Checkpoint
+from lowrank_cnn.train.directory import RunDirectory
+from lowrank_cnn.train.failure import (
+    Interrupted,
+    NotFiniteError,
+    StopRequest,
+    all_finite,
+    first_not_finite,
+    is_out_of_memory,
+)
+from lowrank_cnn.train.inputs import Inputs
+from lowrank_cnn.train.progress import Progress
+from lowrank_cnn.train.randomness import generator_states, restore_generators
+from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.record import Epoch, Record
+from lowrank_cnn.train.schedule import LevelOff, learning_rate, replayed_drops
+from lowrank_cnn.train.score import Evaluation, score
+from lowrank_cnn.train.step import GraphedStep, Step, Tally, copy_into
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+LOOK_EVERY = 10
+"""Steps between two looks around where several processes must agree on what they see; alone, each step."""
+
+
+@dataclass
+class Position:
+    """Where a run stands: `epoch` epochs are done, and `batch` batches of the next."""
+
+    epoch: int = 0
+    batch: int = 0
+    stopped: bool = False
+    epoch_seconds: float = 0.0
+    best_epoch: int = 0
+    best_accuracy: float = -1.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    changes: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Trainer:
+    """One run: its network, its data, and where it stands."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        network: nn.Module,
+        forward: Callable[[Tensor], Any],
+        inputs: Inputs,
+        recipe: Recipe,
+        record: Record,
+        *,
+        directory: RunDirectory | None = None,
+        cuda_graphs: bool = True,
+        checkpoint_every: float = 30.0,
+    ) -> None:
+        self.fabric, self.network, self.inputs = fabric, network, inputs
+        self.recipe, self.record = recipe, record
+        self.directory, self.checkpoint_every = directory, checkpoint_every
+        self.cuda_graphs = cuda_graphs and fabric.device.type == "cuda" and fabric.world_size == 1
+        self.step = Step(network, forward, fabric.backward, recipe, fabric.device)
+        self.update: Callable[[Tensor, Tensor], None] | None = None
+        self.levels = LevelOff(recipe.patience, recipe.levels, recipe.min_delta)
+        self.position, self.progress = Position(), Progress()
+        self.per_epoch = len(inputs.train)
+        self.unsaved_best: dict[str, Tensor] = {}
+        self.saved_at = self.epoch_began = time.monotonic()
+
+    @property
+    def iteration(self) -> int:
+        return self.position.epoch * self.per_epoch + self.position.batch
+
+    @property
+    def drops(self) -> int:
+        """How often the learning rate has been divided so far."""
+        replayed = replayed_drops(self.recipe.drop_epochs, self.position.epoch)
+        return replayed if self.recipe.drop_epochs else len(self.levels.drops)
+
+    def run(self) -> Evaluation:
+        """Train from where the run stands to its end, and evaluate what came of it on the test set."""
+        with StopRequest().listening() as stop:
+            if not self.iteration:
+                self.save()
+            while self.position.epoch < self.recipe.epochs and not self.position.stopped:
+                self._train_epoch(stop)
+                self._close_epoch()
+            self.save()
+        copy_into(self.step.weights, self.step.averages)
+        return self._evaluate(self.inputs.test)
+
+    def save(self) -> None:
+        """Put the state down. A state that is not finite is never written over one that is."""
+        self.saved_at = time.monotonic()
+        if self.directory is None:
+            return
+        self._check_finite(self._tally())
+        self.position.epoch_seconds = time.monotonic() - self.epoch_began
+        random = self._random_states()
+        if self.fabric.is_global_zero:
+            self._write(self.directory, random)
+        self.unsaved_best = {}
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Pick the state up again, every generator included."""
+        copy_into(self.step.tensors(), {n: checkpoint.tensors[n] for n in self.step.tensors()})
+        self.position = Position(**checkpoint.state["position"])
+        self.levels.restore(checkpoint.state["levels"])
+        if states := checkpoint.part(f"random.{self.fabric.global_rank}"):
+            restore_generators(states, self.fabric.device)
+
+    def update_record(self) -> None:
+        """Bring the record up to where the run stands."""
+        data = self.inputs.data
+        self.record.history, self.record.changes = self.position.history, self.position.changes
+        self.record.data["problems"] = {
+            "train": data.train.problems.counts,
+            "test": data.test.problems.counts,
+        }
+
+    def _train_epoch(self, stop: StopRequest) -> None:
+        self.epoch_began = time.monotonic() - self.position.epoch_seconds
+        self.network.train()
+        for images, labels in self.inputs.train.epoch(self.position.epoch, self.position.batch):
+            self.step.prepare(self._rate(self.iteration), self.iteration)
+            self.update = self.update or self._make_update(images, labels)
+            self.update(images, labels)
+            self.position.batch += 1
+            self._look_around(stop)
+
+    def _rate(self, iteration: int) -> float:
+        return learning_rate(self.recipe, iteration, per_epoch=self.per_epoch, drops=self.drops)
+
+    def _make_update(self, images: Tensor, labels: Tensor) -> Callable[[Tensor, Tensor], None]:
+        """The step as a CUDA graph where that can be, else the step itself."""
+        if not self.cuda_graphs:
+            return self.step
+        try:
+            return GraphedStep(self.step, images, labels)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            reason = str(error).partition("\n")[0]
+            self.progress.say(f"Steps run one kernel at a time, not as a CUDA graph: {reason}")
+            return self.step
+
+    def _look_around(self, stop: StopRequest) -> None:
+        """Between steps: show, save when it is time, and leave when asked to."""
+        if self.progress.due():
+            self.progress.step(self.step.read_tally(), self._rate(self.iteration), self.iteration)
+        if self.fabric.world_size > 1 and self.iteration % LOOK_EVERY:
+            return
+        late = self.directory is not None and time.monotonic() - self.saved_at >= self.checkpoint_every
+        wish = launch.agree(self.fabric, 2 if stop else 1 if late else 0)
+        if wish:
+            self.save()
+        if wish == 2:
+            raise Interrupted(self._farewell())
+
+    def _close_epoch(self) -> None:
+        """Count, evaluate, remember the best, judge, and stand at the start of the next epoch."""
+        tally = self._tally()
+        self._check_finite(tally)
+        seconds = time.monotonic() - self.epoch_began
+        done = self.position.epoch + 1
+        accuracy = self._watch(done)
+        row = Epoch(
+            epoch=done,
+            lr=self._rate(self.iteration - 1),
+            train_loss=tally.loss / tally.images,
+            train_accuracy=tally.correct / tally.images,
+            accuracy=accuracy,
+            seconds=seconds,
+            images_per_second=tally.images / seconds,
+        )
+        self.position.history.append(asdict(row))
+        self.progress.epoch(row, self.recipe.epochs)
+        self._judge(accuracy, done)
+        self.position.epoch, self.position.batch, self.position.epoch_seconds = done, 0, 0.0
+        self.epoch_began = time.monotonic()
+        self.step.sums.zero_()
+
+    def _watch(self, done: int) -> float | None:
+        """The accuracy on the watched images, where this epoch is to be evaluated."""
+        if done % self.recipe.evaluate_every and done < self.recipe.epochs:
+            return None
+        with self.step.averaged():
+            accuracy = self._evaluate(self.inputs.watch).top1
+            if accuracy > self.position.best_accuracy:
+                self.position.best_epoch, self.position.best_accuracy = done, accuracy
+                if self.directory is not None:
+                    self.unsaved_best = {name: t.clone() for name, t in self.step.weights.items()}
+        return accuracy
+
+    def _judge(self, accuracy: float | None, done: int) -> None:
+        if accuracy is None or not self.recipe.levels or self.recipe.drop_epochs:
+            return
+        verdict = self.levels.update(accuracy, done)
+        if verdict == "drop":
+            factor = f"{self.recipe.drop_factor:g}"
+            self.progress.say(f"Accuracy has levelled off: the learning rate is divided by {factor}.")
+        if verdict == "stop":
+            self.position.stopped = True
+            self.progress.say("Accuracy has levelled off, and a smaller learning rate no longer helps: done.")
+
+    def _evaluate(self, loader: Any) -> Evaluation:
+        def forward(images: Tensor) -> Tensor:
+            with self.fabric.autocast():
+                return self.network(images)
+
+        add_up = partial(launch.add_up, self.fabric)
+        return score(self.network, loader.epoch(0), device=self.fabric.device, forward=forward, add_up=add_up)
+
+    def _tally(self) -> Tally:
+        return self.step.read_tally(partial(launch.add_up, self.fabric))
+
+    def _check_finite(self, tally: Tally) -> None:
+        """Where an update was refused or has spoilt the weights, meet that batch again and name the layer."""
+        if not tally.halted and all_finite(self.step.weights.values()):
+            return
+        batch = min(tally.steps, self.per_epoch - 1)
+        images, _ = next(iter(self.inputs.train.epoch(self.position.epoch, batch)))
+        with self.fabric.autocast():
+            where = first_not_finite(self.network, images)
+        raise NotFiniteError(
+            f"the loss is not finite at epoch {self.position.epoch + 1}, batch {batch + 1}; "
+            f"the first thing that is not: {where}. What was saved before is whole: "
+            "go on with --resume and a smaller --lr."
+        )
+
+    def _random_states(self) -> dict[str, Tensor]:
+        states = generator_states(self.fabric.device)
+        gathered = {name: launch.gather(self.fabric, state) for name, state in states.items()}
+        return {f"random.{r}.{name}": t for name, tensors in gathered.items() for r, t in enumerate(tensors)}
+
+    def _write(self, directory: RunDirectory, random: dict[str, Tensor]) -> None:
+        """The best first: the state that names it is written only once it is there."""
+        preprocess = {f"preprocess.{name}": t for name, t in self.inputs.preprocess.to_dict().items()}
+        self.update_record()
+        state = {
+            "position": asdict(self.position),
+            "levels": self.levels.state(),
+            **{key: getattr(self.record, key) for key in ("model", "recipe", "data", "seed", "processes")},
+        }
+        if self.unsaved_best:
+            best = {f"model.{name}": t for name, t in self.unsaved_best.items()}
+            iteration = self.position.best_epoch * self.per_epoch
+            directory.store.save(Checkpoint(best | preprocess, state), iteration, kind="best", keep=1)
+        tensors = self.step.tensors() | preprocess | random
+        directory.store.save(Checkpoint(tensors, state), self.iteration)
+        directory.write_record(self.record)
+
+    def _farewell(self) -> str:
+        where = f"Stopped in epoch {self.position.epoch + 1}, after batch {self.position.batch}"
+        if self.directory is None:
+            return f"{where}; nothing is saved, since no directory was given."
+        return f"{where}; all is saved in {self.directory.path}. Go on with the same command and --resume."

@@ -1,0 +1,123 @@
+"""The commands train, evaluate and predict, as a user types them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from lowrank_cnn.cli.train import add_to
+from lowrank_cnn.data import Data, ResidentSplit
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.train import load_record
+from lowrank_cnn.train.trainer import Trainer
+
+SMALL = ["--width", "0.05", "--epochs", "1", "--batch-size", "16", "--set", "crop=14", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def small_images(monkeypatch) -> None:
+    """Two kinds of grey squares in place of whatever --data names."""
+
+    def split(n: int) -> ResidentSplit:
+        labels = torch.arange(n) % 2
+        images = torch.randint(0, 90, (n, 1, 16, 16), generator=torch.Generator().manual_seed(n))
+        return ResidentSplit.of((images + 150 * labels[:, None, None, None]).to(torch.uint8), labels)
+
+    data = Data("squares", ("dark", "bright"), split(48), split(10))
+    monkeypatch.setattr("lowrank_cnn.cli.train.open_data", lambda *_, **__: data)
+
+
+def lowrank(*arguments: object):
+    app = typer.Typer()
+    add_to(app)
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def train(*more: object):
+    return lowrank("train", "nin-c3-lr", "--data", "squares", *SMALL, *more)
+
+
+def test_train_evaluate_predict(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    trained = train("--out", tmp_path / "run")
+    assert trained.exit_code == 0, trained.output
+    assert "batch_size=16" in trained.output
+    assert "48 to train on" in trained.output
+    evaluated = lowrank("evaluate", tmp_path / "run", "--data", "squares", "--device", "cpu", "--json")
+    figures = json.loads(evaluated.output)
+    assert figures["n"] == 10
+    assert figures["top1"] == load_record(tmp_path / "run").result["top1"]
+    image.new("L", (16, 16), 230).save(tmp_path / "a.png")
+    answer = lowrank("predict", tmp_path / "run", tmp_path / "a.png", "--device", "cpu", "--json")
+    [prediction] = json.loads(answer.output)
+    assert {c["class"] for c in prediction["classes"]} == {"dark", "bright"}
+
+
+def test_tables_for_people(tmp_path):
+    train("--out", tmp_path / "run")
+    assert "top-5" in lowrank("evaluate", tmp_path / "run", "--data", "squares", "--device", "cpu").output
+
+
+def test_json_is_all_that_is_printed():
+    figures = json.loads(train("--json").output)
+    assert figures["n"] == 10
+    assert figures["macs"] > 0
+
+
+def test_every_field_of_the_recipe_can_be_set(tmp_path):
+    train("--lr", "0.02", "--set", "momentum=0.5", "--set", "label-smoothing=0.2", "--out", tmp_path)
+    recipe = load_record(tmp_path).recipe
+    assert (recipe["lr"], recipe["momentum"], recipe["label_smoothing"]) == (0.02, 0.5, 0.2)
+
+
+def test_the_network_takes_its_options_and_the_shape_of_the_data(tmp_path):
+    train("--scheme", "dense", "--norm", "none", "--out", tmp_path)
+    model = load_record(tmp_path).model
+    assert (model["num_classes"], model["in_channels"], model["width"]) == (2, 1, 0.05)
+    assert (model["scheme"], model["norm"]) == ("dense", None)
+
+
+def test_a_directory_in_use_is_refused_and_resume_finds_it_done(tmp_path):
+    train("--out", tmp_path)
+    assert isinstance(error := train("--out", tmp_path).exception, LowRankError)
+    assert "--resume" in str(error)
+    again = train("--out", tmp_path, "--resume")
+    assert again.exit_code == 0
+    assert "has finished" in again.output
+
+
+def test_ctrl_c_leaves_with_130_and_a_way_back(tmp_path, monkeypatch):
+    look_around = Trainer._look_around
+
+    def stop(self, request):
+        request.received = True
+        look_around(self, request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_look_around", stop)
+        stopped = train("--out", tmp_path)
+    assert stopped.exit_code == 130
+    assert "--resume" in stopped.stderr
+    assert train("--out", tmp_path, "--resume").exit_code == 0
+    assert load_record(tmp_path).status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("train", "nim", "--data", "squares"), "no network 'nim'"),
+        (("train", "nin", "--data", "squares", "--recipe", "modem"), "did you mean modern"),
+        (("train", "nin", "--data", "squares", "--set", "lrr=1"), "no field 'lrr'"),
+        (("evaluate", "nowhere", "--data", "squares"), "neither a checkpoint nor a network's name"),
+        (("evaluate", "nin", "--data", "squares"), "untrained"),
+        (("predict", "nowhere", "x.png"), "neither a run's directory"),
+    ],
+)
+def test_mistakes_are_answered_in_a_sentence(arguments, sentence):
+    error = lowrank(*arguments).exception
+    assert isinstance(error, LowRankError)
+    assert sentence in str(error)

@@ -1,0 +1,144 @@
+"""A trained network comes back from its checkpoint as it was, and is counted exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.data import Data, ResidentSplit
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.evaluate import evaluate, load_checkpoint, predict
+from lowrank_cnn.models import create_model
+from lowrank_cnn.train import fit, get_recipe
+from lowrank_cnn.train.score import score
+
+RECIPE = get_recipe("modern", epochs=2, batch_size=16, warmup=0, mirror=False, pad=1, cutout=0, ema=0.5)
+
+
+def bright_halves(n: int, seed: int) -> ResidentSplit:
+    """Grey 16x16 images, bright above or below."""
+    labels = torch.arange(n) % 2
+    images = torch.randint(0, 90, (n, 1, 16, 16), generator=torch.Generator().manual_seed(seed))
+    images[labels == 0, :, :8] += 150
+    images[labels == 1, :, 8:] += 150
+    return ResidentSplit.of(images.to(torch.uint8), labels)
+
+
+@pytest.fixture(scope="module")
+def data() -> Data:
+    return Data("halves", ("above", "below"), bright_halves(64, 0), bright_halves(33, 1))
+
+
+@pytest.fixture(scope="module", params=["standardize", "whiten"])
+def run(request, data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / request.param
+    torch.manual_seed(0)
+    network = create_model("nin-c3-lr", num_classes=2, in_channels=1, width=0.05, norm="batch")
+    recipe = dataclasses.replace(RECIPE, preprocess=request.param, crop=14, zca_epsilon=1.0)
+    return out, network, fit(network, data, recipe, out=out, progress=False, device="cpu")
+
+
+def test_a_run_is_evaluated_as_its_record_says(run, data):
+    out, _, record = run
+    result = evaluate(out, data, device="cpu")
+    assert result.to_dict() == {key: record.result[key] for key in ("top1", "top5", "n", "loss")}
+    assert (result.n, result.top5) == (33, 1.0)
+
+
+def test_the_network_comes_back_with_its_averaged_weights(run):
+    out, network, _ = run
+    trained = load_checkpoint(out)
+    for name, value in network.state_dict().items():
+        assert torch.equal(trained.network.state_dict()[name], value), name
+    assert trained.classes == ("above", "below")
+    assert trained.image == (1, 16, 16)
+
+
+def test_a_single_file_and_the_best_can_be_named(run, data):
+    out, _, record = run
+    best = evaluate(load_checkpoint(out, best=True), data, device="cpu")
+    assert best.top1 == record.result["best_accuracy"]
+    [file] = out.glob("best-*.safetensors")
+    assert evaluate(file, data, device="cpu") == best
+
+
+def test_the_batch_size_does_not_matter(run, data):
+    out, _, _ = run
+    one, many = (evaluate(out, data, batch_size=size, device="cpu") for size in (1, 33))
+    assert (one.top1, one.n) == (many.top1, many.n)
+    assert one.loss == pytest.approx(many.loss, rel=1e-5)
+
+
+def test_predictions_agree_with_the_evaluation(run, data, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    out, _, record = run
+    paths = [tmp_path / f"{i}.png" for i in range(len(data.test))]
+    for path, pixels in zip(paths, data.test.images, strict=True):
+        image.fromarray(pixels[0].numpy()).save(path)
+    answers = predict(out, paths, device="cpu")
+    hits = sum(answer[0][0] == data.classes[y] for answer, y in zip(answers, data.test.labels, strict=True))
+    assert hits / len(paths) == record.result["top1"]
+    assert sum(p for _, p in answers[0]) == pytest.approx(1.0, rel=1e-5)
+    assert answers[0][0][1] >= answers[0][1][1]
+
+
+def test_an_image_of_another_size_and_colour_is_fitted(run, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    out, _, _ = run
+    image.new("RGB", (50, 40), (200, 10, 10)).save(tmp_path / "red.png")
+    [answer] = predict(out, [tmp_path / "red.png"], top=1, device="cpu")
+    assert len(answer) == 1
+
+
+def test_what_is_no_image_is_named(run, tmp_path):
+    out, _, _ = run
+    (tmp_path / "text.png").write_text("hello")
+    for name, sentence in (("text.png", "not an image"), ("absent.png", "cannot be read")):
+        with pytest.raises(LowRankError, match=sentence):
+            predict(out, [tmp_path / name], device="cpu")
+
+
+def test_other_classes_are_refused(run, data):
+    out, _, _ = run
+    with pytest.raises(LowRankError, match="has 2 others"):
+        evaluate(out, dataclasses.replace(data, classes=("left", "right")), device="cpu")
+
+
+def test_a_damaged_run_is_not_evaluated_silently_by_an_older_state(run, data, tmp_path):
+    out, _, _ = run
+    for path in out.glob("step-*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    newest = max(tmp_path.glob("step-*.safetensors"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    with pytest.raises(LowRankError, match=newest.name):
+        evaluate(tmp_path, data, device="cpu")
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path):
+    with pytest.raises(LowRankError, match="holds no checkpoint"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(LowRankError, match="neither a run's directory"):
+        load_checkpoint(tmp_path / "notes.txt")
+
+
+def test_a_bare_network_is_evaluated_too(data):
+    network = nn.Sequential(nn.AdaptiveAvgPool2d((2, 1)), nn.Flatten())
+    assert evaluate(network, data, device="cpu").top1 == 1.0
+
+
+def test_hits_are_counted_by_hand():
+    logits = torch.tensor([[5.0, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 0], [1, 0, 0, 0, 0, 2]])
+    labels = torch.tensor([0, 4, 5, 5])
+    result = score(nn.Identity(), [(logits[:3], labels[:3]), (logits[3:], labels[3:])], device=torch.device("cpu"))
+    assert (result.top1, result.top5, result.n) == (2 / 4, 3 / 4, 4)
+    assert result.loss == pytest.approx(nn.functional.cross_entropy(logits, labels).item())
+
+
+def test_evaluating_leaves_the_mode_of_the_network():
+    network = nn.Dropout()
+    score(network, [(torch.ones(2, 3), torch.zeros(2, dtype=torch.long))], device=torch.device("cpu"))
+    assert network.training

@@ -1,0 +1,139 @@
+"""A tiny run for the tests: in this process, or as a program that is killed, stopped or multiplied."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.data import Data, ResidentSplit
+from lowrank_cnn.train import Interrupted, Recipe, Record, fit
+from lowrank_cnn.train.failure import StopRequest
+from lowrank_cnn.train.trainer import Trainer
+
+STATEFUL = Recipe(
+    name="stateful",
+    batch_size=16,
+    epochs=45,
+    lr=0.05,
+    schedule="paper",
+    holdout=0.2,
+    patience=20,
+    levels=9,
+    ema=0.9,
+    crop=6,
+    pad=1,
+    mirror=False,
+)
+"""Touches every kind of state a checkpoint holds: dropout, batch norm, average, level-off, random crops."""
+
+PLAIN = Recipe(name="plain", batch_size=16, epochs=3, lr=0.05, mirror=False)
+
+
+def tiny_data(n: int = 80) -> Data:
+    """Noisy 8x8 images of two bright quadrants: four classes, learnt in seconds."""
+
+    def split(count: int, seed: int) -> ResidentSplit:
+        draw = torch.Generator().manual_seed(seed)
+        labels = torch.arange(count) % 4
+        images = torch.randint(0, 100, (count, 1, 8, 8), generator=draw)
+        for quadrant in range(4):
+            top, left = 4 * (quadrant // 2), 4 * (quadrant % 2)
+            images[labels == quadrant, :, top : top + 4, left : left + 4] += 120
+        return ResidentSplit.of(images.to(torch.uint8), labels)
+
+    return Data("tiny", ("nw", "ne", "sw", "se"), split(n, 0), split(24, 1))
+
+
+def tiny_net(*, stateful: bool = False, seed: int = 0) -> nn.Sequential:
+    """A small conv net; stateful: with batch norm and dropout."""
+    torch.manual_seed(seed)
+    extras = [nn.BatchNorm2d(4), nn.Dropout(0.2)] if stateful else []
+    head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4)]
+    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), *extras, nn.ReLU(), *head)
+
+
+def train(out: Path | None, recipe: Recipe = STATEFUL, **options) -> tuple[nn.Module, Record]:
+    """The run that all tests share."""
+    network = tiny_net(stateful=recipe is STATEFUL)
+    options = {"progress": False, "device": "cpu", **options}
+    return network, fit(network, tiny_data(), recipe, out=out, **options)
+
+
+def last_weights(directory: Path) -> dict[str, Tensor]:
+    """What the last checkpoint of a run holds."""
+    from safetensors.torch import load_file
+
+    return load_file(max(directory.glob("step-*.safetensors")))
+
+
+def newest(directory: Path) -> int:
+    """The iteration of the newest checkpoint, -1 before there is one."""
+    return max((int(path.stem[5:]) for path in directory.glob("step-*.json")), default=-1)
+
+
+def start_child(out: Path) -> int:
+    """Fork a run that goes on in `out`; forking spares the seconds that importing takes."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        train(out, resume=True, checkpoint_every=0.0)
+    finally:
+        os._exit(0)
+
+
+def kill_and_resume(out: Path, kills: int, seed: int) -> None:
+    """Kill the run at random moments, some of them while it writes, and start it again each time."""
+    import_module("lightning_fabric")  # once, here, not in every child
+    draw = random.Random(seed)
+    for _ in range(kills):
+        child = start_child(out)
+        wanted = newest(out) + draw.randint(0, 6)
+        while newest(out) < wanted:
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        print("killed" if os.WIFSIGNALED(status) else "finished", newest(out), flush=True)
+    os.waitpid(start_child(out), 0)
+
+
+def train_as_one_of_many(out: Path, dies_at: int | None) -> None:
+    """One process of a run of several; the second may die at an iteration."""
+    look_around = Trainer._look_around
+
+    def die(self: Trainer, stop: StopRequest) -> None:
+        if self.iteration == dies_at and self.fabric.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        look_around(self, stop)
+
+    Trainer._look_around = die
+    train(out, PLAIN, resume=True, checkpoint_every=0.0)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    command, out = sys.argv[1], Path(sys.argv[2])
+    if command == "kill":
+        kill_and_resume(out, kills=int(sys.argv[3]), seed=int(sys.argv[4]))
+    elif command == "processes":
+        dies_at = int(sys.argv[3]) if len(sys.argv) > 3 else None
+        train_as_one_of_many(out, dies_at)
+    elif command == "endless":
+        try:
+            train(out, progress=True, epochs=100_000)
+        except Interrupted as farewell:
+            print(farewell, flush=True)
+            sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What goes wrong is said in one sentence: the layer, the batch size, the wish to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.train import NotFiniteError, OutOfMemoryError, load_record
+from lowrank_cnn.train.failure import StopRequest, first_not_finite, told_out_of_memory
+
+
+class Explode(nn.Module):
+    def forward(self, x):
+        return x / 0
+
+
+def chain(*modules: nn.Module) -> nn.Sequential:
+    return nn.Sequential(*modules, nn.Flatten(), nn.Linear(4, 2))
+
+
+def test_the_first_bad_output_is_named():
+    network = chain(nn.Conv2d(1, 1, 1), nn.Sequential(nn.ReLU(), Explode()), Explode())
+    assert first_not_finite(network, torch.ones(1, 1, 2, 2)) == "the output of layer '1.1' (Explode)"
+
+
+def test_bad_weights_are_named_before_their_output():
+    network = chain(nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1))
+    with torch.no_grad():
+        nn.init.constant_(network[1].weight, float("nan"))  # type: ignore[arg-type]
+    assert first_not_finite(network, torch.ones(1, 1, 2, 2)) == "the weights of layer '1' (Conv2d)"
+
+
+def test_weights_in_a_list_belong_to_their_layer():
+    from lowrank_cnn.layers import CompositeConv2d
+    from lowrank_cnn.spec import FilterGroup
+
+    composite = CompositeConv2d(1, (FilterGroup(3, 1, 2), FilterGroup(1, 3, 2)))
+    with torch.no_grad():
+        composite.weights[1].fill_(float("inf"))
+    network = nn.Sequential(nn.Conv2d(1, 1, 1), composite)
+    assert first_not_finite(network, torch.ones(1, 1, 4, 4)) == "the weights of layer '1' (CompositeConv2d)"
+
+
+def test_where_all_is_finite_the_gradient_is_left():
+    assert first_not_finite(chain(nn.ReLU()), torch.ones(1, 1, 2, 2)).startswith("a gradient")
+
+
+def test_a_run_that_diverges_names_the_layer_and_keeps_its_last_good_state(driver, tmp_path):
+    network = driver.tiny_net()
+    network.insert(2, Fuse(burns_at=8))
+    with pytest.raises(NotFiniteError, match=r"epoch 2, batch 3.*layer '2' \(Fuse\).*--resume"):
+        driver.fit(network, driver.tiny_data(), driver.PLAIN, out=tmp_path, checkpoint_every=0.0, device="cpu")
+    assert load_record(tmp_path).status == "failed"
+    assert driver.newest(tmp_path) == 7
+    assert all(t.isfinite().all() for t in driver.last_weights(tmp_path).values())
+
+
+def test_divergence_is_met_at_the_end_of_the_epoch_without_a_directory(driver):
+    network = driver.tiny_net()
+    network.insert(2, Fuse(burns_at=8))
+    with pytest.raises(NotFiniteError, match="epoch 2, batch 3"):
+        driver.fit(network, driver.tiny_data(), driver.PLAIN, progress=False, device="cpu")
+
+
+class Fuse(nn.Module):
+    """Passes everything on until its n-th batch in training, and not a number from then on."""
+
+    def __init__(self, burns_at: int) -> None:
+        super().__init__()
+        self.left = burns_at
+
+    def forward(self, x):
+        self.left -= self.training
+        return x * float("nan") if self.left <= 0 else x
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 99 bytes"),
+        MemoryError(),
+    ],
+)
+def test_out_of_memory_names_the_batch_size(error):
+    with pytest.raises(OutOfMemoryError, match="512 images"), told_out_of_memory(512, torch.device("cpu")):
+        raise error
+
+
+def test_other_errors_pass():
+    with pytest.raises(RuntimeError, match="shape"), told_out_of_memory(512, torch.device("cpu")):
+        raise RuntimeError("shape mismatch")
+
+
+def test_a_signal_is_heard_and_the_old_answer_restored():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest().listening() as stop:
+        assert not stop
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_ctrl_c_leaves_at_once():
+    with StopRequest().listening() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_outside_the_main_thread_nothing_is_listened_to():
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def elsewhere() -> None:
+        with StopRequest().listening():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen == [before]

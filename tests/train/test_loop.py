@@ -1,0 +1,146 @@
+"""`fit` on a tiny set: it learns, it is repeatable, and its record says what happened."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.train import fit, get_recipe, load_record
+
+
+def test_it_learns_and_says_so(driver):
+    _, record = driver.train(None, epochs=6)
+    assert record.status == "finished"
+    assert record.result["top1"] == 1.0
+    assert record.result["n"] == 24
+    assert record.history[-1]["train_loss"] < record.history[0]["train_loss"]
+
+
+def test_equal_seeds_give_equal_weights_and_others_do_not(driver):
+    first, _ = driver.train(None, epochs=2)
+    second, _ = driver.train(None, epochs=2)
+    third, _ = driver.train(None, epochs=2, seed=1)
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name])
+    assert not torch.equal(first.state_dict()["0.weight"], third.state_dict()["0.weight"])
+
+
+def test_checkpoints_change_nothing(driver, tmp_path):
+    plain, _ = driver.train(None, epochs=2)
+    saved, _ = driver.train(tmp_path, epochs=2, checkpoint_every=0.0)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, saved.state_dict()[name])
+
+
+def test_the_record_beside_the_run(driver, tmp_path):
+    _, record = driver.train(tmp_path, epochs=2, seed=5)
+    assert load_record(tmp_path) == record
+    assert json.loads((tmp_path / "recipe.json").read_text()) == record.recipe
+    assert (record.seed, record.watched, record.precision, record.device) == (5, "holdout", "fp32", "cpu")
+    assert record.data["name"] == "tiny"
+    assert record.data["problems"] == {"train": {}, "test": {}}
+    assert record.environment["torch"] == torch.__version__
+    assert [row["epoch"] for row in record.history] == [1, 2]
+    assert record.result["params"] == 116
+    assert record.result["macs"] > 0
+
+
+def test_levelling_off_drops_and_ends_the_run_and_the_drops_can_be_replayed(driver):
+    recipe = dataclasses.replace(driver.STATEFUL, patience=2, levels=1)
+    learnt = fit(driver.tiny_net(stateful=True), driver.tiny_data(), recipe, progress=False, device="cpu")
+    [drop] = learnt.result["drop_epochs"]
+    assert learnt.result["epochs"] == len(learnt.history) < recipe.epochs
+    rates = [row["lr"] for row in learnt.history]
+    assert rates[drop] == pytest.approx(rates[drop - 1] / 10, rel=0.01)
+    replay = dataclasses.replace(recipe, holdout=0.0, drop_epochs=(drop,), epochs=drop + 1)
+    record = fit(driver.tiny_net(stateful=True), driver.tiny_data(), replay, progress=False, device="cpu")
+    assert record.watched == "test"
+    assert len(record.history) == drop + 1
+    assert record.history[drop]["lr"] == pytest.approx(record.history[drop - 1]["lr"] / 10, rel=0.01)
+
+
+def test_what_is_held_out_is_not_trained_on(driver):
+    data = driver.tiny_data()
+    images = {"holdout": 64, "test": 80}
+    for watched, holdout in (("holdout", 0.2), ("test", 0.0)):
+        recipe = dataclasses.replace(driver.PLAIN, holdout=holdout, epochs=1)
+        record = fit(driver.tiny_net(), data, recipe, progress=False, device="cpu")
+        row = record.history[0]
+        assert record.watched == watched
+        assert round(row["images_per_second"] * row["seconds"]) == images[watched]
+
+
+def test_evaluation_can_be_seldom(driver):
+    recipe = dataclasses.replace(driver.PLAIN, epochs=5, evaluate_every=2)
+    record = fit(driver.tiny_net(), driver.tiny_data(), recipe, progress=False, device="cpu")
+    measured = [row["epoch"] for row in record.history if row["accuracy"] is not None]
+    assert measured == [2, 4, 5]
+
+
+def test_the_model_ends_with_its_averaged_weights(driver, tmp_path):
+    network, _ = driver.train(tmp_path, epochs=2)
+    saved = driver.last_weights(tmp_path)
+    assert torch.equal(network.state_dict()["0.weight"], saved["average.0.weight"])
+    assert not torch.equal(saved["model.0.weight"], saved["average.0.weight"])
+
+
+def test_auxiliary_heads_are_trained(driver):
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.main, self.side = driver.tiny_net(), driver.tiny_net(seed=1)
+
+        def forward(self, x):
+            return (self.main(x), self.side(x)) if self.training else self.main(x)
+
+    network = TwoHeads()
+    before = network.side[0].weight.clone()
+    record = fit(network, driver.tiny_data(), driver.PLAIN, progress=False, device="cpu")
+    assert not torch.equal(network.side[0].weight, before)
+    assert record.result["n"] == 24
+
+
+def test_dropout_follows_the_recipe(driver):
+    recipe = dataclasses.replace(driver.STATEFUL, dropout=0.4, epochs=1)
+    network = driver.tiny_net(stateful=True)
+    fit(network, driver.tiny_data(), recipe, progress=False, device="cpu")
+    assert [m.p for m in network.modules() if isinstance(m, nn.Dropout)] == [0.4]
+
+
+def test_bf16_trains_on_a_cpu(driver):
+    _, record = driver.train(None, driver.PLAIN, precision="bf16")
+    assert record.precision == "bf16"
+    assert record.history[-1]["train_loss"] < record.history[0]["train_loss"]
+
+
+def test_a_network_of_the_paper_trains(driver):
+    from lowrank_cnn.models import create_model
+
+    network = create_model("nin-c3-lr", num_classes=4, in_channels=1, width=0.05)
+    recipe = get_recipe("nin-paper", epochs=1, batch_size=16, crop=6)
+    record = fit(network, driver.tiny_data(), recipe, progress=False, device="cpu")
+    assert record.model == network.config
+    assert record.watched == "holdout"
+
+
+def test_no_epochs_leave_the_network_as_it_was(driver):
+    network, record = driver.train(None, driver.PLAIN, epochs=0)
+    assert record.history == []
+    assert torch.equal(network[0].weight, driver.tiny_net()[0].weight)
+
+
+def test_a_run_over_a_file_is_refused(driver, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LowRankError, match="is a file"):
+        driver.train(tmp_path / "file")
+
+
+@pytest.mark.parametrize("options", [{"device": "tpu9"}, {"precision": "fp8"}, {"strategy": "fsdp"}])
+def test_what_there_is_not_is_named(driver, options):
+    with pytest.raises(LowRankError, match=next(iter(options.values()))):
+        driver.train(None, **options)

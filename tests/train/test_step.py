@@ -1,0 +1,191 @@
+"""One step: SGD, the moving average, auxiliary losses, and the halt at numbers that are not finite."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.step import Step
+
+CPU = torch.device("cpu")
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    images = torch.randn(8, 3, 6, 6, generator=draw).contiguous(memory_format=torch.channels_last)
+    return images, torch.arange(8) % 5
+
+
+def make_step(net: nn.Module, recipe: Recipe) -> Step:
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return Step(net, net, lambda loss: loss.backward(), recipe, CPU)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_steps_are_those_of_plain_sgd(nesterov):
+    recipe = Recipe(momentum=0.9, weight_decay=0.01, nesterov=nesterov, label_smoothing=0.1)
+    ours, theirs = network(), network()
+    step = make_step(ours, recipe)
+    plain = torch.optim.SGD(
+        [
+            {"params": [p for p in theirs.parameters() if p.ndim > 1], "weight_decay": 0.01},
+            {"params": [p for p in theirs.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=0.1,
+        momentum=0.9,
+        nesterov=nesterov,
+    )
+    images, labels = batch()
+    for iteration in range(5):
+        step.prepare(0.1, iteration)
+        step(images, labels)
+        plain.zero_grad()
+        F.cross_entropy(theirs(images), labels, label_smoothing=0.1).backward()
+        plain.step()
+    for name, value in ours.state_dict().items():
+        torch.testing.assert_close(value, theirs.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+def test_the_tally_counts_loss_hits_and_images():
+    net = network()
+    step = make_step(net, Recipe())
+    images, labels = batch()
+    reference = copy.deepcopy(net)
+    logits = reference(images)
+    step.prepare(0.0, 0)
+    step(images, labels)
+    step(images, labels)
+    tally = step.read_tally()
+    assert (tally.images, tally.steps, tally.halted) == (16, 2, False)
+    assert tally.loss == pytest.approx(16 * F.cross_entropy(logits, labels).item(), rel=1e-5)
+    assert tally.correct == 2 * (logits.argmax(1) == labels).sum().item()
+
+
+def test_auxiliary_losses_count_for_their_weight():
+    class Auxiliary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.main, self.side = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x):
+            x = x.flatten(1)
+            return self.main(x), self.side(x)
+
+    torch.manual_seed(0)
+    net = Auxiliary()
+    before = copy.deepcopy(net)
+    step = Step(net, net, lambda loss: loss.backward(), Recipe(momentum=0, weight_decay=0, aux_weight=0.3), CPU)
+    images, labels = torch.randn(6, 4, 1, 1), torch.arange(6) % 3
+    step.prepare(1.0, 0)
+    step(images, labels)
+    main, side = before(images)
+    gradients = torch.autograd.grad(
+        F.cross_entropy(main, labels) + 0.3 * F.cross_entropy(side, labels), list(before.parameters())
+    )
+    for now, then, gradient in zip(net.parameters(), before.parameters(), gradients, strict=True):
+        torch.testing.assert_close(now, then - gradient)
+    assert step.read_tally().loss == pytest.approx(6 * F.cross_entropy(main, labels).item(), rel=1e-5)
+
+
+def test_the_average_follows_the_weights():
+    net = network()
+    step = make_step(net, Recipe(ema=0.5))
+    images, labels = batch()
+    expected = {name: t.clone() for name, t in net.state_dict().items()}
+    for iteration in (100, 101, 102):  # late enough for the average to have its full length
+        step.prepare(0.1, iteration)
+        step(images, labels)
+        for name, now in net.state_dict().items():
+            expected[name] = (expected[name] + now) / 2 if now.is_floating_point() else now.clone()
+    own = {name: t.clone() for name, t in net.state_dict().items()}
+    with step.averaged():
+        for name, value in net.state_dict().items():
+            torch.testing.assert_close(value, expected[name])
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, own[name])
+
+
+def test_the_average_begins_quickly():
+    step = make_step(network(), Recipe(ema=0.999))
+    step.prepare(0.1, 0)
+    assert step.blend.item() == pytest.approx(0.9)
+    step.prepare(0.1, 10**6)
+    assert step.blend.item() == pytest.approx(0.001)
+
+
+def test_clipping_bounds_the_step():
+    net = network()
+    before = {name: p.clone() for name, p in net.named_parameters()}
+    step = make_step(net, Recipe(momentum=0, weight_decay=0, clip_norm=0.01))
+    step.prepare(1.0, 0)
+    step(*batch())
+    moved = torch.cat([(p - before[name]).flatten() for name, p in net.named_parameters()]).norm()
+    assert moved.item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_nothing_moves_once_a_gradient_is_not_finite():
+    net = network()
+    step = make_step(net, Recipe(ema=0.9))
+    images, labels = batch()
+    step.prepare(0.1, 0)
+    step(images, labels)
+    before = {name: t.clone() for name, t in step.tensors().items() if name.startswith(("model.", "momentum."))}
+    step(torch.full_like(images, float("inf")), labels)
+    step(images, labels)
+    tally = step.read_tally()
+    assert tally.halted
+    assert tally.steps == 1
+    after = step.tensors()
+    for name, value in before.items():
+        if "running" not in name and "tracked" not in name:
+            assert torch.equal(after[name], value), name
+
+
+def test_every_tensor_a_step_changes_is_listed():
+    """The list serves checkpoints and the warm-up of CUDA graphs: with it put back, a step repeats itself."""
+    net = network()
+    step = make_step(net, Recipe(ema=0.9, nesterov=True))
+    images, labels = batch()
+    step.prepare(0.1, 50)
+    step(images, labels)
+    before = {name: t.clone() for name, t in step.tensors().items()}
+    step(images, labels)
+    once = {name: t.clone() for name, t in step.tensors().items()}
+    with torch.no_grad():
+        for name, tensor in step.tensors().items():
+            tensor.copy_(before[name])
+    step(images, labels)
+    for name, tensor in step.tensors().items():
+        assert torch.equal(tensor, once[name]), name
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+def test_a_graph_computes_what_the_step_does():
+    from lowrank_cnn.train.step import GraphedStep
+
+    results = []
+    for graphed in (False, True):
+        net = network().insert(3, nn.Dropout(0.5)).cuda()
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        step = Step(net, net, lambda loss: loss.backward(), Recipe(ema=0.9), torch.device("cuda"))
+        images, labels = (t.cuda() for t in batch())
+        torch.cuda.manual_seed(3)
+        update = GraphedStep(step, images, labels) if graphed else step
+        for iteration in range(4):
+            step.prepare(0.1 / (iteration + 1), iteration)
+            update(images * (1 + iteration), labels)
+        results.append({name: t.clone() for name, t in step.tensors().items()})
+    eager, replayed = results
+    for name, tensor in eager.items():
+        torch.testing.assert_close(replayed[name], tensor, rtol=1e-3, atol=1e-4, msg=name)

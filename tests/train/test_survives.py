@@ -1,0 +1,171 @@
+"""A run that is killed, stopped, or robbed of its disk goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.train import load_record
+from lowrank_cnn.train.trainer import Trainer
+
+TIMES = ("seconds", "images_per_second")
+
+
+def same_history(one, other) -> bool:
+    def without_times(record):
+        return [{k: v for k, v in row.items() if k not in TIMES} for row in record.history]
+
+    return without_times(one) == without_times(other)
+
+
+def assert_same_weights(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the driver forks")
+def test_killed_at_twenty_moments_it_ends_with_the_same_bits(driver, program, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert program("kill", whole, 0, 0).wait(120) == 0
+    process = program("kill", killed, 20, 7)
+    said, complaints = process.communicate(timeout=240)
+    assert process.returncode == 0, complaints
+    assert said.count("killed") == 20, said
+    assert_same_weights(driver.last_weights(whole), driver.last_weights(killed))
+    assert same_history(load_record(whole), load_record(killed))
+    assert load_record(killed).status == "finished"
+    assert not list(killed.glob(".*.tmp"))
+
+
+def test_resuming_in_the_middle_of_an_epoch_changes_nothing(driver, tmp_path, monkeypatch):
+    network, record = driver.train(tmp_path / "whole", epochs=4)
+    look_around = Trainer._look_around
+
+    def stop_at_seven(self, stop):
+        stop.received = self.iteration == 7
+        look_around(self, stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_look_around", stop_at_seven)
+        with pytest.raises(KeyboardInterrupt, match="--resume"):
+            driver.train(tmp_path / "parts", epochs=4)
+    assert load_record(tmp_path / "parts").status == "interrupted"
+    again, resumed = driver.train(tmp_path / "parts", epochs=4, resume=True)
+    assert_same_weights(network.state_dict(), again.state_dict())
+    assert same_history(record, resumed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_saves_and_says_how_to_go_on(driver, program, tmp_path, number):
+    process = program("endless", tmp_path / "run")
+    assert process.stdout.readline().startswith("epoch 1/")
+    process.send_signal(number)
+    said, complaints = process.communicate(timeout=60)
+    assert process.returncode == 130, complaints
+    assert "--resume" in said
+    stopped = load_record(tmp_path / "run")
+    assert stopped.status == "interrupted"
+    assert driver.newest(tmp_path / "run") > 0
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "json"])
+def test_a_damaged_checkpoint_is_passed_over_with_a_line(driver, tmp_path, capsys, suffix):
+    network, _ = driver.train(tmp_path / "whole", epochs=3)
+    driver.train(tmp_path / "run", epochs=3, checkpoint_every=0.0)
+    newest = max((tmp_path / "run").glob(f"step-*.{suffix}"))
+    newest.write_bytes(newest.read_bytes()[:-5])
+    record = json.loads((tmp_path / "run/record.json").read_text())
+    (tmp_path / "run/record.json").write_text(json.dumps(record | {"status": "running"}))
+    again, _ = driver.train(tmp_path / "run", epochs=3, resume=True, progress=True)
+    said = capsys.readouterr().out
+    assert newest.name in said
+    assert "the one before it" in said.lower()
+    assert_same_weights(network.state_dict(), again.state_dict())
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole(driver, tmp_path, monkeypatch):
+    real, written = os.fsync, []
+
+    def fill_up(descriptor):
+        written.append(descriptor)
+        if len(written) > 40:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lowrank_cnn.train.checkpoint.os.fsync", fill_up)
+        with pytest.raises(LowRankError, match=r"disk is full.*--resume"):
+            driver.train(tmp_path / "run", epochs=3, checkpoint_every=0.0)
+    assert not list((tmp_path / "run").glob(".*.tmp"))
+    whole, _ = driver.train(tmp_path / "whole", epochs=3)
+    again, record = driver.train(tmp_path / "run", epochs=3, resume=True)
+    assert record.status == "finished"
+    assert_same_weights(whole.state_dict(), again.state_dict())
+
+
+def test_a_directory_with_a_run_is_not_overwritten(driver, tmp_path):
+    driver.train(tmp_path, epochs=1)
+    with pytest.raises(LowRankError, match="already holds a run"):
+        driver.train(tmp_path, epochs=1)
+
+
+def test_a_finished_run_is_left_alone(driver, tmp_path, capsys):
+    _, first = driver.train(tmp_path, epochs=1)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    _, second = driver.train(tmp_path, epochs=1, resume=True, progress=True)
+    assert second == first
+    assert "has finished" in capsys.readouterr().out
+    assert files == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+
+
+def test_a_finished_run_can_be_given_more_epochs(driver, tmp_path):
+    driver.train(tmp_path / "run", driver.PLAIN, epochs=1)
+    longer, record = driver.train(tmp_path / "run", driver.PLAIN, epochs=2, resume=True)
+    whole, _ = driver.train(None, driver.PLAIN, epochs=2)
+    assert len(record.history) == 2
+    assert_same_weights(longer.state_dict(), whole.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"batch_size": 8}, "batch_size=16"),
+        ({"ema": 0.0}, "ema=0.9"),
+    ],
+)
+def test_going_on_with_another_run_is_refused(driver, tmp_path, change, sentence):
+    driver.train(tmp_path, epochs=1)
+    other = dataclasses.replace(driver.STATEFUL, epochs=2, **change)
+    with pytest.raises(LowRankError, match=sentence):
+        driver.fit(driver.tiny_net(stateful=True), driver.tiny_data(), other, out=tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("epochs", [1, 2], ids=["finished", "unfinished"])
+def test_going_on_with_another_seed_is_refused(driver, tmp_path, epochs):
+    driver.train(tmp_path, epochs=1)
+    with pytest.raises(LowRankError, match="the seed 0"):
+        driver.train(tmp_path, epochs=epochs, seed=1, resume=True)
+
+
+def test_a_smaller_learning_rate_is_allowed_and_said(driver, tmp_path, capsys):
+    driver.train(tmp_path, epochs=1)
+    gentler = dataclasses.replace(driver.STATEFUL, epochs=2, lr=0.01)
+    network = driver.tiny_net(stateful=True)
+    record = driver.fit(network, driver.tiny_data(), gentler, out=tmp_path, resume=True, device="cpu")
+    assert "lr is 0.01; it was 0.05" in capsys.readouterr().out
+    assert record.history[1]["lr"] == pytest.approx(0.01, rel=1e-3)
+    assert {"epoch": 1, "field": "lr", "from": 0.05, "to": 0.01} in load_record(tmp_path).changes
+
+
+def test_resume_without_a_directory_is_refused(driver):
+    with pytest.raises(LowRankError, match="--out"):
+        driver.train(None, resume=True)
