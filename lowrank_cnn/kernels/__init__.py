@@ -1,0 +1,21 @@
+"""Fused GPU kernels for composite layers, their eager reference, and the choice between them.
+
+`composite_conv2d` is the whole interface; it runs anywhere, and fused where that is supported and faster.
+"""
+
+from lowrank_cnn.kernels.dispatch import Choice, choose, composite_conv2d, explain, forced, tune, unsupported
+from lowrank_cnn.kernels.problem import Problem, describe
+from lowrank_cnn.kernels.reference import composite_reference
+
+__all__ = [
+    "Choice",
+    "Problem",
+    "choose",
+    "composite_conv2d",
+    "composite_reference",
+    "describe",
+    "explain",
+    "forced",
+    "tune",
+    "unsupported",
+]

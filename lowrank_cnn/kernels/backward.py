@@ -1,0 +1,208 @@
+"""Gradients of the composite convolution: through the pool and ReLU, to the input, and to the weights.
+
+The gradient is first undone through pool and ReLU in one pass that also sums the bias gradient. The input's
+gradient is one kernel: all groups and taps add into the same accumulator. The weights' gradient is a product
+over pixels, split among programs that add their parts in float32.
+"""
+
+# ruff: noqa: N803
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lowrank_cnn.kernels.pack import pack_turned, unpack_rows
+from lowrank_cnn.kernels.problem import Problem
+from lowrank_cnn.kernels.tiled import Tile
+from lowrank_cnn.kernels.tiles import box_count, box_of, power_above
+
+DEAD = 4
+"""The code of a result that ReLU cut; 0 to 3 name the pixel of the 2x2 window that won."""
+
+
+@triton.jit
+def undo(
+    grad, seen, out, bias_grad, pixels, height, width, result_height, result_width,
+    TOTAL: tl.constexpr, POOL: tl.constexpr, RELU: tl.constexpr, PIXELS: tl.constexpr, FILTERS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Gradient before pool and ReLU. `seen` holds the codes where a pool was fused, else the results."""
+    lane = tl.program_id(1) * FILTERS + tl.arange(0, FILTERS)
+    summed = tl.zeros((FILTERS,), tl.float32)
+    for turn in range(ROUNDS):
+        pixel = (tl.program_id(0) * ROUNDS + turn).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
+        x, y, n = pixel % width, pixel // width % height, pixel // (width * height)
+        from_y, from_x = (y // 2, x // 2) if POOL else (y, x)
+        inside = (pixel < pixels) & (from_y < result_height) & (from_x < result_width)
+        keep = inside[:, None] & (lane < TOTAL)[None, :]
+        source = ((n * result_height + from_y) * result_width + from_x)[:, None] * TOTAL + lane[None, :]
+        g = tl.load(grad + source, mask=keep, other=0.0)
+        if POOL:
+            won = tl.load(seen + source, mask=keep, other=4) == (y % 2 * 2 + x % 2).to(tl.uint8)[:, None]
+            g = tl.where(won, g, 0.0)
+        elif RELU:
+            g = tl.where(tl.load(seen + source, mask=keep, other=0.0) > 0, g, 0.0)
+        summed += tl.sum(g.to(tl.float32), 0)
+        target = pixel[:, None] * TOTAL + lane[None, :]
+        tl.store(out + target, g, mask=(pixel < pixels)[:, None] & (lane < TOTAL)[None, :])
+    tl.atomic_add(bias_grad + lane, summed, mask=lane < TOTAL, sem="relaxed")
+
+
+@triton.jit
+def input_gradient(
+    g, w, dx, row_boxes, column_boxes,
+    GROUPS: tl.constexpr, TILES: tl.constexpr, CHANNELS: tl.constexpr, IMAGES: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, FILTERS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One box of input pixels for one tile of input channels; `GROUPS` holds `_gradient_rows`."""
+    first = tl.program_id(0) % TILES * FILTERS
+    box = tl.program_id(0) // TILES
+    column = box % column_boxes * COLUMNS
+    row = box // column_boxes % row_boxes * ROWS
+    image = box // (column_boxes * row_boxes) * IMAGES
+    acc = tl.zeros((IMAGES * ROWS * COLUMNS, FILTERS), tl.float32)
+    for i in tl.static_range(len(GROUPS)):
+        for step in range(GROUPS[i][3] * GROUPS[i][2]):
+            tap = step // GROUPS[i][2]
+            depth = step % GROUPS[i][2] * DEPTH
+            down, right = GROUPS[i][5] - tap // GROUPS[i][4], GROUPS[i][6] - tap % GROUPS[i][4]
+            a = g.load([image, row + down, column + right, GROUPS[i][1] + depth])
+            b = w.load([GROUPS[i][0] + tap * CHANNELS + first, depth])
+            acc = tl.dot(a.reshape(IMAGES * ROWS * COLUMNS, DEPTH), b.T, acc)
+    out = acc.reshape(IMAGES, ROWS, COLUMNS, FILTERS).to(dx.dtype)
+    dx.store([image, row, column, first], out)
+
+
+@triton.jit
+def weight_gradient(
+    g, x, dw, row_boxes, column_boxes,
+    GROUPS: tl.constexpr, TILES: tl.constexpr, DEPTH_TILES: tl.constexpr, SPLITS: tl.constexpr,
+    ROUNDS: tl.constexpr, CHANNELS: tl.constexpr, IMAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FILTERS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Filters x channels of one tap of one group over one share of the boxes; `TILES` per share.
+
+    A share's last box may lie beyond the batch, where every fetch gives zeros.
+    """
+    tile = tl.program_id(0) % TILES
+    share = tl.program_id(0) // TILES
+    first, weight, channel, filters, width, top, left = 0, 0, 0, 0, 1, 0, 0
+    for i in tl.static_range(len(GROUPS)):
+        if tile >= GROUPS[i][0]:
+            first, weight, channel, filters = GROUPS[i][0], GROUPS[i][1], GROUPS[i][2], GROUPS[i][3]
+            width, top, left = GROUPS[i][4], GROUPS[i][5], GROUPS[i][6]
+    tile = tile - first
+    depth = tile % DEPTH_TILES * DEPTH
+    tiles = (filters + FILTERS - 1) // FILTERS
+    offset = tile // DEPTH_TILES % tiles * FILTERS
+    tap = tile // (DEPTH_TILES * tiles)
+    down, right = tap // width - top, tap % width - left
+    acc = tl.zeros((FILTERS, DEPTH), tl.float32)
+    for turn in range(ROUNDS):
+        box = share + turn * SPLITS
+        column = box % column_boxes * COLUMNS
+        row = box // column_boxes % row_boxes * ROWS
+        image = box // (column_boxes * row_boxes) * IMAGES
+        a = g.load([image, row, column, channel + offset]).reshape(IMAGES * ROWS * COLUMNS, FILTERS)
+        b = x.load([image, row + down, column + right, depth]).reshape(IMAGES * ROWS * COLUMNS, DEPTH)
+        acc = tl.dot(a.T, b, acc)
+    f, c = offset + tl.arange(0, FILTERS), depth + tl.arange(0, DEPTH)
+    place = (weight + tap * filters + f)[:, None] * CHANNELS + c[None, :]
+    inside = (f < filters)[:, None] & (c < CHANNELS)[None, :]
+    tl.atomic_add(dw + place, acc, mask=inside, sem="relaxed")
+
+
+def launch_undo(problem: Problem, grad: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, H, W, filters] gradient before pool and ReLU, and the bias gradient in float32."""
+    shape = (problem.batch, problem.out_height, problem.out_width, problem.filters)
+    out = torch.empty(shape, device=grad.device, dtype=grad.dtype)
+    bias_grad = torch.zeros(problem.filters, device=grad.device)
+    filters = min(128, power_above(problem.filters))
+    block, rounds = 4096 // filters, 8
+    count = problem.batch * problem.out_height * problem.out_width
+    undo[(-(-count // (block * rounds)), -(-problem.filters // filters))](
+        grad, seen, out, bias_grad, count, problem.out_height, problem.out_width, *problem.result_size,
+        TOTAL=problem.filters, POOL=problem.pool is not None, RELU=problem.relu, PIXELS=block,
+        FILTERS=filters, ROUNDS=rounds,
+    )  # fmt: skip
+    return out, bias_grad
+
+
+def launch_input_gradient(
+    problem: Problem, g: Tensor, weights: Sequence[Tensor], tile: Tile | None = None
+) -> Tensor:
+    """[N, H, W, channels] gradient of the input, from the gradient before pool and ReLU."""
+    tile = tile or Tile()
+    packed = pack_turned(weights, g.dtype)
+    dx = torch.empty(
+        (problem.batch, problem.height, problem.width, problem.channels), device=g.device, dtype=g.dtype
+    )
+    images, rows, columns = box_of(problem.batch, problem.height, problem.width, tile.pixels)
+    counts = [-(-size // part) for size, part in zip(dx.shape[:3], (images, rows, columns), strict=True)]
+    depth = min(tile.depth, power_above(max(group.filters for group in problem.groups)))
+    filters = min(tile.filters, power_above(problem.channels))
+    tiles = -(-problem.channels // filters)
+    input_gradient[(tiles * counts[0] * counts[1] * counts[2],)](
+        TensorDescriptor.from_tensor(g, [images, rows, columns, depth]),
+        TensorDescriptor.from_tensor(packed, [filters, depth]),
+        TensorDescriptor.from_tensor(dx, [images, rows, columns, filters]),
+        counts[1], counts[2], GROUPS=_gradient_rows(problem, depth), TILES=tiles, CHANNELS=problem.channels,
+        IMAGES=images, ROWS=rows, COLUMNS=columns, FILTERS=filters, DEPTH=depth,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return dx
+
+
+def launch_weight_gradient(
+    problem: Problem, g: Tensor, pixels: Tensor, programs: int, tile: Tile | None = None
+) -> list[Tensor]:
+    """Gradients of the groups' weights, in float32; `programs` is how many should run at once."""
+    tile = tile or Tile(pixels=64)
+    box = box_of(problem.batch, problem.out_height, problem.out_width, tile.pixels)
+    images, rows, columns = box
+    counts = box_count(problem, box)
+    depth = min(tile.depth, power_above(problem.channels))
+    filters = min(tile.filters, power_above(max(group.filters for group in problem.groups)))
+    groups, tiles = _weight_rows(problem, filters, depth)
+    boxes = counts[0] * counts[1] * counts[2]
+    splits = max(1, min(boxes, -(-programs // tiles)))
+    total = sum(group.taps * group.filters for group in problem.groups)
+    dw = torch.zeros((total, problem.channels), device=g.device)
+    weight_gradient[(tiles * splits,)](
+        TensorDescriptor.from_tensor(g, [images, rows, columns, filters]),
+        TensorDescriptor.from_tensor(pixels, [images, rows, columns, depth]),
+        dw, counts[1], counts[2], GROUPS=groups, TILES=tiles, DEPTH_TILES=-(-problem.channels // depth),
+        SPLITS=splits, ROUNDS=-(-boxes // splits), CHANNELS=problem.channels, IMAGES=images,
+        ROWS=rows, COLUMNS=columns, FILTERS=filters, DEPTH=depth, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return unpack_rows(dw, problem)
+
+
+def _gradient_rows(problem: Problem, depth: int) -> tuple[tuple[int, ...], ...]:
+    """Per group: packed row, gradient channel, steps of a tap, taps, width, and offsets."""
+    rows, weight, channel = [], 0, 0
+    for group in problem.groups:
+        steps = -(-group.filters // depth)
+        rows.append((weight, channel, steps, group.taps, group.width, group.top, group.left))
+        weight += group.taps * problem.channels
+        channel += group.filters
+    return tuple(rows)
+
+
+def _weight_rows(problem: Problem, filters: int, depth: int) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """Per group: first tile, packed row, gradient channel, filters, width and offsets; and the tiles in all."""
+    rows, tile, weight, channel = [], 0, 0, 0
+    for group in problem.groups:
+        rows.append((tile, weight, channel, group.filters, group.width, group.top, group.left))
+        tile += group.taps * -(-group.filters // filters) * -(-problem.channels // depth)
+        weight += group.taps * group.filters
+        channel += group.filters
+    return tuple(rows), tile

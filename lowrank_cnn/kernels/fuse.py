@@ -1,0 +1,127 @@
+"""Fuse what follows a conv into it: [conv, ReLU, 2x2 max-pool] in a Sequential become one layer.
+
+The copy shares the model's parameters, so it trains as well; the model itself is not touched. Convs are known
+by what they have, not by their class: `nn.Conv2d`, and layers with `weights` and `group_padding`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowrank_cnn.kernels.dispatch import composite_conv2d
+from lowrank_cnn.kernels.problem import Pair, Sides
+
+
+class FusedComposite(nn.Module):
+    """A composite layer with the ReLU and the 2x2 max-pool that followed it."""
+
+    def __init__(
+        self,
+        weights: Sequence[nn.Parameter],
+        bias: nn.Parameter | None,
+        *,
+        stride: Pair,
+        padding: Sequence[Sides],
+        relu: bool = False,
+        pool: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(weights)
+        self.bias = bias
+        self.stride, self.padding = stride, tuple(padding)
+        self.relu, self.pool = relu, pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        return composite_conv2d(
+            x,
+            list(self.weights),
+            self.bias,
+            stride=self.stride,
+            padding=self.padding,
+            relu=self.relu,
+            pool=self.pool,
+        )
+
+    def extra_repr(self) -> str:
+        groups = " + ".join(f"{w.shape[2]}x{w.shape[3]},{w.shape[0]}" for w in self.weights)
+        return f"{groups}, stride={self.stride}, relu={self.relu}, pool={self.pool}"
+
+
+def fuse(model: nn.Module) -> nn.Module:
+    """A copy of a model, its parameters shared, in which every conv the kernels know takes what follows it."""
+    if (options := conv_options(model)) is not None:
+        return FusedComposite(**options)
+    twin = copy.copy(model)
+    if type(model).forward is nn.Sequential.forward:
+        children = _fused_chain(_flattened(model))
+    else:
+        children = OrderedDict((name, fuse(child)) for name, child in model.named_children())
+    twin._modules = children  # type: ignore[assignment]
+    return twin
+
+
+def conv_options(module: nn.Module) -> dict[str, Any] | None:
+    """What a conv is to the kernels, or None for one they do not know (dilated, grouped, padded otherwise)."""
+    if isinstance(module, nn.Conv2d) and type(module).forward is nn.Conv2d.forward:
+        plain = module.groups == 1 and module.dilation == (1, 1) and module.padding_mode == "zeros"
+        if not plain or isinstance(module.padding, str):
+            return None
+        rows, columns = module.padding
+        sides = [((rows, rows), (columns, columns))]
+        return {"weights": [module.weight], "bias": module.bias, "stride": module.stride, "padding": sides}
+    if not (hasattr(module, "weights") and hasattr(module, "group_padding")):
+        return None
+    layer: Any = module
+    if layer.channel_groups != 1 or tuple(layer.dilation) != (1, 1) or layer.padding_mode != "zeros":
+        return None
+    return {
+        "weights": list(layer.weights),
+        "bias": layer.bias,
+        "stride": layer.stride,
+        "padding": layer.group_padding,
+    }
+
+
+def _flattened(chain: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The steps of a Sequential, those of Sequentials inside it in their place."""
+    steps: list[tuple[str, nn.Module]] = []
+    for name, child in chain.named_children():
+        if type(child).forward is nn.Sequential.forward:
+            steps += [(f"{name}_{inner}", step) for inner, step in _flattened(child)]
+        else:
+            steps.append((name, child))
+    return steps
+
+
+def _fused_chain(steps: list[tuple[str, nn.Module]]) -> OrderedDict[str, nn.Module]:
+    fused: OrderedDict[str, nn.Module] = OrderedDict()
+    at = 0
+    while at < len(steps):
+        name, module = steps[at]
+        options = conv_options(module)
+        at += 1
+        if options is None:
+            fused[name] = fuse(module)
+            continue
+        following = [step for _, step in steps[at : at + 2]]
+        options["relu"] = bool(following) and isinstance(following[0], nn.ReLU)
+        at += options["relu"]
+        pool = _pool(following[1]) if options["relu"] and len(following) > 1 else None
+        at += pool is not None
+        fused[name] = FusedComposite(**options, pool=pool)
+    return fused
+
+
+def _pool(module: nn.Module) -> str | None:
+    """The rounding of a 2x2 max-pool of stride 2, or None for any other module."""
+    if not isinstance(module, nn.MaxPool2d) or module.return_indices:
+        return None
+    sizes = [(v, v) if isinstance(v, int) else tuple(v) for v in (module.kernel_size, module.stride)]
+    if sizes != [(2, 2), (2, 2)] or module.padding not in (0, (0, 0)) or module.dilation not in (1, (1, 1)):
+        return None
+    return "ceil" if module.ceil_mode else "floor"

@@ -1,0 +1,145 @@
+"""Which kernel takes a problem, with which tile, and its launch: forward and backward.
+
+A *plan* names a kernel and a tile of it. `plans` lists those worth measuring, the first being the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lowrank_cnn.kernels import backward, gather, hopper_plan, stem, tiled
+from lowrank_cnn.kernels.pack import pack_rows, pack_union
+from lowrank_cnn.kernels.problem import Problem, pixels_last
+
+SHAPES = ((128, 128, 4, 2), (256, 128, 8, 1), (128, 256, 8, 1), (128, 64, 4, 3), (256, 64, 8, 2))
+"""Pixels, filters, warps and resident programs of the Hopper tiles worth measuring."""
+
+_TILES: dict[str, type] = {
+    "hopper": hopper_plan.HopperTile,
+    "tiled": tiled.Tile,
+    "stem": stem.StemTile,
+    "gather": gather.GatherTile,
+}
+_packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A kernel by name and its tile."""
+
+    kernel: str
+    tile: Any
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kernel": self.kernel, "tile": asdict(self.tile)}
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> Plan:
+        return cls(stored["kernel"], _TILES[stored["kernel"]](**stored["tile"]))
+
+    def __str__(self) -> str:
+        return f"{self.kernel}-" + "-".join(f"{name[0]}{value}" for name, value in asdict(self.tile).items())
+
+
+def plans(problem: Problem, *, hopper: bool) -> list[Plan]:
+    """Plans for a problem, the default first; `hopper` says whether the device is a Hopper GPU."""
+    if stem.unsupported(problem) is None:
+        tiles = [stem.StemTile(*size) for size in ((64, 4), (128, 4), (256, 8))]
+        return [Plan("stem", tile) for tile in tiles]
+    found = [Plan("hopper", tile) for tile in hopper_tiles(problem)] if hopper else []
+    if tiled.unsupported(problem) is None:
+        filters = max(16, hopper_plan.filters_per_tile(problem))
+        found.append(Plan("tiled", tiled.Tile(filters=filters)))
+    elif gather.unsupported(problem) is None:
+        found.append(Plan("gather", gather.GatherTile()))
+    return found
+
+
+def hopper_tiles(problem: Problem) -> list[hopper_plan.HopperTile]:
+    """Small tiles of which several reside together, and large ones alone; rings as deep as memory allows."""
+    if hopper_plan.unsupported(problem) is not None:
+        return []
+    widest = min(group.filters for group in problem.groups)
+    rings = ((2, 2), (2, 3), (2, 4), (3, 5)) if hopper_plan.run_length(problem) > 1 else ((3, 3), (4, 4))
+    found = [hopper_plan.default_tile(problem)]
+    for pixels, filters, warps, residents in SHAPES:
+        tiles = [
+            hopper_plan.HopperTile(pixels, filters, found[0].depth, warps, boxes, slabs, parts, residents)
+            for parts in ((1, 2) if problem.pool is None else (1,))
+            for boxes, slabs in rings
+        ]
+        fitting = [tile for tile in tiles if hopper_plan.fits(problem, tile)]
+        found += fitting[-2:] if filters <= widest else []
+    return list(dict.fromkeys(found))
+
+
+def forward(
+    plan: Plan,
+    problem: Problem,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    codes: Tensor | None = None,
+) -> Tensor:
+    """The result of a problem by a plan; `codes`, where given, are filled for the backward."""
+    packed = packed_weights(plan.kernel, problem, weights, x.dtype)
+    return _launcher(plan.kernel)(problem, x, packed, bias, plan.tile, codes)
+
+
+def gradients(
+    problem: Problem, grad: Tensor, x: Tensor, weights: Sequence[Tensor], seen: Tensor, *, need_input: bool
+) -> tuple[Tensor | None, list[Tensor], Tensor]:
+    """Gradients of input (None where not needed), weights and bias; the latter two in float32."""
+    g, pixels, seen = pixels_last(grad), pixels_last(x), seen.contiguous()
+    programs = 2 * _multiprocessors(x.device)
+    if stem.unsupported(problem) is None and not need_input:
+        values = gather.gathered_values(problem)
+        dw, db = stem.launch_stem_gradient(problem, x, g, seen, values, programs)
+        return None, dw, db
+    g, db = backward.launch_undo(problem, g, seen)
+    dx = backward.launch_input_gradient(problem, g, weights).permute(0, 3, 1, 2) if need_input else None
+    return dx, backward.launch_weight_gradient(problem, g, pixels, programs), db
+
+
+def packed_weights(kernel: str, problem: Problem, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The weights as the kernel reads them, kept until one of them changes.
+
+    A graph under capture packs them anew each time it runs, so that it follows later changes.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return _pack(kernel, problem, weights, dtype)
+    union = kernel in ("stem", "gather")
+    state = (union, dtype, problem.groups, *((w.data_ptr(), _version(w)) for w in weights))
+    kept = _packed.get(weights[0])
+    if kept is None or kept[0] != state or None in (version for _, version in state[3:]):
+        kept = (state, _pack(kernel, problem, weights, dtype))
+        _packed[weights[0]] = kept
+    return kept[1]
+
+
+def _pack(kernel: str, problem: Problem, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    if kernel in ("stem", "gather"):
+        return pack_union(weights, problem, gather.gathered_values(problem), dtype)
+    return pack_rows(weights, dtype)
+
+
+def _version(weight: Tensor) -> int | None:
+    return None if weight.is_inference() else weight._version
+
+
+def _launcher(kernel: str) -> Callable[..., Tensor]:
+    if kernel == "hopper":
+        from lowrank_cnn.kernels.hopper import launch_hopper
+
+        return launch_hopper
+    return {"tiled": tiled.launch_tiled, "stem": stem.launch_stem, "gather": gather.launch_gather}[kernel]
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

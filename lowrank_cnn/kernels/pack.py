@@ -1,0 +1,85 @@
+"""Weights laid out for the kernels: rows of input channels, one row per tap and filter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowrank_cnn.kernels.problem import Group, Problem
+
+
+def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """[sum of taps * filters, channels]: group by group, tap by tap, filter by filter."""
+    channels = weights[0].shape[1]
+    rows = [weight.permute(2, 3, 0, 1).reshape(-1, channels) for weight in weights]
+    return torch.cat(rows).to(dtype)
+
+
+def union_taps(groups: Sequence[Group]) -> list[tuple[int, int]]:
+    """Every offset from an output pixel that some group reads, as (rows down, columns right), in order."""
+    return sorted(
+        {
+            (row - group.top, column - group.left)
+            for group in groups
+            for row in range(group.height)
+            for column in range(group.width)
+        }
+    )
+
+
+def pack_union(weights: Sequence[Tensor], problem: Problem, depth: int, dtype: torch.dtype) -> Tensor:
+    """[depth, filters]: all groups as one matrix over the union of their taps, zero where a group has none.
+
+    With few input channels the union still fits one step of the matrix unit (3x1 and 1x3 over three
+    channels: 5 taps x 3 = 15 of 16), and the pixels are gathered once for all groups.
+    """
+    taps = union_taps(problem.groups)
+    matrix = weights[0].new_zeros((depth, problem.filters), dtype=dtype)
+    whole = matrix[: len(taps) * problem.channels].view(len(taps), problem.channels, problem.filters)
+    first = 0
+    for group, weight in zip(problem.groups, weights, strict=True):
+        values = weight.permute(2, 3, 1, 0).reshape(group.taps, problem.channels, group.filters)
+        for place, value in zip(_places(group, taps), values, strict=True):
+            whole[place, :, first : first + group.filters] = value
+        first += group.filters
+    return matrix
+
+
+def unpack_union(matrix: Tensor, problem: Problem) -> list[Tensor]:
+    """The groups' [filters, channels, height, width] out of [filters, depth], the union's matrix turned."""
+    taps = union_taps(problem.groups)
+    whole = matrix[:, : len(taps) * problem.channels].reshape(-1, len(taps), problem.channels)
+    parts = whole.split([group.filters for group in problem.groups])
+    return [
+        part[:, _places(group, taps)].permute(0, 2, 1).unflatten(2, (group.height, group.width))
+        for part, group in zip(parts, problem.groups, strict=True)
+    ]
+
+
+def unpack_rows(rows: Tensor, problem: Problem) -> list[Tensor]:
+    """The groups' [filters, channels, height, width] out of rows as `pack_rows` lays them."""
+    parts = rows.split([group.taps * group.filters for group in problem.groups])
+    return [
+        part.view(group.height, group.width, group.filters, -1).permute(2, 3, 0, 1)
+        for part, group in zip(parts, problem.groups, strict=True)
+    ]
+
+
+def pack_turned(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """[sum of taps * channels, most filters]: rows by group, tap and input channel, padded with zeros."""
+    most = max(weight.shape[0] for weight in weights)
+    most = -(-most * dtype.itemsize // 16) * 16 // dtype.itemsize
+    rows = [weight.permute(2, 3, 1, 0).reshape(-1, weight.shape[0]) for weight in weights]
+    return torch.cat([F.pad(row, (0, most - row.shape[1])) for row in rows]).to(dtype)
+
+
+def _places(group: Group, taps: list[tuple[int, int]]) -> list[int]:
+    """Where a group's taps, row by row, stand in the union's."""
+    return [
+        taps.index((row - group.top, column - group.left))
+        for row in range(group.height)
+        for column in range(group.width)
+    ]

@@ -1,0 +1,140 @@
+"""What one fused launch computes, as data: sizes, groups, and the counts that bound its time.
+
+The kernels, their reference and the dispatch all speak of a `Problem`; it is hashable, so that choices and
+compiled plans can be kept per problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.errors import LowRankError
+
+Pair = tuple[int, int]
+Sides = tuple[Pair, Pair]
+POOLS = (None, "floor", "ceil")
+
+
+@dataclass(frozen=True)
+class Group:
+    """`filters` filters of `height` x `width`; the first tap reads `top` rows above and `left` columns before."""
+
+    height: int
+    width: int
+    filters: int
+    top: int
+    left: int
+
+    @property
+    def taps(self) -> int:
+        return self.height * self.width
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A composite convolution of one input size, with what follows it in the same launch."""
+
+    batch: int
+    channels: int
+    height: int
+    width: int
+    groups: tuple[Group, ...]
+    stride: Pair
+    out_height: int
+    out_width: int
+    relu: bool
+    pool: str | None
+    dtype: torch.dtype
+
+    @property
+    def filters(self) -> int:
+        return sum(group.filters for group in self.groups)
+
+    @property
+    def result_size(self) -> Pair:
+        """Height and width of what is written: the pooled size where a pool follows."""
+        if self.pool is None:
+            return self.out_height, self.out_width
+        spare = 1 if self.pool == "ceil" else 0
+        return (self.out_height + spare) // 2, (self.out_width + spare) // 2
+
+    @property
+    def even(self) -> bool:
+        """Whether 2x2 windows tile the output."""
+        return self.out_height % 2 == 0 and self.out_width % 2 == 0
+
+    @property
+    def macs(self) -> int:
+        depth = sum(group.taps * group.filters for group in self.groups)
+        return self.batch * self.out_height * self.out_width * self.channels * depth
+
+    @property
+    def bytes(self) -> int:
+        """The fewest bytes through device memory: input and weights read once, the result written once."""
+        result = self.result_size[0] * self.result_size[1] * self.filters
+        pixels = self.height * self.width * self.channels
+        weights = self.channels * sum(group.taps * group.filters for group in self.groups)
+        return self.dtype.itemsize * (self.batch * (pixels + result) + weights)
+
+    def __str__(self) -> str:
+        groups = "+".join(f"{g.height}x{g.width},{g.filters}" for g in self.groups)
+        tail = (",relu" if self.relu else "") + (f",pool-{self.pool}" if self.pool else "")
+        size = f"{self.batch}x{self.channels}x{self.height}x{self.width}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{size} {groups} /{self.stride[0]}x{self.stride[1]}{tail} {dtype}"
+
+
+def describe(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    *,
+    stride: Pair,
+    padding: Sequence[Sides],
+    relu: bool = False,
+    pool: str | None = None,
+) -> Problem:
+    """The problem that these tensors pose; every group must give the same output size."""
+    if pool not in POOLS:
+        raise LowRankError(f'pool is None, "floor" or "ceil", not {pool!r}.')
+    if len(padding) != len(weights):
+        raise LowRankError(f"{len(weights)} filter groups need as many paddings, not {len(padding)}.")
+    batch, channels, height, width = x.shape
+    sizes = {
+        (
+            (height + sum(rows) - weight.shape[2]) // stride[0] + 1,
+            (width + sum(columns) - weight.shape[3]) // stride[1] + 1,
+        )
+        for weight, (rows, columns) in zip(weights, padding, strict=True)
+    }
+    if len(sizes) != 1:
+        raise LowRankError(f"all filter groups must give one output size, not {sorted(sizes)}.")
+    out_height, out_width = sizes.pop()
+    groups = tuple(
+        Group(weight.shape[2], weight.shape[3], weight.shape[0], rows[0], columns[0])
+        for weight, (rows, columns) in zip(weights, padding, strict=True)
+    )
+    return Problem(
+        batch, channels, height, width, groups, (stride[0], stride[1]), out_height, out_width, relu, pool,
+        x.dtype,
+    )  # fmt: skip
+
+
+def pixels_last(x: Tensor) -> Tensor:
+    """The channels-last memory of a batch as [N, H, W, C], copied only where it lies otherwise."""
+    return x.permute(0, 2, 3, 1).contiguous()
+
+
+def empty_codes(problem: Problem, x: Tensor) -> Tensor | None:
+    """Memory for what the backward needs of a fused pool: the winner of each window, or that ReLU cut it."""
+    if problem.pool is None:
+        return None
+    return torch.empty((problem.batch, *problem.result_size, problem.filters), device=x.device, dtype=torch.uint8)
+
+
+def empty_result(problem: Problem, x: Tensor) -> Tensor:
+    """Memory for the result, as [N, H, W, filters]."""
+    return torch.empty((problem.batch, *problem.result_size, problem.filters), device=x.device, dtype=x.dtype)

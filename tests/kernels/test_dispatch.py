@@ -1,0 +1,105 @@
+"""The choice between the fused kernels and torch, and the operators behind it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.kernels import choose, composite_conv2d, composite_reference, describe, explain, forced
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+PADDING = [((1, 1), (0, 0)), ((0, 0), (1, 1))]
+
+
+def inputs(size=(2, 8, 6, 6), filters=8, dtype=torch.float32):
+    x = torch.randn(size, device=DEVICE, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    weights = [torch.randn(filters, size[1], *shape, device=DEVICE, dtype=dtype) for shape in ((3, 1), (1, 3))]
+    return x, weights, torch.randn(2 * filters, device=DEVICE)
+
+
+@pytest.mark.parametrize("pool", [None, "floor", "ceil"])
+def test_switched_off_it_is_the_reference(pool):
+    x, weights, bias = inputs((1, 3, 7, 7), filters=5)
+    with forced("off"):
+        y = composite_conv2d(x, weights, bias, padding=PADDING, relu=True, pool=pool)
+    assert torch.equal(
+        y, composite_reference(x, weights, bias, stride=(1, 1), padding=PADDING, relu=True, pool=pool)
+    )
+
+
+def test_it_says_why():
+    x, weights, _ = inputs()
+    problem = describe(x, weights, stride=(1, 1), padding=PADDING)
+    with forced("off"):
+        assert "torch (switched off)" in explain(problem, DEVICE)
+    with forced("on"):
+        assert "fused" in explain(problem, DEVICE)
+        odd = describe(x.double(), weights, stride=(1, 1), padding=PADDING)
+        assert "float64" in explain(odd, DEVICE)
+
+
+def test_a_stride_has_no_fused_gradient_behind_the_first_layer():
+    x, weights, _ = inputs((1, 24, 6, 6))
+    problem = describe(x, weights, stride=(2, 2), padding=PADDING)
+    with forced("on"):
+        assert choose(problem, DEVICE, training=False).fused
+        assert "no gradient" in choose(problem, DEVICE, training=True).why
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(LowRankError, match="LOWRANK_KERNELS"), forced("fast"):
+        pass
+
+
+@pytest.mark.parametrize(("channels", "pool"), [(8, None), (8, "floor"), (24, "ceil"), (3, "floor")])
+def test_the_operator_and_its_gradients(channels, pool):
+    pytest.importorskip("triton")
+    x, weights, bias = inputs((1, channels, 7, 6))
+    leaves = [*weights, bias] + ([x] if channels > 3 else [])
+    for leaf in leaves:
+        leaf.requires_grad_()
+    options = {"padding": PADDING, "relu": True, "pool": pool}
+    with forced("on"):
+        y = composite_conv2d(x, weights, bias, **options)
+    right = composite_reference(x.double(), [w.double() for w in weights], bias.double(), stride=(1, 1), **options)
+    grad = torch.randn_like(y)
+    ours = [y, *torch.autograd.grad(y, leaves, grad)]
+    exact = [right, *torch.autograd.grad(right, leaves, grad.double())]
+    for a, b in zip(ours, exact, strict=True):
+        assert torch.linalg.vector_norm(a - b) <= (3e-3 if GPU else 1e-5) * torch.linalg.vector_norm(b)
+
+
+def test_weights_that_change_are_packed_again():
+    pytest.importorskip("triton")
+    x, weights, bias = inputs()
+    with forced("on"), torch.no_grad():
+        composite_conv2d(x, weights, bias, padding=PADDING)
+        weights[1].mul_(2)
+        y = composite_conv2d(x, weights, bias, padding=PADDING)
+    right = composite_reference(x, weights, bias, stride=(1, 1), padding=PADDING)
+    assert torch.allclose(y, right, atol=1e-1 if GPU else 1e-4)
+
+
+def test_operators_are_well_formed():
+    pytest.importorskip("triton")
+    from lowrank_cnn.kernels import ops
+
+    x, weights, bias = inputs((1, 8, 6, 6))
+    leaves = [x.requires_grad_(), *(w.requires_grad_() for w in weights), bias.requires_grad_()]
+    arguments = (leaves[0], leaves[1:3], leaves[3], [1, 1], ops.flat_padding(PADDING), True, "floor", True)
+    torch.library.opcheck(
+        ops.composite_conv2d,
+        arguments,
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
+def test_operations_are_counted():
+    pytest.importorskip("triton")
+    x, weights, bias = inputs((1, 8, 6, 6))
+    with forced("on"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        composite_conv2d(x, weights, bias, padding=PADDING, relu=True, pool="floor")
+    assert counter.get_total_flops() == 2 * 36 * 8 * 3 * 16
