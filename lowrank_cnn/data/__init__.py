@@ -36,6 +36,7 @@ __all__ = [
     "StreamedSplit",
     "Whiten",
     "decode_rate",
+    "faster_in_channels_last",
     "fit_preprocess",
     "make_loader",
     "open_data",
@@ -67,6 +68,11 @@ def open_data(
     return open_source(source, Options(bad, limit, image_size, channels, missing, resident_bytes))
 
 
+def faster_in_channels_last(device: torch.device) -> bool:
+    """GPUs are; a CPU computes the gradients of convs several times slower in it (`benchmarks/cpu_layout.py`)."""
+    return device.type == "cuda"
+
+
 def make_loader(
     split: Split,
     *,
@@ -79,13 +85,15 @@ def make_loader(
     world: int = 1,
     train: bool,
     dtype: torch.dtype = torch.float32,
-    channels_last: bool = True,
+    channels_last: bool | None = None,
     workers: int = 0,
 ) -> Loader:
     """The loader of this kind of split. `batch_size` is that of all processes together.
 
     `workers` are the processes that decode a streamed split; a resident one is on the device already.
+    `channels_last` is the layout of the images; left open, the one that convs are faster in on this device.
     """
+    device = torch.device(device)
     options = {
         "batch_size": batch_size,
         "preprocess": preprocess,
@@ -96,7 +104,7 @@ def make_loader(
         "world": world,
         "train": train,
         "dtype": dtype,
-        "channels_last": channels_last,
+        "channels_last": faster_in_channels_last(device) if channels_last is None else channels_last,
     }
     if isinstance(split, ResidentSplit):
         return ResidentLoader(split, **options)

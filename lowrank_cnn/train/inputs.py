@@ -47,6 +47,7 @@ def make_inputs(
     rank: int = 0,
     world: int = 1,
     workers: int = 0,
+    dtype: torch.dtype = torch.float32,
     saved: dict[str, Tensor] | None = None,
 ) -> Inputs:
     """Hold out what the recipe says, fit the preprocessing to the rest (or take the saved), make batches."""
@@ -66,6 +67,7 @@ def make_inputs(
             world=world,
             train=train,
             workers=workers,
+            dtype=dtype,
         )
 
     test = batches(data.test, train=False)

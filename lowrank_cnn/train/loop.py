@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.count import count
-from lowrank_cnn.data import Data
+from lowrank_cnn.data import Data, faster_in_channels_last
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory, check_same_run, recipe_changes
@@ -61,6 +61,7 @@ def fit(
     recipe = recipe if epochs is None else replace(recipe, epochs=epochs)
     directory = None if out is None else RunDirectory(Path(out))
     fabric = launch(device, precision or recipe.precision, strategy)
+    precision = resolve_precision(precision or recipe.precision, fabric.device.type)
     shown: Progress = Lines() if progress and fabric.is_global_zero else Progress()
     about = _about(model, data, seed)
     if directory and resume and (done := directory.finished(recipe)):
@@ -71,8 +72,8 @@ def fit(
     seed_generators(seed, fabric.global_rank)
     with told_out_of_memory(recipe.batch_size, fabric.device):
         forward = _place(fabric, model, recipe, compile)
-        inputs = _inputs(fabric, data, recipe, seed, workers, checkpoint)
-        record = _record(fabric, about, recipe, precision or recipe.precision, inputs)
+        inputs = _inputs(fabric, data, recipe, seed, workers, precision, checkpoint)
+        record = _record(fabric, about, recipe, precision, inputs)
         trainer = Trainer(
             fabric,
             model,
@@ -127,7 +128,8 @@ def _open(
 def _place(fabric: Fabric, model: nn.Module, recipe: Recipe, compile_: bool) -> nn.Module:
     """Bring the model to the device, and wrap it for its precision and processes."""
     model.to(fabric.device)
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if faster_in_channels_last(fabric.device):
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if recipe.dropout is not None:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
@@ -138,7 +140,13 @@ def _place(fabric: Fabric, model: nn.Module, recipe: Recipe, compile_: bool) -> 
 
 
 def _inputs(
-    fabric: Fabric, data: Data, recipe: Recipe, seed: int, workers: int, checkpoint: Checkpoint | None
+    fabric: Fabric,
+    data: Data,
+    recipe: Recipe,
+    seed: int,
+    workers: int,
+    precision: str,
+    checkpoint: Checkpoint | None,
 ) -> Inputs:
     return make_inputs(
         data,
@@ -148,6 +156,8 @@ def _inputs(
         rank=fabric.global_rank,
         world=fabric.world_size,
         workers=workers,
+        # The first conv would round its images to bf16 anyway; on a GPU it then reads half the bytes.
+        dtype=torch.bfloat16 if precision == "bf16" and fabric.device.type == "cuda" else torch.float32,
         saved=checkpoint.part("preprocess") if checkpoint else None,
     )
 
@@ -157,7 +167,7 @@ def _record(fabric: Fabric, about: dict[str, Any], recipe: Recipe, precision: st
         **about,
         recipe=recipe.to_dict(),
         watched=inputs.watched,
-        precision=resolve_precision(precision, fabric.device.type),
+        precision=precision,
         device=str(fabric.device),
         processes=fabric.world_size,
     )

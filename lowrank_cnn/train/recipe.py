@@ -177,6 +177,21 @@ RECIPES: dict[str, Recipe] = {
             cutout=8,
             norm="batch",
         ),
+        Recipe(
+            name="digits",
+            batch_size=64,
+            epochs=6,
+            lr=0.1,
+            nesterov=True,
+            weight_decay=5e-4,
+            schedule="cosine",
+            warmup=1.0,
+            crop=28,
+            pad=2,
+            mirror=False,
+            norm="batch",
+            dropout=0.1,
+        ),
     )
 }
 

@@ -279,6 +279,7 @@ def test_type_layout_and_preprocessing(shards: Path) -> None:
         device="cpu",
         train=True,
         dtype=torch.bfloat16,
+        channels_last=True,
     )
     images, labels = next(iter(made.epoch(0)))
     assert (images.dtype, labels.dtype) == (torch.bfloat16, torch.int64)
