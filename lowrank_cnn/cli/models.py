@@ -8,12 +8,13 @@ from typing import Annotated
 import torch
 import typer
 
-from lowrank_cnn.cli.show import print_json, print_table, si
+from lowrank_cnn.cli.show import print_json, print_table
 from lowrank_cnn.count import Count, count
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.paper.published import published
+from lowrank_cnn.units import si
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 

@@ -13,16 +13,6 @@ from rich.table import Table
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 
-_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-def si(number: float, digits: int = 3) -> str:
-    """A count with its unit: 7508438696 -> 7.51G."""
-    for unit, letter in _UNITS:
-        if abs(number) >= unit:
-            return f"{number / unit:#.{digits}g}".rstrip(".") + letter
-    return f"{number:g}"
-
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table with its first column to the left and numbers to the right; a heading `<name` goes left too."""

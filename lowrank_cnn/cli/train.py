@@ -12,13 +12,14 @@ import torch
 import typer
 
 from lowrank_cnn.cli.models import Json
-from lowrank_cnn.cli.show import console, errors, print_json, print_table, si
+from lowrank_cnn.cli.show import console, errors, print_json, print_table
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.errors import LowRankError, nearest
 from lowrank_cnn.evaluate import Trained, evaluate, load_checkpoint, predict
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.train import Interrupted, Recipe, Record, fit, get_recipe
 from lowrank_cnn.train.recipe import RECIPES, parse_settings
+from lowrank_cnn.units import si
 
 Source = Annotated[
     str, typer.Option("--data", help="digits, a folder of parquet shards or images, or a Hub repository.")

@@ -1,0 +1,81 @@
+"""Commands that show results: report, figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lowrank_cnn.cli.models import Json
+from lowrank_cnn.cli.show import console, errors, print_json, print_table
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.report.figures import FIGURES, Options, draw_figure
+from lowrank_cnn.report.files import read_records, require_records
+from lowrank_cnn.report.page import write_page
+
+Runs = Annotated[list[Path] | None, typer.Option("--runs", help="Folders or files of records; repeatable.")]
+
+DEFAULT_RUNS = Path("runs")
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("report")(report_command)
+    app.command("figure")(figure_command)
+
+
+def report_command(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Folders or files of records; the folder runs if none.")
+    ] = None,
+    out: Annotated[Path, typer.Option("-o", "--out", help="The page to write.")] = Path("report.html"),
+    as_json: Json = False,
+) -> None:
+    """Write one page about training runs and timings: tables, charts, the audit. It needs no network."""
+    paths = runs or [DEFAULT_RUNS]
+    records = read_records(paths)
+    if not as_json:
+        for problem in records.problems:
+            errors.print(f"Skipped {problem.path}: {problem.reason}", markup=False, soft_wrap=True)
+    require_records(paths, records)
+    page = write_page(records, out)
+    found = {"runs": len(records.runs), "timings": len(records.timings)}
+    if as_json:
+        skipped = [vars(problem) for problem in records.problems]
+        return print_json({"page": str(page), **found, "skipped": skipped})
+    counts = f"{found['runs']} training runs and {found['timings']} timings"
+    console.print(f"Wrote {page}: {counts}. Open it in a browser.", markup=False, soft_wrap=True)
+    return None
+
+
+def figure_command(
+    name: Annotated[str | None, typer.Argument(help="Which figure; without a name, all are listed.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="The file to write: .svg, .pdf or .png; else NAME.svg.")
+    ] = None,
+    runs: Runs = None,
+    model: Annotated[str | None, typer.Option(help="A network by name, as it is before training.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="A run's folder or one of its checkpoints.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of an untrained network and of random images.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Draw a figure of the paper, from published figures, records or a network."""
+    if name is None:
+        return _list_figures(as_json)
+    records = read_records(runs) if runs else None
+    if records is not None and not records:
+        raise LowRankError(f"there is no record in {' or '.join(map(str, runs or []))} to draw from.")
+    options = Options(records, model, checkpoint, seed)
+    written = draw_figure(name, out or Path(f"{name}.svg"), options)
+    if as_json:
+        return print_json({"figure": name, "file": str(written)})
+    console.print(f"Wrote {written}.", markup=False, soft_wrap=True)
+    return None
+
+
+def _list_figures(as_json: bool) -> None:
+    if as_json:
+        return print_json([{"figure": n, "shows": k.shows, "takes": k.takes} for n, k in FIGURES.items()])
+    rows = [(name, kind.shows, kind.takes) for name, kind in FIGURES.items()]
+    print_table("Figures: lowrank figure NAME -o FILE.svg", ("name", "<shows", "<takes"), rows)
+    return None

@@ -1,0 +1,86 @@
+// Training curves: one line per run, one colour and dash per network; the cursor reads all of them at an epoch.
+
+const DASHES = ["", "7 4", "2 3", "9 3 2 3"];
+const look = (index) => ({ class: `curve s${index % 6}`, "stroke-dasharray": DASHES[Math.floor(index / 6) % 4] });
+
+function path(run, key, x, y) {
+  let pen = "M";
+  return run.epochs.map((epoch, i) => {
+    if (run[key][i] === null) return "";
+    const command = `${pen}${x(epoch).toFixed(1)} ${y(run[key][i]).toFixed(1)}`;
+    pen = "L";
+    return command;
+  }).join("");
+}
+
+const known = (runs, key) => runs.flatMap((run) => run[key].filter((value) => value !== null));
+const showValue = { accuracy: percent, loss: (value) => value.toPrecision(4) };
+
+// What every run had at an epoch, or at the last one before it that has a value.
+function readings(runs, key, epoch) {
+  return runs.map((run) => {
+    const at = run.epochs.findLastIndex((e, i) => e <= epoch && run[key][i] !== null);
+    return [run.label, at < 0 ? "–" : showValue[key](run[key][at])];
+  });
+}
+
+function addCursor({ root, area }, runs, key, x) {
+  const line = svg("line", { class: "cursor", y1: area.top, y2: area.bottom, visibility: "hidden" });
+  const epochs = [...new Set(runs.flatMap((run) => run.epochs))].sort((a, b) => a - b);
+  let index = epochs.length - 1;
+  root.append(line);
+  const show = (left, top) => {
+    fill(line, { x1: x(epochs[index]), x2: x(epochs[index]), visibility: "visible" }, []);
+    showTip(`Epoch ${epochs[index]}`, readings(runs, key, epochs[index]).slice(0, 14), left, top);
+  };
+  const atLine = () => {
+    const box = line.getBoundingClientRect();
+    show(box.left, box.top + box.height / 3);
+    showAgain = atLine;
+  };
+  const hide = () => { line.setAttribute("visibility", "hidden"); hideTip(); };
+  root.addEventListener("pointermove", (event) => {
+    const box = root.getBoundingClientRect();
+    const at = (event.clientX - box.left) * root.viewBox.baseVal.width / box.width;
+    index = epochs.reduce((best, e, i) => (Math.abs(x(e) - at) < Math.abs(x(epochs[best]) - at) ? i : best), 0);
+    showAgain = null;
+    show(event.clientX, event.clientY);
+  });
+  root.addEventListener("pointerleave", hide);
+  root.addEventListener("blur", hide);
+  root.addEventListener("focus", () => { fill(line, { x1: x(epochs[index]), x2: x(epochs[index]) }, []); atLine(); });
+  root.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    index = Math.min(Math.max(index + step, 0), epochs.length - 1);
+    fill(line, { x1: x(epochs[index]), x2: x(epochs[index]) }, []);
+    atLine();
+  });
+}
+
+function drawCurves(runs, key, name, indexOf, width) {
+  const height = Math.round(Math.min(360, Math.max(240, width * 0.6)));
+  const parts = frame(width, height, { x: "Epoch", y: name });
+  const { root, area } = parts;
+  const x = scale(runs.flatMap((run) => run.epochs), area.left, area.right, { count: width < 420 ? 5 : 8, pad: 0 });
+  const y = scale(known(runs, key), area.bottom, area.top, { most: key === "accuracy" ? 1 : Infinity });
+  axes(parts, x, y, (v) => `${v}`, key === "accuracy" ? (v) => `${+(100 * v).toFixed(2)}%` : (v) => `${+v.toPrecision(3)}`);
+  for (const run of runs)
+    root.append(svg("path", { ...look(indexOf(run.group)), d: path(run, key, x, y), "data-run": run.label }));
+  fill(root, { tabindex: "0", role: "img", "aria-label": `${name} per epoch of ${runs.length} runs; arrow keys move the cursor` }, []);
+  addCursor(parts, runs, key, x);
+  return root;
+}
+
+// The part of a run from an epoch on.
+function since(run, epoch) {
+  const keep = (values) => values.filter((_, i) => run.epochs[i] >= epoch);
+  return { ...run, epochs: keep(run.epochs), accuracy: keep(run.accuracy), loss: keep(run.loss) };
+}
+
+function curveFigure(runs, key, title, name, indexOf, width) {
+  const figure = html("figure", { "data-chart": `curves-${key}` }, html("h3", {}, title));
+  figure.append(known(runs, key).length ? drawCurves(runs, key, name, indexOf, width) : nothing("No run has this figure."));
+  return figure;
+}

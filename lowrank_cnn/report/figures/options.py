@@ -1,0 +1,48 @@
+"""What a figure may be given: records, or a network from its name or a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.models import create_model
+from lowrank_cnn.report.records import Records
+
+
+@dataclass(frozen=True)
+class Options:
+    """The records of runs, a network's name, or the checkpoint of a run; figures take what they can use."""
+
+    records: Records | None = None
+    model: str | None = None
+    checkpoint: str | Path | None = None
+    seed: int = 0
+
+    def network(self, default: str) -> tuple[str, nn.Module]:
+        """The network asked for, with what to call it; untrained where only its name is given."""
+        if self.model and self.checkpoint:
+            raise LowRankError("give a model's name or a checkpoint, not both.")
+        if self.checkpoint:
+            network = load_trained(self.checkpoint)
+            return f"{network_name(network)}, trained", network
+        name = self.model or default
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            return f"{name}, as initialised", create_model(name)
+
+
+def load_trained(path: str | Path) -> nn.Module:
+    """The network of a run's checkpoint, in evaluation mode."""
+    # Loaded when asked for: it brings the data and training parts along.
+    from lowrank_cnn.evaluate import load_checkpoint
+
+    return load_checkpoint(path).network.eval()
+
+
+def network_name(network: nn.Module) -> str:
+    config = getattr(network, "config", None)
+    return str(config["name"]) if isinstance(config, dict) else type(network).__name__

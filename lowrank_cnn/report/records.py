@@ -1,0 +1,259 @@
+"""Records as the report uses them: training runs and timings, read from files that nobody vouches for.
+
+A record is a JSON object with a `kind`. `READERS` maps a kind to the function that reads it; a new kind is one new
+entry. A reader takes what is there and leaves out what is not; what it cannot do without, it asks for by raising a
+`LowRankError`, and the file is listed as skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.models import family_of, list_models
+from lowrank_cnn.report.fields import first, items, mapping, number, share, sizes, text, whole
+
+CPU, GPU = "CPU", "GPU"
+_TIMING_FIELDS = {"runtime", "device", "layers", "total"}
+_GPU_WORDS = ("cuda", "gpu", "nvidia", "mps", "amd instinct")
+
+
+@dataclass(frozen=True)
+class Built:
+    """Which network a record is about: its name, and the options that change its cost."""
+
+    name: str
+    scheme: str | None = None
+    width: float = 1.0
+    norm: str | None = None
+    stride: int | None = None
+    image: tuple[int, ...] = ()
+
+    @property
+    def label(self) -> str:
+        options = [
+            self.scheme,
+            f"width {self.width:g}" if self.width != 1 else None,
+            f"stride {self.stride}" if self.stride else None,
+        ]
+        return " ".join(filter(None, [self.name, *options]))
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """A point of the training curves."""
+
+    epoch: int
+    loss: float | None
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: what was trained on what, and what came of it so far.
+
+    `settings` are the fields of the recipe, and the norm and the initialisation of the network.
+    """
+
+    path: str
+    built: Built
+    data: str
+    recipe: str
+    seed: int | None
+    status: str
+    watched: str
+    top1: float | None
+    top5: float | None
+    macs: int | None
+    params: int | None
+    seconds: float | None
+    history: tuple[Epoch, ...]
+    settings: tuple[tuple[str, str], ...] = ()
+    config: Mapping[str, Any] = field(hash=False, default_factory=dict)
+    environment: Mapping[str, Any] = field(hash=False, default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        return self.status == "finished"
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """One layer's share of a timing."""
+
+    name: str
+    macs: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long a network takes for a batch on one device, and how long each of its layers."""
+
+    path: str
+    built: Built
+    device: str
+    runtime: str
+    batch: int
+    ms: float
+    macs: int | None
+    params: int | None
+    layers: tuple[LayerTime, ...]
+    environment: Mapping[str, Any] = field(hash=False, default_factory=dict)
+
+    @property
+    def ms_per_image(self) -> float:
+        return self.ms / self.batch
+
+    @property
+    def hardware(self) -> str:
+        return text(self.environment.get(self.device.lower())) or self.device
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A file that is not shown, and why."""
+
+    path: str
+    reason: str
+
+
+@dataclass
+class Records:
+    """Everything that was found."""
+
+    runs: list[Run] = field(default_factory=list)
+    timings: list[Timing] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.runs or self.timings)
+
+    def add(self, record: Run | Timing) -> None:
+        if isinstance(record, Run):
+            self.runs.append(record)
+        else:
+            self.timings.append(record)
+
+
+def read_record(values: object, path: Path) -> list[Run | Timing]:
+    """Read one record, by its kind: a timing may bring that of its dense twin along."""
+    if not isinstance(values, Mapping):
+        raise LowRankError("it is not a record but plain JSON.")
+    kind = text(values.get("kind")) or ("timing" if values.keys() >= _TIMING_FIELDS else None)
+    if kind not in READERS:
+        known = ", ".join(READERS)
+        raise LowRankError(f"its kind {kind!r} is none of {known}." if kind else f"it has no kind ({known}).")
+    return list(READERS[kind](values, path))
+
+
+def _training(values: Mapping[str, Any], path: Path) -> Iterator[Run]:
+    config, data, result = (mapping(values.get(name)) for name in ("model", "data", "result"))
+    history = tuple(_epoch(row) for row in items(values.get("history")) if isinstance(row, Mapping))
+    latest = next((row.accuracy for row in reversed(history) if row.accuracy is not None), None)
+    top1, recipe = share(result.get("top1")), mapping(values.get("recipe"))
+    yield Run(
+        path=str(path),
+        built=_built(values.get("model"), first(data, "size", "image")),
+        data=text(data.get("name")) or "unnamed data",
+        recipe=text(recipe.get("name")) or "custom",
+        seed=whole(values.get("seed")),
+        status=text(values.get("status")) or "unknown",
+        watched=text(values.get("watched")) or "test",
+        top1=latest if top1 is None else top1,
+        top5=share(result.get("top5")),
+        macs=whole(result.get("macs")),
+        params=whole(result.get("params")),
+        seconds=number(result.get("seconds")),
+        history=history,
+        settings=_settings(recipe, config),
+        config=config,
+        environment=mapping(values.get("environment")),
+    )
+
+
+def _epoch(row: Mapping[str, Any]) -> Epoch:
+    return Epoch(whole(row.get("epoch")) or 0, number(row.get("train_loss")), share(row.get("accuracy")))
+
+
+def _settings(recipe: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    fields = {**recipe, "norm": config.get("norm"), "init": config.get("init") or "composite"}
+    return tuple(sorted((str(key)[:40], str(value)[:40]) for key, value in fields.items() if key != "name"))
+
+
+def _timing(values: Mapping[str, Any], path: Path) -> Iterator[Timing]:
+    """A timing, and that of its twin. An input of four numbers is a batch, and the MACs then are a batch's."""
+    size = sizes(first(values, "input", "size", "image"))
+    batch = whole(first(values, "batch", "batch_size")) or (size[0] if len(size) == 4 else 1)
+    images = batch if len(size) == 4 else 1
+    layers = tuple(layer for row in items(values.get("layers")) if (layer := _layer(row, images)))
+    ms = _milliseconds(values) or _milliseconds(mapping(values.get("total"))) or sum(layer.ms for layer in layers)
+    if not ms:
+        raise LowRankError("it is a timing without any time.")
+    macs = whole(values.get("macs"))
+    yield Timing(
+        path=str(path),
+        built=_built(first(values, "model", "config", "name"), size[-3:]),
+        device=device_class(text(values.get("device")) or ""),
+        runtime=text(values.get("runtime")) or "torch",
+        batch=batch,
+        ms=ms,
+        macs=macs // images if macs else sum(layer.macs for layer in layers) or None,
+        params=whole(values.get("params")),
+        layers=layers,
+        environment=mapping(values.get("environment")),
+    )
+    if twin := mapping(values.get("twin")):
+        yield from _timing({**twin, "twin": None, "environment": values.get("environment")}, path)
+
+
+def _nothing(_values: Mapping[str, Any], _path: Path) -> Iterator[Run]:
+    """A table that was made of runs, whose own records say more."""
+    yield from ()
+
+
+def device_class(device: str) -> str:
+    """CPU or GPU, from any name of a device."""
+    return GPU if any(word in device.lower() for word in _GPU_WORDS) else CPU
+
+
+def _layer(row: object, images: int) -> LayerTime | None:
+    """A layer that multiplies and was timed; pools and activations have nothing to compare."""
+    values = mapping(row)
+    name, macs, ms = text(first(values, "name", "layer")), whole(values.get("macs")), _milliseconds(values)
+    return LayerTime(name, macs // images, ms) if name and macs and ms else None
+
+
+def _milliseconds(values: Mapping[str, Any]) -> float | None:
+    seconds = number(first(values, "seconds", "median_seconds"))
+    ms = number(first(values, "ms", "median_ms", "total_ms", "milliseconds"))
+    return 1000 * seconds if ms is None and seconds is not None else ms
+
+
+def _built(model: object, image: object) -> Built:
+    """The network, given by its name alone or with its options."""
+    values = {"name": model} if isinstance(model, str) else mapping(model)
+    name = text(values.get("name"))
+    if name is None:
+        raise LowRankError("it names no network.")
+    scheme, stride = text(values.get("scheme")), whole(values.get("stride"))
+    return Built(
+        name,
+        scheme=None if scheme == "dense" else scheme,
+        width=number(values.get("width")) or 1.0,
+        norm=text(values.get("norm")),
+        stride=None if stride == _own_stride(name) else stride,
+        image=sizes(image),
+    )
+
+
+def _own_stride(name: str) -> int:
+    """The stride of the first conv that a network has by itself."""
+    return family_of(name).VARIANTS[name].stride if name in list_models() else 1
+
+
+Reader = Callable[[Mapping[str, Any], Path], Iterator[Run | Timing]]
+READERS: dict[str, Reader] = {"training": _training, "timing": _timing, "reproduction": _nothing}

@@ -1,0 +1,194 @@
+"""The parts of the page that are text and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lowrank_cnn.paper.audit import CONTRADICTED, REPRODUCED, UNREPRODUCIBLE, UNTESTED, Finding, summary
+from lowrank_cnn.paper.published import Published, rows
+from lowrank_cnn.report.charts import data_label
+from lowrank_cnn.report.entries import Entry, dense_twin
+from lowrank_cnn.report.fields import text
+from lowrank_cnn.report.markup import Cell, Column, Markup, join, table, tag
+from lowrank_cnn.report.numbers import DASH, duration, percent, points, ratio
+from lowrank_cnn.report.records import CPU, GPU, Built, Problem, Records
+from lowrank_cnn.units import si
+
+VERDICTS = {
+    REPRODUCED: "good",
+    CONTRADICTED: "bad",
+    UNREPRODUCIBLE: "warn",
+    UNTESTED: "quiet",
+}
+MOST_SENTENCES = 4
+
+_SUMMARY = (
+    Column("network", numeric=False),
+    Column("top-1", help="mean over the runs, with the standard deviation"),
+    Column("to twin", help="difference to the dense twin, in percentage points"),
+    Column("top-5"),
+    Column("MACs", help="multiply-accumulates for one image; below, the share of the dense twin's"),
+    Column("parameters", help="below, the share of the dense twin's"),
+    Column("CPU ms", help="milliseconds per image at the best batch; below, the share of the dense twin's"),
+    Column("GPU ms", help="milliseconds per image at the best batch; below, the share of the dense twin's"),
+    Column("training", help="wall-clock time of a run"),
+)
+_PUBLISHED = (
+    Column("network", numeric=False),
+    Column("data", numeric=False),
+    Column("top-1"),
+    Column("top-5"),
+    Column("MACs"),
+    Column("parameters"),
+)
+
+
+def headline(entries: Sequence[Entry]) -> Markup:
+    """What was gained, in a few sentences: the low-rank networks whose twin is known, the most frugal first."""
+    compared = [entry for entry in entries if entry.top1 is not None and _saves(entry)]
+    compared.sort(key=lambda entry: entry.ratios["macs"])
+    sentences = [tag("li", _sentence(entry)) for entry in compared[:MOST_SENTENCES]]
+    return tag("ul", *sentences, class_="headline") if sentences else Markup("")
+
+
+def _saves(entry: Entry) -> bool:
+    return entry.ratios.get("macs", 1.0) < 1.0
+
+
+def _sentence(entry: Entry) -> Markup:
+    costs = [f"{100 * entry.ratios['macs']:.0f}% of the MACs"]
+    for key, name in (("params", "parameters"), (CPU, "CPU time"), (GPU, "GPU time")):
+        if key in entry.ratios:
+            costs.append(f"{100 * entry.ratios[key]:.0f}% of the {name}")
+    cost = costs[0] if len(costs) == 1 else f"{', '.join(costs[:-1])} and {costs[-1]}"
+    parts = [tag("strong", entry.label), f" reaches {percent(entry.top1)} on {data_label(entry.data)}"]
+    if "top1" in entry.ratios:
+        parts.append(f" ({points(entry.ratios['top1'])} to {dense_twin(entry.built).label})")
+    return join([*parts, f" with {cost}."])
+
+
+def summary_table(entries: Sequence[Entry]) -> Markup:
+    return table("Networks of these records", _SUMMARY, [_summary_row(entry) for entry in entries])
+
+
+def _summary_row(entry: Entry) -> list[Cell]:
+    runs = len(entry.scored)
+    count = f"{runs} run{'s' * (runs > 1)}" if entry.finished else f"{runs} unfinished"
+    words = [data_label(entry.data), entry.recipe, entry.variant, count] if runs else ["timed only"]
+    origin = ", ".join(filter(None, words))
+    spread = f"±{100 * entry.top1_spread:.2f}" if entry.top1_spread is not None else ""
+    difference = entry.ratios.get("top1")
+    twin = entry.built == dense_twin(entry.built)
+    return [
+        Cell(entry.built.label, entry.label, origin),
+        Cell(percent(entry.top1), entry.top1, spread),
+        Cell("twin" if twin else DASH if difference is None else points(difference), difference),
+        Cell(percent(entry.top5), entry.top5),
+        _cost(entry, "macs"),
+        _cost(entry, "params"),
+        _time(entry, CPU),
+        _time(entry, GPU),
+        Cell(duration(entry.seconds), entry.seconds),
+    ]
+
+
+def _cost(entry: Entry, name: str) -> Cell:
+    value = getattr(entry, name)
+    return Cell(DASH if value is None else si(value), value, _ratio(entry, name))
+
+
+def _time(entry: Entry, device: str) -> Cell:
+    timing = entry.time(device)
+    if timing is None:
+        return Cell(DASH)
+    small = _ratio(entry, device) or f"batch {timing.batch}"
+    return Cell(f"{timing.ms_per_image:.3g}", timing.ms_per_image, small)
+
+
+def _ratio(entry: Entry, name: str) -> str:
+    return ratio(entry.ratios[name]) if name in entry.ratios else ""
+
+
+def published_table() -> Markup:
+    return table("Published figures", _PUBLISHED, [_published_row(row) for row in rows()])
+
+
+def _published_row(row: Published) -> list[Cell]:
+    augmented = "extra augmentation" if row.table == "big-picture-augmented" else ""
+    base = next((r for r in rows() if r.table == row.table and r.network == _base(row)), None)
+    macs, params = (
+        ratio(getattr(row, name) / getattr(base, name)) if base and base is not row else ""
+        for name in ("macs", "params")
+    )
+    return [
+        Cell(row.network, row.network, augmented),
+        Cell(data_label(row.dataset), row.dataset),
+        Cell(percent(row.top1), row.top1),
+        Cell(percent(row.top5), row.top5),
+        Cell(si(row.macs), row.macs, macs),
+        Cell(si(row.params), row.params, params),
+    ]
+
+
+def _base(row: Published) -> str:
+    return dense_twin(Built(row.network)).name
+
+
+def audit_part(findings: Sequence[Finding]) -> Markup:
+    """How the published figures fared, at a glance, and each of them."""
+    counts = summary(list(findings))
+    chips = [
+        tag("li", tag("b", str(counts.get(v, 0))), f" {v}", class_=f"verdict {c}") for v, c in VERDICTS.items()
+    ]
+    names = ("table", "subject", "quantity", "published", "computed here", "verdict", "note")
+    columns = [Column(name, numeric=name in ("published", "computed here")) for name in names]
+    cells = [[Cell(value, _sorted_by(value)) for value in finding.to_dict().values()] for finding in findings]
+    details = tag("summary", f"All {len(findings)} figures and claims")
+    return join([tag("ul", *chips, class_="verdicts"), tag("details", details, table("Audit", columns, cells))])
+
+
+def _sorted_by(shown: str) -> float | str | None:
+    """Counts are sorted as numbers, whatever separates their digits."""
+    plain = shown.replace(",", "").removesuffix("%")
+    return float(plain) if plain.replace(".", "", 1).isdigit() else shown or None
+
+
+def environment_part(records: Records, here: Mapping[str, Any]) -> Markup:
+    """Every machine that a record was made on, and the one that made this page."""
+    kinds = [*records.runs, *records.timings]
+    known = {_essence(record.environment): record.environment for record in kinds if record.environment}
+    columns = [*known.values(), here]
+    headings = [f"records {number}" for number in range(1, len(columns))] + ["this page"]
+    body = [
+        [Cell(name), *(Cell(text(column.get(name)) or DASH) for column in columns)] for name in _names(columns)
+    ]
+    heads = [Column("", numeric=False), *(Column(heading, numeric=False) for heading in headings)]
+    return table("Environment", heads, body, sortable=False)
+
+
+def _essence(environment: Mapping[str, Any]) -> str:
+    """Records of one day's runs differ by their date alone: those share a column."""
+    return repr(sorted((k, str(v)) for k, v in environment.items() if k != "date"))
+
+
+def _names(columns: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for name in dict.fromkeys(name for column in columns for name in column):
+        if any(column.get(name) is not None for column in columns):
+            yield name
+
+
+def skipped(problems: Sequence[Problem]) -> Markup:
+    """A word at the top of the page about files that are missing from it."""
+    if not problems:
+        return Markup("")
+    count = len(problems)
+    return join([" ", tag("a", f"{count} file{'s' * (count > 1)} could not be shown.", href="#problems")])
+
+
+def problems_part(problems: Sequence[Problem]) -> Markup:
+    if not problems:
+        return Markup("")
+    lines = [tag("li", tag("code", problem.path), f": {problem.reason}") for problem in problems]
+    title = tag("h2", "Files that are not shown")
+    return tag("section", title, tag("ul", *lines), id="problems", class_="card warn")

@@ -1,0 +1,84 @@
+"""The commands report and figure, as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from lowrank_cnn.cli.report import add_to
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.report.figures import FIGURES
+
+RECORD = {
+    "kind": "training",
+    "model": {"name": "nin-c3-lr", "num_classes": 10},
+    "data": {"name": "digits", "size": [3, 30, 30]},
+    "recipe": {"name": "fast"},
+    "history": [{"epoch": 1, "train_loss": 1.0, "accuracy": 0.5}],
+    "result": {"top1": 0.5, "macs": 10, "params": 5},
+    "status": "finished",
+}
+
+
+def lowrank(*arguments: object):
+    app = typer.Typer()
+    add_to(app)
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "record.json").write_text(json.dumps(RECORD))
+    return tmp_path
+
+
+def test_report_finds_the_folder_runs_and_says_where_the_page_is(folder: Path):
+    (folder / "runs" / "cut.json").write_text("{")
+    done = lowrank("report")
+    assert done.exit_code == 0
+    assert "Wrote report.html: 1 training runs and 0 timings." in done.stdout
+    assert "Skipped runs/cut.json: it is not JSON" in done.stderr
+    assert "nin-c3-lr" in (folder / "report.html").read_text()
+
+
+def test_report_as_json(folder: Path):
+    (folder / "runs" / "foreign.json").write_text("[]")
+    done = lowrank("report", "runs", "-o", "deep/page.html", "--json")
+    printed = json.loads(done.stdout)
+    assert (printed["page"], printed["runs"], printed["skipped"]) == ("deep/page.html", 1, [])
+    assert (folder / "deep" / "page.html").exists()
+
+
+@pytest.mark.parametrize(("where", "says"), [(".", "no record in ."), ("nowhere", "no file or folder nowhere")])
+def test_nothing_to_report_says_what_to_run_first(tmp_path, monkeypatch, where: str, says: str):
+    monkeypatch.chdir(tmp_path)
+    error = lowrank("report", where).exception
+    assert isinstance(error, LowRankError)
+    assert says in str(error)
+    assert "lowrank train" in str(error)
+
+
+def test_figures_are_listed():
+    done = lowrank("figure")
+    assert all(name in done.stdout for name in FIGURES)
+    assert [row["figure"] for row in json.loads(lowrank("figure", "--json").stdout)] == list(FIGURES)
+
+
+def test_a_figure_is_written_under_its_own_name(folder: Path):
+    pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib")
+    assert "Wrote nin.svg." in lowrank("figure", "nin", "--runs", "runs").stdout
+    assert (folder / "nin.svg").read_text().startswith("<?xml")
+    printed = json.loads(lowrank("figure", "connections", "-o", "c.png", "--json").stdout)
+    assert printed == {"figure": "connections", "file": "c.png"}
+
+
+def test_an_unknown_figure_is_one_sentence():
+    error = lowrank("figure", "big-picture").exception
+    assert isinstance(error, LowRankError)
+    assert "did you mean big-picture-macs" in str(error)

@@ -1,0 +1,69 @@
+import math
+
+import pytest
+
+from lowrank_cnn.report.charts import curves, data_label, layer_charts, pearson, points_of, scatters
+from lowrank_cnn.report.entries import gather
+from lowrank_cnn.report.records import Built, LayerTime, Records, Timing
+
+
+def test_every_cost_of_every_data_set_has_a_chart(records: Records):
+    charts = scatters(points_of(gather(records)))
+    cifar = [c for c in charts if c["data"] == "CIFAR-10" and c["metric"] == "top1"]
+    assert [c["axis"] for c in cifar] == ["macs", "params", "CPU", "GPU"]
+    sources = [point["source"] for point in cifar[0]["points"]]
+    assert (sources.count("ours"), sources.count("published")) == (3, 3)
+    assert [point["source"] for point in cifar[2]["points"]] == ["ours"] * 3
+    assert {c["data"] for c in charts} == {"CIFAR-10", "tiny-imagenet-100", "ILSVRC", "Places"}
+
+
+def test_a_hair_less_compute_does_not_make_the_front(records: Records):
+    """Our counts leave biases out, the published ones do not: the same network must not look cheaper for that."""
+    (chart,) = (
+        c
+        for c in scatters(points_of(gather(records)))
+        if (c["data"], c["metric"], c["axis"]) == ("CIFAR-10", "top1", "macs")
+    )
+    assert {chart["points"][i]["source"] for i in chart["front"]} == {"published"}
+
+
+def test_curves_keep_their_ends_and_are_not_endless(records: Records):
+    found = curves(gather(records))
+    assert len(found) == 15
+    assert (found[0]["epochs"][0], found[0]["epochs"][-1]) == (1, 60)
+    assert len(found[0]["loss"]) == len(found[0]["epochs"]) == 60
+
+
+def test_layers_of_both_devices_stand_in_one_chart(records: Records):
+    charts = {chart["title"]: chart for chart in layer_charts(records.timings)}
+    ours = charts["nin-c3-lr, measured here"]
+    assert [series["name"] for series in ours["series"]] == ["MACs", "CPU time", "GPU time"]
+    assert "conv1_1" in ours["layers"]
+    assert all(math.isclose(sum(series["shares"]), 1) for series in ours["series"])
+    assert set(ours["correlations"]) == {"CPU", "GPU"}
+
+
+def test_the_published_timings_correlate_as_the_audit_says():
+    (published,) = layer_charts([])
+    assert len(published["layers"]) == 16
+    assert published["correlations"]["CPU"] == pytest.approx(0.94, abs=0.01)
+
+
+def test_no_correlation_where_there_is_none():
+    assert pearson([1], [1]) is None
+    assert pearson([1, 1, 1], [1, 2, 3]) is None
+    assert pearson([1, 2, 3], [2, 4, 6]) == pytest.approx(1.0)
+
+
+def test_a_timing_without_layers_has_no_chart():
+    layer = (LayerTime("a", 1, 1.0),)
+    alone = Timing("", Built("nin"), "CPU", "torch", 1, 1.0, 1, 1, layer)
+    assert len(layer_charts([alone])) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [("CIFAR-10", "CIFAR-10"), ("cifar10", "CIFAR-10"), ("ilsvrc12", "ILSVRC"), ("my set", "my set")],
+)
+def test_data_sets_have_one_name(name: str, label: str):
+    assert data_label(name) == label

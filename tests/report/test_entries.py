@@ -1,0 +1,118 @@
+from pathlib import Path
+
+import pytest
+
+from lowrank_cnn.report.entries import Entry, dense_twin, gather
+from lowrank_cnn.report.records import Built, Records, read_record
+
+SIZE = [3, 30, 30]
+
+
+def run(name: str, top1: float, *, macs: int = 100, seed: int = 0, recipe: dict | None = None, **model) -> dict:
+    return {
+        "kind": "training",
+        "model": {"name": name, "num_classes": 10, **model},
+        "recipe": {"name": "r", **(recipe or {})},
+        "data": {"name": "cifar10", "size": SIZE},
+        "seed": seed,
+        "result": {"top1": top1, "macs": macs, "params": 10 * macs, "seconds": 5.0},
+        "status": "finished",
+    }
+
+
+def timing(name: str, ms: float, *, batch: int = 1, device: str = "cpu", runtime: str = "torch") -> dict:
+    inside = {"input": SIZE, "batch": batch, "device": device, "runtime": runtime, "ms": ms, "macs": 50}
+    return {"kind": "timing", "model": name, **inside}
+
+
+def entries_of(*values: dict) -> dict[str, Entry]:
+    records = Records()
+    for value in values:
+        for record in read_record(value, Path("record.json")):
+            records.add(record)
+    return {entry.label: entry for entry in gather(records)}
+
+
+def test_seeds_are_gathered():
+    entry = entries_of(run("nin", 0.8), run("nin", 0.9, seed=1))["nin"]
+    assert entry.top1 == pytest.approx(0.85)
+    assert entry.top1_spread == pytest.approx(0.0707, abs=1e-4)
+    assert len(entry.runs) == 2
+
+
+def test_ratios_to_the_dense_twin():
+    found = entries_of(run("nin", 0.9, macs=200), run("nin-c3-lr", 0.88, macs=108))
+    assert found["nin-c3-lr"].ratios == pytest.approx({"macs": 0.54, "params": 0.54, "top1": -2.0})
+    assert found["nin"].ratios == pytest.approx({"macs": 1.0, "params": 1.0, "top1": 0.0})
+
+
+def test_a_twin_that_was_not_trained_is_counted():
+    ratios = entries_of(run("nin-c3-lr", 0.88, macs=104260224))["nin-c3-lr"].ratios
+    assert ratios["macs"] == pytest.approx(0.5406, abs=1e-3)
+    assert "top1" not in ratios
+
+
+def test_a_twin_by_another_recipe_is_no_twin():
+    other = {**run("nin", 0.5), "recipe": {"name": "another"}}
+    assert "top1" not in entries_of(other, run("nin-c3-lr", 0.88))["nin-c3-lr"].ratios
+
+
+def test_a_twin_may_have_its_own_schedule():
+    found = entries_of(run("nin", 0.9, recipe={"epochs": 9}), run("nin-c3-lr", 0.88, recipe={"epochs": 5}))
+    assert found["nin-c3-lr"].ratios["top1"] == pytest.approx(-2.0)
+
+
+def test_runs_with_other_settings_are_kept_apart_and_say_so():
+    found = entries_of(run("nin", 0.9, recipe={"lr": 0.1}), run("nin", 0.8, recipe={"lr": 0.2}))
+    assert set(found) == {"nin, lr=0.1", "nin, lr=0.2"}
+    found = entries_of(run("nin", 0.9, init="torch"), run("nin", 0.8))
+    assert set(found) == {"nin, init=torch", "nin, init=composite"}
+
+
+def test_the_fastest_runtime_counts_and_batches_must_agree():
+    found = entries_of(
+        run("nin", 0.9),
+        run("nin-c3-lr", 0.9),
+        timing("nin", 10.0),
+        timing("nin-c3-lr", 8.0),
+        timing("nin-c3-lr", 5.0, runtime="onnx"),
+        timing("nin-c3-lr", 64.0, batch=64, device="cuda"),
+        timing("nin", 1.0, batch=1, device="cuda"),
+    )
+    assert found["nin-c3-lr"].ratios["CPU"] == pytest.approx(0.5)
+    assert "GPU" not in found["nin-c3-lr"].ratios
+    fastest = found["nin-c3-lr"].time("CPU")
+    assert fastest is not None
+    assert fastest.runtime == "onnx"
+
+
+def test_a_timing_at_another_image_size_belongs_to_nobody_else():
+    found = entries_of(run("nin", 0.9), {**timing("nin", 10.0), "input": [3, 224, 224]})
+    assert len(found) == 1  # both are called nin; the second is the one that was only timed
+    records = Records()
+    for value in (run("nin", 0.9), {**timing("nin", 10.0), "input": [3, 224, 224]}):
+        for record in read_record(value, Path("record.json")):
+            records.add(record)
+    trained, timed = gather(records)
+    assert (trained.timings, len(timed.timings), timed.data) == ((), 1, "")
+
+
+def test_unfinished_runs_count_only_where_none_has_finished():
+    cut = {**run("nin", 0.2, seed=1), "status": "failed"}
+    assert entries_of(run("nin", 0.9), cut)["nin"].top1 == 0.9
+    alone = entries_of(cut)["nin"]
+    assert (alone.top1, alone.finished) == (0.2, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "twin"),
+    [
+        ("vgg11-gmp-lr-join", "vgg11-gmp"),
+        ("vgg11", "vgg11"),
+        ("nin-c3-lr", "nin"),
+        ("googlenet-lr-conv1", "googlenet"),
+        ("resnet18", "resnet18"),
+    ],
+)
+def test_dense_twins(name: str, twin: str):
+    assert dense_twin(Built(name, scheme="lr", width=0.5)) == Built(twin, width=0.5)

@@ -1,0 +1,140 @@
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.report import write_report
+from lowrank_cnn.report.markup import Cell, Column, embed, escape, table, tag
+
+HOSTILE = '</script><img src=x onerror="document.title=1">&\u2028<!--'
+
+
+class Reader(HTMLParser):
+    """Collects what a browser would see: elements, and the text of each script."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self.inside = ""
+        self.feed(page)
+
+    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((name, dict(attributes)))
+        self.inside = name
+        if name == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, name: str) -> None:
+        self.inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self.inside == "script":
+            self.scripts[-1] += data
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def page(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("page") / "deep" / "report.html"
+    assert write_report([runs], out) == out
+    return out.read_text(encoding="utf-8")
+
+
+def test_the_page_is_one_small_file_that_fetches_nothing(page: str):
+    assert len(page) < 3_000_000
+    read = Reader(page)
+    sources = [value for _, attributes in read.tags for key, value in attributes.items() if key in ("src", "href")]
+    assert all(value is not None and value.startswith(("#", "data:,")) for value in sources)
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)
+    assert "@import" not in page
+
+
+def test_the_summary_has_ratios_and_the_page_all_its_parts(page: str):
+    text = Reader(page).text
+    for part in (
+        "Summary",
+        "Accuracy and cost",
+        "Training",
+        "layer by layer",
+        "The paper's figures",
+        "Environment",
+    ):
+        assert part in text
+    assert "15 training runs and 6 timings" in text
+    assert "\N{MULTIPLICATION SIGN}0.541" in text
+    assert "nin-c3-lr reaches" in text
+    assert "NVIDIA H200" in text
+
+
+def test_bad_files_are_listed(page: str):
+    text = Reader(page).text
+    assert "3 files could not be shown." in text
+    assert "cut.json: it is not JSON, from line 1 on." in text
+    assert "shopping list" in text
+
+
+def test_the_charts_are_embedded_as_json(page: str):
+    data, script = Reader(page).scripts
+    charts = json.loads(data)
+    assert {"scatters", "curves", "layers"} == set(charts)
+    assert "innerHTML" not in script
+    assert "eval(" not in script
+
+
+def test_only_this_script_and_style_may_run(page: str):
+    (policy,) = (a["content"] for name, a in Reader(page).tags if name == "meta" and "http-equiv" in a)
+    assert policy is not None
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert policy.count("sha256-") == 2
+
+
+def test_records_cannot_inject_markup(tmp_path: Path):
+    record = {
+        "kind": "training",
+        "model": {"name": HOSTILE},
+        "data": {"name": HOSTILE},
+        "recipe": {"name": HOSTILE, HOSTILE: HOSTILE},
+        "history": [{"epoch": 1, "train_loss": 1.0, "accuracy": 0.5}],
+        "result": {"top1": 0.5, "macs": 10},
+        "environment": {HOSTILE: HOSTILE},
+        "status": "finished",
+    }
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    (tmp_path / "bad.json").write_text(json.dumps({"kind": HOSTILE}))
+    read = Reader(write_report([tmp_path], tmp_path / "out.html").read_text(encoding="utf-8"))
+    names = [name for name, _ in read.tags]
+    assert (names.count("script"), names.count("img")) == (2, 0)
+    assert not [key for _, attributes in read.tags for key in attributes if key.startswith("on")]
+    assert json.loads(read.scripts[0])["scatters"][0]["points"][0]["label"] == HOSTILE.strip()[:200]
+
+
+def test_an_empty_folder_says_what_to_run_first(tmp_path: Path):
+    with pytest.raises(LowRankError, match=r"no record in .*; make one first: lowrank train") as error:
+        write_report([tmp_path], tmp_path / "report.html")
+    assert len(str(error.value).splitlines()) == 1
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_the_page_is_not_written_over_a_folder(runs: Path, tmp_path: Path):
+    with pytest.raises(LowRankError, match="is a folder"):
+        write_report([runs], tmp_path)
+
+
+def test_markup_escapes_text_and_attributes():
+    assert tag("p", "<b>", title='"x"') == '<p title="&quot;x&quot;">&lt;b&gt;</p>'
+    assert escape(tag("i")) == "<i></i>"
+    assert tag("a", hidden=True, class_=None) == "<a hidden></a>"
+    assert "&lt;script&gt;" in table("t", [Column("<script>")], [[Cell("x")]])
+    assert "<" not in embed([HOSTILE])
+    assert json.loads(embed([HOSTILE])) == [HOSTILE]
+
+
+def test_json_without_numbers_that_browsers_refuse():
+    with pytest.raises(ValueError, match="Out of range"):
+        embed([float("nan")])

@@ -1,0 +1,171 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.report import read_records
+from lowrank_cnn.report.charts import curves, layer_charts, points_of, scatters
+from lowrank_cnn.report.entries import gather
+from lowrank_cnn.report.markup import embed
+from lowrank_cnn.report.records import Records, Run, Timing, device_class, read_record
+from lowrank_cnn.report.sections import headline, summary_table
+
+HERE = Path("record.json")
+RUN = {
+    "kind": "training",
+    "model": {"name": "nin-c3-lr", "num_classes": 10, "width": 0.5, "stride": 1},
+    "recipe": {"name": "nin-paper", "epochs": 2},
+    "data": {"name": "cifar10", "size": [3, 30, 30]},
+    "seed": 3,
+    "history": [
+        {"epoch": 1, "train_loss": 2.0, "accuracy": 0.4},
+        {"epoch": 2, "train_loss": 1.5, "accuracy": None},
+    ],
+    "result": {"top1": 0.9, "top5": 0.99, "macs": 1000, "params": 100, "seconds": 60.0},
+    "status": "finished",
+}
+TIMING = {
+    "kind": "timing",
+    "name": "nin-c3-lr",
+    "input": [4, 3, 30, 30],
+    "runtime": "torch",
+    "device": "cuda:0",
+    "macs": 4000,
+    "total": {"ms": 8.0, "low": 7.9, "high": 8.2, "runs": 15},
+    "layers": [{"name": "a", "macs": 3000, "ms": 5.0}, {"name": "pool", "macs": 0, "ms": 1.0}],
+    "twin": {"name": "nin", "input": [4, 3, 30, 30], "device": "cuda:0", "total": {"ms": 16.0}, "macs": 8000},
+}
+
+
+def run_of(values: dict) -> Run:
+    (run,) = read_record(values, HERE)
+    assert isinstance(run, Run)
+    return run
+
+
+def test_a_run_is_read():
+    run = run_of(RUN)
+    assert (run.built.label, run.data, run.recipe, run.seed) == ("nin-c3-lr width 0.5", "cifar10", "nin-paper", 3)
+    assert (run.top1, run.macs, run.params, run.finished) == (0.9, 1000, 100, True)
+    assert [row.accuracy for row in run.history] == [0.4, None]
+
+
+def test_a_run_on_the_way_shows_what_it_has():
+    run = run_of({**RUN, "result": {}, "status": "interrupted"})
+    assert (run.top1, run.macs, run.finished) == (0.4, None, False)
+
+
+def test_a_run_that_says_little_is_still_read():
+    run = run_of({"kind": "training", "model": {"name": "mine"}})
+    assert (run.built.name, run.data, run.recipe, run.top1) == ("mine", "unnamed data", "custom", None)
+
+
+def test_a_timing_brings_its_twin_and_counts_one_image():
+    ours, twin = read_record(TIMING, HERE)
+    assert isinstance(ours, Timing)
+    assert isinstance(twin, Timing)
+    assert (ours.batch, ours.macs, ours.ms_per_image, ours.device) == (4, 1000, 2.0, "GPU")
+    assert (twin.built.name, twin.macs, twin.ms_per_image) == ("nin", 2000, 4.0)
+    assert [(layer.name, layer.macs) for layer in ours.layers] == [("a", 750)]
+
+
+def test_a_timing_is_known_by_its_fields_too():
+    assert len(read_record({k: v for k, v in TIMING.items() if k != "kind"}, HERE)) == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"), [("cpu", "CPU"), ("cuda:1", "GPU"), ("NVIDIA H200", "GPU"), ("mps", "GPU"), ("", "CPU")]
+)
+def test_devices(device: str, kind: str):
+    assert device_class(device) == kind
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ([1, 2], "plain JSON"),
+        ({"items": []}, "no kind"),
+        ({"kind": "shopping"}, "'shopping' is none of training, timing"),
+        ({"kind": "training"}, "names no network"),
+        ({"kind": "training", "model": {"name": ["x"]}}, "names no network"),
+        ({"kind": "timing", "name": "nin"}, "without any time"),
+    ],
+)
+def test_what_is_no_record_is_refused_in_one_sentence(values: object, says: str):
+    with pytest.raises(LowRankError, match=says):
+        read_record(values, HERE)
+
+
+@pytest.mark.parametrize("nonsense", [float("nan"), float("inf"), -1, 2.0, "0.9", True, None, [0.9], 10**400])
+def test_an_impossible_accuracy_is_no_accuracy(nonsense: object):
+    assert run_of({**RUN, "history": [], "result": {"top1": nonsense}}).top1 is None
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def mutated(record: dict) -> st.SearchStrategy[dict]:
+    """A record with some of its fields, at the top or one below, replaced by anything."""
+    inner = [key for key, value in record.items() if isinstance(value, dict)]
+    top = st.dictionaries(st.sampled_from(sorted(record)), JSON, max_size=3)
+    fields = st.dictionaries(st.sampled_from(["name", "size", "width", "stride", "ms", "top1"]), JSON, max_size=2)
+    deep = st.tuples(st.sampled_from(inner), fields)
+    keys = st.fixed_dictionaries({"kind": st.just(record["kind"])})
+    return st.tuples(top, deep, keys).map(
+        lambda parts: {**record, parts[1][0]: {**record[parts[1][0]], **parts[1][1]}, **parts[0], **parts[2]}
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(mutated(RUN) | mutated(TIMING), max_size=4))
+def test_whatever_a_record_holds_the_page_can_be_made(found: list[dict]):
+    records, refusals = Records(), []
+    for values in found:
+        try:
+            for record in read_record(json.loads(json.dumps(values)), HERE):
+                records.add(record)
+        except LowRankError as error:
+            refusals.append(str(error))
+    assert all(len(refusal.splitlines()) == 1 for refusal in refusals)
+    entries = gather(records)
+    assert summary_table(entries).count("<tr>") == len(entries) + 1
+    headline(entries)
+    embed([scatters(points_of(entries)), curves(entries), layer_charts(records.timings)])
+
+
+def test_a_folder_is_read_at_any_depth_and_bad_files_are_listed(runs: Path):
+    records = read_records([runs])
+    assert (len(records.runs), len(records.timings)) == (15, 6)
+    reasons = {Path(problem.path).name: problem.reason for problem in records.problems}
+    assert set(reasons) == {"cut.json", "foreign.json", "binary.json"}
+    assert "not JSON" in reasons["cut.json"]
+    assert "shopping list" in reasons["foreign.json"]
+
+
+def test_the_other_files_of_a_run_are_no_problem(tmp_path: Path):
+    (tmp_path / "record.json").write_text(json.dumps(RUN))
+    (tmp_path / "recipe.json").write_text("{}")
+    (tmp_path / "step-00000010.json").write_text("{}")
+    (tmp_path / "step-00000010.safetensors").write_bytes(b"")
+    (tmp_path / "table.json").write_text('{"kind": "reproduction", "rows": []}')
+    records = read_records([tmp_path])
+    assert (len(records.runs), records.problems) == (1, [])
+
+
+def test_a_file_may_hold_several_records_and_is_read_once(tmp_path: Path):
+    file = tmp_path / "all.json"
+    file.write_text(json.dumps([RUN, TIMING, {"kind": "?"}]))
+    records = read_records([tmp_path, file])
+    assert (len(records.runs), len(records.timings), len(records.problems)) == (1, 2, 1)
+
+
+def test_a_path_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(LowRankError, match=r"no file or folder .*nowhere"):
+        read_records([tmp_path / "nowhere"])
