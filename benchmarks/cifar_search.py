@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
 
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -28,13 +30,46 @@ from lowrank_cnn.train.recipe import parse_settings
 HELD_OUT = 5000
 
 
+def class_layer(model: nn.Module) -> nn.Conv2d:
+    layer = model.get_submodule("features.classes")
+    assert isinstance(layer, nn.Conv2d)
+    return layer
+
+
+def as_published(model: nn.Module) -> None:
+    """ReLU on the class maps, their weights by the paper's rule, their biases zero."""
+
+
+def raised(model: nn.Module) -> None:
+    """Every class map starts above zero: one that starts below everywhere gets no gradient, and stays there."""
+    nn.init.constant_(class_layer(model).bias, 1.0)  # type: ignore[arg-type]
+
+
+def raised_and_calm(model: nn.Module) -> None:
+    """As raised, the class weights by fan-in: their scale is that of all gradients, not of one layer's."""
+    raised(model)
+    layer = class_layer(model)
+    nn.init.normal_(layer.weight, std=math.sqrt(2 / layer.in_channels))
+
+
+def unrectified(model: nn.Module) -> None:
+    """No ReLU on the class maps."""
+    model.features.classes_relu = nn.Identity()  # type: ignore[union-attr]
+
+
+STARTS = {
+    start.__name__.replace("_", "-"): start for start in (as_published, raised, raised_and_calm, unrectified)
+}
+
+
 def attempt(network: str, recipe_name: str, settings: str, data: Data, arguments: argparse.Namespace) -> dict:
     recipe = get_recipe(recipe_name, **{"holdout": 0, "levels": 0, **parse_settings(settings.split())})
     recipe = get_recipe(recipe_name, **{**recipe.to_dict(), "epochs": arguments.epochs or recipe.epochs})
     torch.manual_seed(arguments.seed)
     model = create_model(network, num_classes=10, norm=recipe.norm, init=arguments.init)
     row = {"network": network, "recipe": recipe_name, "settings": settings, "seed": arguments.seed}
-    row |= {"epochs": recipe.epochs, "init": arguments.init}
+    row |= {"epochs": recipe.epochs, "init": arguments.init, "start": arguments.start}
+    STARTS[arguments.start](model)
     try:
         record = fit(model, data, recipe, seed=arguments.seed, progress=False, compile=arguments.compile)
     except LowRankError as error:
@@ -54,6 +89,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--init", default="composite")
+    parser.add_argument("--start", choices=STARTS, default="as-published", help="How the class maps begin.")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--budget", type=float, default=1e9, help="Start nothing new after so many seconds.")

@@ -7,12 +7,11 @@ With weights of one variance s^2 for all groups, and a ReLU that passes half of 
     Var[dx] = 1/2 * (sum_i h_i*w_i*d_i) * s^2 * Var[dy]
 
 stays constant with depth for s = sqrt(2 / sum_i h_i*w_i*d_i), and for s = sqrt(1 / sum) where no ReLU follows: a
-basis before its join, the first half of a separable pair, the last classifier. Giving each of N groups its own
-He sigma instead makes every group contribute a full Var[dy]: gradients grow N-fold per layer.
+basis before its join, the first half of a separable pair. Giving each of N groups its own He sigma instead makes
+every group contribute a full Var[dy]: gradients grow N-fold per layer.
 
-Forward, the variance changes by c_in/c_out per layer, which telescopes over the network: what enters the loss
-has in_channels/num_classes times the variance of the image, times what max-pooling selects. `docs/method.md`
-shows what borders, fan-in initialisation and PyTorch's default do to a deep stack.
+Forward, the variance changes by c_in/c_out per layer, which telescopes over the network. `docs/method.md` shows
+what borders, fan-in initialisation and PyTorch's default do to a deep stack.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def init_(model: nn.Module, *, relu: Rectified | None = None) -> nn.Module:
     for name, layer in weight_layers(model):
         rectified = relu(name, layer) if relu else follows[name]
         for weight in _weights(layer):
-            _draw(weight, sigma(_fan_out(layer), relu=rectified))
+            _draw(weight, sigma(_fan(layer, rectified), relu=rectified))
         _clear_bias(layer)
     return model
 
@@ -72,8 +71,13 @@ def per_group_(model: nn.Module) -> nn.Module:
     follows = followed_by_relu(model)
     for name, layer in weight_layers(model):
         for weight in _weights(layer):
-            fan_out = weight.shape[0] * weight[0, 0].numel() / getattr(layer, "channel_groups", 1)
-            _draw(weight, sigma(fan_out, relu=follows[name]))
+            alone = isinstance(layer, CompositeConv2d)
+            fan = (
+                weight.shape[0] * weight[0, 0].numel() / layer.channel_groups
+                if alone
+                else _fan(layer, follows[name])
+            )
+            _draw(weight, sigma(fan, relu=follows[name]))
         _clear_bias(layer)
     return model
 
@@ -133,13 +137,18 @@ def _unrectified(model: nn.Module) -> set[str]:
     return {f"{name}.{child}".lstrip(".") for name, chain in chains for child in list(chain._modules)[:-1]}
 
 
-def _fan_out(layer: nn.Module) -> float:
+def _fan(layer: nn.Module, rectified: bool) -> float:
+    """The outgoing connections of an input value; of a linear classifier the incoming ones of a logit.
+
+    The sigma of the last layer scales the gradients of all others alike, so the derivation leaves it free, and
+    by fan-out the logits would grow as the classes become fewer.
+    """
+    if isinstance(layer, nn.Linear):
+        return layer.out_features if rectified else layer.in_features
     if isinstance(layer, CompositeConv2d):
         return layer.composite.fan_out / layer.channel_groups
-    if isinstance(layer, nn.Conv2d):
-        return layer.kernel_size[0] * layer.kernel_size[1] * layer.out_channels / layer.groups
-    assert isinstance(layer, nn.Linear)
-    return layer.out_features
+    assert isinstance(layer, nn.Conv2d)
+    return layer.kernel_size[0] * layer.kernel_size[1] * layer.out_channels / layer.groups
 
 
 def _weights(layer: nn.Module) -> list[nn.Parameter]:

@@ -80,7 +80,7 @@ def test_init_finds_composites_joins_and_dense_layers():
     assert std_of(*block.basis.weights) == pytest.approx(math.sqrt(1 / (3 * 256)), rel=0.03)
     assert std_of(block.join.weight) == pytest.approx(math.sqrt(2 / 256), rel=0.03)
     assert std_of(head.fc7.weight) == pytest.approx(math.sqrt(2 / 2048), rel=0.03)
-    assert std_of(head.fc8.weight) == pytest.approx(math.sqrt(1 / 100), rel=0.03)
+    assert std_of(head.fc8.weight) == pytest.approx(math.sqrt(1 / 2048), rel=0.03)
     assert all(p.abs().sum() == 0 for name, p in net.named_parameters() if name.endswith("bias"))
 
 
@@ -115,7 +115,14 @@ def test_activations_called_as_functions_are_assumed_but_for_the_last_layer():
 def test_the_caller_may_say_what_follows():
     torch.manual_seed(0)
     net = init_(nn.Sequential(nn.Linear(512, 256), nn.ReLU()), relu=lambda name, module: False)
-    assert net[0].weight.std().item() == pytest.approx(math.sqrt(1 / 256), rel=0.02)
+    assert net[0].weight.std().item() == pytest.approx(math.sqrt(1 / 512), rel=0.02)
+
+
+def test_few_classes_do_not_make_large_logits():
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 64, 64)
+    spreads = {n: create_model("vgg11-gmp-lr", num_classes=n, width=0.25).eval()(x).std().item() for n in (2, 200)}
+    assert max(spreads.values()) < 1
 
 
 def test_a_chain_alone_is_initialised():

@@ -105,7 +105,11 @@ def evaluate_command(
 ) -> None:
     """Measure top-1 and top-5 accuracy on the test images."""
     images = open_data(data, bad=bad, limit=limit, image_size=image_size)
-    result = evaluate(_find(model, images, pretrained, best), images, device=device, workers=workers)
+    found = _find(model, images, pretrained, best)
+    if images.test.size is None and isinstance(found, Trained) and found.image:
+        # Images of many sizes were brought to one square for training: do the same here.
+        images = open_data(data, bad=bad, limit=limit, image_size=found.image[1])
+    result = evaluate(found, images, device=device, workers=workers)
     if as_json:
         print_json({"model": model, "data": images.name, **result.to_dict()})
         return

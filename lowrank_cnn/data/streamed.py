@@ -166,7 +166,9 @@ def frame(split: StreamedSplit, augment: Augment, *, train: bool, fill: tuple[in
     size, resize = split.size and split.size[1:], augment.resize
     if size is None and resize is None:
         if augment.crop is None:
-            raise LowRankError("these images differ in size: say a crop, or an image size for all of them.")
+            raise LowRankError(
+                "these images differ in size: say a size for all (--image-size 64) or a crop (--set crop=224)."
+            )
         resize = round(augment.crop * 8 / 7)
     smallest = size or (resize or 0, resize or 0)
     window = augment.window(*smallest, train=train)

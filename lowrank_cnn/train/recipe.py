@@ -190,7 +190,7 @@ RECIPES: dict[str, Recipe] = {
             pad=2,
             mirror=False,
             norm="batch",
-            dropout=0.1,
+            dropout=0.0,
         ),
     )
 }

@@ -17,8 +17,11 @@ _STATE = ("best", "waited", "gained", "drops")
 
 
 def learning_rate(recipe: Recipe, iteration: int, *, per_epoch: int, drops: int = 0) -> float:
-    """The learning rate of one iteration, counted from 0, after `drops` divisions by the drop factor."""
-    warmup = round(recipe.warmup * per_epoch)
+    """The learning rate of one iteration, counted from 0, after `drops` divisions by the drop factor.
+
+    A warm-up takes a fifth of a short run at most.
+    """
+    warmup = round(min(recipe.warmup, recipe.epochs / 5) * per_epoch)
     total = recipe.epochs * per_epoch
     ramp = min(1.0, (iteration + 1) / warmup) if warmup else 1.0
     return ramp * _base_rate(recipe, iteration, warmup, total) / recipe.drop_factor**drops
