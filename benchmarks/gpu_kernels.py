@@ -12,25 +12,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from gpu_backward import measure_backward, run_backward, show_backward
+from gpu_clock import milliseconds
+from gpu_floor import limits
+from gpu_trials import try_all
 from torch import Tensor
 from torch.nn import functional as F
 
 from lowrank_cnn.environment import environment
-from lowrank_cnn.kernels import backward
-from lowrank_cnn.kernels.launch import Plan, forward, gradients, plans
-from lowrank_cnn.kernels.problem import Problem, describe, empty_codes, pixels_last
+from lowrank_cnn.kernels.known import shape_of
+from lowrank_cnn.kernels.launch import Plan, forward, plans
+from lowrank_cnn.kernels.problem import Problem, describe
 from lowrank_cnn.kernels.reference import composite_reference
 
 
@@ -105,39 +107,13 @@ def make(layer: Layer, batch: int) -> tuple[Tensor, list[Tensor], Tensor, dict[s
 
 def tiles_of(problem: Problem) -> dict[str, Plan]:
     """The plans worth trying, by name."""
-    return {str(plan): plan for plan in plans(problem, hopper=torch.cuda.get_device_capability()[0] == 9)}
+    capability = torch.cuda.get_device_capability()
+    return {str(plan): plan for plan in plans(problem, capability=capability, thorough=True)}
 
 
 def runner(problem: Problem, x: Tensor, weights: list[Tensor], bias: Tensor, plan: Plan) -> Callable[[], Tensor]:
     """The launch of one plan; its weights are packed at the first."""
     return lambda: forward(plan, problem, x, weights, bias)
-
-
-def milliseconds(run: Callable[[], Any], repeats: int = 15) -> dict[str, float]:
-    """Median and spread by device events, the L2 cache flushed before each run."""
-    flush = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(repeats):
-        flush.zero_()
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return {"ms": median(times), "least": min(times), "most": max(times)}
-
-
-def ceilings() -> dict[str, float]:
-    """The device's own limits: matrix products in TFLOP/s, and bytes read plus written in TB/s."""
-    a, b = (torch.randn((8192, 8192), device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product = milliseconds(lambda: a @ b)["ms"]
-    source = torch.randint(0, 127, (1 << 32,), dtype=torch.int8, device="cuda")
-    target = torch.empty_like(source)
-    copy = milliseconds(lambda: target.copy_(source))["ms"]
-    return {"tflops": 2 * 8192**3 / product / 1e9, "tb_per_s": 2 * source.numel() / copy / 1e9}
 
 
 def relative_error(y: Tensor, x: Tensor, weights: list[Tensor], bias: Tensor, options: dict[str, Any]) -> float:
@@ -188,57 +164,6 @@ def measure(layer: Layer, batch: int, peak: dict[str, float], good: set[str], de
     return row
 
 
-def measure_backward(layer: Layer, batch: int) -> dict[str, Any]:
-    """The parts of the fused backward, each checked loosely, and cuDNN's dense gradients."""
-    x, weights, bias, options = make(layer, batch)
-    problem = describe(x, weights, **options)
-    codes = empty_codes(problem, x)
-    y = forward(plans(problem, hopper=True)[0], problem, x, weights, bias, codes)
-    seen = codes if codes is not None else y.permute(0, 2, 3, 1)
-    grad = torch.randn_like(y)
-    need_input = layer.channels > 4
-    row = {"all": milliseconds(lambda: gradients(problem, grad, x, weights, seen, need_input=need_input))}
-    row["error"] = _gradient_error(
-        gradients(problem, grad, x, weights, seen, need_input=need_input), x, weights, bias, grad, options
-    )
-    if need_input:
-        last = pixels_last(grad)
-        g, _ = backward.launch_undo(problem, last, seen)
-        row["undo"] = milliseconds(lambda: backward.launch_undo(problem, last, seen))
-        row["input"] = milliseconds(lambda: backward.launch_input_gradient(problem, g, weights))
-        row["weights"] = milliseconds(lambda: backward.launch_weight_gradient(problem, g, pixels_last(x), 264))
-    k = layer.kernel
-    dense = torch.randn((layer.filters, layer.channels, k, k), device="cuda", dtype=x.dtype)
-    dense = dense.contiguous(memory_format=torch.channels_last)
-    full = torch.randn((batch, layer.filters, layer.size, layer.size), device="cuda", dtype=x.dtype)
-    full = full.contiguous(memory_format=torch.channels_last)
-    for name, mask in (("dense input", [True, False, False]), ("dense weights", [False, True, False])):
-        row[name] = milliseconds(
-            lambda mask=mask: torch.ops.aten.convolution_backward(
-                full, x, dense, None, [1, 1], [k // 2, k // 2], [1, 1], False, [0, 0], 1, mask
-            )
-        )
-    return row
-
-
-def _gradient_error(
-    ours: tuple[Tensor | None, list[Tensor], Tensor],
-    x: Tensor,
-    weights: list[Tensor],
-    bias: Tensor,
-    grad: Tensor,
-    options: dict[str, Any],
-) -> dict[str, float]:
-    """Relative error against torch's own gradients in float32 (the whole batch in float64 would take long)."""
-    leaves = [t.float().requires_grad_() for t in (x, *weights, bias)]
-    with torch.backends.cudnn.flags(allow_tf32=False):
-        y = composite_reference(leaves[0], leaves[1:-1], leaves[-1], **options)
-        exact = torch.autograd.grad(y, leaves, grad.float())
-    names = ["input", *(f"weights{i}" for i in range(len(weights))), "bias"]
-    pairs = zip(names, [ours[0], *ours[1], ours[2]], exact, strict=True)
-    return {name: float((a - b).norm() / b.norm()) for name, a, b in pairs if a is not None}
-
-
 def try_alone(names: list[str], batch: int) -> None:
     """Child process: run each `layer/tile` once, and say so."""
     for name in names:
@@ -247,7 +172,10 @@ def try_alone(names: list[str], batch: int) -> None:
         x, weights, bias, options = make(BY_NAME[layer], batch)
         problem = describe(x, weights, **options)
         try:
-            runner(problem, x, weights, bias, tiles_of(problem)[tile_name])()
+            if tile_name == "backward":
+                run_backward(x, weights, options)
+            else:
+                runner(problem, x, weights, bias, tiles_of(problem)[tile_name])()
             torch.cuda.synchronize()
             print("ran", name, flush=True)
         except Exception as failure:
@@ -256,55 +184,44 @@ def try_alone(names: list[str], batch: int) -> None:
                 return
 
 
-def try_all(names: list[str], batch: int, jobs: int, deadline: float) -> tuple[set[str], dict[str, str]]:
-    """Run every `layer/tile` once in child processes; those that end a process are named, the rest retried."""
-    ran: set[str] = set()
-    failed: dict[str, str] = {}
-    waiting = [names[i::jobs] for i in range(jobs)]
-    while any(waiting) and time.monotonic() < deadline:
-        children = [(share, _child(share, batch)) for share in waiting if share]
-        waiting = []
-        for share, child in children:
-            left = max(5.0, min(150.0, deadline - time.monotonic()))
-            try:
-                text, _ = child.communicate(timeout=left)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                text, _ = child.communicate()
-            waiting.append(_read(share, text, ran, failed))
-    return ran, failed
-
-
-def _child(share: list[str], batch: int) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "--batch", str(batch), "--try", ",".join(share)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def _read(share: list[str], text: str, ran: set[str], failed: dict[str, str]) -> list[str]:
-    """Sort a child's report; what it was trying when it ended failed, what it never reached is returned."""
-    tried = []
-    for line in text.splitlines():
-        word, _, rest = line.partition(" ")
-        name, _, reason = rest.partition(" ")
-        if word == "trying":
-            tried.append(name)
-        elif word == "ran":
-            ran.add(name)
-        elif word == "failed":
-            failed[name] = reason
-    for name in tried:
-        if name not in ran:
-            failed.setdefault(name, "ended or stopped its process: " + text[-300:])
-    return [name for name in share if name not in tried] if tried else []
-
-
-def planned(layers: list[Layer], batch: int) -> list[str]:
-    names = []
+def planned(layers: list[Layer], batch: int, backward: bool) -> list[str]:
+    names = [f"{layer.name}/backward" for layer in layers] if backward else []
     for layer in layers:
         x, weights, _, options = make(layer, 1)
         problem = describe(x.expand(batch, -1, -1, -1), weights, **options)
         names += [f"{layer.name}/{tile}" for tile in tiles_of(problem)]
     return names
+
+
+def add_backward(row: dict[str, Any], layer: Layer, batch: int) -> None:
+    """Measure the gradients with the best forward plan, into the row, and print their times."""
+    try:
+        x, weights, bias, options = make(layer, batch)
+        plan = best_plan(row) or next(iter(tiles_of(describe(x, weights, **options)).values()))
+        row["backward"] = measure_backward(plan, x, weights, bias, options, layer.kernel)
+    except Exception as failure:
+        row["backward"] = {"failed": repr(failure)[:300]}
+    show_backward(row["backward"])
+
+
+def best_plan(row: dict[str, Any]) -> Plan | None:
+    right = [tile for tile in row["tiles"].values() if tile.get("right")]
+    return Plan.from_dict(min(right, key=lambda tile: tile["ms"])) if right else None
+
+
+def write_known(results: dict[str, Any], path: Path, batch: int) -> None:
+    """Put the fastest plan of every layer, and the fastest tiles of its gradients, into the package's table."""
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    major, minor = torch.cuda.get_device_capability()
+    shapes = stored.setdefault(f"{major}.{minor}", {})
+    for name, row in results["layers"].items():
+        x, weights, _, options = make(BY_NAME[name], 1)
+        shape = shape_of(describe(x.expand(batch, -1, -1, -1), weights, **options))
+        plan, back = best_plan(row), row.get("backward", {})
+        found = {"forward": plan.to_dict()} if plan else {}
+        found |= {what: back[what]["tile"] for what in ("input", "weights") if "tile" in back.get(what, {})}
+        shapes[shape] = {**shapes.get(shape, {}), **found}
+    path.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
 
 
 def show(layer: Layer, row: dict[str, Any]) -> None:
@@ -330,6 +247,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--out", type=Path, default=Path("gpu_kernels.json"))
     parser.add_argument("--backward", action="store_true", help="time the gradients as well")
+    parser.add_argument("--known", type=Path, help="the package's table of fastest plans, to bring up to date")
     parser.add_argument("--try", dest="alone", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.alone:
@@ -338,11 +256,11 @@ def main() -> None:
     start = time.monotonic()
     wanted = tuple(options.layers.split(",")) if options.layers else ("",)
     layers = [layer for layer in LAYERS if layer.name.startswith(wanted)]
-    names = planned(layers, options.batch)
-    ran, failed = try_all(names, options.batch, options.jobs, start + 0.6 * options.budget)
+    names = planned(layers, options.batch, options.backward)
+    ran, failed = try_all(__file__, names, options.batch, options.jobs, start + 0.6 * options.budget)
     spent = time.monotonic() - start
     print(f"{len(ran)} tiles ran, {len(failed)} failed, {spent:.0f} s", *failed.items(), sep="\n  ")
-    results: dict[str, Any] = {"environment": environment(), "ceilings": ceilings()}
+    results: dict[str, Any] = {"environment": environment(), "ceilings": asdict(limits())}
     results |= {"failed": failed, "layers": {}}
     print({name: round(value, 2) for name, value in results["ceilings"].items()})
     for layer in layers:
@@ -353,15 +271,10 @@ def main() -> None:
         results["layers"][layer.name] = row
         show(layer, row)
         if options.backward:
-            try:
-                row["backward"] = measure_backward(layer, options.batch)
-                print(
-                    "    backward", {k: round(v["ms"], 3) if "ms" in v else v for k, v in row["backward"].items()}
-                )
-            except Exception as failure:
-                row["backward"] = {"failed": repr(failure)[:300]}
-                print("    backward", row["backward"])
+            add_backward(row, layer, options.batch)
         options.out.write_text(json.dumps(results, indent=1))
+    if options.known:
+        write_known(results, options.known, options.batch)
 
 
 if __name__ == "__main__":

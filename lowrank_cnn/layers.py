@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.geometry import Padding, Sides, enclosing_padding, offsets, pair, recentred, symmetric
+from lowrank_cnn.kernels import composite_conv2d, explain_call
 from lowrank_cnn.spec import Composite, FilterGroup, Pair, Scheme, parse_scheme
 
 T = TypeVar("T")
@@ -73,6 +74,10 @@ class CompositeConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
+        if self._fusible(x) is None:
+            return composite_conv2d(
+                x, list(self.weights), self.bias, stride=self.stride, padding=self.group_padding
+            )
         sides = self.group_padding
         if self.padding_mode != "zeros":
             x, sides = _pad(x, self.padding, self.padding_mode), self._crops()
@@ -82,6 +87,13 @@ class CompositeConv2d(nn.Module):
             for weight, bias, pads in zip(self.weights, biases, sides, strict=True)
         ]
         return torch.cat(outputs, dim=-3) if len(outputs) > 1 else outputs[0]
+
+    def explain(self, x: Tensor) -> str:
+        """Whether such an input runs through a fused GPU kernel or torch's own convs, and why, in one line."""
+        if reason := self._fusible(x):
+            return f"torch ({reason})"
+        options = {"stride": self.stride, "padding": self.group_padding}
+        return explain_call(x, list(self.weights), training=torch.is_grad_enabled(), **options)
 
     def dense_view(self) -> nn.Module:
         """The same map as one dense conv, its kernels padded with zeros to the enclosing shape.
@@ -123,6 +135,14 @@ class CompositeConv2d(nn.Module):
         """The groups' padding once the input itself has been padded for the enclosing kernel."""
         (top, bottom), (left, right) = self.padding
         return tuple(((t - top, b - bottom), (lt - left, r - right)) for (t, b), (lt, r) in self.group_padding)
+
+    def _fusible(self, x: Tensor) -> str | None:
+        """What keeps the layer from the fused kernels, whatever the device; None where nothing does."""
+        if x.dim() != 4:
+            return "an image without its batch"
+        if self.channel_groups > 1 or self.dilation != (1, 1) or self.padding_mode != "zeros":
+            return "channel groups, dilation or padding other than zeros"
+        return None
 
     def _check_input(self, x: Tensor) -> None:
         if x.dim() not in (3, 4) or x.shape[-3] != self.in_channels:

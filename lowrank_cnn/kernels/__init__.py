@@ -3,7 +3,16 @@
 `composite_conv2d` is the whole interface; it runs anywhere, and fused where that is supported and faster.
 """
 
-from lowrank_cnn.kernels.dispatch import Choice, choose, composite_conv2d, explain, forced, tune, unsupported
+from lowrank_cnn.kernels.dispatch import (
+    Choice,
+    choose,
+    composite_conv2d,
+    explain,
+    explain_call,
+    forced,
+    tune,
+    unsupported,
+)
 from lowrank_cnn.kernels.problem import Problem, describe
 from lowrank_cnn.kernels.reference import composite_reference
 
@@ -15,6 +24,7 @@ __all__ = [
     "composite_reference",
     "describe",
     "explain",
+    "explain_call",
     "forced",
     "tune",
     "unsupported",

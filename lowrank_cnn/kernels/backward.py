@@ -24,6 +24,10 @@ from lowrank_cnn.kernels.problem import Problem
 from lowrank_cnn.kernels.tiled import Tile
 from lowrank_cnn.kernels.tiles import box_count, box_of, power_above
 
+INPUT_TILES = (Tile(), Tile(128, 128, 64, 4, 4), Tile(128, 64, 64, 4, 4))
+"""Pixels, channels, filters per step, warps and stages worth measuring for the input's gradient; default first."""
+WEIGHT_TILES = (Tile(64, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(128, 128, 128, 4, 2))
+"""Pixels per step, filters, channels, warps and stages worth measuring for the weights' gradient."""
 DEAD = 4
 """The code of a result that ReLU cut; 0 to 3 name the pixel of the 2x2 window that won."""
 
@@ -140,7 +144,7 @@ def launch_input_gradient(
     problem: Problem, g: Tensor, weights: Sequence[Tensor], tile: Tile | None = None
 ) -> Tensor:
     """[N, H, W, channels] gradient of the input, from the gradient before pool and ReLU."""
-    tile = tile or Tile()
+    tile = tile or INPUT_TILES[0]
     packed = pack_turned(weights, g.dtype)
     dx = torch.empty(
         (problem.batch, problem.height, problem.width, problem.channels), device=g.device, dtype=g.dtype
@@ -165,7 +169,7 @@ def launch_weight_gradient(
     problem: Problem, g: Tensor, pixels: Tensor, programs: int, tile: Tile | None = None
 ) -> list[Tensor]:
     """Gradients of the groups' weights, in float32; `programs` is how many should run at once."""
-    tile = tile or Tile(pixels=64)
+    tile = tile or WEIGHT_TILES[0]
     box = box_of(problem.batch, problem.out_height, problem.out_width, tile.pixels)
     images, rows, columns = box
     counts = box_count(problem, box)

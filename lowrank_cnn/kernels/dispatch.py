@@ -5,17 +5,21 @@
     LOWRANK_KERNELS=auto  the faster of the two on this device and shape, measured once (the default)
 
 Nothing is measured while a CUDA graph is captured or torch.compile traces: then the stored choice holds, or
-the default one. `tune` measures ahead of time.
+the default one. `tune` measures ahead of time. What torch.export takes down is torch's own convolutions, which
+run anywhere.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,14 +28,15 @@ from torch import Tensor
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.kernels import store
 from lowrank_cnn.kernels.measure import milliseconds
-from lowrank_cnn.kernels.problem import Pair, Problem, Sides, describe
-from lowrank_cnn.kernels.reference import composite_reference
+from lowrank_cnn.kernels.problem import Pair, Problem, Sides, describe, pose
+from lowrank_cnn.kernels.reference import composite_by_torch
 
 if TYPE_CHECKING:
     from lowrank_cnn.kernels.launch import Plan
 
 MODES = ("off", "on", "auto")
 _forced: ContextVar[str | None] = ContextVar("lowrank_kernels", default=None)
+_tuning: ContextVar[bool] = ContextVar("lowrank_tuning", default=False)
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,16 @@ class Choice:
     fused: bool
     why: str
     plan: Plan | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a choice is made for; in training, `need_input` asks for the input's gradient."""
+
+    problem: Problem
+    device: torch.device
+    training: bool = False
+    need_input: bool = True
 
 
 def composite_conv2d(
@@ -54,21 +69,50 @@ def composite_conv2d(
     pool: str | None = None,
 ) -> Tensor:
     """One composite layer with what follows it: fused where that is supported and faster, else by torch."""
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
     options: dict[str, Any] = {"stride": stride, "padding": padding, "relu": relu, "pool": pool}
-    if not _worth_asking(x):
-        return _eager(x, weights, bias, options)
-    problem = describe(x, weights, **options)
+    if torch.compiler.is_exporting() or not (x.is_cuda or _decider().asked_for()):
+        return composite_by_torch(x, weights, bias, **options)
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     training = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
-    if not choose(problem, x.device, training=training, need_input=x.requires_grad).fused:
-        return _eager(x, weights, bias, options)
+    # index() makes numbers of sizes that torch.compile holds open: the choice is made for one size.
+    shapes = tuple(tuple(map(index, tensor.shape)) for tensor in (x, *weights))
+    how = (stride, tuple(padding), relu, pool)
+    if not _decider().fuses(shapes, x.dtype, x.device, how, training, x.requires_grad):
+        return composite_by_torch(x, weights, bias, **options)
     from lowrank_cnn.kernels.ops import composite_conv2d as fused
     from lowrank_cnn.kernels.ops import flat_padding
 
     codes = training and pool is not None
     return fused(x, list(weights), bias, list(stride), flat_padding(padding), relu, pool or "", codes)[0]
+
+
+def _decider() -> Any:
+    """Who is asked: this module, or what stands for it while torch.compile traces."""
+    if torch.compiler.is_compiling():
+        from lowrank_cnn.kernels import tracing
+
+        return tracing
+    return sys.modules[__name__]
+
+
+def asked_for() -> bool:
+    """Off the GPU only the interpreter could run the kernels, which is for tests that ask for it."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and mode() == "on"
+
+
+def fuses(
+    shapes: tuple[tuple[int, ...], ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    how: tuple[Pair, tuple[Sides, ...], bool, str | None],
+    training: bool,
+    need_input: bool,
+) -> bool:
+    """The choice, asked with plain values: sizes of the input and the weights, stride, padding, ReLU, pool."""
+    stride, padding, relu, pool = how
+    problem = pose(shapes[0], shapes[1:], dtype, stride=stride, padding=padding, relu=relu, pool=pool)
+    return choose(problem, device, training=training, need_input=need_input).fused
 
 
 def mode() -> str:
@@ -90,21 +134,43 @@ def forced(chosen: str) -> Iterator[None]:
         _forced.reset(token)
 
 
+def choose(problem: Problem, device: torch.device, *, training: bool, need_input: bool = True) -> Choice:
+    """The path of a problem under the current mode; in training, `need_input` asks for the input's gradient."""
+    asked = Asked(problem, device, training, need_input)
+    if mode() == "off":
+        return Choice(False, "switched off")
+    if reason := _unsupported(asked):
+        return Choice(False, reason)
+    if mode() == "on":
+        return Choice(True, "forced", plan_for(problem, device))
+    retune = _tuning.get() and not (store.entries().get(_key(asked)) or {}).get("tuned")
+    return (None if retune else _stored(asked)) or _measured(asked) or _default(asked)
+
+
 def unsupported(
     problem: Problem, device: torch.device, *, training: bool = False, need_input: bool = True
 ) -> str | None:
     """Why the fused kernels cannot take a problem on a device, or None."""
+    return _unsupported(Asked(problem, device, training, need_input))
+
+
+def _unsupported(asked: Asked) -> str | None:
+    exact = asked.problem.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
+    return "float32 without TF32" if exact and asked.device.type == "cuda" else _unable(asked)
+
+
+@lru_cache(maxsize=4096)
+def _unable(asked: Asked) -> str | None:
+    problem, cuda = asked.problem, asked.device.type == "cuda"
     if find_spec("triton") is None:
         return "Triton is not installed"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+    if cuda and torch.cuda.get_device_capability(asked.device) < (8, 0):
         return "the GPU is older than compute capability 8.0"
     if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"{problem.dtype} is not bfloat16, float16 or float32"
-    if problem.dtype == torch.float32 and device.type == "cuda" and not torch.backends.cudnn.allow_tf32:
-        return "float32 without TF32"
-    if not _plans(problem, device):
+    if not _plans(problem, asked.device):
         return "no kernel takes this stride, these channels or these taps"
-    return _untrainable(problem, need_input) if training else None
+    return _untrainable(problem, asked.need_input) if asked.training else None
 
 
 def _untrainable(problem: Problem, need_input: bool) -> str | None:
@@ -116,94 +182,78 @@ def _untrainable(problem: Problem, need_input: bool) -> str | None:
     return f"no gradient for {reason}"
 
 
-def choose(problem: Problem, device: torch.device, *, training: bool, need_input: bool = True) -> Choice:
-    """The path of a problem under the current mode; in training, `need_input` asks for the input's gradient."""
-    how = mode()
-    if how == "off":
-        return Choice(False, "switched off")
-    if reason := unsupported(problem, device, training=training, need_input=need_input):
-        return Choice(False, reason)
-    if how == "on":
-        return Choice(True, "forced", _stored_plan(problem, device, training) or _plans(problem, device)[0])
-    return _stored(problem, device, training) or _measured(problem, device, training) or _default(problem, device)
-
-
 def plan_for(problem: Problem, device: torch.device) -> Plan:
-    """The plan of a problem that is known to run fused."""
+    """The plan of a problem that is known to run fused: the measured one, or the default."""
     for training in (False, True):
-        if plan := _stored_plan(problem, device, training):
+        if plan := _stored_plan(Asked(problem, device, training)):
             return plan
     return _plans(problem, device)[0]
 
 
 def explain(problem: Problem, device: torch.device | str = "cuda", *, training: bool = False) -> str:
     """Which path a problem takes here and why, in one line; nothing is measured."""
-    device = torch.device(device)
-    if mode() != "auto" or unsupported(problem, device, training=training, need_input=False):
-        choice = choose(problem, device, training=training, need_input=False)
+    asked = Asked(problem, torch.device(device), training, need_input=problem.channels > 4)
+    if mode() != "auto" or _unsupported(asked):
+        choice = choose(problem, asked.device, training=training, need_input=asked.need_input)
     else:
-        choice = _stored(problem, device, training) or _default(problem, device)
+        choice = _stored(asked) or _default(asked)
     return f"{problem}: {'fused ' + str(choice.plan) if choice.fused else 'torch'} ({choice.why})"
+
+
+def explain_call(x: Tensor, weights: Sequence[Tensor], *, training: bool = False, **options: Any) -> str:
+    """Which path `composite_conv2d` takes for such tensors, with the options of `describe`, and why."""
+    if not (x.is_cuda or asked_for()):
+        return "torch (not on a GPU)"
+    return explain(describe(x, weights, **options), x.device, training=training)
 
 
 def tune(model: torch.nn.Module, example: Tensor, *, training: bool = False) -> None:
     """Measure every plan of every layer a model calls on an example; later runs take the fastest."""
-    with _tuning(), torch.set_grad_enabled(training):
-        model(example)
-    store.save()
-
-
-_tuning_now: ContextVar[bool] = ContextVar("lowrank_tuning", default=False)
-
-
-@contextlib.contextmanager
-def _tuning() -> Iterator[None]:
-    token = _tuning_now.set(True)
+    token = _tuning.set(True)
     try:
-        yield
+        with torch.set_grad_enabled(training):
+            model(example)
     finally:
-        _tuning_now.reset(token)
+        _tuning.reset(token)
 
 
-def _worth_asking(x: Tensor) -> bool:
-    """Off the GPU only the interpreter could run the kernels, which is for tests that ask for it."""
-    return x.is_cuda or (mode() == "on" and os.environ.get("TRITON_INTERPRET") == "1")
-
-
-def _eager(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, options: dict[str, Any]) -> Tensor:
-    bias = bias if bias is None else bias.to(x.dtype)
-    return composite_reference(x, weights, bias, **options)
-
-
-def _plans(problem: Problem, device: torch.device) -> list[Plan]:
+@lru_cache(maxsize=4096)
+def _plans(problem: Problem, device: torch.device) -> tuple[Plan, ...]:
     from lowrank_cnn.kernels.launch import plans
 
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return plans(problem, hopper=hopper)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return tuple(plans(problem, capability=capability))
 
 
-def _default(problem: Problem, device: torch.device) -> Choice:
+def _default(asked: Asked) -> Choice:
     """Unmeasured: fused on Hopper where the work is large enough to hide a launch, else torch."""
-    plan = _plans(problem, device)[0]
-    large = problem.macs > 1e8
-    if plan.kernel in ("hopper", "stem") and large:
-        return Choice(True, "not measured; the default for large layers", plan)
-    return Choice(False, "not measured; the default for small layers and other kernels")
+    hopper = asked.device.type == "cuda" and torch.cuda.get_device_capability(asked.device)[0] == 9
+    if hopper and asked.problem.macs > 1e8:
+        return Choice(True, "not measured; the default for large layers", _plans(asked.problem, asked.device)[0])
+    return Choice(False, "not measured; the default for small layers and other GPUs")
 
 
-def _measured(problem: Problem, device: torch.device, training: bool) -> Choice | None:
+def _measured(asked: Asked) -> Choice | None:
     """Time the paths now, unless a graph is being captured or traced."""
+    problem, device, training = asked.problem, asked.device, asked.training
     if torch.compiler.is_compiling() or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
-    plans = _plans(problem, device)
-    plans = plans if _tuning_now.get() else plans[:1]
-    times = {str(plan): milliseconds(problem, device, plan, training=training) for plan in plans}
-    eager = milliseconds(problem, device, None, training=training)
-    best = min(plans, key=lambda plan: times[str(plan)])
-    entry = {"torch_ms": eager, "fused_ms": times[str(best)], "plan": best.to_dict()}
-    store.entries()[_key(problem, training)] = entry
+    best = _fastest(problem, device)
+    fused, eager = (milliseconds(problem, device, plan, training=training) for plan in (best, None))
+    if min(eager, fused) == float("inf"):  # nothing runs here now, as within a tracer's own tensors
+        return None
+    entry = {"torch_ms": eager, "fused_ms": fused, "plan": best.to_dict(), "tuned": _tuning.get()}
+    store.entries()[_key(asked)] = entry
     store.save()
     return _choice(entry)
+
+
+def _fastest(problem: Problem, device: torch.device) -> Plan:
+    """The plan whose forward is fastest, where tuning; the backward is the same for all. Else the default."""
+    plans = _plans(problem, device)
+    if not _tuning.get() or len(plans) == 1:
+        return plans[0]
+    return min(plans, key=lambda plan: milliseconds(problem, device, plan, training=False))
 
 
 def _choice(entry: dict[str, Any]) -> Choice:
@@ -214,18 +264,19 @@ def _choice(entry: dict[str, Any]) -> Choice:
     return Choice(fused, why, Plan.from_dict(entry["plan"]) if fused else None)
 
 
-def _key(problem: Problem, training: bool) -> str:
-    offsets = ",".join(f"{g.top}:{g.left}" for g in problem.groups)
-    return f"{problem} {offsets} {'training' if training else 'inference'}"
+@lru_cache(maxsize=4096)
+def _key(asked: Asked) -> str:
+    offsets = ",".join(f"{g.top}:{g.left}" for g in asked.problem.groups)
+    return f"{asked.problem} {offsets} {'training' if asked.training else 'inference'}"
 
 
-def _stored(problem: Problem, device: torch.device, training: bool) -> Choice | None:
-    entry = store.entries().get(_key(problem, training)) if device.type == "cuda" else None
+def _stored(asked: Asked) -> Choice | None:
+    entry = store.entries().get(_key(asked)) if asked.device.type == "cuda" else None
     return _choice(entry) if entry else None
 
 
-def _stored_plan(problem: Problem, device: torch.device, training: bool) -> Plan | None:
+def _stored_plan(asked: Asked) -> Plan | None:
     from lowrank_cnn.kernels.launch import Plan
 
-    entry = store.entries().get(_key(problem, training)) if device.type == "cuda" else None
+    entry = store.entries().get(_key(asked)) if asked.device.type == "cuda" else None
     return Plan.from_dict(entry["plan"]) if entry else None

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowrank_cnn.kernels.dispatch import composite_conv2d
+from lowrank_cnn.kernels.pack import laid_out
 from lowrank_cnn.kernels.problem import Pair, Sides
 
 
@@ -62,6 +63,16 @@ def fuse(model: nn.Module) -> nn.Module:
     else:
         children = OrderedDict((name, fuse(child)) for name, child in model.named_children())
     twin._modules = children  # type: ignore[assignment]
+    return twin
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """A fused copy for inference: its convs' weights are copies, laid out as the kernels read them."""
+    twin = fuse(model)
+    for layer in twin.modules():
+        if isinstance(layer, FusedComposite):
+            weights = laid_out([weight.detach() for weight in layer.weights], layer.weights[0].dtype)
+            layer.weights = nn.ParameterList(nn.Parameter(weight, requires_grad=False) for weight in weights)
     return twin
 
 

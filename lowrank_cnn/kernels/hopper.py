@@ -75,20 +75,22 @@ def place_of(
 
 @gluon.jit
 def fetch(
-    xs, w, pixels, slabs, box_ready, slab_ready, ahead, step, boxed, issued, total, sizes,
+    xs, w, pixels, slabs, box_ready, slab_ready, state, total, sizes,
     TAP: gl.constexpr, TAPS: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, RUN: gl.constexpr,
     IMAGES: gl.constexpr, CROSS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
-    """Begin the next fetch: the weights of one tap and, at a run's first tap, the pixels of the whole run."""
+    """Begin the next fetch: the weights of one tap and, at a run's first tap, the pixels of the whole run.
+
+    `state` is the tile that fetches have reached and its place, the step in it, and the boxes and slabs so far.
+    The place costs divisions, which would stand between the products of every tap: it is carried along.
+    """
     FILTERS: gl.constexpr = w.block_shape[0]
     DEPTH: gl.constexpr = w.block_shape[1]
     SPAN: gl.constexpr = RUN + TAPS - 1
     BOXES: gl.constexpr = box_ready.shape[0]
     SLABS: gl.constexpr = slabs.shape[0]
     size: gl.constexpr = w.dtype.primitive_bitwidth // 8
-    weight, _, columns, along, across, before, beside, turned, run, image, cross = place_of(
-        ahead, sizes[0], sizes[1], sizes[2], sizes[3], GROUPS, TILES, FILTERS, RUN, IMAGES, CROSS
-    )
+    ahead, step, boxed, issued, weight, columns, along, across, before, beside, turned, run, image, cross = state
     live = ahead < total
     column = step // STEPS
     depth = step % STEPS * DEPTH
@@ -116,10 +118,15 @@ def fetch(
     row = weight + TAP * along + column * across
     tma.async_copy_global_to_shared(w, [row, depth], ready, slabs.index(issued % SLABS), pred=live)
     if TAP == TAPS - 1:
-        last = step + 1 == columns * STEPS
-        ahead = gl.where(last, ahead + gl.num_programs(0), ahead)
-        step = gl.where(last, 0, step + 1)
-    return ahead, step, boxed, issued + 1
+        step += 1
+        if step == columns * STEPS:
+            step = 0
+            ahead += gl.num_programs(0)
+            weight, _, columns, along, across, before, beside, turned, run, image, cross = place_of(
+                ahead, sizes[0], sizes[1], sizes[2], sizes[3], GROUPS, TILES, FILTERS, RUN, IMAGES, CROSS
+            )
+    issued += 1
+    return ahead, step, boxed, issued, weight, columns, along, across, before, beside, turned, run, image, cross
 
 
 @gluon.jit
@@ -222,10 +229,14 @@ def composite_hopper(
         mbarrier.init(slab_ready.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
+    weight, channel, columns, along, across, before, beside, turned, run, image, cross = place_of(
+        gl.program_id(0), rows_x, rows_y, turned_x, turned_y, GROUPS, TILES, FILTERS, RUN, IMAGES, CROSS
+    )
     ahead, step, boxed, issued = gl.program_id(0), 0, 0, 0
+    state = (ahead, step, boxed, issued, weight, columns, along, across, before, beside, turned, run, image, cross)
     for i in gl.static_range(SLABS - 1):
-        ahead, step, boxed, issued = fetch(
-            xs, w, pixels, slabs, box_ready, slab_ready, ahead, step, boxed, issued, total, sizes,
+        state = fetch(
+            xs, w, pixels, slabs, box_ready, slab_ready, state, total, sizes,
             i % TAPS, TAPS, GROUPS, TILES, RUN, IMAGES, CROSS, STEPS,
         )  # fmt: skip
     used, done = 0, 0
@@ -244,8 +255,8 @@ def composite_hopper(
                 acc = warpgroup_mma(a, slabs.index(slab).permute([1, 0]), acc, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 gl.thread_barrier()
-                ahead, step, boxed, issued = fetch(
-                    xs, w, pixels, slabs, box_ready, slab_ready, ahead, step, boxed, issued, total, sizes,
+                state = fetch(
+                    xs, w, pixels, slabs, box_ready, slab_ready, state, total, sizes,
                     (tap + SLABS - 1) % TAPS, TAPS, GROUPS, TILES, RUN, IMAGES, CROSS, STEPS,
                 )  # fmt: skip
                 done += 1

@@ -6,7 +6,7 @@ A *plan* names a kernel and a tile of it. `plans` lists those worth measuring, t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -14,11 +14,19 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowrank_cnn.kernels import backward, gather, hopper_plan, stem, tiled
+from lowrank_cnn.kernels.known import known
 from lowrank_cnn.kernels.pack import pack_rows, pack_union
 from lowrank_cnn.kernels.problem import Problem, pixels_last
 
-SHAPES = ((128, 128, 4, 2), (256, 128, 8, 1), (128, 256, 8, 1), (128, 64, 4, 3), (256, 64, 8, 2))
+HOPPER = ((128, 128, 4, 2), (256, 128, 8, 1), (128, 256, 8, 1), (128, 64, 4, 3))
 """Pixels, filters, warps and resident programs of the Hopper tiles worth measuring."""
+# Eight warps gave wrong results on an H200 (Triton 3.6: errors of 0.01 to 0.16), four never.
+TILED = ((128, 128, 64, 4, 3),)
+"""Pixels, filters, depth, warps and stages of the plain tiles worth measuring."""
+MORE_TILED = ((128, 128, 64, 4, 4), (128, 64, 64, 4, 4))
+"""Those worth measuring once."""
+SMALL = ((64, 64, 64, 4, 4), (64, 32, 128, 4, 4), (32, 32, 128, 4, 4))
+"""The same for problems of too few pixels to fill a GPU with large tiles."""
 
 _TILES: dict[str, type] = {
     "hopper": hopper_plan.HopperTile,
@@ -47,36 +55,52 @@ class Plan:
         return f"{self.kernel}-" + "-".join(f"{name[0]}{value}" for name, value in asdict(self.tile).items())
 
 
-def plans(problem: Problem, *, hopper: bool) -> list[Plan]:
-    """Plans for a problem, the default first; `hopper` says whether the device is a Hopper GPU."""
+def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: bool = False) -> list[Plan]:
+    """Plans for a problem on a device of a compute capability, the default first; more where `thorough`."""
+    best = known(problem, capability)
+    found = [Plan.from_dict(best)] if best else []
     if stem.unsupported(problem) is None:
-        tiles = [stem.StemTile(*size) for size in ((64, 4), (128, 4), (256, 8))]
-        return [Plan("stem", tile) for tile in tiles]
-    found = [Plan("hopper", tile) for tile in hopper_tiles(problem)] if hopper else []
+        found += [Plan("stem", stem.StemTile(*size)) for size in ((128, 4), (256, 8))]
+        return list(dict.fromkeys(found))
+    hopper = capability[0] == 9 and not _small(problem)
+    found += [Plan("hopper", tile) for tile in hopper_tiles(problem, 2 if thorough else 1)] if hopper else []
     if tiled.unsupported(problem) is None:
-        filters = max(16, hopper_plan.filters_per_tile(problem))
-        found.append(Plan("tiled", tiled.Tile(filters=filters)))
+        found += [Plan("tiled", tile) for tile in plain_tiles(problem, thorough)]
     elif gather.unsupported(problem) is None:
         found.append(Plan("gather", gather.GatherTile()))
-    return found
+    return list(dict.fromkeys(found))
 
 
-def hopper_tiles(problem: Problem) -> list[hopper_plan.HopperTile]:
-    """Small tiles of which several reside together, and large ones alone; rings as deep as memory allows."""
+def hopper_tiles(problem: Problem, rings: int = 1) -> list[hopper_plan.HopperTile]:
+    """Small tiles of which several reside together, and large ones alone; the deepest `rings` that fit of each."""
     if hopper_plan.unsupported(problem) is not None:
         return []
     widest = min(group.filters for group in problem.groups)
-    rings = ((2, 2), (2, 3), (2, 4), (3, 5)) if hopper_plan.run_length(problem) > 1 else ((3, 3), (4, 4))
+    sizes = ((2, 2), (2, 3), (2, 4), (3, 5)) if hopper_plan.run_length(problem) > 1 else ((3, 3), (4, 4))
     found = [hopper_plan.default_tile(problem)]
-    for pixels, filters, warps, residents in SHAPES:
+    for pixels, filters, warps, residents in HOPPER:
         tiles = [
             hopper_plan.HopperTile(pixels, filters, found[0].depth, warps, boxes, slabs, parts, residents)
             for parts in ((1, 2) if problem.pool is None else (1,))
-            for boxes, slabs in rings
+            for boxes, slabs in sizes
         ]
         fitting = [tile for tile in tiles if hopper_plan.fits(problem, tile)]
-        found += fitting[-2:] if filters <= widest else []
+        found += fitting[-rings:] if filters <= widest else []
     return list(dict.fromkeys(found))
+
+
+def plain_tiles(problem: Problem, thorough: bool = False) -> list[tiled.Tile]:
+    """Tiles no wider than the groups; small ones where large ones would leave most of a GPU idle."""
+    widest = max(16, hopper_plan.filters_per_tile(problem, 256))
+    shapes = SMALL if _small(problem) else TILED + MORE_TILED if thorough else TILED
+    tiles = [tiled.Tile(*sizes) for sizes in shapes]
+    narrow = [replace(tile, filters=min(tile.filters, widest)) for tile in tiles]
+    return list(dict.fromkeys(narrow))
+
+
+def _small(problem: Problem) -> bool:
+    """Whether tiles of 128 x 128 are fewer than a GPU's multiprocessors."""
+    return problem.batch * problem.out_height * problem.out_width * problem.filters < 128 * 128 * 128
 
 
 def forward(
@@ -103,8 +127,15 @@ def gradients(
         dw, db = stem.launch_stem_gradient(problem, x, g, seen, values, programs)
         return None, dw, db
     g, db = backward.launch_undo(problem, g, seen)
-    dx = backward.launch_input_gradient(problem, g, weights).permute(0, 3, 1, 2) if need_input else None
-    return dx, backward.launch_weight_gradient(problem, g, pixels, programs), db
+    tile = _gradient_tile(problem, x.device, "input")
+    dx = backward.launch_input_gradient(problem, g, weights, tile).permute(0, 3, 1, 2) if need_input else None
+    tile = _gradient_tile(problem, x.device, "weights")
+    return dx, backward.launch_weight_gradient(problem, g, pixels, programs, tile), db
+
+
+def _gradient_tile(problem: Problem, device: torch.device, what: str) -> tiled.Tile | None:
+    stored = known(problem, torch.cuda.get_device_capability(device), what) if device.type == "cuda" else None
+    return tiled.Tile(**stored) if stored else None
 
 
 def packed_weights(kernel: str, problem: Problem, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -6,16 +6,45 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lowrank_cnn.kernels.problem import Group, Problem
 
 
 def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """[sum of taps * filters, channels]: group by group, tap by tap, filter by filter."""
-    channels = weights[0].shape[1]
-    rows = [weight.permute(2, 3, 0, 1).reshape(-1, channels) for weight in weights]
-    return torch.cat(rows).to(dtype)
+    """[sum of taps * filters, channels]: group by group, tap by tap, filter by filter.
+
+    Weights that already lie so in one memory (see `laid_out`) are taken as they lie.
+    """
+    if (rows := _lying(weights, dtype)) is not None:
+        return rows
+    sizes = [weight[:, 0].numel() for weight in weights]
+    rows = weights[0].new_empty((sum(sizes), weights[0].shape[1]), dtype=dtype)
+    for part, weight in zip(rows.split(sizes), weights, strict=True):
+        filters, channels, height, width = weight.shape
+        part.view(height, width, filters, channels).copy_(weight.detach().permute(2, 3, 0, 1))
+    return rows
+
+
+def laid_out(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Copies of the groups' weights in one memory, as the kernels read them: packing them later costs nothing."""
+    sizes = [weight[:, 0].numel() for weight in weights]
+    parts = pack_rows(weights, dtype).split(sizes)
+    return [
+        part.view(weight.shape[2], weight.shape[3], weight.shape[0], -1).permute(2, 3, 0, 1)
+        for part, weight in zip(parts, weights, strict=True)
+    ]
+
+
+def _lying(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    first, channels = weights[0], weights[0].shape[1]
+    place, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for weight in weights:
+        ordered = weight.permute(2, 3, 0, 1).is_contiguous() and weight.dtype == dtype
+        if not ordered or weight.data_ptr() != place or weight.untyped_storage().data_ptr() != storage:
+            return None
+        place += weight.numel() * dtype.itemsize
+    rows = sum(weight.numel() for weight in weights) // channels
+    return first.detach().as_strided((rows, channels), (channels, 1))
 
 
 def union_taps(groups: Sequence[Group]) -> list[tuple[int, int]]:
@@ -54,7 +83,9 @@ def unpack_union(matrix: Tensor, problem: Problem) -> list[Tensor]:
     whole = matrix[:, : len(taps) * problem.channels].reshape(-1, len(taps), problem.channels)
     parts = whole.split([group.filters for group in problem.groups])
     return [
-        part[:, _places(group, taps)].permute(0, 2, 1).unflatten(2, (group.height, group.width))
+        torch.stack([part[:, place] for place in _places(group, taps)], 2).unflatten(
+            2, (group.height, group.width)
+        )
         for part, group in zip(parts, problem.groups, strict=True)
     ]
 
@@ -72,8 +103,15 @@ def pack_turned(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """[sum of taps * channels, most filters]: rows by group, tap and input channel, padded with zeros."""
     most = max(weight.shape[0] for weight in weights)
     most = -(-most * dtype.itemsize // 16) * 16 // dtype.itemsize
-    rows = [weight.permute(2, 3, 1, 0).reshape(-1, weight.shape[0]) for weight in weights]
-    return torch.cat([F.pad(row, (0, most - row.shape[1])) for row in rows]).to(dtype)
+    even = all(weight.shape[0] == most for weight in weights)
+    sizes = [weight[0].numel() for weight in weights]
+    make = weights[0].new_empty if even else weights[0].new_zeros
+    rows = make((sum(sizes), most), dtype=dtype)
+    for part, weight in zip(rows.split(sizes), weights, strict=True):
+        filters, channels, height, width = weight.shape
+        target = part.view(height, width, channels, most)[..., :filters]
+        target.copy_(weight.detach().permute(2, 3, 1, 0))
+    return rows
 
 
 def _places(group: Group, taps: list[tuple[int, int]]) -> list[int]:

@@ -98,29 +98,40 @@ def describe(
     pool: str | None = None,
 ) -> Problem:
     """The problem that these tensors pose; every group must give the same output size."""
+    shapes = [tuple(weight.shape) for weight in weights]
+    return pose(tuple(x.shape), shapes, x.dtype, stride=stride, padding=padding, relu=relu, pool=pool)
+
+
+def pose(
+    size: Sequence[int],
+    shapes: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    *,
+    stride: Pair,
+    padding: Sequence[Sides],
+    relu: bool = False,
+    pool: str | None = None,
+) -> Problem:
+    """The problem of an input [N, C, H, W] and of groups' weights [filters, C, height, width], by their sizes."""
     if pool not in POOLS:
         raise LowRankError(f'pool is None, "floor" or "ceil", not {pool!r}.')
-    if len(padding) != len(weights):
-        raise LowRankError(f"{len(weights)} filter groups need as many paddings, not {len(padding)}.")
-    batch, channels, height, width = x.shape
+    if len(padding) != len(shapes):
+        raise LowRankError(f"{len(shapes)} filter groups need as many paddings, not {len(padding)}.")
+    batch, channels, height, width = size
     sizes = {
-        (
-            (height + sum(rows) - weight.shape[2]) // stride[0] + 1,
-            (width + sum(columns) - weight.shape[3]) // stride[1] + 1,
-        )
-        for weight, (rows, columns) in zip(weights, padding, strict=True)
+        ((height + sum(rows) - shape[2]) // stride[0] + 1, (width + sum(columns) - shape[3]) // stride[1] + 1)
+        for shape, (rows, columns) in zip(shapes, padding, strict=True)
     }
     if len(sizes) != 1:
         raise LowRankError(f"all filter groups must give one output size, not {sorted(sizes)}.")
     out_height, out_width = sizes.pop()
     groups = tuple(
-        Group(weight.shape[2], weight.shape[3], weight.shape[0], rows[0], columns[0])
-        for weight, (rows, columns) in zip(weights, padding, strict=True)
+        Group(shape[2], shape[3], shape[0], rows[0], columns[0])
+        for shape, (rows, columns) in zip(shapes, padding, strict=True)
     )
     return Problem(
-        batch, channels, height, width, groups, (stride[0], stride[1]), out_height, out_width, relu, pool,
-        x.dtype,
-    )  # fmt: skip
+        batch, channels, height, width, groups, (stride[0], stride[1]), out_height, out_width, relu, pool, dtype
+    )
 
 
 def pixels_last(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.kernels import choose, composite_conv2d, composite_reference, describe, explain, forced
+from lowrank_cnn.layers import CompositeConv2d
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -72,6 +73,43 @@ def test_the_operator_and_its_gradients(channels, pool):
         assert torch.linalg.vector_norm(a - b) <= (3e-3 if GPU else 1e-5) * torch.linalg.vector_norm(b)
 
 
+def test_a_layer_takes_the_fused_path_when_told_and_says_so():
+    pytest.importorskip("triton")
+    layer, x = CompositeConv2d(8, [(3, 1, 8), (1, 3, 8)]).to(DEVICE), inputs()[0]
+    with forced("off"):
+        exact = layer(x)
+        assert "switched off" in layer.explain(x) if GPU else "not on a GPU" in layer.explain(x)
+    with forced("on"):
+        assert torch.allclose(layer(x), exact, atol=2e-2 if GPU else 1e-5)
+        assert "fused" in layer.explain(x)
+        assert "without its batch" in layer.explain(x[0])
+
+
+@pytest.mark.parametrize("how", ["on", "off"])
+def test_torch_compile_takes_it_whole_at_every_batch(how):
+    pytest.importorskip("triton")
+    torch._dynamo.reset()
+    layer = CompositeConv2d(8, [(3, 1, 8), (1, 3, 8)]).to(DEVICE)
+    with forced(how):
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        for batch in (1, 2, 3):
+            x = inputs((batch, 8, 6, 6))[0]
+            ours, right = (
+                torch.autograd.grad(f(x).square().sum(), layer.weights[1])[0] for f in (compiled, layer)
+            )
+            assert torch.linalg.vector_norm(ours - right) <= 3e-3 * torch.linalg.vector_norm(right)
+
+
+def test_gradients_under_autocast_keep_the_weights_precision():
+    pytest.importorskip("triton")
+    x, weights, bias = inputs()
+    weights = [weight.requires_grad_() for weight in weights]
+    with forced("on"), torch.autocast(DEVICE.type, dtype=torch.float16):
+        y = composite_conv2d(x, weights, bias, padding=PADDING, relu=True)
+    assert y.dtype == torch.float16
+    assert all(grad.dtype == torch.float32 for grad in torch.autograd.grad(y.float().sum(), weights))
+
+
 def test_weights_that_change_are_packed_again():
     pytest.importorskip("triton")
     x, weights, bias = inputs()
@@ -103,3 +141,30 @@ def test_operations_are_counted():
     with forced("on"), torch.no_grad(), FlopCounterMode(display=False) as counter:
         composite_conv2d(x, weights, bias, padding=PADDING, relu=True, pool="floor")
     assert counter.get_total_flops() == 2 * 36 * 8 * 3 * 16
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("size", "pool"), [((64, 64, 56, 56), "ceil"), ((256, 256, 28, 28), None), ((8, 3, 224, 224), "floor")]
+)
+def test_a_training_step_in_a_cuda_graph_at_full_size(size, pool):
+    from lowrank_cnn.kernels.measure import captured
+
+    x, weights, bias = inputs(size, filters=64, dtype=torch.bfloat16)
+    leaves = [weight.requires_grad_() for weight in weights] + ([x.requires_grad_()] if size[1] > 4 else [])
+    found = []
+
+    def step():
+        with forced("on"):
+            y = composite_conv2d(x, weights, bias, padding=PADDING, relu=True, pool=pool)
+        found[:] = [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+    graph = captured(step)
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    options = {"stride": (1, 1), "padding": PADDING, "relu": True, "pool": pool}
+    y = composite_reference(x.float(), [w.float() for w in weights], bias, **options)
+    exact = [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+    for ours, right in zip(found, exact, strict=True):
+        assert torch.linalg.vector_norm(ours - right) <= 2e-2 * torch.linalg.vector_norm(right)

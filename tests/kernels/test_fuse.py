@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lowrank_cnn.kernels import forced
-from lowrank_cnn.kernels.fuse import FusedComposite, fuse
+from lowrank_cnn.kernels.fuse import FusedComposite, freeze, fuse
+from lowrank_cnn.kernels.pack import pack_rows
 from lowrank_cnn.layers import build_conv
 
 
@@ -55,3 +56,19 @@ def test_fused_kernels_in_a_network():
     with forced("on"):
         y = fuse(model)(x)
     assert torch.linalg.vector_norm(y - exact) <= 5e-3 * torch.linalg.vector_norm(exact)
+
+
+@pytest.mark.parametrize("scheme", ["lr", "lr-join"])
+def test_frozen_weights_are_packed_once_for_all(scheme):
+    model, x = network(scheme).double(), torch.randn(1, 3, 14, 14, dtype=torch.float64)
+    exact = model(x)
+    twin = freeze(model)
+    for layer in twin.modules():
+        if isinstance(layer, FusedComposite):
+            packed = pack_rows(list(layer.weights), torch.float64)
+            assert packed.data_ptr() == layer.weights[0].data_ptr()
+            assert not any(weight.requires_grad for weight in layer.weights)
+    assert torch.allclose(twin(x), exact)
+    with torch.no_grad():
+        next(model.parameters()).zero_()
+    assert torch.allclose(twin(x), exact)

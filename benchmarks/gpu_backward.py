@@ -1,0 +1,133 @@
+"""The fused backward of a layer in parts, beside torch's own: of the dense twin, and of the composite as written.
+
+The parts: `undo` through pool and ReLU (with the bias gradient), `input` gradient, `weights` gradient; for the
+latter two, every tile worth measuring. The rivals' times are whole backward passes: pool, ReLU, bias and both
+gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from gpu_clock import milliseconds
+from torch import Tensor
+
+from lowrank_cnn.kernels import backward
+from lowrank_cnn.kernels.launch import Plan, forward, gradients
+from lowrank_cnn.kernels.problem import describe, empty_codes, pixels_last
+from lowrank_cnn.kernels.reference import composite_reference
+from lowrank_cnn.kernels.tiled import Tile
+
+
+def measure_backward(
+    plan: Plan, x: Tensor, weights: list[Tensor], bias: Tensor, options: dict[str, Any], kernel: int
+) -> dict[str, Any]:
+    """Our backward whole and in parts, its errors, and the rivals'."""
+    problem = describe(x, weights, **options)
+    codes = empty_codes(problem, x)
+    y = forward(plan, problem, x, weights, bias, codes)
+    seen = (codes if codes is not None else y.permute(0, 2, 3, 1)).contiguous()
+    grad, need_input = torch.randn_like(y), x.shape[1] > 4
+    row: dict[str, Any] = {
+        "forward with codes": milliseconds(lambda: forward(plan, problem, x, weights, bias, codes)),
+        "all": milliseconds(lambda: gradients(problem, grad, x, weights, seen, need_input=need_input)),
+    }
+    ours = gradients(problem, grad, x, weights, seen, need_input=need_input)
+    row["error"] = _errors(ours, x, weights, bias, grad, options)
+    if need_input:
+        last, pixels = pixels_last(grad), pixels_last(x)
+        g, _ = backward.launch_undo(problem, last, seen)
+        row["undo"] = milliseconds(lambda: backward.launch_undo(problem, last, seen))
+        row["input"] = _best(
+            backward.INPUT_TILES, lambda tile: backward.launch_input_gradient(problem, g, weights, tile)
+        )
+        row["weights"] = _best(
+            backward.WEIGHT_TILES, lambda tile: backward.launch_weight_gradient(problem, g, pixels, 264, tile)
+        )
+    row["naive composite"] = _by_torch(x, weights, bias, grad, options)
+    dense = torch.randn((problem.filters, x.shape[1], kernel, kernel), device=x.device, dtype=x.dtype)
+    side = (kernel // 2, kernel // 2)
+    row["dense"] = _by_torch(x, [dense], bias, grad, {**options, "padding": [(side, side)]})
+    return row
+
+
+def run_backward(x: Tensor, weights: list[Tensor], options: dict[str, Any]) -> None:
+    """Every part with every tile, once: for the sake of the compiler's cache."""
+    problem = describe(x, weights, **options)
+    shape = (problem.batch, *problem.result_size, problem.filters)
+    grad = torch.randn(shape, device=x.device, dtype=x.dtype)
+    seen = grad if problem.pool is None else torch.zeros(shape, device=x.device, dtype=torch.uint8)
+    need_input = x.shape[1] > 4
+    gradients(problem, grad.permute(0, 3, 1, 2), x, weights, seen, need_input=need_input)
+    if not need_input:
+        return
+    g, _ = backward.launch_undo(problem, grad, seen)
+    for tile in backward.INPUT_TILES:
+        backward.launch_input_gradient(problem, g, weights, tile)
+    for tile in backward.WEIGHT_TILES:
+        backward.launch_weight_gradient(problem, g, pixels_last(x), 264, tile)
+
+
+def _best(tiles: Sequence[Tile], launch: Callable[[Tile], Any]) -> dict[str, Any]:
+    """The fastest tile's time, and every tile's; one whose result is not the default tile's is left out."""
+    times: dict[Tile, dict[str, float]] = {}
+    failed = {}
+    expected = _flat(launch(tiles[0]))
+    for tile in tiles:
+        try:
+            error = float((_flat(launch(tile)) - expected).norm() / expected.norm())
+            if error < 1e-2:
+                times[tile] = milliseconds(lambda tile=tile: launch(tile))
+            else:
+                failed[str(tile)] = f"wrong by {error:.2g}"
+        except Exception as failure:  # a tile that fails says so and the rest go on
+            failed[str(tile)] = repr(failure)[:200]
+    best = min(times, key=lambda tile: times[tile]["ms"])
+    named = {"-".join(map(str, asdict(tile).values())): time["ms"] for tile, time in times.items()}
+    return {**times[best], "tile": asdict(best), "tiles": named, "failed": failed}
+
+
+def _flat(result: Tensor | Sequence[Tensor]) -> Tensor:
+    parts = [result] if isinstance(result, Tensor) else list(result)
+    return torch.cat([part.float().flatten() for part in parts])
+
+
+def _by_torch(
+    x: Tensor, weights: list[Tensor], bias: Tensor, grad: Tensor, options: dict[str, Any]
+) -> dict[str, float]:
+    """Torch's own backward of a layer, cuDNN's kernels inside, the forward not counted."""
+    leaves = [t.detach().clone(memory_format=torch.preserve_format) for t in (*weights, bias.to(x.dtype))]
+    leaves += [x.detach()] if x.shape[1] > 4 else []
+    for leaf in leaves:
+        leaf.requires_grad_()
+    image = leaves[-1] if x.shape[1] > 4 else x
+    y = composite_reference(image, leaves[: len(weights)], leaves[len(weights)], **options)
+    return milliseconds(lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True))
+
+
+def _errors(
+    ours: tuple[Tensor | None, list[Tensor], Tensor],
+    x: Tensor,
+    weights: list[Tensor],
+    bias: Tensor,
+    grad: Tensor,
+    options: dict[str, Any],
+) -> dict[str, float]:
+    """Relative error against torch's own gradients in float32 (the whole batch in float64 would take long)."""
+    leaves = [t.float().requires_grad_() for t in (x, *weights, bias)]
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        y = composite_reference(leaves[0], leaves[1:-1], leaves[-1], **options)
+        exact = torch.autograd.grad(y, leaves, grad.float())
+    names = ["input", *(f"weights{i}" for i in range(len(weights))), "bias"]
+    pairs = zip(names, [ours[0], *ours[1], ours[2]], exact, strict=True)
+    return {name: float((a - b).norm() / b.norm()) for name, a, b in pairs if a is not None}
+
+
+def show_backward(row: dict[str, Any]) -> None:
+    print("    backward", {k: round(v["ms"], 3) if "ms" in v else v for k, v in row.items()})
+    for what in ("input", "weights"):
+        if what in row:
+            print(f"      {what}", {name: round(ms, 3) for name, ms in row[what]["tiles"].items()})

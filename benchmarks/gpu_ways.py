@@ -1,0 +1,134 @@
+"""The ways to run a network on a GPU that `gpu_speed.py` compares: ours, and the fastest dense ones.
+
+Each way gives a function that does one inference or one training step on fixed memory, to be captured as a CUDA
+graph: all ways are timed as graphs, so none pays for launches.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowrank_cnn.kernels.fuse import FusedComposite, freeze, fuse
+from lowrank_cnn.models import create_model
+from lowrank_cnn.models.network import Network
+
+Step = Callable[[], object]
+
+RIVALS = {
+    "inference": ("compile", "cudnn", "max-autotune"),
+    "training": ("compile", "graph", "max-autotune"),
+}
+"""Ways of the dense twin, the quickest to compile first."""
+
+TRICKS = {"inference": ("cudnn-padded", "ours"), "training": ("ours",)}
+"""Ways of the dense twin that need more than torch.compile or cuDNN: our kernels, or padded input channels."""
+
+OURS = ("fused", "fused-compiled")
+
+
+@torch.library.custom_op("gpu_speed::conv_relu", mutates_args=())
+def conv_relu(x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], padding: list[int]) -> Tensor:
+    """cuDNN's convolution with bias and ReLU inside, opaque to the compiler, which would take it apart."""
+    return torch.cudnn_convolution_relu(x, weight, bias, stride, padding, (1, 1), 1)
+
+
+@conv_relu.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], padding: list[int]) -> Tensor:
+    height, width = ((x.shape[2 + i] + 2 * padding[i] - weight.shape[2 + i]) // stride[i] + 1 for i in range(2))
+    y = x.new_empty((x.shape[0], height, width, weight.shape[0]))
+    return y.permute(0, 3, 1, 2)
+
+
+class CudnnConv(nn.Module):
+    """A conv and its ReLU by cuDNN, the pool after it as an operation of its own; `pad` adds empty channels."""
+
+    def __init__(self, layer: FusedComposite, pad: int) -> None:
+        super().__init__()
+        weight = layer.weights[0].detach()
+        self.pad = pad
+        weight = F.pad(weight, (0, 0, 0, 0, 0, pad)) if pad else weight
+        self.weight = nn.Parameter(weight.contiguous(memory_format=torch.channels_last), requires_grad=False)
+        self.bias = layer.bias
+        self.stride, self.pool = list(layer.stride), layer.pool
+        rows, columns = layer.padding[0]
+        self.padding = [rows[0], columns[0]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x, (0, 0, 0, 0, 0, self.pad)) if self.pad else x
+        x = x.contiguous(memory_format=torch.channels_last)
+        y = conv_relu(x, self.weight, self.bias, self.stride, self.padding)
+        return F.max_pool2d(y, 2, 2, ceil_mode=self.pool == "ceil") if self.pool else y
+
+
+def with_cudnn(model: nn.Module, *, padded: bool) -> nn.Module:
+    """A fused copy of a dense network whose convs with a ReLU are cuDNN's; few channels are padded or left."""
+    twin = fuse(model)
+    for parent in list(twin.modules()):
+        for name, child in parent.named_children():
+            if not isinstance(child, FusedComposite) or not child.relu or child.bias is None:
+                continue
+            ragged = -child.weights[0].shape[1] % 8
+            if ragged and not padded:
+                continue
+            parent._modules[name] = CudnnConv(child, ragged)
+    return twin
+
+
+def network(name: str, mode: str) -> Network:
+    """A network on the GPU, channels_last: in bf16 for inference, in fp32 to be trained under autocast."""
+    torch.manual_seed(0)
+    net = create_model(name).cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return net.train() if mode == "training" else net.eval().bfloat16().requires_grad_(False)
+
+
+def images(net: Network, batch: int) -> Tensor:
+    x = torch.randn((batch, *net.input_size), device="cuda", dtype=torch.bfloat16)
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def way(net: Network, how: str) -> nn.Module:
+    """The network as a way runs it; compiled ones compile at their first step."""
+    ours = fuse if net.training else freeze
+    if how in ("ours", "fused"):
+        return ours(net)
+    if how == "fused-compiled":
+        return torch.compile(ours(net))  # type: ignore[return-value]
+    if how.startswith("cudnn"):
+        return torch.compile(with_cudnn(net, padded=how == "cudnn-padded"))  # type: ignore[return-value]
+    if how == "max-autotune":
+        return torch.compile(net, mode="max-autotune-no-cudagraphs")  # type: ignore[return-value]
+    return torch.compile(net) if how == "compile" else copy.copy(net)  # type: ignore[return-value]
+
+
+def step_of(net: Network, how: str, mode: str, batch: int) -> Step:
+    """One step of a network by a way, on images and labels that stay where they are."""
+    x, run = images(net, batch), way(net, how)
+    if mode == "inference":
+        return lambda: _infer(run, x)
+    labels = torch.randint(0, int(str(net.config["num_classes"])), (batch,), device="cuda")
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9, weight_decay=5e-4, fused=True)
+    return lambda: _train(run, x, labels, optimizer)
+
+
+def _infer(run: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return run(x)
+
+
+def _train(run: nn.Module, x: Tensor, labels: Tensor, optimizer: Any) -> Tensor:
+    optimizer.zero_grad(set_to_none=True)
+    with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
+        given = run(x)
+    main, *auxiliary = given if isinstance(given, tuple) else (given,)
+    loss = F.cross_entropy(main.float(), labels)
+    for logits in auxiliary:
+        loss = loss + 0.3 * F.cross_entropy(logits.float(), labels)
+    loss.backward()
+    optimizer.step()
+    return loss

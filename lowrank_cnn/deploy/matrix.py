@@ -1,0 +1,162 @@
+"""A convolution on the CPU as plain matrix products, each written where its filters belong.
+
+For an output as large as the input, tap (i, j) of a filter group adds W_ij X_ij, where W_ij is [filters, channels]
+and X_ij the image [channels, pixels] shifted by (i, j). A shift along rows is an offset into the same memory, one
+along columns a copy shared by all groups. The centre taps of all groups are a single product. So no patches are
+gathered, nothing is concatenated, and rows of padding are never multiplied. An image of few channels makes such
+products too thin: there each group gathers its patches and multiplies once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowrank_cnn.deploy.blocks import finish
+from lowrank_cnn.geometry import Sides, enclosing_padding
+from lowrank_cnn.layers import CompositeConv2d
+from lowrank_cnn.spec import Pair
+
+_THIN = 32
+"""Below so many channels the taps of a group are stacked into one product."""
+
+
+@dataclass(frozen=True)
+class _Tap:
+    """Where a tap looks (rows down, columns right), and which filters it belongs to."""
+
+    down: int
+    right: int
+    first: int
+    last: int
+
+
+class MatrixConv2d(nn.Module):
+    """A conv or composite of stride one and equal output size, with what follows it; for inference."""
+
+    def __init__(self, layer: nn.Module, *, relu: bool = False, pool: nn.MaxPool2d | None = None) -> None:
+        super().__init__()
+        parts = _parts(layer)
+        if parts is None:
+            raise ValueError("not a convolution of stride one whose output is as large as its input")
+        weights, steps = parts
+        self.relu, self.pool, self.filters = relu, pool, sum(weight.shape[0] for weight in weights)
+        bias = layer.bias if isinstance(layer.bias, Tensor) else weights[0].new_zeros(self.filters)
+        self.register_buffer("bias", bias.detach()[:, None].clone())
+        self.thin = weights[0].shape[1] < _THIN
+        products = _stacked(weights, steps) if self.thin else _spread(weights, steps)
+        self.taps = [taps for taps, _ in products]
+        for index, (_, matrix) in enumerate(products):
+            self.register_buffer(f"matrix{index}", matrix.contiguous())
+
+    @staticmethod
+    def takes(layer: nn.Module) -> bool:
+        return _parts(layer) is not None
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        images, channels, height, width = x.shape
+        x = x.contiguous()  # once: shifting an image in channels_last would reorder it for every shift
+        y = x.new_empty(images, self.filters, height * width)
+        shifted: dict[int, Tensor] = {}
+        for index, taps in enumerate(self.taps):
+            matrix = self.get_buffer(f"matrix{index}")
+            for tap in taps:
+                if tap.right not in shifted:
+                    shifted[tap.right] = _seen_from(x, 0, tap.right)
+            for n in range(images):
+                if self.thin:
+                    self._write_stack(y[n], shifted, n, matrix, taps)
+                else:
+                    self._add(y[n], shifted[taps[0].right][n].view(channels, -1), matrix, taps[0], width)
+        return finish(y.view(images, self.filters, height, width), relu=self.relu, pool=self.pool)
+
+    def _add(self, y: Tensor, x: Tensor, matrix: Tensor, tap: _Tap, width: int) -> None:
+        """One tap: the centre writes, and every other adds, over the rows that it can see."""
+        if (tap.down, tap.right) == (0, 0):
+            torch.addmm(self.get_buffer("bias"), matrix, x, out=y)
+            return
+        pixels, offset = y.shape[1], tap.down * width
+        start, stop = max(-offset, 0), pixels - max(offset, 0)
+        if start < stop:
+            y[tap.first : tap.last, start:stop].addmm_(matrix, x[:, start + offset : stop + offset])
+
+    def _write_stack(
+        self, y: Tensor, shifted: dict[int, Tensor], n: int, matrix: Tensor, taps: list[_Tap]
+    ) -> None:
+        """All taps of a group at once, over its gathered patches."""
+        patches = [_seen_from(shifted[tap.right][n], tap.down, 0) for tap in taps]
+        first, last = taps[0].first, taps[0].last
+        bias = self.get_buffer("bias")[first:last]
+        torch.addmm(bias, matrix, torch.cat(patches).view(matrix.shape[1], -1), out=y[first:last])
+
+
+def _seen_from(x: Tensor, down: int, right: int) -> Tensor:
+    """The image as a tap sees it, zeros beyond its border."""
+    height, width = x.shape[-2:]
+    if abs(down) >= height or abs(right) >= width:
+        return torch.zeros_like(x)
+    return F.pad(x, (-right, right, -down, down)) if down or right else x
+
+
+Products = list[tuple[list[_Tap], Tensor]]
+"""Matrices, and the taps that each stands for."""
+
+
+def _parts(layer: nn.Module) -> tuple[list[Tensor], list[tuple[list[int], list[int]]]] | None:
+    """Each group's weight, and how far each of its rows and columns looks; None for a layer of another kind."""
+    if isinstance(layer, CompositeConv2d):
+        weights, sides, groups = list(layer.weights), list(layer.group_padding), layer.channel_groups
+    elif type(layer) is nn.Conv2d:
+        weights, groups = [layer.weight], layer.groups
+        sides = [enclosing_padding(layer.padding, layer.kernel_size, layer.dilation)]  # type: ignore[arg-type]
+    else:
+        return None
+    if groups > 1 or layer.padding_mode != "zeros" or tuple(layer.stride) != (1, 1):  # type: ignore[arg-type]
+        return None
+    looks = [_looks(w, both, layer.dilation) for w, both in zip(weights, sides, strict=True)]  # type: ignore[arg-type]
+    centred = all(0 in rows and 0 in columns for rows, columns in looks)
+    same = all(_is_same(w, both, layer.dilation) for w, both in zip(weights, sides, strict=True))  # type: ignore[arg-type]
+    return ([weight.detach() for weight in weights], looks) if same and centred else None
+
+
+def _looks(weight: Tensor, sides: Sides, dilation: Pair) -> tuple[list[int], list[int]]:
+    rows, columns = (
+        [step * tap - before for tap in range(size)]
+        for size, (before, _), step in zip(weight.shape[2:], sides, dilation, strict=True)
+    )
+    return rows, columns
+
+
+def _is_same(weight: Tensor, sides: Sides, dilation: Pair) -> bool:
+    axes = zip(weight.shape[2:], sides, dilation, strict=True)
+    return all(sum(both) == step * (size - 1) for size, both, step in axes)
+
+
+def _stacked(weights: list[Tensor], looks: list[tuple[list[int], list[int]]]) -> Products:
+    """One product per group, over all of its taps."""
+    products, first = [], 0
+    for weight, (rows, columns) in zip(weights, looks, strict=True):
+        last = first + weight.shape[0]
+        taps = [_Tap(down, right, first, last) for down in rows for right in columns]
+        products.append((taps, weight.permute(0, 2, 3, 1).flatten(1)))
+        first = last
+    return products
+
+
+def _spread(weights: list[Tensor], looks: list[tuple[list[int], list[int]]]) -> Products:
+    """One product per tap; the centre taps of all groups together, and first."""
+    centre, others, first = [], [], 0
+    for weight, (rows, columns) in zip(weights, looks, strict=True):
+        last = first + weight.shape[0]
+        for i, down in enumerate(rows):
+            for j, right in enumerate(columns):
+                if (down, right) == (0, 0):
+                    centre.append(weight[:, :, i, j])
+                else:
+                    others.append(([_Tap(down, right, first, last)], weight[:, :, i, j]))
+        first = last
+    return [([_Tap(0, 0, 0, first)], torch.cat(centre)), *others]

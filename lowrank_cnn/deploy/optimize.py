@@ -1,0 +1,96 @@
+"""The fastest network that can be made of a given one: fold, plan, lay out, compile, and measure what is best."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.clock import Sample, measure
+from lowrank_cnn.deploy.merge import merge
+from lowrank_cnn.deploy.plan import GIVEN, check_ready, plan
+
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every variant's time, those that failed with the reason, and the name of the fastest."""
+
+    choice: str
+    times: dict[str, Sample]
+    failed: dict[str, str]
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+class Optimized(nn.Module):
+    """A network for inference in its fastest form; inputs are brought into its memory format."""
+
+    def __init__(self, network: nn.Module, memory_format: torch.memory_format) -> None:
+        super().__init__()
+        self.network, self.memory_format = network, memory_format
+        self.report: Report
+        self.eval()
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x.contiguous(memory_format=self.memory_format))
+
+
+def optimize(
+    model: nn.Module,
+    example_input: Tensor,
+    *,
+    compile: bool = True,
+    cache: str | Path | bool = True,
+    repeats: int = 11,
+) -> Optimized:
+    """Fold batch norms, plan every block in both memory formats, compile the best, and keep what is fastest.
+
+    The result is for inference and carries `report`; by its times it is never slower than `model`. A network that
+    cannot be compiled is left as it is, and the report says why.
+    """
+    check_ready(model, example_input)
+    folded = merge(model, chains=False, example_input=example_input)
+    variants = {GIVEN: Optimized(copy.deepcopy(model), torch.preserve_format)}
+    for name, layout in LAYOUTS.items():
+        laid_out = copy.deepcopy(folded).to(memory_format=layout)  # type: ignore[call-overload]
+        planned = plan(laid_out, example_input.contiguous(memory_format=layout), cache=cache, repeats=repeats)
+        variants[f"folded, {name}"] = Optimized(laid_out, layout)
+        variants[f"planned, {name}"] = Optimized(planned, layout)
+    failed: dict[str, str] = {}
+    if compile:
+        times = _measured(variants, example_input, repeats)
+        for name in dict.fromkeys([_fastest(times), "folded, channels_last"]):
+            try:
+                variants[f"{name}, compiled"] = _compiled(variants[name], example_input)
+            except Exception as error:  # no compiler, or a network that it does not take
+                failed[f"{name}, compiled"] = str(error).strip().partition("\n")[0]
+    times = _measured(variants, example_input, repeats)
+    best = variants[_fastest(times)]
+    best.report = Report(_fastest(times), times, failed)
+    return best
+
+
+def _compiled(variant: Optimized, x: Tensor) -> Optimized:
+    """The network through torch.compile, run once so that it fails here if it does."""
+    options: Any = {"freezing": True} if x.device.type == "cpu" else None
+    network: Any = torch.compile(variant.network, options=options, dynamic=False)
+    compiled = Optimized(network, variant.memory_format)
+    compiled(x)
+    return compiled
+
+
+def _measured(variants: dict[str, Optimized], x: Tensor, repeats: int) -> dict[str, Sample]:
+    runs = {name: lambda v=variant: v(x) for name, variant in variants.items()}
+    return measure(runs, repeats=repeats, cuda=x.is_cuda)
+
+
+def _fastest(times: dict[str, Sample]) -> str:
+    return min(times, key=lambda name: times[name].ms)

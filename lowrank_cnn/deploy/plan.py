@@ -1,0 +1,170 @@
+"""Measure, for each block of a network, the ways in which it can be run, and keep the fastest.
+
+Blocks are planned in the order of definition, each on the very tensor that reaches it, in the memory format that
+the choices before it leave. A way that does not give the same output is not chosen. At the end the whole network
+is measured against the one that was given, and that one is returned where nothing was gained.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.clock import Sample, measure
+from lowrank_cnn.count import count
+from lowrank_cnn.deploy.blocks import LAYERS, Block, find_blocks
+from lowrank_cnn.deploy.cache import Cache
+from lowrank_cnn.deploy.candidates import CANDIDATES, Candidate
+from lowrank_cnn.errors import LowRankError
+
+GIVEN = "as given"
+_GAIN = 0.97
+"""A block is run in another way only if that takes at most so much of the time: less is noise."""
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A block: its multiply-accumulates for this input, the milliseconds of each way, and the one chosen."""
+
+    name: str
+    layer: str
+    macs: int
+    times: Mapping[str, float]
+    choice: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All decisions, and the whole network before and after; `used` is False where it was better as given."""
+
+    input: tuple[int, ...]
+    device: str
+    decisions: tuple[Decision, ...]
+    before: Sample
+    after: Sample
+    used: bool
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@torch.no_grad()
+def plan(
+    model: nn.Module,
+    example_input: Tensor,
+    *,
+    cache: str | Path | bool = True,
+    candidates: Mapping[str, Candidate] = CANDIDATES,
+    repeats: int = 11,
+) -> nn.Module:
+    """A copy of `model`, for inference, whose blocks run in the fastest way measured; it carries `plan`.
+
+    cache: where measured times are kept (True: the user's cache directory; False: nowhere). They are found again
+        by device, versions, threads, layer and input.
+    """
+    check_ready(model, example_input)
+    store = Cache.open(cache)
+    given = copy.deepcopy(model)
+    planned = nn.Sequential(copy.deepcopy(model)) if type(model) in LAYERS else copy.deepcopy(model)
+    decisions = [
+        _decide(planned, block, example_input, candidates, store, repeats) for block in find_blocks(planned)
+    ]
+    store.save()
+    runs = {"before": lambda: given(example_input), "after": lambda: planned(example_input)}
+    totals = measure(runs, repeats=repeats, cuda=example_input.is_cuda)
+    used = totals["after"].ms < totals["before"].ms and any(d.choice != GIVEN for d in decisions)
+    result = planned if used else given
+    device = str(example_input.device)
+    shape = tuple(example_input.shape)
+    result.plan = Plan(shape, device, tuple(decisions), totals["before"], totals["after"], used)  # type: ignore[assignment]
+    return result
+
+
+def check_ready(model: nn.Module, example_input: Tensor) -> None:
+    """Refuse what cannot be measured, in a sentence."""
+    if not isinstance(model, nn.Module):
+        raise LowRankError(f"a model is an nn.Module, not {type(model).__name__}.")
+    if not isinstance(example_input, Tensor):
+        raise LowRankError(f"an example input is a tensor, not {type(example_input).__name__}.")
+    if any(module.training for module in model.modules()):
+        raise LowRankError("a plan is for inference: call model.eval() first.")
+
+
+def _decide(
+    network: nn.Module,
+    block: Block,
+    x: Tensor,
+    candidates: Mapping[str, Candidate],
+    store: Cache,
+    repeats: int,
+) -> Decision:
+    """Choose how a block is run, and put that into the network."""
+    seen = _input_of(network, block.layer, x)
+    if seen is None:
+        return Decision(block.name, _describe(block), 0, {}, GIVEN)
+    ways = _ways(block, seen, candidates)
+    times = store.times(block, seen, list(ways))
+    if times is None:
+        samples = measure(
+            {name: lambda m=m: m(seen) for name, m in ways.items()}, repeats=repeats, cuda=seen.is_cuda
+        )
+        times = {name: sample.ms for name, sample in samples.items()}
+        store.keep(block, seen, times)
+    best = min(times, key=lambda name: times[name])
+    choice = best if times[best] <= _GAIN * times[GIVEN] else GIVEN
+    if choice != GIVEN:
+        network.set_submodule(block.name, ways[choice])
+        for name in block.rest:
+            network.set_submodule(name, nn.Identity().eval())
+    return Decision(block.name, _describe(block), _macs(block.layer, seen), times, choice)
+
+
+def _ways(block: Block, x: Tensor, candidates: Mapping[str, Candidate]) -> dict[str, nn.Module]:
+    """Every way that applies and gives what the block as given does."""
+    made = {name: make(block) for name, make in candidates.items()}
+    ways = {name: module.eval() for name, module in made.items() if module is not None}
+    expected = ways[GIVEN](x)
+    return {name: way for name, way in ways.items() if _agrees(way(x), expected)}
+
+
+def _agrees(given: Tensor, expected: Tensor) -> bool:
+    if given.shape != expected.shape:
+        return False
+    error = (given - expected).abs().max() / expected.abs().max().clamp_min(1e-12)
+    return bool(error <= _TOLERANCE.get(expected.dtype, 0.05))
+
+
+class _SeenError(Exception):
+    """Stops a run as soon as the tensor that was looked for has come by."""
+
+
+def _input_of(network: nn.Module, layer: nn.Module, x: Tensor) -> Tensor | None:
+    """The tensor that reaches a layer, in its memory format; None for a layer that does not run."""
+    found: list[Tensor] = []
+
+    def look(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        found.append(inputs[0].clone())
+        raise _SeenError
+
+    hook = layer.register_forward_pre_hook(look)
+    try:
+        network(x)
+    except _SeenError:
+        pass
+    finally:
+        hook.remove()
+    return found[0] if found else None
+
+
+def _macs(layer: nn.Module, x: Tensor) -> int:
+    return x.shape[0] * count(layer, x.shape[1:]).macs
+
+
+def _describe(block: Block) -> str:
+    return " + ".join(type(module).__name__ for module in block.modules)

@@ -1,0 +1,53 @@
+"""A network in ONNX Runtime, called like any other module."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.errors import LowRankError, require
+
+
+class OnnxModel(nn.Module):
+    """An .onnx file that runs on the CPU; `threads` limits what it uses, 0 leaves that to ONNX Runtime."""
+
+    def __init__(self, path: str | Path, *, threads: int = 0, profile: str | Path | None = None) -> None:
+        super().__init__()
+        runtime = require("onnxruntime", extra="onnx", purpose="running an .onnx file")
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
+        if profile is not None:
+            options.enable_profiling, options.profile_file_prefix = True, str(profile)
+        try:
+            self.session: Any = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime has its own family of errors, none of them public
+            first = str(error).strip().partition("\n")[0]
+            raise LowRankError(f"onnxruntime cannot read {path}: {first}") from error
+        self.input: str = self.session.get_inputs()[0].name
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        (output,) = self.session.run(None, {self.input: x.detach().cpu().numpy()})[:1]
+        return torch.from_numpy(output)
+
+
+def node_macs(path: str | Path) -> dict[str, int]:
+    """The multiply-accumulates of each node of an .onnx file for one image, read off its graph."""
+    onnx = require("onnx", extra="onnx", purpose="reading an .onnx file")
+    graph = onnx.shape_inference.infer_shapes(onnx.load(str(path))).graph
+    weights = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
+    values = [*graph.value_info, *graph.output]
+    shapes = {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in values}
+    found: dict[str, int] = {}
+    for node in graph.node:
+        weight = weights.get(node.input[1]) if len(node.input) > 1 else None
+        if node.op_type == "Conv" and weight:
+            found[node.name] = prod(weight) * prod(shapes[node.output[0]][2:])
+        elif node.op_type in ("Gemm", "MatMul") and weight:
+            found[node.name] = prod(weight)
+    return found

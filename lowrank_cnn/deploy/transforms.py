@@ -1,0 +1,57 @@
+"""Exact rewritings of linear layers, as functions of tensors alone.
+
+Two convs with nothing between them are one conv wherever, along each axis, at most one of them reaches further
+than a pixel: its kernel is the product of theirs. A batch norm in evaluation scales and shifts each channel, which
+a conv or a linear layer before it can do by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def compose(first: Tensor, second: Tensor, *, groups: int = 1) -> Tensor:
+    """The weight of `second` after `first`: [m, c, h, 1] and [d, m, 1, w], say, give [d, c, h, w].
+
+    Along each axis one of the two must have a single tap. Both have the same channel groups.
+    """
+    if any(a > 1 and b > 1 for a, b in zip(first.shape[2:], second.shape[2:], strict=True)):
+        raise ValueError(f"kernels of {tuple(first.shape[2:])} and {tuple(second.shape[2:])} reach along one axis")
+    height, width = (max(a, b) for a, b in zip(first.shape[2:], second.shape[2:], strict=True))
+    middle, channels = first.shape[0] // groups, first.shape[1]
+    left = first.expand(-1, -1, height, width).reshape(groups, middle, channels, height, width)
+    right = second.expand(-1, -1, height, width).reshape(groups, -1, middle, height, width)
+    return torch.einsum("gdmhw,gmchw->gdchw", right, left).reshape(-1, channels, height, width)
+
+
+def compose_bias(first: Tensor | None, weight: Tensor, second: Tensor | None, *, groups: int = 1) -> Tensor | None:
+    """The bias of two convs: what the second, of this weight, makes of the first's bias, and its own.
+
+    Exact where the second conv sees the first one's bias under every tap: see `merge`.
+    """
+    if first is None:
+        return second
+    seen = weight.sum(dim=(2, 3)).reshape(groups, -1, weight.shape[1])
+    carried = torch.einsum("gdm,gm->gd", seen, first.reshape(groups, -1)).flatten()
+    return carried if second is None else carried + second
+
+
+def norm_affine(
+    mean: Tensor, variance: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A batch norm in evaluation as `scale * x + shift`, per channel."""
+    scale = torch.rsqrt(variance + eps)
+    scale = scale if weight is None else scale * weight
+    shift = -mean * scale
+    return scale, shift if bias is None else shift + bias
+
+
+def scale_filters(weight: Tensor, scale: Tensor) -> Tensor:
+    """Each filter (the first dimension) times its own factor."""
+    return weight * scale.reshape(-1, *[1] * (weight.dim() - 1))
+
+
+def affine_bias(bias: Tensor | None, scale: Tensor, shift: Tensor) -> Tensor:
+    """The bias of a layer once `scale * x + shift` has been folded into it."""
+    return shift if bias is None else bias * scale + shift

@@ -1,0 +1,167 @@
+"""How many basis filters each layer of a decomposed network gets: by what is kept, or by what may be spent."""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.clock import measure
+from lowrank_cnn.convert import rewrite
+from lowrank_cnn.count import count
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.factorize import crossed_factors, crossed_weight, kept_energy, separable_energy
+from lowrank_cnn.spec import Scheme
+
+Convs = Mapping[str, nn.Conv2d]
+Curves = Mapping[str, "Curve"]
+_STEPS = 12
+"""Into how many steps the range of m is divided where layers compete for a budget."""
+_SWEEPS = 3
+"""A rough fit is enough to compare numbers of filters."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A choice for one layer: m basis filters (None: the dense conv), their MACs, and the energy they keep."""
+
+    m: int | None
+    macs: int
+    energy: float
+
+
+Curve = list[Step]
+"""The choices for one layer, from cheap to dense."""
+
+
+def by_energy(convs: Convs, scheme: Scheme, energy: float) -> dict[str, Scheme]:
+    """For each layer the fewest filters that keep `energy`; a layer that would not get cheaper is left out."""
+    chosen = {}
+    for name, conv in convs.items():
+        keeps, most = _keeper(conv, scheme), dearest(conv, scheme)
+        if most and keeps(most) >= energy:
+            m = 1 + bisect_left(range(1, most), energy, key=keeps)
+            chosen[name] = replace(scheme, m=m + -m % conv.groups)
+    return chosen
+
+
+def by_macs(curves: Curves, budget: float) -> dict[str, int | None]:
+    """Spend `budget` MACs where they keep most: each layer's next step competes by energy gained per MAC."""
+    place = dict.fromkeys(curves, 0)
+    left = budget - sum(curve[0].macs for curve in curves.values())
+    if left < 0:
+        raise LowRankError(
+            "the budget is below what the fewest filters cost: allow more, or convert fewer layers."
+        )
+    while upgrades := _affordable(curves, place, left):
+        best = max(upgrades, key=lambda name: upgrades[name][0])
+        left -= upgrades[best][1]
+        place[best] += 1
+    return {name: curves[name][index].m for name, index in place.items()}
+
+
+def _affordable(curves: Curves, place: Mapping[str, int], left: float) -> dict[str, tuple[float, int]]:
+    """Each layer's next step that can still be paid: its gain per MAC, and its price."""
+    found = {}
+    for name, curve in curves.items():
+        old, *following = curve[place[name] : place[name] + 2]
+        for new in following:
+            if (price := new.macs - old.macs) <= left:
+                found[name] = (new.energy - old.energy) / max(1, price), price
+    return found
+
+
+def curves_of(
+    model: nn.Module, convs: Convs, scheme: Scheme, input_size: Sequence[int]
+) -> tuple[dict[str, Curve], int]:
+    """Each layer's choices for one image of this size, and the MACs of everything that is not theirs."""
+    cost = count(model, input_size)
+    dense = {row.name: row.macs for row in cost.layers if row.name in convs}
+    curves = {name: _curve(convs[name], scheme, macs) for name, macs in dense.items()}
+    return curves, cost.macs - sum(dense.values())
+
+
+def by_latency(
+    model: nn.Module, curves: Curves, scheme: Scheme, share: float, input_size: Sequence[int], rounds: int = 5
+) -> dict[str, int | None]:
+    """The largest MAC budget, found by halving, whose network takes at most `share` of the dense one's time."""
+    low, high = sum(c[0].macs for c in curves.values()), sum(c[-1].macs for c in curves.values())
+    found = None
+    for index in range(rounds):
+        budget = low if index == 0 else (low + high) / 2
+        chosen = by_macs(curves, budget)
+        if _time_ratio(model, chosen, scheme, input_size) <= share:
+            found, low = chosen, budget
+        elif index == 0:
+            break
+        else:
+            high = budget
+    if found is None:
+        raise LowRankError(f"even the fewest filters take more than {share:.0%} of the dense network's time here.")
+    return found
+
+
+def schemes_of(chosen: Mapping[str, int | None], scheme: Scheme) -> dict[str, Scheme]:
+    """The scheme of each layer that does not stay dense."""
+    return {name: replace(scheme, m=m) for name, m in chosen.items() if m is not None}
+
+
+def dearest(conv: nn.Conv2d, scheme: Scheme) -> int:
+    """The most basis filters with which a layer is still cheaper than dense; zero for none."""
+    per_filter = _per_filter(conv, scheme)
+    most = int((conv.weight.numel() - 1) // per_filter)
+    return most - most % conv.groups
+
+
+def _per_filter(conv: nn.Conv2d, scheme: Scheme) -> float:
+    """Weights, and so MACs per output pixel, that one more basis filter costs; strides between halves included."""
+    depth, filters = conv.in_channels // conv.groups, conv.out_channels // conv.groups
+    m = 1000 * conv.groups * len(scheme.shapes)
+    basis, last = replace(scheme, m=m).stages(conv.kernel_size, conv.out_channels, channel_groups=conv.groups)  # type: ignore[arg-type]
+    first = depth * basis.fan_out / m
+    if scheme.name == "separable":
+        lying = basis.kernel[0] == 1
+        first *= conv.stride[0] if lying else conv.stride[1]
+    return first + filters * last.groups[0].taps
+
+
+def _keeper(conv: nn.Conv2d, scheme: Scheme) -> Callable[[int], float]:
+    """The share of energy that m basis filters keep, as a function of m."""
+    weight = conv.weight.detach().double()
+    if scheme.name == "separable":
+        kept = separable_energy(weight, lying_first=scheme.shapes[0][0].startswith("1x"), groups=conv.groups)
+        return lambda m: float(kept[min(max(1, m // conv.groups), len(kept)) - 1])
+    return lambda m: _crossed_energy(weight, conv, replace(scheme, m=m))
+
+
+def _crossed_energy(weight: Tensor, conv: nn.Conv2d, scheme: Scheme) -> float:
+    basis, _ = scheme.stages(conv.kernel_size, conv.out_channels)  # type: ignore[arg-type]
+    filters, join = crossed_factors(weight, basis, sweeps=_SWEEPS)
+    return kept_energy(weight, crossed_weight(filters, join))
+
+
+def _curve(conv: nn.Conv2d, scheme: Scheme, dense_macs: int) -> Curve:
+    keeps, most = _keeper(conv, scheme), dearest(conv, scheme)
+    pixels, unit = dense_macs / conv.weight.numel(), conv.groups
+    sizes = (
+        sorted({max(unit, round(most * i / _STEPS / unit) * unit) for i in range(1, _STEPS + 1)}) if most else []
+    )
+    steps = [Step(m, round(pixels * m * _per_filter(conv, scheme)), keeps(m)) for m in sizes]
+    return [*steps, Step(None, dense_macs, 1.0)]
+
+
+@torch.no_grad()
+def _time_ratio(
+    model: nn.Module, chosen: Mapping[str, int | None], scheme: Scheme, input_size: Sequence[int]
+) -> float:
+    """The time of the network with these filters over that of the dense one, run in turns on one image."""
+    dense = copy.deepcopy(model).eval()
+    small = rewrite(model, schemes_of(chosen, scheme)).eval()
+    like = next(model.parameters())
+    image = torch.randn(1, *input_size, device=like.device, dtype=like.dtype)
+    times = measure({"dense": lambda: dense(image), "small": lambda: small(image)}, repeats=7, cuda=image.is_cuda)
+    return times["small"].ms / times["dense"].ms

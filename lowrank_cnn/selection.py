@@ -1,0 +1,140 @@
+"""Which convolutions of a network can be rewritten, which were asked for, and why the others stay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.utils import parametrize
+
+from lowrank_cnn.errors import LowRankError, nearest
+from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.spec import Scheme
+
+Where = str | int | tuple[int, int] | Sequence[str] | Callable[[str, nn.Conv2d], bool] | None
+"""Which convs: by name, prefix or pattern (one or several), by kernel, or by a function of name and conv."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A conv that was left as it was, and why."""
+
+    name: str
+    layer: str
+    reason: str
+
+
+def select(model: nn.Module, scheme: Scheme, where: Where = None) -> tuple[dict[str, nn.Conv2d], tuple[Kept, ...]]:
+    """The convs to rewrite by name, and those that stay."""
+    _check_model(model)
+    convs = _convs(model)
+    if not convs:
+        raise LowRankError(f"{type(model).__name__} has no convolutions to convert.")
+    asked_for, ties = _selector(where, convs), _uses(model)
+    chosen: dict[str, nn.Conv2d] = {}
+    kept = []
+    for name, conv in convs.items():
+        reason = _obstacle(conv, scheme, ties)
+        if not reason and not asked_for(name, conv):
+            reason = "it projects patches: name it to convert it" if where is None else "not selected"
+        if reason or not isinstance(conv, nn.Conv2d):
+            kept.append(Kept(name, type(conv).__name__, reason))
+        else:
+            chosen[name] = conv
+    if not chosen:
+        raise LowRankError(f"nothing can be converted: {_summary(kept)}.")
+    return chosen, tuple(kept)
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise LowRankError(f"a model is an nn.Module, not {type(model).__name__}.")
+    for name, module in model.named_modules():
+        label = name or "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise LowRankError(
+                f"{label} is scripted, which cannot be rewritten: convert the model, then script it."
+            )
+        if _quantised(module):
+            raise LowRankError(f"{label} is quantised: convert the model in floating point, then quantise it.")
+
+
+def _quantised(module: nn.Module) -> bool:
+    home = type(module).__module__
+    return "Conv" in type(module).__name__ and (".quantized" in home or ".qat" in home)
+
+
+def _convs(model: nn.Module) -> dict[str, _ConvNd]:
+    """Every conv of any kind by name, without the parts of layers that are low-rank already."""
+    low_rank = (m for m in model.modules() if isinstance(m, FactoredConv2d | CompositeConv2d))
+    inside = {id(part) for layer in low_rank for part in layer.modules()}
+    return {name: m for name, m in model.named_modules() if isinstance(m, _ConvNd) and id(m) not in inside}
+
+
+def _uses(model: nn.Module) -> Counter[int]:
+    """How many layers hold each parameter."""
+    return Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+
+
+def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
+    """Why a conv cannot be rewritten; empty where it can."""
+    if isinstance(conv, _ConvTransposeNd):
+        return "it is transposed"
+    if not isinstance(conv, nn.Conv2d):
+        return "it is not two-dimensional"
+    if parametrize.is_parametrized(conv) or not isinstance(conv._parameters.get("weight"), nn.Parameter):
+        return "its weight is computed from others: remove the parametrisation first"
+    if type(conv) is not nn.Conv2d:
+        return "it is not a plain nn.Conv2d"
+    if min(conv.kernel_size) == 1:
+        return f"its kernel is {conv.kernel_size[0]}x{conv.kernel_size[1]}"
+    if conv.groups == conv.in_channels > 1:
+        return "it is depthwise"
+    if ties[id(conv.weight)] > 1:
+        return "it shares its weight with another layer"
+    if conv._forward_hooks or conv._forward_pre_hooks or conv._backward_hooks:
+        return "it carries hooks, which would be lost"
+    if scheme.name != "dense" and conv.out_channels // conv.groups < len(scheme.shapes):
+        return f"it has too few filters for the scheme {scheme}"
+    return ""
+
+
+def _selector(where: Where, convs: Mapping[str, nn.Module]) -> Callable[[str, _ConvNd], bool]:
+    if where is None:
+        return lambda name, conv: not _projects_patches(conv)
+    if isinstance(where, str):
+        where = [where]
+    if callable(where):
+        return lambda name, conv: isinstance(conv, nn.Conv2d) and bool(where(name, conv))
+    if isinstance(where, int):
+        return lambda name, conv: conv.kernel_size == (where, where)
+    if all(isinstance(size, int) for size in where):
+        return lambda name, conv: conv.kernel_size == tuple(where)
+    patterns = [str(pattern) for pattern in where]
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for name in convs):
+            raise LowRankError(f"no convolution is called {pattern!r}; {nearest(pattern, convs)}")
+    return lambda name, conv: any(_matches(name, pattern) for pattern in patterns)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """A layer's own name, a pattern of names, or the name of something that contains the layer."""
+    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+
+
+def _projects_patches(conv: _ConvNd) -> bool:
+    """Windows that do not overlap: narrower filters would never see most of the image."""
+    return all(step >= size for step, size in zip(conv.stride, conv.kernel_size, strict=True))
+
+
+def _summary(kept: Sequence[Kept]) -> str:
+    """The first few reasons, each with a layer it holds for."""
+    examples: dict[str, str] = {}
+    for row in kept:
+        examples.setdefault(row.reason, row.name or row.layer)
+    return "; ".join(f"{name}: {reason}" for reason, name in list(examples.items())[:3])

@@ -1,0 +1,170 @@
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from lowrank_cnn.convert import convert
+from lowrank_cnn.count import count
+from lowrank_cnn.deploy.export import export, load
+from lowrank_cnn.deploy.merge import merge
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.models import create_model
+
+SIZE = (3, 32, 32)
+
+
+@pytest.fixture
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return create_model("vgg11-gmp-lr-join", width=0.05, num_classes=7, norm="batch").eval()
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return torch.randn(5, *SIZE, generator=torch.Generator().manual_seed(3))
+
+
+def onnx_macs(path) -> int:
+    """The multiply-accumulates of one image, read off the graph that was written."""
+    onnx = pytest.importorskip("onnx")
+    model = onnx.shape_inference.infer_shapes(onnx.load(path))
+    weights = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
+    shapes = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in model.graph.value_info}
+    total = 0
+    for node in model.graph.node:
+        if node.op_type == "Conv":
+            filters, depth, *kernel = weights[node.input[1]]
+            height, width = shapes[node.output[0]][2:]
+            total += filters * depth * kernel[0] * kernel[1] * height * width
+        elif node.op_type in ("Gemm", "MatMul"):
+            total += weights[node.input[1]][0] * weights[node.input[1]][1]
+    return total
+
+
+@pytest.mark.parametrize("name", ["vgg11-gmp-lr", "vgg11-gmp-lr-join", "nin-c3-lr"])
+def test_onnx_keeps_the_saving_and_the_outputs(name: str, tmp_path, images: torch.Tensor):
+    net = create_model(name, width=0.05).eval()
+    written = export(net, tmp_path / "net.onnx", input_size=SIZE)
+    assert written.error < 1e-4
+    assert onnx_macs(tmp_path / "net.onnx") == count(net, SIZE).macs
+    again = load(tmp_path / "net.onnx")
+    torch.testing.assert_close(again(images), net(images), rtol=1e-4, atol=1e-4)
+    assert [file.name for file in tmp_path.iterdir()] == ["net.onnx"]
+
+
+def test_a_program_takes_any_batch_and_is_read_only_if_trusted(tmp_path, network: nn.Module, images: torch.Tensor):
+    written = export(network, tmp_path / "net.pt2", input_size=SIZE)
+    assert written.error < 1e-5
+    with pytest.raises(LowRankError, match="trusted"):
+        load(tmp_path / "net.pt2")
+    again = load(tmp_path / "net.pt2", trusted=True)
+    torch.testing.assert_close(again(images), network(images))
+
+
+def test_safetensors_build_our_networks_again(tmp_path, network: nn.Module, images: torch.Tensor):
+    export(network, tmp_path / "net.safetensors")
+    again = load(tmp_path / "net.safetensors")
+    assert again.config == network.config
+    assert not again.training
+    torch.testing.assert_close(again(images), network(images), rtol=0, atol=0)
+
+
+def test_safetensors_remember_a_conversion(tmp_path, images: torch.Tensor):
+    net = convert(create_model("nin", width=0.05), "lr-join(m=4)", where="*conv2*").eval()
+    export(net, tmp_path / "net.safetensors")
+    with safe_open(tmp_path / "net.safetensors", framework="pt") as file:
+        stored = json.loads(file.metadata()["lowrank_cnn"])
+    assert stored["conversion"]["changed"][0]["name"] == "features.conv2_1"
+    torch.testing.assert_close(load(tmp_path / "net.safetensors")(images), net(images), rtol=0, atol=0)
+
+
+def foreign() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.LazyLinear(2))
+
+
+def test_safetensors_of_a_foreign_network_load_into_one_that_is_not_converted(tmp_path, images: torch.Tensor):
+    dense = foreign()
+    dense(images)
+    net = convert(dense, "lr", where="0").eval()
+    export(net, tmp_path / "net.safetensors")
+    with pytest.raises(LowRankError, match="Sequential is not one of our networks"):
+        load(tmp_path / "net.safetensors")
+    before = dense[2].weight.clone()
+    again = load(tmp_path / "net.safetensors", into=dense)
+    torch.testing.assert_close(again(images), net(images), rtol=0, atol=0)
+    assert isinstance(dense[0], nn.Conv2d)
+    assert torch.equal(dense[2].weight, before)
+
+
+def test_the_network_stays_in_the_mode_it_was_in(tmp_path, network: nn.Module):
+    network.train()
+    mean = network.features.conv1_1_norm.running_mean.clone()
+    export(network, tmp_path / "net.pt2", input_size=SIZE)
+    assert network.training
+    assert torch.equal(network.features.conv1_1_norm.running_mean, mean)
+
+
+def test_a_merged_network_exports_as_a_graph_but_not_as_a_configuration(tmp_path, network: nn.Module, images):
+    merged = merge(network)
+    export(merged, tmp_path / "net.pt2", input_size=SIZE)
+    torch.testing.assert_close(load(tmp_path / "net.pt2", trusted=True)(images), network(images))
+    with pytest.raises(LowRankError, match="no longer is what its configuration builds"):
+        export(merged, tmp_path / "net.safetensors")
+    assert not (tmp_path / "net.safetensors").exists()
+
+
+def test_a_file_is_replaced_only_when_asked_for(tmp_path, network: nn.Module):
+    path = tmp_path / "net.safetensors"
+    path.write_text("mine")
+    with pytest.raises(LowRankError, match="exists"):
+        export(network, path)
+    assert path.read_text() == "mine"
+    export(network, path, overwrite=True)
+    assert load(path).config == network.config
+
+
+def test_a_failed_export_leaves_nothing_behind(tmp_path):
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(x) if x.sum() > 0 else x
+
+    with pytest.raises(LowRankError, match="cannot trace Looks"):
+        export(Looks(), tmp_path / "net.pt2", input_size=SIZE)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda path: export(nn.Conv2d(3, 4, 3), path / "net.bin"), "ends in .onnx, .pt2 or .safetensors"),
+        (lambda path: export(nn.Conv2d(3, 4, 3), path / "net.pt2"), "size of the images"),
+        (lambda path: export(nn.Conv2d(3, 4, 3), path / "no" / "net.pt2"), "no directory"),
+        (lambda path: export("net", path / "net.pt2"), "an nn.Module, not str"),
+        (lambda path: load(path / "net.pt2"), "no file"),
+        (lambda path: load(bad(path / "net.safetensors")), "not a safetensors file"),
+        (lambda path: load(bad(path / "net.onnx")), "onnxruntime cannot read"),
+        (lambda path: load(bad(path / "net.zip")), "ends in"),
+        (lambda path: load(plain(path / "net.safetensors")), "not how to build"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(call, says: str, tmp_path):
+    with pytest.raises(LowRankError, match=says):
+        call(tmp_path)
+
+
+def bad(path):
+    path.write_bytes(b"not a network")
+    return path
+
+
+def plain(path):
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(2)}, path)
+    return path

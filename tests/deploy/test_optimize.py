@@ -1,0 +1,57 @@
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.deploy.optimize import optimize
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.models import create_model
+
+
+@pytest.fixture
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    net = create_model("nin", width=0.05, norm="batch", scheme="lr-join").eval()
+    for part in net.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            nn.init.uniform_(part.running_var, 0.5, 2)
+    return net
+
+
+IMAGE = torch.randn(2, 3, 30, 30, generator=torch.Generator().manual_seed(1))
+
+
+def test_the_result_computes_the_same_and_says_how(network: nn.Module):
+    fast = optimize(network, IMAGE, compile=False, cache=False, repeats=3)
+    torch.testing.assert_close(fast(IMAGE), network(IMAGE), rtol=1e-4, atol=1e-4)
+    times = fast.report.times
+    assert set(times) == {
+        "as given", "folded, contiguous", "planned, contiguous", "folded, channels_last", "planned, channels_last"
+    }  # fmt: skip
+    assert times[fast.report.choice].ms == min(sample.ms for sample in times.values()) <= times["as given"].ms
+    assert json.dumps(fast.report.to_dict())
+
+
+def test_a_network_that_does_not_compile_is_left_as_it_is(network: nn.Module, monkeypatch: pytest.MonkeyPatch):
+    def broken(variant: nn.Module, x: torch.Tensor) -> nn.Module:
+        raise RuntimeError("no compiler\nand more")
+
+    monkeypatch.setattr(sys.modules[optimize.__module__], "_compiled", broken)
+    fast = optimize(network, IMAGE, cache=False, repeats=3)
+    assert set(fast.report.failed.values()) == {"no compiler"}
+    torch.testing.assert_close(fast(IMAGE), network(IMAGE), rtol=1e-4, atol=1e-4)
+
+
+def test_other_layouts_and_gradients_do_not_disturb_it(network: nn.Module):
+    fast = optimize(network, IMAGE, compile=False, cache=False, repeats=3)
+    last = IMAGE.contiguous(memory_format=torch.channels_last).requires_grad_()
+    out = fast(last)
+    assert not out.requires_grad
+    torch.testing.assert_close(out, network(IMAGE).detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_training_mode_is_refused(network: nn.Module):
+    with pytest.raises(LowRankError, match="inference"):
+        optimize(network.train(), IMAGE)

@@ -1,0 +1,45 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lowrank_cnn.deploy.transforms import affine_bias, compose, compose_bias, norm_affine, scale_filters
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("first", "second"), [((3, 3), (1, 1)), ((1, 5), (3, 1)), ((4, 1), (1, 2)), ((1, 1), (3, 3)), ((1, 1), (1, 1))]
+)
+def test_two_convs_are_one(first: tuple[int, int], second: tuple[int, int], groups: int):
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    a = torch.randn(6, 4 // groups, *first, dtype=torch.float64)
+    b = torch.randn(8, 6 // groups, *second, dtype=torch.float64)
+    bias_a, bias_b = torch.randn(6, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    chain = F.conv2d(F.conv2d(x, a, bias_a, groups=groups), b, bias_b, groups=groups)
+    weight = compose(a, b, groups=groups)
+    bias = compose_bias(bias_a, b, bias_b, groups=groups)
+    close(F.conv2d(x, weight, bias, groups=groups), chain)
+    close(compose_bias(bias_a, b, None, groups=groups), bias - bias_b)
+    assert compose_bias(None, b, bias_b) is bias_b
+
+
+def test_two_convs_along_one_axis_are_refused():
+    with pytest.raises(ValueError, match="one axis"):
+        compose(torch.randn(2, 2, 3, 1), torch.randn(2, 2, 3, 3))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_batch_norm_folds_into_the_filters(affine: bool, biased: bool):
+    norm = nn.BatchNorm2d(5, affine=affine, dtype=torch.float64).eval()
+    nn.init.normal_(norm.running_mean)
+    nn.init.uniform_(norm.running_var, 0.5, 2)
+    conv = nn.Conv2d(3, 5, 3, bias=biased, dtype=torch.float64)
+    scale, shift = norm_affine(norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    folded = F.conv2d(x, scale_filters(conv.weight, scale), affine_bias(conv.bias, scale, shift))
+    close(folded, norm(conv(x)))
