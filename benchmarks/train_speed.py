@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lowrank_cnn.data import Data, open_data
+from lowrank_cnn.data import Data, ResidentSplit, open_data
 from lowrank_cnn.environment import environment
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import fit, get_recipe
@@ -56,7 +56,7 @@ class PlainImages(Dataset):
 
 def network(name: str, data: Data, recipe: Recipe) -> nn.Module:
     torch.manual_seed(0)
-    return create_model(name, num_classes=len(data.classes), in_channels=data.train.size[0], norm=recipe.norm)
+    return create_model(name, num_classes=len(data.classes), in_channels=data.train.channels, norm=recipe.norm)
 
 
 def ours(name: str, data: Data, recipe: Recipe, epochs: int, **how: Any) -> dict[str, object]:
@@ -67,8 +67,11 @@ def ours(name: str, data: Data, recipe: Recipe, epochs: int, **how: Any) -> dict
 
 def plain(name: str, data: Data, recipe: Recipe, epochs: int, workers: int) -> dict[str, object]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    net = network(name, data, recipe).to(device, memory_format=torch.channels_last).train()
-    images = PlainImages(data.train.images, data.train.labels, recipe.crop or data.train.size[1])
+    net = network(name, data, recipe).to(device).train()
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    assert isinstance(data.train, ResidentSplit)
+    pixels = data.train.images
+    images = PlainImages(pixels, data.train.labels, recipe.crop or pixels.shape[-1])
     options = {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": device.type == "cuda"}
     loader = DataLoader(images, recipe.batch_size, shuffle=True, drop_last=True, **options)
     optimizer = torch.optim.SGD(net.parameters(), recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay)

@@ -11,7 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lowrank_cnn._version import __version__
+from lowrank_cnn.convert import convert
 from lowrank_cnn.count import Count, count
+from lowrank_cnn.decompose import decompose
 from lowrank_cnn.errors import LowRankError, MissingExtra
 from lowrank_cnn.init import composite_sigma, init_
 from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d, build_conv
@@ -20,14 +22,25 @@ from lowrank_cnn.spec import Composite, FilterGroup, Scheme, parse_scheme
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import open_data
-    from lowrank_cnn.evaluate import evaluate
-    from lowrank_cnn.train import fit
+    from lowrank_cnn.deploy import export, load, merge, optimize, plan
+    from lowrank_cnn.evaluation import evaluate
+    from lowrank_cnn.report import write_report
+    from lowrank_cnn.timing import time_model
+    from lowrank_cnn.train import fit, get_recipe
 
 # Parts that take longer to load than torch's own import are loaded when first asked for.
 _LATER = {
-    "open_data": "lowrank_cnn.data",
+    "evaluate": "lowrank_cnn.evaluation",
+    "export": "lowrank_cnn.deploy",
     "fit": "lowrank_cnn.train",
-    "evaluate": "lowrank_cnn.evaluate",
+    "get_recipe": "lowrank_cnn.train",
+    "load": "lowrank_cnn.deploy",
+    "merge": "lowrank_cnn.deploy",
+    "open_data": "lowrank_cnn.data",
+    "optimize": "lowrank_cnn.deploy",
+    "plan": "lowrank_cnn.deploy",
+    "time_model": "lowrank_cnn.timing",
+    "write_report": "lowrank_cnn.report",
 }
 
 
@@ -54,12 +67,22 @@ __all__ = [
     "__version__",
     "build_conv",
     "composite_sigma",
+    "convert",
     "count",
     "create_model",
+    "decompose",
     "evaluate",
+    "export",
     "fit",
+    "get_recipe",
     "init_",
     "list_models",
+    "load",
+    "merge",
     "open_data",
+    "optimize",
     "parse_scheme",
+    "plan",
+    "time_model",
+    "write_report",
 ]

@@ -9,7 +9,7 @@ import torch
 
 from lowrank_cnn.data import open_data
 from lowrank_cnn.environment import environment
-from lowrank_cnn.evaluate import load_checkpoint
+from lowrank_cnn.evaluation import load_checkpoint
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.report import write_report

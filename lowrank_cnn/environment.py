@@ -41,10 +41,10 @@ def commit() -> str | None:
     A tree that travelled without its history may carry its commit in LOWRANK_COMMIT instead.
     """
     root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
+    head = _git(root, "rev-parse", "--short=12", "HEAD") if (root / ".git").exists() else None
+    if not head:
         return os.environ.get("LOWRANK_COMMIT")
-    head = _git(root, "rev-parse", "--short=12", "HEAD")
-    return head and head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
 
 
 def _git(root: Path, *arguments: str) -> str | None:

@@ -51,7 +51,7 @@ def find_model(text: str, *, pretrained: bool = False, **options: Any) -> Source
         network = load(text)
         return Source(Path(text).stem, network, getattr(network, "input_size", None))
     if Path(text).is_dir():
-        from lowrank_cnn.evaluate import load_checkpoint
+        from lowrank_cnn.evaluation import load_checkpoint
 
         network = load_checkpoint(text).network
         return Source(Path(text).name, network, getattr(network, "input_size", None))

@@ -15,7 +15,7 @@ from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.errors import LowRankError, nearest
-from lowrank_cnn.evaluate import Trained, evaluate, load_checkpoint, predict
+from lowrank_cnn.evaluation import Trained, evaluate, load_checkpoint, predict
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.train import Interrupted, Recipe, Record, fit, get_recipe
 from lowrank_cnn.train.recipe import RECIPES, parse_settings

@@ -38,7 +38,7 @@ class Options:
 def load_trained(path: str | Path) -> nn.Module:
     """The network of a run's checkpoint, in evaluation mode."""
     # Loaded when asked for: it brings the data and training parts along.
-    from lowrank_cnn.evaluate import load_checkpoint
+    from lowrank_cnn.evaluation import load_checkpoint
 
     return load_checkpoint(path).network.eval()
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.evaluate import evaluate, load_checkpoint, predict
+from lowrank_cnn.evaluation import evaluate, load_checkpoint, predict
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import fit, get_recipe
 from lowrank_cnn.train.score import score
