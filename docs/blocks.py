@@ -34,7 +34,8 @@ def record(name: str) -> dict[str, Any]:
 def source(path: str, environment: dict[str, Any]) -> str:
     """The line under a table: what it was measured with, and where the record is."""
     device = environment.get("gpu") or environment["cpu"]
-    return f"\n*{device}, torch {environment['torch']}; record: `benchmarks/results/{path}`.*\n"
+    where = f"record: `benchmarks/results/{path}`, commit {environment['commit']}"
+    return f"\n*{device}, torch {environment['torch']}; {where}.*\n"
 
 
 def init_depth() -> str:
@@ -77,7 +78,73 @@ def networks() -> str:
     )
 
 
-TABLES: dict[str, Callable[[], str]] = {"init-depth": init_depth, "networks": networks}
+def gpu_layers() -> str:
+    """The best tile of each layer of the low-rank VGG beside its floor and the dense twin."""
+    found = record("gpu_kernels.json")
+    rows: list[list[object]] = []
+    for name, layer in found["layers"].items():
+        right = {k: v for k, v in layer["tiles"].items() if v.get("right")}
+        best = min(right, key=lambda tile: right[tile]["ms"])
+        ms = right[best]["ms"]
+        rate = 2 * layer["macs"] / ms / 1e9
+        rivals = layer["rivals"]
+        pool = f" + {rivals['max-pool']['ms']:.2f}" if "max-pool" in rivals else ""
+        dense = f"{rivals['dense conv+bias+relu']['ms']:.2f}{pool}"
+        rows.append([name, f"{ms:.3f}", right[best]["kernel"], f"{rate:.0f}", f"{layer['floor_ms']:.3f}", dense])
+    columns = ["layer", "ms", "kernel", "TFLOP/s", "floor ms", "dense conv + pool ms"]
+    return markdown(columns, rows) + source("gpu_kernels.json", found["environment"])
+
+
+def gpu_speed() -> str:
+    found = record("gpu_speed.json")
+    rows: list[list[object]] = [
+        [
+            f"`{row['network']}`",
+            f"{row['mac_ratio']:.3f}",
+            f"**{row['ratio']:.3f}**",
+            f"{row['ms']:.2f}",
+            f"{row['dense_ms']:.2f} ({row['dense_way']})",
+            f"{row['tricks_ms']:.2f}",
+            f"{row['tflops']:.0f}",
+            f"{row['floor_ms']:.2f}",
+        ]
+        for row in found["rows"]
+        if row["mode"] == "inference" and row["batch"] == 256
+    ]
+    columns = [
+        "network",
+        "MAC ratio",
+        "time ratio",
+        "ms",
+        "fastest dense ms",
+        "dense, our kernels",
+        "TFLOP/s",
+        "floor",
+    ]
+    repeats = next(way["repeats"] for way in found["ways"].values() if "repeats" in way)
+    note = f"\nbf16, batch 256, 224x224, medians of {repeats} graph replays; spreads are in the record.\n"
+    return markdown(columns, rows) + note + source("gpu_speed.json", found["environment"])
+
+
+def train_speed() -> str:
+    found = record("train_speed.json")
+    ways = list(next(iter(found["rows"].values())))
+    rows: list[list[object]] = [
+        [way, *(f"{found['rows'][net][way]['images_per_second']:,.0f}" for net in found["rows"])] for way in ways
+    ]
+    images, workers = found["setting"]["images"], found["setting"]["workers"]
+    note = f"\nImages per second, median epoch: batch 128, {images:,} images of CIFAR-10, {workers} workers to load.\n"
+    table = markdown(["loop", *(f"`{net}`" for net in found["rows"])], rows)
+    return table + note + source("train_speed.json", found["environment"])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "gpu-layers": gpu_layers,
+    "gpu-speed": gpu_speed,
+    "train-speed": train_speed,
+    "init-depth": init_depth,
+    "networks": networks,
+}
 
 
 def filled(text: str) -> str:
