@@ -133,7 +133,9 @@ def train_speed() -> str:
         [way, *(f"{found['rows'][net][way]['images_per_second']:,.0f}" for net in found["rows"])] for way in ways
     ]
     images, workers = found["setting"]["images"], found["setting"]["workers"]
-    note = f"\nImages per second, median epoch: batch 128, {images:,} images of CIFAR-10, {workers} workers to load.\n"
+    note = (
+        f"\nImages per second, median epoch: batch 128, {images:,} CIFAR-10 images, {workers} workers to load.\n"
+    )
     table = markdown(["loop", *(f"`{net}`" for net in found["rows"])], rows)
     return table + note + source("train_speed.json", found["environment"])
 
