@@ -21,7 +21,8 @@ def require(module: str, *, extra: str, purpose: str = "this") -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
+        # What is missing may be what the module itself wants: TensorBoard, to write scalars with torch.
+        package = (error.name or module).partition(".")[0]
         raise MissingExtra(f"{purpose} needs {package}: pip install 'lowrank-cnn[{extra}]'") from error
 
 

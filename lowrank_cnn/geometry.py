@@ -15,7 +15,7 @@ Padding = str | int | Sequence[int] | Sides
 
 def pair(value: int | Sequence[int], label: str) -> Pair:
     """A size given once or per axis."""
-    both = (value, value) if isinstance(value, int) else tuple(value)
+    both = tuple(value) if isinstance(value, Sequence) else (value, value)
     if len(both) != 2 or any(not isinstance(v, int) or v < 1 for v in both):
         raise LowRankError(f"{label} is a positive number or a pair of them, not {value!r}.")
     return both[0], both[1]
@@ -28,13 +28,14 @@ def enclosing_padding(padding: Padding, kernel: Pair, dilation: Pair) -> Sides:
         return (totals[0] // 2, totals[0] - totals[0] // 2), (totals[1] // 2, totals[1] - totals[1] // 2)
     if padding == "valid":
         return (0, 0), (0, 0)
-    both = (padding, padding) if isinstance(padding, int) else padding
-    if isinstance(both, str) or len(both) != 2:
-        raise LowRankError(f'padding is "same", "valid", a number or a pair, not {padding!r}.')
-    rows, columns = ((v, v) if isinstance(v, int) else tuple(v) for v in both)
+    both = tuple(padding) if isinstance(padding, Sequence) and not isinstance(padding, str) else (padding, padding)
     if any(isinstance(v, int) and v < 0 for v in both):
         raise LowRankError(f"padding cannot be negative: {padding!r}.")
-    return (rows[0], rows[1]), (columns[0], columns[1])
+    sides = [tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else (v, v) for v in both]
+    if [len(side) for side in sides] != [2, 2] or not all(isinstance(v, int) for side in sides for v in side):
+        raise LowRankError(f'padding is "same", "valid", a number or a pair, not {padding!r}.')
+    (top, bottom), (left, right) = sides
+    return (top, bottom), (left, right)  # type: ignore[return-value]
 
 
 def offsets(group: FilterGroup, kernel: Pair) -> Pair:

@@ -57,11 +57,12 @@ def init_(model: nn.Module, *, relu: Rectified | None = None) -> nn.Module:
     Whether a ReLU follows is found from the order of the modules (see `followed_by_relu`); give
     `relu(name, module) -> bool` where that order misleads.
     """
-    follows = followed_by_relu(model)
+    follows, together = followed_by_relu(model), _side_by_side(model)
     for name, layer in weight_layers(model):
         rectified = relu(name, layer) if relu else follows[name]
+        fan = sum(_fan(twin, rectified) for twin in together.get(layer, [layer]))
         for weight in _weights(layer):
-            _draw(weight, sigma(_fan(layer, rectified), relu=rectified))
+            _draw(weight, sigma(fan, relu=rectified))
         _clear_bias(layer)
     return model
 
@@ -129,6 +130,19 @@ def followed_by_relu(model: nn.Module) -> dict[str, bool]:
         elif isinstance(module, _RECTIFIERS) and current is not None:
             follows[current] = current not in inside
     return follows
+
+
+def _side_by_side(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
+    """Layers that read one input in parallel branches are groups of one composite, whatever lies behind them.
+
+    A module with such branches names their first layers in `entries`, as GoogLeNet's inception does.
+    """
+    found: dict[nn.Module, list[nn.Module]] = {}
+    for module in model.modules():
+        if entries := getattr(module, "entries", ()):
+            layers = [module.get_submodule(entry) for entry in entries]
+            found |= dict.fromkeys(layers, layers)
+    return found
 
 
 def _unrectified(model: nn.Module) -> set[str]:

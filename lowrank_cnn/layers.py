@@ -149,6 +149,12 @@ class CompositeConv2d(nn.Module):
             expected = f"[N, {self.in_channels}, H, W]"
             raise LowRankError(f"a composite layer takes {expected}, not an input of shape {list(x.shape)}.")
         kernel, sizes = self.composite.kernel, x.shape[-2:]
+        # A reflection does not repeat the border itself, so it reaches one pixel less than the image.
+        room = {"reflect": 1, "circular": 0}.get(self.padding_mode)
+        if room is not None and any(max(p) > n - room for p, n in zip(self.padding, sizes, strict=True)):
+            raise LowRankError(
+                f"{self.padding_mode} padding of {self.padding} is larger than an input of {sizes[0]}x{sizes[1]}."
+            )
         reach = [step * (size - 1) + 1 for size, step in zip(kernel, self.dilation, strict=True)]
         padded = [size + sum(sides) for size, sides in zip(sizes, self.padding, strict=True)]
         if any(space < span for space, span in zip(padded, reach, strict=True)):

@@ -60,7 +60,11 @@ class Composite:
     @classmethod
     def of(cls, groups: Composite | Iterable[FilterGroup | Sequence[int]]) -> Composite:
         """Accept groups as `FilterGroup`s or `(height, width, filters)` tuples."""
-        return groups if isinstance(groups, Composite) else cls(tuple(_as_group(group) for group in groups))
+        if isinstance(groups, Composite):
+            return groups
+        if not isinstance(groups, Iterable):
+            raise LowRankError(f"the groups of a composite are (height, width, filters) each, not {groups!r}.")
+        return cls(tuple(_as_group(group) for group in groups))
 
     @property
     def filters(self) -> int:
@@ -95,22 +99,24 @@ class Scheme:
 
     shapes: the basis filters' shapes, in terms of the dense k_h x k_w ("kx1", "1xk", "kxk", "5x1"), each with
         its proportion. For `separable` they are the two halves, in order.
-    m: the number of basis filters, where something follows them: an integer, or a share of d.
+    m: the number of basis filters, where something follows them: an integer, a share of d, or None for d.
     to: the filters of the closing 1x1 join as a share of d; None where there is no join.
     """
 
     name: str
     shapes: tuple[tuple[str, Fraction], ...] = ()
-    m: int | float = 1.0
+    m: int | float | None = None
     to: float | None = None
 
     def __post_init__(self) -> None:
         _check_scheme(self)
+        if isinstance(self.m, float) and self.m == 1:  # one way to say d, so that equal schemes are equal
+            object.__setattr__(self, "m", None)
 
     def __str__(self) -> str:
         default = SCHEMES[self.name]
         items = [] if self.shapes == default.shapes else [_shape_text(*item) for item in self.shapes]
-        items += [f"m={self.m}"] if self.m != default.m else []
+        items += [f"m={self.m}"] if self.m is not None else []
         items += ["join"] if self.name == "mixture" and self.to is not None else []
         items += [f"to={self.to}"] if self.name == "embed" and self.to != default.to else []
         return self.name + (f"({', '.join(items)})" if items else "")
@@ -126,6 +132,10 @@ class Scheme:
 
     def stages(self, kernel: Pair, filters: int, *, channel_groups: int = 1) -> tuple[Composite, ...]:
         """The composites that replace a dense conv, in order, with nothing between them."""
+        if not isinstance(filters, int) or filters < 1:
+            raise LowRankError(f"a convolution has a positive number of filters, not {filters!r}.")
+        if not isinstance(channel_groups, int) or channel_groups < 1:
+            raise LowRankError(f"channel_groups is a positive number, not {channel_groups!r}.")
         if self.name == "dense":
             return (Composite((FilterGroup(*kernel, filters),)),)
         shapes = [(_resolve(shape, kernel), proportion) for shape, proportion in self.shapes]
@@ -139,23 +149,31 @@ class Scheme:
         return basis, Composite((FilterGroup(1, 1, self.out_filters(filters)),))
 
 
+_NAMES = ("dense", "separable", "lr", "lr-join", "mixture", "embed")
 _HALVES = (("kx1", Fraction(1)), ("1xk", Fraction(1)))
 _SHAPE = re.compile(r"(k|[1-9]\d*)x(k|[1-9]\d*)")
+
+_JOINS: dict[str, tuple[float | None, ...]] = {"mixture": (None, 1.0), "lr-join": (1.0,), "embed": ()}
+"""What `to` may be: a mixture has a join or none, an embedding one to any share, the others none."""
 
 SCHEMES: dict[str, Scheme] = {}
 """Every scheme by name, with its defaults."""
 
 
 def _check_scheme(scheme: Scheme) -> None:
+    if scheme.name not in _NAMES:
+        raise LowRankError(f"there is no scheme {scheme.name!r}; {nearest(str(scheme.name), _NAMES)}")
+    if scheme.name != "embed" and scheme.to not in _JOINS.get(scheme.name, (None,)):
+        raise LowRankError(f"the scheme {scheme.name} cannot join to {scheme.to}; embed(to={scheme.to}) can.")
     for shape, proportion in scheme.shapes:
         if not _SHAPE.fullmatch(shape):
             raise LowRankError(f"a filter shape is written like kx1, 1xk, kxk or 5x1, not {shape!r}.")
         if proportion <= 0:
             raise LowRankError(f"the proportion of {shape} filters must be positive, not {proportion}.")
     for label, value in (("m", scheme.m), ("to", scheme.to)):
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < float("inf"):
             raise LowRankError(f"{label} in the scheme {scheme.name} must be positive, not {value}.")
-    if scheme.name == "mixture" and scheme.to is None and scheme.m != 1.0:
+    if scheme.name == "mixture" and scheme.to is None and scheme.m is not None:
         raise LowRankError("m basis filters need a join after them: write mixture(..., m=..., join).")
     if scheme.name == "separable" and not _crossed([shape for shape, _ in scheme.shapes]):
         raise LowRankError("a separable scheme has two shapes, one upright and one lying: 1xk and kx1.")
@@ -190,6 +208,8 @@ def parse_scheme(text: str | Mapping[str, object] | Scheme) -> Scheme:
         return text
     if isinstance(text, Mapping):
         return _from_dict(text)
+    if not isinstance(text, str):
+        raise LowRankError(f"a scheme is a string, a dict or a Scheme, not {text!r}.")
     match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text)
     if not match:
         raise LowRankError(f"cannot read the scheme {text!r}; write name or name(option, option=value).")
@@ -211,11 +231,9 @@ def _from_dict(fields: Mapping[str, object]) -> Scheme:
     if not isinstance(shapes, Mapping):
         raise LowRankError(f"the shapes of a scheme map a shape to its proportion, not {shapes!r}.")
     options = {key: value for key, value in known.items() if value is not None}
-    if name == "mixture" and options.pop("to", None) is not None:
-        options["join"] = True
-    if name in SCHEMES:  # a written-out default is not an option that the scheme lacks
-        default = {"m": SCHEMES[name].m, "to": SCHEMES[name].to}
-        options = {k: v for k, v in options.items() if k not in default or v != default[k]}
+    if options.get("to") == 1.0 and name in ("mixture", "lr-join"):  # their join, written out
+        del options["to"]
+        options |= {"join": True} if name == "mixture" else {}
     return _build(name, dict(shapes), options)
 
 
@@ -232,7 +250,15 @@ def _build(name: str, shapes: Mapping[str, object], options: Mapping[str, object
     proportions = tuple((shape, _fraction(value)) for shape, value in shapes.items()) or default.shapes
     m = _amount(options["m"]) if "m" in options else default.m
     to = float(_fraction(options["to"])) if "to" in options else default.to
-    return Scheme(name, proportions, m, 1.0 if options.get("join") else to)
+    return Scheme(name, proportions, m, 1.0 if _yes(options.get("join", False)) else to)
+
+
+def _yes(value: object) -> bool:
+    """A bare `join` says yes; written out it may say no."""
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if str(value).lower() not in words:
+        raise LowRankError(f"join is yes or no, not {value!r}.")
+    return words[str(value).lower()]
 
 
 def _fraction(value: object) -> Fraction:
@@ -246,6 +272,8 @@ def _fraction(value: object) -> Fraction:
 def _amount(value: object) -> int | float:
     """A plain integer is a number of filters (m=96), anything else a share of d (m=0.5)."""
     number = _fraction(value)
+    if abs(number) > 10**9:
+        raise LowRankError(f"{value} is too many filters.")
     return int(number) if re.fullmatch(r"-?\d+", str(value)) else float(number)
 
 
@@ -258,7 +286,9 @@ def _resolve(shape: str, kernel: Pair) -> Pair:
     return (kernel[0] if height == "k" else int(height)), (kernel[1] if width == "k" else int(width))
 
 
-def _scaled(amount: int | float, filters: int) -> int:
+def _scaled(amount: int | float | None, filters: int) -> int:
+    if amount is None:
+        return filters
     return amount if isinstance(amount, int) else max(1, round(amount * filters))
 
 

@@ -27,7 +27,7 @@ def schemes(draw: st.DrawFn) -> Scheme:
         "mixture": draw(st.sampled_from([None, 1.0])),
         "embed": draw(st.floats(0.05, 2)),
     }
-    return Scheme(name, draw(MIXES), draw(AMOUNTS) if to[name] else 1.0, to[name])
+    return Scheme(name, draw(MIXES), draw(AMOUNTS) if to[name] else None, to[name])
 
 
 @given(schemes())
@@ -41,7 +41,8 @@ def test_no_filter_is_lost(scheme: Scheme, filters: int, kernel: tuple[int, int]
     stages = scheme.stages(kernel, filters)
     assert stages[-1].filters == scheme.out_filters(filters)
     if len(stages) == 2:
-        expected = scheme.m if isinstance(scheme.m, int) else max(1, round(scheme.m * filters))
+        share = 1.0 if scheme.m is None else scheme.m
+        expected = share if isinstance(share, int) else max(1, round(share * filters))
         assert stages[0].filters == expected
 
 
@@ -81,6 +82,25 @@ def test_the_papers_schemes(text: str, stages: list[str]):
     assert [str(stage) for stage in parse_scheme(text).stages((3, 3), 64)] == stages
 
 
+def test_one_basis_filter_is_not_as_many_as_filters():
+    one, all_of_them = parse_scheme("lr-join(m=1)"), parse_scheme("lr-join(m=1.0)")
+    assert one.stages((3, 3), 64)[0].filters == 1
+    assert all_of_them == parse_scheme("lr-join") != one
+    assert parse_scheme(str(one)) == parse_scheme(one.to_dict()) == one
+
+
+def test_a_join_can_be_declined():
+    assert parse_scheme("mixture(kx1, kxk, join=no)") == parse_scheme("mixture(kx1, kxk)")
+    assert parse_scheme("mixture(kx1, kxk, join=yes)") == parse_scheme("mixture(kx1, kxk, join)")
+
+
+def test_a_scheme_made_by_hand_is_checked():
+    with pytest.raises(LowRankError, match="there is no scheme"):
+        Scheme("foo")
+    with pytest.raises(LowRankError, match="cannot join to"):
+        Scheme("lr", (("kx1", Fraction(1)),), to=0.5)
+
+
 def test_a_composites_arithmetic():
     composite = Composite.of([(3, 1, 8), FilterGroup(1, 5, 4)])
     assert composite.filters == 12
@@ -103,6 +123,10 @@ def test_a_composites_arithmetic():
         ("separable(kxk, 1xk)", "one upright and one lying"),
         ("dense(kx1)", "takes no shapes"),
         ("embed(to=0)", "must be positive"),
+        ("mixture(kx1, join=maybe)", "join is yes or no"),
+        ("lr-join(m=1e400)", "too many filters"),
+        (None, "a string, a dict or a Scheme"),
+        ({"name": "mixture", "to": 0.5}, r"cannot join to 0\.5|takes join, m"),
     ],
 )
 def test_bad_schemes_are_refused_in_a_sentence(text: str, says: str):

@@ -91,7 +91,7 @@ def _parse_size(text: str | None) -> tuple[int, int, int] | None:
 
 
 def _print_count(name: str, result: Count) -> None:
-    columns = ("layer", "<output", "MACs", "params", "activations")
+    columns = ("layer", "<output", "MACs", "params", "MiB")
     rows = [
         (layer.name, "x".join(map(str, layer.output)), f"{layer.macs:,}", f"{layer.params:,}", _mib(layer))
         for layer in result.layers
@@ -102,7 +102,8 @@ def _print_count(name: str, result: Count) -> None:
 
 
 def _mib(item) -> str:
-    return f"{item.activation_bytes / 2**20:.2f} MiB"
+    """Memory of the activations; the heading has the unit."""
+    return f"{item.activation_bytes / 2**20:.2f}"
 
 
 def _percent(share: float | None) -> str:

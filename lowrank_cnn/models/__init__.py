@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
 
 from lowrank_cnn.errors import LowRankError, nearest
 from lowrank_cnn.init import INITIALISATIONS
 from lowrank_cnn.models import googlenet, nin, vgg
 from lowrank_cnn.models.network import Network, Options
-from lowrank_cnn.spec import Scheme
+from lowrank_cnn.spec import Scheme, parse_scheme
 
 FAMILIES: tuple[ModuleType, ...] = (vgg, googlenet, nin)
 
@@ -34,7 +35,7 @@ def create_model(
     width: float = 1.0,
     norm: str | None = None,
     stride: int | None = None,
-    scheme: str | Scheme | None = None,
+    scheme: str | Scheme | Mapping[str, object] | None = None,
     dropout: float | None = None,
     init: str = "composite",
 ) -> Network:
@@ -51,7 +52,7 @@ def create_model(
     variant = family.VARIANTS[name]
     classes = family.CLASSES if num_classes is None else num_classes
     first = variant.stride if stride is None else stride
-    text = None if scheme is None else str(scheme)
+    text = None if scheme is None else str(parse_scheme(scheme))
     options = Options(classes, in_channels, width, norm, first, text, dropout)
     model: Network = INITIALISATIONS[init](family.build(variant, options))  # type: ignore[assignment]
     model.config = {"name": name, **vars(options), "init": init}

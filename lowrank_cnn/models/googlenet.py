@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, conv_block
 from lowrank_cnn.spec import Scheme, parse_scheme
@@ -54,6 +55,7 @@ class GoogLeNet(Network):
     def __init__(self, variant: Variant, options: Options) -> None:
         super().__init__()
         self.input_size = (options.in_channels, IMAGE, IMAGE)
+        self.smallest = 16 * options.stride
         scheme = options.scheme_or(variant.inception)
         stem = parse_scheme(variant.stem) if variant.stem == "dense" else options.scheme_or(variant.stem)
         self.stem, channels = _stem(options, stem)
@@ -86,6 +88,11 @@ class GoogLeNet(Network):
 class Inception(nn.Module):
     """Four branches over one input, concatenated: 1x1, 3x3, 5x5 and a pool with a projection."""
 
+    entries: ClassVar[tuple[str, ...]] = (
+        "branch1.conv1", "branch3.conv3_reduce", "branch5.conv5_reduce", "branch_pool.projection",
+    )  # fmt: skip
+    """The layers that read the input: groups of one composite to the initialisation."""
+
     def __init__(self, channels: int, counts: tuple[int, ...], options: Options, scheme: Scheme) -> None:
         super().__init__()
         one, reduce3, three, reduce5, five, projection = map(options.filters, counts)
@@ -98,6 +105,15 @@ class Inception(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.branch1(x), self.branch3(x), self.branch5(x), self.branch_pool(x)], dim=1)
+
+
+class AuxiliaryPool(nn.Module):
+    """4x4 maps: by the reference's 5x5 means at stride 3 from its 14x14, and from maps of any size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if min(x.shape[2:]) >= 5:
+            x = F.avg_pool2d(x, 5, 3, ceil_mode=True)
+        return F.adaptive_avg_pool2d(x, 4)
 
 
 def _reduced(
@@ -124,10 +140,8 @@ def _stem(options: Options, scheme: Scheme) -> tuple[nn.Sequential, int]:
 
 
 def _auxiliary_head(channels: int, options: Options) -> nn.Sequential:
-    """4x4 maps for 224x224 images; images of another size are averaged onto the same 4x4."""
     reduced, hidden = options.filters(128), options.filters(1024)
-    layers: OrderedDict[str, nn.Module] = OrderedDict(pool=nn.AvgPool2d(5, 3, ceil_mode=True))
-    layers["resize"] = nn.AdaptiveAvgPool2d(4)
+    layers: OrderedDict[str, nn.Module] = OrderedDict(pool=AuxiliaryPool())
     layers |= conv_block("conv", channels, reduced, 1, options)
     layers["flatten"] = nn.Flatten()
     layers["fc1"] = nn.Linear(reduced * 16, hidden)

@@ -13,6 +13,8 @@ from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.layers import build_conv
 from lowrank_cnn.spec import Scheme, parse_scheme
 
+WIDEST = 64
+
 
 @dataclass(frozen=True)
 class Options:
@@ -27,13 +29,16 @@ class Options:
     dropout: float | None = None
 
     def __post_init__(self) -> None:
-        for label in ("num_classes", "in_channels", "width", "stride"):
-            if getattr(self, label) <= 0:
-                raise LowRankError(f"{label} must be positive, not {getattr(self, label)}.")
+        for label in ("num_classes", "in_channels", "stride"):
+            value = getattr(self, label)
+            if not isinstance(value, int) or value < 1:
+                raise LowRankError(f"{label} must be a positive whole number, not {value!r}.")
+        if not isinstance(self.width, int | float) or not 0 < self.width <= WIDEST:
+            raise LowRankError(f"width must be positive and at most {WIDEST}, not {self.width!r}.")
         if self.norm not in (None, "batch"):
             raise LowRankError(f"norm is None or 'batch', not {self.norm!r}.")
-        if self.dropout is not None and not 0 <= self.dropout < 1:
-            raise LowRankError(f"dropout is a share from 0 to below 1, not {self.dropout}.")
+        if self.dropout is not None and not (isinstance(self.dropout, int | float) and 0 <= self.dropout < 1):
+            raise LowRankError(f"dropout is a share from 0 to below 1, not {self.dropout!r}.")
         if self.scheme is not None:
             parse_scheme(self.scheme)
 
@@ -57,6 +62,9 @@ class Network(nn.Module):
     unpublished: ClassVar[tuple[str, ...]] = ()
     """Submodules that the paper's parameter count leaves out."""
 
+    smallest: int = 1
+    """The least height and width of an image that leaves something for the last layer to see."""
+
     input_size: tuple[int, int, int]
     config: dict[str, object]
 
@@ -65,6 +73,9 @@ class Network(nn.Module):
         if x.dim() != 4 or x.shape[1] != channels:
             name = self.config["name"]
             raise LowRankError(f"{name} takes images as [N, {channels}, H, W], not {list(x.shape)}.")
+        if min(x.shape[2:]) < self.smallest:
+            size, least = f"{x.shape[2]}x{x.shape[3]}", f"{self.smallest}x{self.smallest}"
+            raise LowRankError(f"{self.config['name']} takes images of {least} at least, not {size}.")
 
 
 class GlobalMaxPool(nn.Module):

@@ -40,6 +40,7 @@ class NiN(Network):
     def __init__(self, variant: Variant, options: Options) -> None:
         super().__init__()
         self.input_size = (options.in_channels, IMAGE, IMAGE)
+        self.smallest = 4 * options.stride
         self.features = _features(variant, options)
         self.pool = GlobalAveragePool()
 

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -109,7 +111,12 @@ def test_the_same_seed_gives_the_same_weights():
         ({"name": "resnet"}, "there is no network 'resnet'"),
         ({"name": "nin", "norm": "layer"}, "norm is None or 'batch'"),
         ({"name": "nin", "width": 0}, "width must be positive"),
-        ({"name": "nin", "num_classes": -1}, "num_classes must be positive"),
+        ({"name": "nin", "width": float("nan")}, "width must be positive"),
+        ({"name": "nin", "width": 1e9}, "at most 64"),
+        ({"name": "nin", "width": "a"}, "width must be positive"),
+        ({"name": "nin", "stride": 1.5}, "stride must be a positive whole number"),
+        ({"name": "nin", "dropout": "a"}, "dropout is a share"),
+        ({"name": "nin", "num_classes": -1}, "num_classes must be a positive whole number"),
         ({"name": "nin", "scheme": "lowrank"}, "there is no scheme"),
         ({"name": "nin", "dropout": 1.5}, "dropout is a share"),
     ],
@@ -117,6 +124,32 @@ def test_the_same_seed_gives_the_same_weights():
 def test_bad_options_are_refused_in_a_sentence(options: dict, says: str):
     with pytest.raises(LowRankError, match=says):
         create_model(**options)
+
+
+def test_a_scheme_may_be_a_dict():
+    with torch.device("meta"):
+        net = create_model("vgg11-gmp", scheme={"name": "lr-join", "m": 0.5})
+    assert net.config["scheme"] == "lr-join(m=0.5)"
+
+
+@pytest.mark.parametrize(("name", "least"), [("googlenet", 32), ("nin", 4), ("vgg11-gmp-lr", 1)])
+def test_the_smallest_image_runs_and_a_smaller_one_is_refused(name: str, least: int):
+    net = create_model(name, num_classes=3, **SMALL).train()
+    net(torch.randn(2, 3, least, least))
+    if least > 1:
+        with pytest.raises(LowRankError, match=f"takes images of {least}x{least} at least"):
+            net(torch.randn(2, 3, least - 1, least - 1))
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_the_first_loss_is_that_of_guessing(name: str):
+    torch.manual_seed(0)
+    net = create_model(name, num_classes=20, dropout=0.0, width=0.25).train()
+    size = {"vgg11": 224}.get(name, 96)
+    images, labels = torch.randn(8, 3, size, size), torch.arange(8)
+    outputs = net(images)
+    for logits in outputs if isinstance(outputs, tuple) else (outputs,):
+        assert nn.functional.cross_entropy(logits, labels).item() == pytest.approx(math.log(20), abs=1.5)
 
 
 def test_a_wrong_input_is_refused_in_a_sentence():
