@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint types docs format clean
+.PHONY: demo test lint types format figures clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lowrank demo
@@ -37,3 +37,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.installed
 	$(PIP) --editable ".[dev]"
 	@touch $@
+
+# The pictures that README and docs show, from the published figures and the committed records.
+figures: $(VENV)/.installed
+	@mkdir -p docs/images
+	for name in vgg connections big-picture-macs timings; do $(BIN)/lowrank figure $$name -o docs/images/$$name.svg; done
+	$(BIN)/python docs/blocks.py
