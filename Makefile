@@ -41,5 +41,5 @@ $(VENV)/.dev: $(VENV)/.installed
 # The pictures that README and docs show, from the published figures and the committed records.
 figures: $(VENV)/.installed
 	@mkdir -p docs/images
-	for name in vgg connections big-picture-macs timings; do $(BIN)/lowrank figure $$name -o docs/images/$$name.svg; done
+	for name in vgg connections; do $(BIN)/lowrank figure $$name -o docs/images/$$name.svg; done
 	$(BIN)/python docs/blocks.py
