@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.data import Data, ResidentSplit
+from lowrank_cnn.data import Data, ResidentSplit, open_data
 from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.evaluation import evaluate, load_checkpoint, predict
+from lowrank_cnn.evaluation import Trained, evaluate, load_checkpoint, predict
 from lowrank_cnn.models import create_model
-from lowrank_cnn.train import fit, get_recipe
+from lowrank_cnn.train import Recipe, fit, get_recipe
+from lowrank_cnn.train.inputs import preprocessing
 from lowrank_cnn.train.score import score
 
 RECIPE = get_recipe("modern", epochs=2, batch_size=16, warmup=0, mirror=False, pad=1, cutout=0, ema=0.5)
@@ -85,6 +86,54 @@ def test_predictions_agree_with_the_evaluation(run, data, tmp_path):
     assert answers[0][0][1] >= answers[0][1][1]
 
 
+class Probe(nn.Module):
+    """Remembers what it is shown, and says the first of two classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x):
+        self.seen.append(x)
+        return x.new_tensor([[1.0, 0.0]]).expand(len(x), 2)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+@pytest.mark.parametrize("sizes", [[(20, 20)] * 4, [(20, 26), (31, 20), (40, 40), (18, 22)]], ids=["one", "many"])
+@pytest.mark.parametrize("framing", [{"crop": 14}, {"crop": 14, "resize": 16}, {"crop": 28, "resize": 32}])
+def test_predict_shows_the_network_what_evaluate_does(tmp_path, mode, sizes, framing):
+    image = pytest.importorskip("PIL.Image")
+    for part in ("train", "val"):
+        for number, size in enumerate(sizes):
+            path = tmp_path / part / "ab"[number % 2] / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image.effect_noise(size, 90).convert(mode).save(path)
+    images = open_data(tmp_path)
+    recipe = dataclasses.replace(Recipe(), **framing)
+    trained = Trained(Probe(), preprocessing(images.train, recipe), recipe, images.classes, images.test.size or ())
+    evaluate(trained, images, batch_size=1, device="cpu")
+    evaluated = trained.network.seen[-len(sizes) :]
+    predict(trained, sorted(tmp_path.glob("val/*/*.png")), device="cpu")
+    predicted = trained.network.seen[-len(sizes) :]
+    side, channels = framing["crop"], len(image.new(mode, (1, 1)).getbands())
+    assert torch.cat(predicted).shape == (len(sizes), channels, side, side)
+    torch.testing.assert_close(torch.cat(predicted), torch.cat(evaluated))
+
+
+def test_images_of_another_size_than_in_training_are_refused(run, data):
+    out, _, _ = run
+    larger = ResidentSplit.of(torch.zeros(4, 1, 20, 20, dtype=torch.uint8), torch.zeros(4))
+    with pytest.raises(LowRankError, match=r"1x16x16, halves has images of 1x20x20.*image_size=16"):
+        evaluate(out, dataclasses.replace(data, test=larger), device="cpu")
+
+
+@pytest.mark.parametrize("top", [0, -1])
+def test_at_least_one_class_is_named(run, top):
+    out, _, _ = run
+    with pytest.raises(LowRankError, match=f"at least 1, not {top}"):
+        predict(out, [], top=top, device="cpu")
+
+
 def test_an_image_of_another_size_and_colour_is_fitted(run, tmp_path):
     image = pytest.importorskip("PIL.Image")
     out, _, _ = run
@@ -113,7 +162,11 @@ def test_a_damaged_run_is_not_evaluated_silently_by_an_older_state(run, data, tm
         (tmp_path / path.name).write_bytes(path.read_bytes())
     newest = max(tmp_path.glob("step-*.safetensors"))
     newest.write_bytes(newest.read_bytes()[:-1])
-    with pytest.raises(LowRankError, match=newest.name):
+    with pytest.raises(LowRankError, match=rf"{newest.name} is damaged.*\. To use an older state"):
+        evaluate(tmp_path, data, device="cpu")
+    for path in tmp_path.glob("step-*.json"):
+        path.write_text("{}")
+    with pytest.raises(LowRankError, match=r"every checkpoint .* is damaged, and none can be used"):
         evaluate(tmp_path, data, device="cpu")
 
 
@@ -128,6 +181,8 @@ def test_what_is_no_checkpoint_is_named(tmp_path):
 def test_a_bare_network_is_evaluated_too(data):
     network = nn.Sequential(nn.AdaptiveAvgPool2d((2, 1)), nn.Flatten())
     assert evaluate(network, data, device="cpu").top1 == 1.0
+    with pytest.raises(LowRankError, match="4 outputs for an image, and the data 2 classes"):
+        evaluate(nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten()), data, device="cpu")
 
 
 def test_hits_are_counted_by_hand():

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
@@ -16,13 +17,13 @@ errors = Console(stderr=True, highlight=False)
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table with its first column to the left and numbers to the right; a heading `<name` goes left too."""
-    style = {"box": box.SIMPLE_HEAD, "title_justify": "left", "title_style": "bold", "padding": (0, 0)}
-    table = Table(title=title, **style)
+    # Names of files and classes are shown as they are: rich would read markup in them.
+    table = Table(title=Text(title, "bold"), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 0))
     for index, heading in enumerate(columns):
         left = index == 0 or heading.startswith("<")
         table.add_column(heading.lstrip("<"), justify="left" if left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*("" if value is None else str(value) for value in row))
+        table.add_row(*(Text("" if value is None else str(value)) for value in row))
     console.print(table)
 
 

@@ -18,6 +18,7 @@ from lowrank_cnn.errors import LowRankError, nearest
 from lowrank_cnn.evaluation import Trained, evaluate, load_checkpoint, predict
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.train import Interrupted, Recipe, Record, fit, get_recipe
+from lowrank_cnn.train.randomness import seed_generators
 from lowrank_cnn.train.recipe import RECIPES, parse_settings
 from lowrank_cnn.units import si
 
@@ -71,7 +72,7 @@ def train_command(
     images = open_data(data, bad=bad, limit=limit, image_size=image_size)
     if not as_json:
         _print_start(images, resolved)
-    torch.manual_seed(seed)
+    seed_generators(seed)
     network = _network(model, images, scheme=scheme, width=width, stride=stride, norm=resolved.norm)
     with _leaving_politely():
         record = fit(
@@ -92,9 +93,8 @@ def train_command(
 
 
 def evaluate_command(
-    model: Annotated[str, typer.Argument(help="A run's directory, a checkpoint, or a network's name.")],
+    model: Annotated[str, typer.Argument(help="A run's directory or a checkpoint.")],
     data: Source,
-    pretrained: Annotated[str | None, typer.Option(help="The data set the network's weights come from.")] = None,
     best: Annotated[bool, typer.Option("--best", help="The best weights of a run, not the last.")] = False,
     device: Device = "auto",
     workers: Workers = 0,
@@ -104,12 +104,12 @@ def evaluate_command(
     as_json: Json = False,
 ) -> None:
     """Measure top-1 and top-5 accuracy on the test images."""
+    trained = _find(model, best)
     images = open_data(data, bad=bad, limit=limit, image_size=image_size)
-    found = _find(model, images, pretrained, best)
-    if images.test.size is None and isinstance(found, Trained) and found.image:
-        # Images of many sizes were brought to one square for training: do the same here.
-        images = open_data(data, bad=bad, limit=limit, image_size=found.image[1])
-    result = evaluate(found, images, device=device, workers=workers)
+    if image_size is None and images.test.size != trained.image and trained.square:
+        # Training brought its images to one square: do the same here.
+        images = open_data(data, bad=bad, limit=limit, image_size=trained.square, channels=trained.channels)
+    result = evaluate(trained, images, device=device, workers=workers)
     if as_json:
         print_json({"model": model, "data": images.name, **result.to_dict()})
         return
@@ -168,12 +168,10 @@ def _network(name: str, data: Data, **options: Any) -> torch.nn.Module:
     return create_model(name, num_classes=len(data.classes), in_channels=data.test.channels, **options)
 
 
-def _find(model: str, data: Data, pretrained: str | None, best: bool) -> Trained | torch.nn.Module:
-    """The network that a path or a name stands for."""
-    if pretrained is not None:
-        return _network(model, data, pretrained=pretrained)
-    if model in list_models():
-        raise LowRankError(f"{model} is untrained: give --pretrained, or a run's directory in its place.")
+def _find(model: str, best: bool) -> Trained:
+    """The trained network that a path stands for."""
+    if model in list_models() and not Path(model).exists():
+        raise LowRankError(f"{model} is untrained: give a run's directory in its place.")
     if not Path(model).exists() and not Path(model).with_suffix(".json").exists():
         raise LowRankError(
             f"{model} is neither a checkpoint nor a network's name; {nearest(model, list_models())}"

@@ -93,6 +93,8 @@ def make_loader(
     `workers` are the processes that decode a streamed split; a resident one is on the device already.
     `channels_last` is the layout of the images; left open, the one that convs are faster in on this device.
     """
+    if workers < 0:
+        raise LowRankError(f"workers are 0 or more processes, not {workers}.")
     device = torch.device(device)
     options = {
         "batch_size": batch_size,

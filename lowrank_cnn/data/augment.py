@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -44,6 +44,19 @@ class Augment:
             padded = f" padded by {pad}" if pad else ""
             raise LowRankError(f"a crop of {self.crop} does not fit images of {height}x{width}{padded}.")
         return self.crop, self.crop
+
+    def for_any_size(self) -> Augment:
+        """The same for images that differ in size, which must be scaled before they are cropped.
+
+        Without `resize` their shorter side comes to 8/7 of the crop, which is 256 for 224.
+        """
+        if self.resize is not None:
+            return self
+        if self.crop is None:
+            raise LowRankError(
+                "these images differ in size: say a size for all (--image-size 64) or a crop (--set crop=224)."
+            )
+        return replace(self, resize=round(self.crop * 8 / 7))
 
 
 @dataclass(frozen=True)
@@ -129,5 +142,8 @@ def resize_shorter(images: Tensor, shorter: int | None) -> Tensor:
 
 def centre_crop(images: Tensor, window: tuple[int, int]) -> Tensor:
     """The middle of images [..., H, W]; an odd margin leaves its extra pixel below and to the right."""
-    top, left = ((images.shape[-2 + i] - window[i]) // 2 for i in range(2))
+    height, width = images.shape[-2:]
+    if window[0] > height or window[1] > width:
+        raise LowRankError(f"a window of {window[0]}x{window[1]} does not fit images of {height}x{width}.")
+    top, left = (height - window[0]) // 2, (width - window[1]) // 2
     return images[..., top : top + window[0], left : left + window[1]]

@@ -14,6 +14,8 @@ from lowrank_cnn.errors import LowRankError
 
 def open_source(source: str | Path, options: Options) -> Data:
     """The data behind a name or path, or a sentence on what it should have been."""
+    if not isinstance(source, str | Path):
+        raise LowRankError(f"data is opened by its name or path, not by {source!r}.")
     path = Path(source).expanduser()
     if str(source) == "digits" and not path.exists():
         return limited(open_digits(), options)

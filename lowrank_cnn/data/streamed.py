@@ -83,7 +83,8 @@ class StreamedLoader:
         self.batch_size, self.rank, self.world, self.workers = batch_size, rank, world, workers
         self.device, self.dtype, self.channels_last = torch.device(device), dtype, channels_last
         self._preprocess = preprocess.to(self.device) if preprocess else to_unit
-        self._framing = frame(split, augment, train=train, fill=_fill(preprocess, split.channels))
+        size = None if split.size is None else split.size[1:]
+        self._framing = frame(size, augment, train=train, fill=_fill(preprocess, split.channels))
 
     def __len__(self) -> int:
         return self._batches
@@ -157,22 +158,12 @@ class StreamedLoader:
         return ready.to(self.dtype).contiguous(memory_format=layout)
 
 
-def frame(split: StreamedSplit, augment: Augment, *, train: bool, fill: tuple[int, ...]) -> Framing:
-    """The window that images of this split are brought to.
-
-    Images that differ in size need a crop; without `resize` their shorter side comes to 8/7 of it, which is
-    256 for 224.
-    """
-    size, resize = split.size and split.size[1:], augment.resize
-    if size is None and resize is None:
-        if augment.crop is None:
-            raise LowRankError(
-                "these images differ in size: say a size for all (--image-size 64) or a crop (--set crop=224)."
-            )
-        resize = round(augment.crop * 8 / 7)
-    smallest = size or (resize or 0, resize or 0)
+def frame(size: tuple[int, int] | None, augment: Augment, *, train: bool, fill: tuple[int, ...]) -> Framing:
+    """The window that images are brought to: all of this size, or of any."""
+    augment = augment if size else augment.for_any_size()
+    smallest = size or (augment.resize or 0, augment.resize or 0)
     window = augment.window(*smallest, train=train)
-    return Framing(window, size, resize, augment.pad, augment.mirror, fill)
+    return Framing(window, size, augment.resize, augment.pad, augment.mirror, fill)
 
 
 def _fill(preprocess: Preprocess | None, channels: int) -> tuple[int, ...]:

@@ -58,16 +58,27 @@ class Store:
             stem.with_suffix(".safetensors").unlink(missing_ok=True)
 
     def latest(self, say: Callable[[str], None], *, kind: str = "step") -> Checkpoint | None:
-        """The newest checkpoint that is whole; `say` hears of each damaged one that is passed over."""
-        stems = self._stems(kind, ".json")
-        for stem in reversed(stems):
+        """The newest checkpoint that is whole; `say` then hears what is wrong with each newer one."""
+        damages: list[str] = []
+        for stem in reversed(self._stems(kind, ".json")):
             try:
-                return read_checkpoint(stem)
+                checkpoint = read_checkpoint(stem)
             except DamagedCheckpointError as damage:
-                say(f"{damage} The one before it is used.")
-        if stems:
-            raise LowRankError(f"every checkpoint in {self.directory} is damaged: remove it to start anew.")
+                damages.append(str(damage))
+                continue
+            for damage in damages:
+                say(damage)
+            return checkpoint
+        if damages:
+            raise LowRankError(
+                f"every checkpoint in {self.directory} is damaged, and none can be used: "
+                "train anew, in another directory."
+            )
         return None
+
+    def empty(self) -> bool:
+        """Whether nothing has been saved yet."""
+        return not self._stems("step", ".json")
 
     def _stems(self, kind: str, suffix: str) -> list[Path]:
         return sorted(path.with_suffix("") for path in self.directory.glob(f"{kind}-*{suffix}"))
@@ -135,7 +146,7 @@ def _why_not_written(path: Path, size: int, error: OSError) -> str:
             f"the disk is full: {path} needs {size / 1e6:.1f} MB. What was saved before is whole; "
             "free some space and go on with --resume."
         )
-    return f"{path} could not be written ({error.strerror or error}); what was saved before is whole."
+    return f"{path} could not be written ({error.strerror or error})."
 
 
 def _sync_directory(directory: Path) -> None:

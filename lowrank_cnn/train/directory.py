@@ -14,6 +14,7 @@ from lowrank_cnn.train.record import Record, load_record
 
 FIXED = ("batch_size", "holdout", "preprocess", "zca_epsilon", "resize", "crop", "ema", "norm")
 """Fields that cannot change in mid-run: the order of the data and the saved state hang on them."""
+_MOST_LETTERS = 60
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,21 @@ class RunDirectory:
         if self.holds_run():
             raise LowRankError(f"{self.path} already holds a run: go on with --resume, or choose another --out.")
 
-    def finished(self, recipe: Recipe) -> Record | None:
-        """The record of a run that has nothing left to do."""
+    def finished(self, recipe: Recipe, say: Callable[[str], None]) -> Record | None:
+        """The record of a run that has nothing left to do; one that cannot be read is written anew."""
         if not (self.path / "record.json").exists():
             return None
-        record = load_record(self.path)
-        more = recipe.epochs > record.recipe["epochs"]
+        try:
+            record = load_record(self.path)
+            more = recipe.epochs > Recipe.from_dict(record.recipe).epochs
+        except LowRankError as damage:
+            say(f"{damage} The checkpoints say where the run stands.")
+            return None
         return record if record.status == "finished" and not more else None
 
     def resume(self, say: Callable[[str], None]) -> Checkpoint | None:
         """The newest whole checkpoint, or None where the run never came to write one."""
-        return self.store.latest(say)
+        return self.store.latest(lambda damage: say(f"{damage} The one before it is used."))
 
     def begin(self, recipe: Recipe) -> None:
         """Sweep up after a killed process, and write the resolved recipe beside the run."""
@@ -59,14 +64,32 @@ class RunDirectory:
 
 def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on with another network, data set or seed than the run was started with."""
-    for what, then, wanted in (
-        ("network", before["model"], now["model"]),
-        ("data set", before["data"]["name"], now["data"]["name"]),
-        ("classes", before["data"]["classes"], now["data"]["classes"]),
-        ("seed", before["seed"], now["seed"]),
-    ):
-        if then != wanted:
-            raise LowRankError(f"this run was started with the {what} {then}, and cannot go on with {wanted}.")
+    then, wanted = _identity(before), _identity(now)
+    differing = [what for what in then | wanted if then.get(what) != wanted.get(what)]
+    if differing:
+        started = " and ".join(f"the {what} {_short(then.get(what))}" for what in differing)
+        offered = " and ".join(_short(wanted.get(what)) for what in differing)
+        raise LowRankError(f"this run was started with {started}, and cannot go on with {offered}.")
+
+
+def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes a run that run, each fact by the words that name it."""
+    model, data = about["model"], about["data"]
+    return {
+        "network": model["name"],
+        **{f"network's {field}": value for field, value in model.items() if field != "name"},
+        "data set": data["name"],
+        "classes": list(data["classes"]),
+        "number of training images": data["train"],
+        "number of test images": data["test"],
+        "image size": "x".join(map(str, data["image"])) or "varying",
+        "seed": about["seed"],
+    }
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
 
 
 def recipe_changes(saved: dict[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]]:

@@ -65,7 +65,7 @@ def told_out_of_memory(batch_size: int, device: torch.device) -> Iterator[None]:
             raise
         raise OutOfMemoryError(
             f"a batch of {batch_size} images does not fit the memory of {device}: use a smaller "
-            "--batch-size, or bf16, or more processes. What was saved before is whole."
+            "--batch-size, or bf16, or more processes."
         ) from error
 
 

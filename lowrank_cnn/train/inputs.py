@@ -16,6 +16,7 @@ from lowrank_cnn.data import (
     make_loader,
     preprocess_from_dict,
 )
+from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.data.types import Split
 from lowrank_cnn.train.recipe import Recipe
 
@@ -35,7 +36,7 @@ class Inputs:
     test: Loader
     preprocess: Preprocess
     watched: str
-    size: tuple[int, int, int] | None
+    size: tuple[int, int, int]
 
 
 def make_inputs(
@@ -58,7 +59,7 @@ def make_inputs(
     def batches(split: Split, *, train: bool) -> Loader:
         return make_loader(
             split,
-            batch_size=recipe.batch_size if train else evaluation_batch(split, recipe, world),
+            batch_size=recipe.batch_size if train else evaluation_batch(split, augment, world),
             preprocess=preprocess,
             augment=augment,
             seed=seed,
@@ -79,7 +80,7 @@ def make_inputs(
         test=test,
         preprocess=preprocess,
         watched="holdout" if recipe.holdout else "test",
-        size=input_size(data.test, recipe),
+        size=input_size(data.test, augment),
     )
 
 
@@ -100,15 +101,12 @@ def preprocessing(split: Split, recipe: Recipe, device: torch.device | str = "cp
     return fit_preprocess(recipe.preprocess, split, device=device, epsilon=recipe.zca_epsilon)
 
 
-def evaluation_batch(split: Split, recipe: Recipe, world: int = 1) -> int:
+def evaluation_batch(split: Split, augment: Augment, world: int = 1) -> int:
     """A batch that fills the device, a multiple of the number of processes."""
-    size = input_size(split, recipe)
-    fitting = EVALUATION_PIXELS // (size[1] * size[2]) if size else 64
-    return max(1, fitting // world) * world
+    _, height, width = input_size(split, augment)
+    return max(1, EVALUATION_PIXELS // (height * width) // world) * world
 
 
-def input_size(split: Split, recipe: Recipe) -> tuple[int, int, int] | None:
-    """What the network sees (channels, height, width), or None where images differ and are not cropped."""
-    if split.size is not None:
-        return split.size[0], *augmentation(recipe).window(*split.size[1:], train=False)
-    return (split.channels, recipe.crop, recipe.crop) if recipe.crop else None
+def input_size(split: Split, augment: Augment) -> tuple[int, int, int]:
+    """What the network sees of an image in evaluation (channels, height, width)."""
+    return split.channels, *frame(split.size and split.size[1:], augment, train=False, fill=()).window

@@ -5,11 +5,14 @@ The same call serves a laptop, one GPU, and every process that `torchrun` starte
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowrank_cnn.errors import LowRankError, require
 from lowrank_cnn.train.recipe import PRECISIONS
@@ -18,6 +21,11 @@ if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
 STRATEGIES = ("auto", "ddp")
+_FOUND: dict[str, Callable[[], int]] = {
+    "cpu": lambda: sys.maxsize,  # the CPU is one device, whatever number it is given
+    "cuda": torch.cuda.device_count,
+    "mps": torch.mps.device_count,
+}
 _FABRIC_PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed"}
 
 
@@ -48,8 +56,12 @@ def resolve_device(device: str) -> str:
         kind = torch.device(device).type
     except RuntimeError as error:
         raise LowRankError(f"there is no device {device!r}: use auto, cpu, cuda, cuda:1 or mps.") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise LowRankError("there is no CUDA device here: use --device cpu.")
+    if kind not in _FOUND:
+        raise LowRankError(f"{device!r} is no device to compute on: use auto, cpu, cuda, cuda:1 or mps.")
+    if not (found := _FOUND[kind]()):
+        raise LowRankError(f"there is no {kind.upper()} device here: use --device cpu.")
+    if (torch.device(device).index or 0) >= found:
+        raise LowRankError(f"there is no device {device!r}: this machine has {found}, counted from 0.")
     return device if kind != "cpu" else "cpu"
 
 
@@ -60,6 +72,32 @@ def resolve_precision(precision: str, device: str) -> str:
     if precision != "auto":
         return precision
     return "bf16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "fp32"
+
+
+@contextlib.contextmanager
+def batch_norm_over_all(fabric: Fabric, network: nn.Module, say: Callable[[str], None]) -> Iterator[None]:
+    """Let batch norm see the whole batch of several GPUs while the block lasts; elsewhere say that it cannot.
+
+    The layers that do so share all tensors with the network's own, which must be on its device already.
+    """
+    norms = {
+        name: module
+        for name, module in network.named_modules(remove_duplicate=False)
+        if name and isinstance(module, nn.modules.batchnorm._BatchNorm)
+    }
+    if fabric.world_size == 1 or not norms:
+        yield
+        return
+    if fabric.device.type != "cuda":
+        say(f"Batch norm sees only the part of a batch that each of the {fabric.world_size} processes has.")
+        yield
+        return
+    nn.SyncBatchNorm.convert_sync_batchnorm(network)
+    try:
+        yield
+    finally:
+        for name, norm in norms.items():
+            network.set_submodule(name, norm.train(network.training))
 
 
 def add_up(fabric: Fabric, tensor: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +11,18 @@ import torch
 from torch import nn
 
 from lowrank_cnn.count import count
-from lowrank_cnn.data import Data, faster_in_channels_last
+from lowrank_cnn.data import Data, faster_in_channels_last, open_data
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory, check_same_run, recipe_changes
 from lowrank_cnn.train.failure import told_out_of_memory
 from lowrank_cnn.train.inputs import Inputs, make_inputs
-from lowrank_cnn.train.launch import launch, resolve_precision
+from lowrank_cnn.train.launch import batch_norm_over_all, launch, resolve_precision
 from lowrank_cnn.train.progress import Charts, Lines, Live, Progress
 from lowrank_cnn.train.randomness import seed_generators
-from lowrank_cnn.train.recipe import Recipe, get_recipe
+from lowrank_cnn.train.recipe import Recipe, changed, get_recipe
 from lowrank_cnn.train.record import Record
-from lowrank_cnn.train.score import Evaluation
+from lowrank_cnn.train.score import Evaluation, check_fits
 from lowrank_cnn.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 def fit(
     model: nn.Module,
-    data: Data,
+    data: Data | str | Path,
     recipe: Recipe | str = "modern",
     *,
     seed: int = 0,
@@ -54,25 +53,27 @@ def fit(
     With `out`, the run lives in that directory: a checkpoint every `checkpoint_every` seconds, recipe and
     record beside it; `resume=True` goes on from there, or starts where there is nothing yet. The result is
     that of the last weights (their moving average where the recipe keeps one), never of weights chosen on
-    the test set. `data` may be a `data.holdout(...)`, so that a search never sees the real test set.
+    the test set. `data` may be a `data.holdout(...)`, for a search that never sees the test set, or a name.
     Raises `Interrupted`, a KeyboardInterrupt, after Ctrl-C has been answered and the state saved.
     """
-    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
-    recipe = recipe if epochs is None else replace(recipe, epochs=epochs)
+    recipe = _resolve(recipe, epochs)
+    data = data if isinstance(data, Data) else open_data(data)
     directory = None if out is None else RunDirectory(Path(out))
     fabric = launch(device, precision or recipe.precision, strategy)
     precision = resolve_precision(precision or recipe.precision, fabric.device.type)
     shown: Progress = Lines() if progress and fabric.is_global_zero else Progress()
     about = _about(model, data, seed)
-    if directory and resume and (done := directory.finished(recipe)):
+    if directory and resume and (done := directory.finished(recipe, shown.say)):
         check_same_run(vars(done), about)
         shown.say(f"The run in {directory.path} has finished: nothing is left to do.")
         return done
     checkpoint = _open(directory, resume, about, shown)
     seed_generators(seed, fabric.global_rank)
-    with told_out_of_memory(recipe.batch_size, fabric.device):
+    model.to(fabric.device)
+    with told_out_of_memory(recipe.batch_size, fabric.device), batch_norm_over_all(fabric, model, shown.say):
         forward = _place(fabric, model, recipe, compile)
         inputs = _inputs(fabric, data, recipe, seed, workers, precision, checkpoint)
+        check_fits(model, inputs.size, len(data.classes), fabric.device)
         record = _record(fabric, about, recipe, precision, inputs)
         trainer = Trainer(
             fabric,
@@ -86,9 +87,13 @@ def fit(
             checkpoint_every=checkpoint_every,
         )
         _resume(trainer, checkpoint, shown)
-        trainer.progress = _progress(trainer, shown, tensorboard)
-        _run(trainer)
+        _run(trainer, _progress(trainer, shown, tensorboard))
     return record
+
+
+def _resolve(recipe: Recipe | str, epochs: int | None) -> Recipe:
+    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    return recipe if epochs is None else changed(recipe, {"epochs": epochs})
 
 
 def _about(model: nn.Module, data: Data, seed: int) -> dict[str, Any]:
@@ -126,8 +131,7 @@ def _open(
 
 
 def _place(fabric: Fabric, model: nn.Module, recipe: Recipe, compile_: bool) -> nn.Module:
-    """Bring the model to the device, and wrap it for its precision and processes."""
-    model.to(fabric.device)
+    """Lay the model out as the device likes it, and wrap it for its precision and processes."""
     if faster_in_channels_last(fabric.device):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if recipe.dropout is not None:
@@ -200,7 +204,8 @@ def _progress(trainer: Trainer, shown: Progress, tensorboard: bool) -> Progress:
     return Charts(shown, trainer.directory.path / "tensorboard", trainer.position.epoch)
 
 
-def _run(trainer: Trainer) -> None:
+def _run(trainer: Trainer, progress: Progress) -> None:
+    trainer.progress = progress
     try:
         with trainer.progress:
             evaluation = trainer.run()
@@ -223,9 +228,8 @@ def _close(trainer: Trainer, status: str) -> None:
 def _result(trainer: Trainer, evaluation: Evaluation) -> dict[str, Any]:
     position, recipe = trainer.position, trainer.recipe
     cost = None
-    if trainer.inputs.size is not None:
-        with contextlib.suppress(LowRankError):
-            cost = count(trainer.network, trainer.inputs.size)
+    with contextlib.suppress(LowRankError):
+        cost = count(trainer.network, trainer.inputs.size)
     seconds = sum(row["seconds"] for row in position.history)
     speeds = sorted(row["images_per_second"] for row in position.history)
     return {

@@ -83,7 +83,7 @@ class Live(Progress):
             f"loss {tally.loss / images:.3f}  accuracy {tally.correct / images:.1%}  "
             f"lr {rate:.2g}  {speed:,.0f} images/s"
         )
-        description = f"epoch {iteration // self.per_epoch + 1}/{self.total // self.per_epoch}"
+        description = f"epoch {-(-iteration // self.per_epoch)}/{self.total // self.per_epoch}"
         self.bar.update(self.task, completed=iteration, description=description, figures=figures)
 
     def epoch(self, row: Epoch, epochs: int) -> None:

@@ -8,13 +8,15 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lowrank_cnn.errors import require
+from lowrank_cnn.errors import LowRankError, require
 
 _RANK_STRIDE = 1_000_003  # keeps the processes' streams apart, and apart from those of neighbouring seeds
 
 
 def seed_generators(seed: int, rank: int = 0) -> None:
     """Seed Python's, NumPy's and torch's generators; each process gets its own stream."""
+    if not 0 <= seed < 2**32:
+        raise LowRankError(f"a seed lies between 0 and {2**32 - 1}, not at {seed}.")
     seed = (seed + rank * _RANK_STRIDE) % 2**32
     random.seed(seed)
     _numpy().random.seed(seed)

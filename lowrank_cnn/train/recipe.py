@@ -92,7 +92,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Recipe:
         """The recipe that `to_dict` wrote."""
-        return _replace(cls(), values)
+        return changed(cls(), values)
 
 
 _LARGE = 10.0**9
@@ -200,7 +200,7 @@ def get_recipe(name: str, /, **overrides: object) -> Recipe:
     """A recipe of the table, with any field overridden by a value or by the text of one (`lr="0.05"`)."""
     if name not in RECIPES:
         raise LowRankError(f"there is no recipe {name!r}: {nearest(name, RECIPES)}")
-    return _replace(RECIPES[name], overrides)
+    return changed(RECIPES[name], overrides)
 
 
 def parse_settings(settings: list[str]) -> dict[str, str]:
@@ -212,7 +212,8 @@ def parse_settings(settings: list[str]) -> dict[str, str]:
     return {field.strip().replace("-", "_"): value.strip() for field, _, value in pairs}
 
 
-def _replace(recipe: Recipe, values: Mapping[str, object]) -> Recipe:
+def changed(recipe: Recipe, values: Mapping[str, object]) -> Recipe:
+    """The recipe with some fields set by values or by the text of them."""
     kinds = typing.get_type_hints(Recipe)
     for field in values:
         if field not in kinds:
@@ -228,7 +229,7 @@ def _read(field: str, kind: object, value: object) -> typing.Any:
         kind = next(option for option in typing.get_args(kind) if option is not types.NoneType)
     try:
         return _READERS[kind](value)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         wanted = getattr(kind, "__name__", kind)
         raise LowRankError(f"{field} wants a value of type {wanted}, not {value!r}.") from error
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.train.failure import is_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,25 @@ class Evaluation:
     def to_dict(self) -> dict[str, float]:
         """The figures in values that JSON can hold."""
         return asdict(self)
+
+
+@torch.no_grad()
+def check_fits(network: nn.Module, size: Sequence[int], classes: int, device: torch.device) -> None:
+    """Refuse a network that cannot take images of this size, or has other than one output per class."""
+    was_training = network.training
+    try:
+        outputs = network.eval()(torch.zeros(1, *size, device=device))
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise LowRankError(f"the network cannot take images of {'x'.join(map(str, size))}: {reason}") from error
+    finally:
+        network.train(was_training)
+    logits = outputs[0] if isinstance(outputs, tuple) else outputs
+    if logits.shape != (1, classes):
+        given = "x".join(map(str, logits.shape[1:]))
+        raise LowRankError(f"the network has {given} outputs for an image, and the data {classes} classes.")
 
 
 @torch.no_grad()

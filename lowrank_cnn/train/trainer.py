@@ -236,9 +236,13 @@ class Trainer:
             where = first_not_finite(self.network, images)
         raise NotFiniteError(
             f"the loss is not finite at epoch {self.position.epoch + 1}, batch {batch + 1}; "
-            f"the first thing that is not: {where}. What was saved before is whole: "
-            "go on with --resume and a smaller --lr."
+            f"the first thing that is not: {where}. {self._way_back()}"
         )
+
+    def _way_back(self) -> str:
+        if self.directory is None or self.directory.store.empty():
+            return "Nothing is saved: start anew with a smaller --lr."
+        return "What was saved before is whole: go on with --resume and a smaller --lr."
 
     def _random_states(self) -> dict[str, Tensor]:
         states = generator_states(self.fabric.device)

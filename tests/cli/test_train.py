@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,17 +19,21 @@ from lowrank_cnn.train.trainer import Trainer
 SMALL = ["--width", "0.05", "--epochs", "1", "--batch-size", "16", "--set", "crop=14", "--device", "cpu"]
 
 
-@pytest.fixture(autouse=True)
-def small_images(monkeypatch) -> None:
-    """Two kinds of grey squares in place of whatever --data names."""
+def open_squares(*_: object, **__: object) -> Data:
+    """Two kinds of grey squares."""
 
     def split(n: int) -> ResidentSplit:
         labels = torch.arange(n) % 2
         images = torch.randint(0, 90, (n, 1, 16, 16), generator=torch.Generator().manual_seed(n))
         return ResidentSplit.of((images + 150 * labels[:, None, None, None]).to(torch.uint8), labels)
 
-    data = Data("squares", ("dark", "bright"), split(48), split(10))
-    monkeypatch.setattr("lowrank_cnn.cli.train.open_data", lambda *_, **__: data)
+    return Data("squares", ("dark", "bright"), split(48), split(10))
+
+
+@pytest.fixture(autouse=True)
+def small_images(monkeypatch) -> None:
+    """The squares in place of whatever --data names."""
+    monkeypatch.setattr("lowrank_cnn.cli.train.open_data", open_squares)
 
 
 def lowrank(*arguments: object):
@@ -55,6 +60,36 @@ def test_train_evaluate_predict(tmp_path):
     answer = lowrank("predict", tmp_path / "run", tmp_path / "a.png", "--device", "cpu", "--json")
     [prediction] = json.loads(answer.output)
     assert {c["class"] for c in prediction["classes"]} == {"dark", "bright"}
+
+
+def test_evaluation_brings_images_to_the_size_of_training(tmp_path, monkeypatch):
+    train("--out", tmp_path / "run")
+    small = open_squares()
+    asked = []
+
+    def split(images: torch.Tensor, side: int) -> ResidentSplit:
+        return ResidentSplit.of(torch.nn.functional.interpolate(images, (side, side)), torch.arange(10) % 2)
+
+    def open_(*_, image_size=None, channels=None, **__):
+        asked.append((image_size, channels))
+        return replace(small, test=split(small.test.images, image_size or 80))
+
+    monkeypatch.setattr("lowrank_cnn.cli.train.open_data", open_)
+    arguments = ("evaluate", tmp_path / "run", "--data", "squares", "--device", "cpu", "--json")
+    assert json.loads(lowrank(*arguments).output)["top1"] == load_record(tmp_path / "run").result["top1"]
+    assert asked == [(None, None), (16, 1)]
+    error = lowrank(*arguments, "--image-size", "40").exception
+    assert isinstance(error, LowRankError)
+    assert "1x16x16" in str(error)
+
+
+def test_names_are_printed_as_they_are(tmp_path, monkeypatch):
+    pytest.importorskip("PIL.Image")
+    answers = [[("[bold]cat", 0.75)], [(":dog:", 0.5)]]
+    monkeypatch.setattr("lowrank_cnn.cli.train.predict", lambda *_, **__: answers)
+    shown = lowrank("predict", "run", "[/b]/c.jpg", "[a] x.jpg").output
+    for text in ("[/b]/c.jpg", "[a] x.jpg", "[bold]cat 75.0%", ":dog: 50.0%"):
+        assert text in shown
 
 
 def test_tables_for_people(tmp_path):
@@ -112,8 +147,13 @@ def test_ctrl_c_leaves_with_130_and_a_way_back(tmp_path, monkeypatch):
         (("train", "nim", "--data", "squares"), "no network 'nim'"),
         (("train", "nin", "--data", "squares", "--recipe", "modem"), "did you mean modern"),
         (("train", "nin", "--data", "squares", "--set", "lrr=1"), "no field 'lrr'"),
+        (("train", "nin", "--data", "squares", "--set", "batch_size=inf"), "batch_size wants"),
+        (("train", "nin", "--data", "squares", "--seed", str(10**30)), "a seed lies between"),
+        (("train", "nin", "--data", "squares", "--device", "meta"), "no device to compute on"),
+        (("train", "nin", "--data", "squares", "--device", "cpu", "--workers=-1"), "workers are 0 or more"),
+        (("predict", "run", "x.png", "--top=-1"), "at least 1, not -1"),
         (("evaluate", "nowhere", "--data", "squares"), "neither a checkpoint nor a network's name"),
-        (("evaluate", "nin", "--data", "squares"), "untrained"),
+        (("evaluate", "nin", "--data", "squares"), "nin is untrained: give a run's directory"),
         (("predict", "nowhere", "x.png"), "neither a run's directory"),
     ],
 )

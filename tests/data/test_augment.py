@@ -83,6 +83,9 @@ def test_centre_crop_of_even_and_odd_margins() -> None:
     assert torch.equal(centre_crop(image, (3, 4)), image[..., 1:4, 1:5])
     assert torch.equal(centre_crop(image, (4, 3)), image[..., 0:4, 1:4])
     assert torch.equal(centre_crop(image, (5, 6)), image)
+    for larger in ((6, 6), (5, 7)):
+        with pytest.raises(LowRankError, match="does not fit images of 5x6"):
+            centre_crop(image, larger)
 
 
 def test_the_shorter_side_is_scaled() -> None:
@@ -101,6 +104,8 @@ def test_windows() -> None:
     assert Augment(crop=32, pad=4).window(32, 32, train=True) == (32, 32)
     assert Augment(crop=224, resize=256).window(64, 80, train=True) == (224, 224)
     assert Augment(resize=16).window(32, 48, train=False) == (16, 24)
+    assert Augment(crop=224).for_any_size().resize == 256
+    assert Augment(crop=224, resize=240).for_any_size().resize == 240
     with pytest.raises(LowRankError, match="crop of 40 does not fit images of 32x32 padded by 3"):
         Augment(crop=40, pad=3).window(32, 32, train=True)
     with pytest.raises(LowRankError, match=r"crop of 36 does not fit images of 32x32\."):

@@ -92,6 +92,11 @@ def test_unknown_sources_are_told_what_would_be_right(source: str) -> None:
         open_data(source)
 
 
+def test_what_is_neither_a_name_nor_a_path_is_refused() -> None:
+    with pytest.raises(LowRankError, match="by its name or path, not by None"):
+        open_data(None)
+
+
 def test_a_folder_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(LowRankError, match="neither parquet shards"):

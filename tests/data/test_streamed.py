@@ -224,6 +224,17 @@ def test_images_of_many_sizes_come_as_one(sizes: Path, train: bool) -> None:
             assert set(labels.tolist()) <= {0, 1}
     with pytest.raises(LowRankError, match="differ in size: say a size for all"):
         loader(split, train=train, augment=Augment())
+    with pytest.raises(LowRankError, match="workers are 0 or more"):
+        make_loader(
+            split,
+            batch_size=4,
+            preprocess=None,
+            augment=Augment(crop=14),
+            seed=0,
+            device="cpu",
+            train=train,
+            workers=-1,
+        )
     with pytest.raises(LowRankError, match="crop of 20 does not fit"):
         loader(split, train=train, augment=Augment(resize=16, crop=20))
 

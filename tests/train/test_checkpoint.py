@@ -86,7 +86,7 @@ def test_when_all_are_damaged_nothing_is_started_over(tmp_path):
     Store(tmp_path).save(sample(), 1)
     (tmp_path / "step-00000001.json").write_text("{}")
     with pytest.raises(LowRankError, match="every checkpoint"):
-        Store(tmp_path).latest(lambda _: None)
+        Store(tmp_path).latest(pytest.fail)
 
 
 def test_an_empty_directory_holds_no_checkpoint(tmp_path):
@@ -144,7 +144,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch, call):
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(LowRankError, match="could not be written"):
+    with pytest.raises(LowRankError, match=r"could not be written \(.*\)\.$"):
         write_atomically(tmp_path / "file" / "below", b"")
 
 

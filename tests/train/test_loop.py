@@ -144,3 +144,33 @@ def test_a_run_over_a_file_is_refused(driver, tmp_path):
 def test_what_there_is_not_is_named(driver, options):
     with pytest.raises(LowRankError, match=next(iter(options.values()))):
         driver.train(None, **options)
+
+
+def test_a_network_for_other_classes_or_images_is_refused_before_training(driver, tmp_path):
+    data = driver.tiny_data()
+    more = dataclasses.replace(data, classes=(*data.classes, "middle"))
+    with pytest.raises(LowRankError, match="4 outputs for an image, and the data 5 classes"):
+        fit(driver.tiny_net(), more, driver.PLAIN, out=tmp_path, device="cpu")
+    colour = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with pytest.raises(LowRankError, match="cannot take images of 1x8x8"):
+        fit(colour, data, driver.PLAIN, out=tmp_path, device="cpu")
+    assert not list(tmp_path.iterdir())
+
+
+def test_epochs_are_read_as_a_recipe_reads_them(driver):
+    _, record = driver.train(None, driver.PLAIN, epochs="1")
+    assert len(record.history) == 1
+    with pytest.raises(LowRankError, match="epochs wants a value of type int, not 'many'"):
+        driver.train(None, driver.PLAIN, epochs="many")
+
+
+def test_data_may_be_named(driver, monkeypatch):
+    monkeypatch.setattr("lowrank_cnn.train.loop.open_data", {"tiny": driver.tiny_data()}.__getitem__)
+    record = fit(driver.tiny_net(), "tiny", driver.PLAIN, epochs=1, progress=False, device="cpu")
+    assert record.data["name"] == "tiny"
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 10**30])
+def test_a_seed_out_of_range_is_refused(driver, seed):
+    with pytest.raises(LowRankError, match=f"a seed lies between 0 and 4294967295, not at {seed}"):
+        driver.train(None, seed=seed)

@@ -48,6 +48,13 @@ def test_the_live_line_names_every_figure():
         assert part in shown
 
 
+def test_the_last_step_belongs_to_the_last_epoch():
+    live = Live(total=20, per_epoch=10, start=0)
+    for iteration, epoch in ((1, 1), (10, 1), (11, 2), (20, 2)):
+        live.step(Tally(5.0, 5.0, 10.0, 1, False), 0.1, iteration)
+        assert live.bar.tasks[0].description == f"epoch {epoch}/2"
+
+
 def test_scalars_for_tensorboard(driver, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

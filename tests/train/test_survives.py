@@ -11,8 +11,10 @@ import signal
 import pytest
 import torch
 
+from lowrank_cnn.data import ResidentSplit
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.train import load_record
+from lowrank_cnn.train.directory import check_same_run
 from lowrank_cnn.train.trainer import Trainer
 
 TIMES = ("seconds", "images_per_second")
@@ -154,6 +156,39 @@ def test_going_on_with_another_seed_is_refused(driver, tmp_path, epochs):
     driver.train(tmp_path, epochs=1)
     with pytest.raises(LowRankError, match="the seed 0"):
         driver.train(tmp_path, epochs=epochs, seed=1, resume=True)
+
+
+@pytest.mark.parametrize("epochs", [1, 2], ids=["finished", "unfinished"])
+def test_going_on_with_other_images_is_refused(driver, tmp_path, epochs):
+    driver.train(tmp_path, driver.PLAIN, epochs=1)
+    options = {"epochs": epochs, "out": tmp_path, "resume": True, "device": "cpu"}
+    with pytest.raises(LowRankError, match="the number of training images 80, and cannot go on with 48"):
+        driver.fit(driver.tiny_net(), driver.tiny_data(48), driver.PLAIN, **options)
+    data = driver.tiny_data()
+    smaller = ResidentSplit.of(data.test.images[..., :6, :6], data.test.labels)
+    with pytest.raises(LowRankError, match="the image size 1x8x8, and cannot go on with 1x6x6"):
+        driver.fit(driver.tiny_net(), dataclasses.replace(data, test=smaller), driver.PLAIN, **options)
+
+
+def test_going_on_with_another_network_names_what_differs():
+    data = {"name": "tiny", "classes": ["a"], "train": 4, "test": 2, "image": [1, 8, 8]}
+    before = {"model": {"name": "nin", "width": 1.0, "norm": None}, "data": data, "seed": 0}
+    now = {**before, "model": {"name": "nin", "width": 0.5, "norm": None}}
+    with pytest.raises(
+        LowRankError, match=r"^this run .* with the network's width 1.0, and cannot go on with 0.5\.$"
+    ):
+        check_same_run(before, now)
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"kind": "training", "schema": 1}'])
+def test_a_damaged_record_does_not_block_a_run_whose_checkpoints_are_whole(driver, tmp_path, capsys, content):
+    whole, first = driver.train(tmp_path, epochs=2)
+    (tmp_path / "record.json").write_text(content)
+    again, second = driver.train(tmp_path, epochs=2, resume=True, progress=True)
+    assert "record.json is not" in capsys.readouterr().out
+    assert_same_weights(whole.state_dict(), again.state_dict())
+    assert same_history(first, second)
+    assert load_record(tmp_path).status == "finished"
 
 
 def test_a_smaller_learning_rate_is_allowed_and_said(driver, tmp_path, capsys):

@@ -1,0 +1,69 @@
+"""Devices that are not there are named, and batch norm sees all of a batch or says that it does not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.train.launch import batch_norm_over_all, resolve_device
+
+
+def processes(n: int, device: str) -> Any:
+    return SimpleNamespace(world_size=n, device=torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("device", "sentence"),
+    [
+        ("meta", "'meta' is no device to compute on"),
+        ("mps", "there is no MPS device here"),
+        ("cuda", "there is no CUDA device here"),
+        ("cuda:x", "there is no device 'cuda:x'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_named(monkeypatch, device, sentence):
+    monkeypatch.setattr("lowrank_cnn.train.launch._FOUND", {"cpu": lambda: 1, "cuda": lambda: 0, "mps": lambda: 0})
+    with pytest.raises(LowRankError, match=sentence):
+        resolve_device(device)
+
+
+def test_devices_are_counted_from_0(monkeypatch):
+    monkeypatch.setattr("lowrank_cnn.train.launch._FOUND", {"cuda": lambda: 2})
+    assert resolve_device("cuda:1") == "cuda:1"
+    with pytest.raises(LowRankError, match="no device 'cuda:2': this machine has 2"):
+        resolve_device("cuda:2")
+
+
+def test_batch_norm_sees_all_gpus_while_training_and_is_itself_again_after(driver):
+    network = driver.tiny_net(stateful=True)
+    own, state = network[1], network.state_dict()
+    with batch_norm_over_all(processes(2, "cuda"), network, pytest.fail):
+        assert isinstance(network[1], nn.SyncBatchNorm)
+        assert network.state_dict().keys() == state.keys()
+        for name, value in network.state_dict().items():
+            assert value.data_ptr() == state[name].data_ptr(), name
+        network.eval()
+    assert network[1] is own
+    assert not own.training
+
+
+def test_on_processes_without_gpus_batch_norm_says_what_it_sees(driver):
+    said: list[str] = []
+    network = driver.tiny_net(stateful=True)
+    with batch_norm_over_all(processes(2, "cpu"), network, said.append):
+        assert isinstance(network[1], nn.BatchNorm2d)
+    assert len(said) == 1
+    assert "each of the 2 processes" in said[0]
+
+
+@pytest.mark.parametrize(("n", "stateful"), [(1, True), (2, False)])
+def test_one_process_or_no_batch_norm_needs_nothing(driver, n, stateful):
+    network = driver.tiny_net(stateful=stateful)
+    before = list(network)
+    with batch_norm_over_all(processes(n, "cuda"), network, pytest.fail):
+        assert list(network) == before
