@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -19,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lowrank_cnn.environment import environment
 from lowrank_cnn.models import create_model
+
+Step = Callable[[nn.Module, Tensor], None]
 
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 REPEATS = 7
@@ -33,13 +36,15 @@ def infer(net: nn.Module, x: Tensor) -> None:
     net.eval()(x)
 
 
-def milliseconds(step, net: nn.Module, x: Tensor) -> list[float]:
-    step(net, x)
-    times = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        step(net, x)
-        times.append(1e3 * (time.perf_counter() - began))
+def in_turns(step: Step, networks: dict[str, tuple[nn.Module, Tensor]]) -> dict[str, list[float]]:
+    """Milliseconds of each network's step, one after the other in every round."""
+    times: dict[str, list[float]] = {layout: [] for layout in networks}
+    for turn in range(REPEATS + 1):
+        for layout, (net, x) in networks.items():
+            began = time.perf_counter()
+            step(net, x)
+            if turn:  # the first warms up
+                times[layout].append(1e3 * (time.perf_counter() - began))
     return times
 
 
@@ -49,11 +54,12 @@ def main() -> None:
     out: Path = parser.parse_args().out
     rows = []
     for name in ("nin", "nin-c3-lr"):
+        networks = {}
         for layout, memory_format in LAYOUTS.items():
             net = create_model(name, width=0.25, norm="batch").to(memory_format=memory_format)  # type: ignore[call-overload]
-            x = torch.randn(64, 3, 30, 30).to(memory_format=memory_format)
-            for step in (train, infer):
-                times = milliseconds(step, net, x)
+            networks[layout] = net, torch.randn(64, 3, 30, 30).to(memory_format=memory_format)
+        for step in (train, infer):
+            for layout, times in in_turns(step, networks).items():
                 row = {"network": name, "layout": layout, "step": step.__name__, "ms": median(times)}
                 rows.append(row | {"least": min(times), "most": max(times), "n": REPEATS})
                 print(rows[-1], flush=True)

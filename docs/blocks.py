@@ -140,7 +140,19 @@ def train_speed() -> str:
     return table + note + source("train_speed.json", found["environment"])
 
 
+def cpu_layout() -> str:
+    found = record("cpu_layout.json")
+    rows: dict[str, list[object]] = {}
+    for row in found["rows"]:
+        what = f"`{row['network']}`, {'training step' if row['step'] == 'train' else 'inference'}"
+        rows.setdefault(what, []).append(f"{row['ms']:.0f} ({row['least']:.0f} to {row['most']:.0f})")
+    note = f"\nMilliseconds for 64 images, a quarter of the width: median of {found['rows'][0]['n']}, and range.\n"
+    table = markdown(["", "ordinary layout", "channels_last"], [[what, *times] for what, times in rows.items()])
+    return table + note + source("cpu_layout.json", found["environment"])
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "cpu-layout": cpu_layout,
     "gpu-layers": gpu_layers,
     "gpu-speed": gpu_speed,
     "train-speed": train_speed,

@@ -36,7 +36,6 @@ __all__ = [
     "StreamedSplit",
     "Whiten",
     "decode_rate",
-    "faster_in_channels_last",
     "fit_preprocess",
     "make_loader",
     "open_data",
@@ -68,11 +67,6 @@ def open_data(
     return open_source(source, Options(bad, limit, image_size, channels, missing, resident_bytes))
 
 
-def faster_in_channels_last(device: torch.device) -> bool:
-    """GPUs are; a CPU computes the gradients of convs several times slower in it (`benchmarks/cpu_layout.py`)."""
-    return device.type == "cuda"
-
-
 def make_loader(
     split: Split,
     *,
@@ -85,13 +79,13 @@ def make_loader(
     world: int = 1,
     train: bool,
     dtype: torch.dtype = torch.float32,
-    channels_last: bool | None = None,
+    channels_last: bool = True,
     workers: int = 0,
 ) -> Loader:
     """The loader of this kind of split. `batch_size` is that of all processes together.
 
     `workers` are the processes that decode a streamed split; a resident one is on the device already.
-    `channels_last` is the layout of the images; left open, the one that convs are faster in on this device.
+    `channels_last` is the layout of the images, in which convs are as fast or faster (`benchmarks/cpu_layout.py`).
     """
     if workers < 0:
         raise LowRankError(f"workers are 0 or more processes, not {workers}.")
@@ -106,7 +100,7 @@ def make_loader(
         "world": world,
         "train": train,
         "dtype": dtype,
-        "channels_last": faster_in_channels_last(device) if channels_last is None else channels_last,
+        "channels_last": channels_last,
     }
     if isinstance(split, ResidentSplit):
         return ResidentLoader(split, **options)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.count import count
-from lowrank_cnn.data import Data, faster_in_channels_last, open_data
+from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory, check_same_run, recipe_changes
@@ -132,8 +132,7 @@ def _open(
 
 def _place(fabric: Fabric, model: nn.Module, recipe: Recipe, compile_: bool) -> nn.Module:
     """Lay the model out as the device likes it, and wrap it for its precision and processes."""
-    if faster_in_channels_last(fabric.device):
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if recipe.dropout is not None:
         for module in model.modules():
             if isinstance(module, nn.Dropout):

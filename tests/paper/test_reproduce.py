@@ -4,10 +4,12 @@ import pytest
 
 from lowrank_cnn.data import open_data
 from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.models import list_models
 from lowrank_cnn.paper import experiments
 from lowrank_cnn.paper import reproduce as module
 from lowrank_cnn.paper.experiments import Part
 from lowrank_cnn.paper.reproduce import reproduce
+from lowrank_cnn.train import get_recipe
 
 SMALL = {"width": 0.0625, "epochs": 2, "crop": 28, "pad": 0, "mirror": False, "batch_size": 32}
 
@@ -80,6 +82,13 @@ def test_a_variant_changes_the_network(miniature, digits, tmp_path):
     assert [row.variant for row in rows] == ["composite", "torch"]
     record = json.loads((tmp_path / "inits" / "nin-c3-lr-torch-seed1" / "record.json").read_text())
     assert record["model"]["init"] == "torch"
+
+
+def test_every_experiment_names_a_recipe_and_networks_that_exist():
+    for parts in experiments.EXPERIMENTS.values():
+        for part in parts.values():
+            assert get_recipe(part.recipe).name == part.recipe
+            assert set(part.networks) <= set(list_models())
 
 
 def test_unknown_names_are_refused_in_a_sentence(digits, tmp_path):
