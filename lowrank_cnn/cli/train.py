@@ -93,7 +93,7 @@ def train_command(
 
 
 def evaluate_command(
-    model: Annotated[str, typer.Argument(help="A run's directory or a checkpoint.")],
+    model: Annotated[str, typer.Argument(help="A run's directory, a checkpoint, or a network's name.")],
     data: Source,
     best: Annotated[bool, typer.Option("--best", help="The best weights of a run, not the last.")] = False,
     device: Device = "auto",
@@ -104,11 +104,12 @@ def evaluate_command(
     as_json: Json = False,
 ) -> None:
     """Measure top-1 and top-5 accuracy on the test images."""
-    trained = _find(model, best)
     images = open_data(data, bad=bad, limit=limit, image_size=image_size)
-    if image_size is None and images.test.size != trained.image and trained.square:
+    trained = _find(model, best, images)
+    square = trained.square if isinstance(trained, Trained) else None
+    if isinstance(trained, Trained) and image_size is None and square and images.test.size != trained.image:
         # Training brought its images to one square: do the same here.
-        images = open_data(data, bad=bad, limit=limit, image_size=trained.square, channels=trained.channels)
+        images = open_data(data, bad=bad, limit=limit, image_size=square, channels=trained.channels)
     result = evaluate(trained, images, device=device, workers=workers)
     if as_json:
         print_json({"model": model, "data": images.name, **result.to_dict()})
@@ -168,10 +169,12 @@ def _network(name: str, data: Data, **options: Any) -> torch.nn.Module:
     return create_model(name, num_classes=len(data.classes), in_channels=data.test.channels, **options)
 
 
-def _find(model: str, best: bool) -> Trained:
-    """The trained network that a path stands for."""
+def _find(model: str, best: bool, images: Data) -> Trained | torch.nn.Module:
+    """The trained network that a path stands for, or the untrained one of a name: what guessing gives."""
     if model in list_models() and not Path(model).exists():
-        raise LowRankError(f"{model} is untrained: give a run's directory in its place.")
+        errors.print(f"{model} has fresh weights, so this is guessing; a run's directory has trained ones.")
+        torch.manual_seed(0)
+        return _network(model, images)
     if not Path(model).exists() and not Path(model).with_suffix(".json").exists():
         raise LowRankError(
             f"{model} is neither a checkpoint nor a network's name; {nearest(model, list_models())}"

@@ -153,7 +153,6 @@ def test_ctrl_c_leaves_with_130_and_a_way_back(tmp_path, monkeypatch):
         (("train", "nin", "--data", "squares", "--device", "cpu", "--workers=-1"), "workers are 0 or more"),
         (("predict", "run", "x.png", "--top=-1"), "at least 1, not -1"),
         (("evaluate", "nowhere", "--data", "squares"), "neither a checkpoint nor a network's name"),
-        (("evaluate", "nin", "--data", "squares"), "nin is untrained: give a run's directory"),
         (("predict", "nowhere", "x.png"), "neither a run's directory"),
     ],
 )
@@ -161,3 +160,10 @@ def test_mistakes_are_answered_in_a_sentence(arguments, sentence):
     error = lowrank(*arguments).exception
     assert isinstance(error, LowRankError)
     assert sentence in str(error)
+
+
+def test_a_networks_name_is_evaluated_untrained_and_that_is_said():
+    done = lowrank("evaluate", "nin", "--data", "squares", "--device", "cpu", "--json")
+    assert done.exit_code == 0
+    assert "fresh weights" in done.output
+    assert '"n": 10' in done.output
