@@ -15,10 +15,11 @@ from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
 
 
 class _Tracer(fx.Tracer):
-    """Keeps our own layers whole, as torch's are."""
+    """Keeps our own layers whole, as torch's are, and whatever has no parts: what it does inside joins no layers."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, CompositeConv2d | FactoredConv2d) or super().is_leaf_module(m, module_qualified_name)
+        whole = isinstance(m, CompositeConv2d | FactoredConv2d) or not m._modules
+        return whole or super().is_leaf_module(m, module_qualified_name)
 
 
 def successors(model: nn.Module) -> dict[str, str]:
