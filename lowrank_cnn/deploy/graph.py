@@ -15,7 +15,7 @@ from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
 
 
 class _Tracer(fx.Tracer):
-    """Keeps our own layers whole, as torch's are, and whatever has no parts: what it does inside joins no layers."""
+    """Keeps our own layers whole, as torch's are, and whatever has no parts: inside it no layers meet."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         whole = isinstance(m, CompositeConv2d | FactoredConv2d) or not m._modules
