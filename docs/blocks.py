@@ -95,34 +95,48 @@ def gpu_layers() -> str:
     return markdown(columns, rows) + source("gpu_kernels.json", found["environment"])
 
 
+def _range(found: dict[str, Any], network: str, row: dict[str, Any], way: str) -> str:
+    taken = found["ways"][f"{network}|{row['mode']}|{row['batch']}|{way}"]
+    return f"{taken['ms']:.2f} ({taken['least']:.2f} to {taken['most']:.2f})"
+
+
+def gpu_backward() -> str:
+    found = record("gpu_kernels.json")
+    rows: list[list[object]] = []
+    for name, layer in found["layers"].items():
+        times = layer.get("backward", {})
+        if "all" in times:
+            ours, naive, dense = (times[way]["ms"] for way in ("all", "naive composite", "dense"))
+            rows.append([name, f"{ours:.2f}", f"{naive / ours:.2f}", f"{dense / ours:.2f}"])
+    columns = ["layer", "ours ms", "torch, same layer / ours", "torch, dense layer / ours"]
+    return markdown(columns, rows) + source("gpu_kernels.json", found["environment"])
+
+
 def gpu_speed() -> str:
+    """Ours against the strongest dense rival of the run, and against the dense network with our own kernels."""
     found = record("gpu_speed.json")
-    rows: list[list[object]] = [
-        [
-            f"`{row['network']}`",
-            f"{row['mac_ratio']:.3f}",
-            f"**{row['ratio']:.3f}**",
-            f"{row['ms']:.2f}",
-            f"{row['dense_ms']:.2f} ({row['dense_way']})",
-            f"{row['tricks_ms']:.2f}",
-            f"{row['tflops']:.0f}",
-            f"{row['floor_ms']:.2f}",
-        ]
-        for row in found["rows"]
-        if row["mode"] == "inference" and row["batch"] == 256
-    ]
+    rows: list[list[object]] = []
+    for row in found["rows"]:
+        place = f"{row['dense']}|{row['mode']}|{row['batch']}|"
+        ways = {k.removeprefix(place): v for k, v in found["ways"].items() if k.startswith(place) and "ms" in v}
+        rival = min(ways.keys() - {"ours"}, key=lambda way, ways=ways: ways[way]["ms"])
+        ratio, own = row["ms"] / ways[rival]["ms"], row["ms"] / ways["ours"]["ms"]
+        ours, dense = _range(found, row["network"], row, row["way"]), _range(found, row["dense"], row, rival)
+        cells = [f"`{row['network']}`", f"{row['mac_ratio']:.3f}", f"**{ratio:.3f}**", f"{own:.3f}", ours]
+        rows.append([*cells, f"{dense} {rival}", f"{row['tflops']:.0f}", f"{row['floor_ms']:.2f}"])
     columns = [
         "network",
         "MAC ratio",
         "time ratio",
+        "with our kernels",
         "ms",
         "fastest dense ms",
-        "dense, our kernels",
         "TFLOP/s",
         "floor",
     ]
-    repeats = next(way["repeats"] for way in found["ways"].values() if "repeats" in way)
-    note = f"\nbf16, batch 256, 224x224, medians of {repeats} graph replays; spreads are in the record.\n"
+    limits = found["limits"]
+    note = "\nInference, bf16, batch 256, 224x224; medians (least to most) of 21 replays, one run.\n"
+    note += f"Floors: {limits['tflops']:.0f} TFLOP/s and {limits['tb_per_s']:.2f} TB/s. {found['note']}\n"
     return markdown(columns, rows) + note + source("gpu_speed.json", found["environment"])
 
 
@@ -138,12 +152,9 @@ def train_speed() -> str:
     )
     fastest = {net: max(way["images_per_second"] for way in ways.values()) for net, ways in found["rows"].items()}
     epochs = ", ".join(f"{50_000 / rate:.2f} s for `{net}`" for net, rate in fastest.items())
-    shares = ", ".join(f"{ways['CUDA graph']['device_share']:.2f}" for ways in found["rows"].values())
-    note += f"\nAt these rates an epoch of all 50,000 images takes {epochs}. Kernel time over epoch time of\n"
-    note += (
-        f"the graphs, from a profiled run of its own that also holds the recording: {shares}; nothing is left\n"
-    )
-    note += "for Python.\n"
+    spreads = [way["highest"] / way["lowest"] - 1 for ways in found["rows"].values() for way in ways.values()]
+    note += f"\nAt these rates an epoch of all 50,000 images takes {epochs}. Epochs of one row differ by up to\n"
+    note += f"{max(spreads):.0%} (2 or 3 timed epochs each, one seed). {found['note']}\n"
     table = markdown(["loop", *(f"`{net}`" for net in found["rows"])], rows)
     return table + note + source("train_speed.json", found["environment"])
 
@@ -161,6 +172,7 @@ def cpu_layout() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "cpu-layout": cpu_layout,
+    "gpu-backward": gpu_backward,
     "gpu-layers": gpu_layers,
     "gpu-speed": gpu_speed,
     "train-speed": train_speed,

@@ -85,7 +85,7 @@ def make_loader(
     """The loader of this kind of split. `batch_size` is that of all processes together.
 
     `workers` are the processes that decode a streamed split; a resident one is on the device already.
-    `channels_last` is the layout of the images, in which convs are as fast or faster (`benchmarks/cpu_layout.py`).
+    `channels_last` is the layout of the images, the faster one on the whole (`benchmarks/cpu_layout.py`).
     """
     if workers < 0:
         raise LowRankError(f"workers are 0 or more processes, not {workers}.")
