@@ -4,19 +4,23 @@
 
 For each network, the recipe's own step eagerly, as a CUDA graph, and as a graph of compiled kernels; then the same
 network, batch and precision in the loop most people write: a Dataset that crops and mirrors image by image in
-worker processes, and eager steps. On a GPU also the share of an epoch that the device computes.
+worker processes, and eager steps. On a GPU also the share of an epoch in which the device computes steps: the
+time of a step replayed back to back over the time per step in an epoch.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from lowrank_cnn.data import Data, ResidentSplit, open_data
 from lowrank_cnn.environment import environment
 from lowrank_cnn.models import create_model
-from lowrank_cnn.train import fit, get_recipe
+from lowrank_cnn.train import fit, get_recipe, trainer
 from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.step import GraphedStep
 
 WAYS = {
     "eager": {"cuda_graphs": False},
@@ -57,12 +62,6 @@ class PlainImages(Dataset):
 def network(name: str, data: Data, recipe: Recipe) -> nn.Module:
     torch.manual_seed(0)
     return create_model(name, num_classes=len(data.classes), in_channels=data.train.channels, norm=recipe.norm)
-
-
-def ours(name: str, data: Data, recipe: Recipe, epochs: int, **how: Any) -> dict[str, object]:
-    record = fit(network(name, data, recipe), data, recipe, epochs=epochs, progress=False, **how)
-    rates = [row["images_per_second"] for row in record.history[1:]]  # the first epoch captures and compiles
-    return {"images_per_second": median(rates), "lowest": min(rates), "highest": max(rates), "epochs": len(rates)}
 
 
 def plain(name: str, data: Data, recipe: Recipe, epochs: int, workers: int) -> dict[str, object]:
@@ -96,14 +95,42 @@ def plain_step(net: nn.Module, images: Tensor, labels: Tensor, optimizer: torch.
     optimizer.step()
 
 
-def device_share(name: str, data: Data, recipe: Recipe, rate: float, **how: Any) -> float:
-    """Kernel time per image, from a profile of its own, over the time per image that was measured."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    model = network(name, data, recipe)
-    with torch.profiler.profile(activities=activities) as profile:
-        fit(model, data, recipe, epochs=2, progress=False, **how)
-    kernels = sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
-    return kernels / (2 * len(data.train)) * rate
+def ours(name: str, data: Data, recipe: Recipe, epochs: int, **how: Any) -> dict[str, object]:
+    """Rates of the epochs after the first, which captures and compiles; of a graph also the device's share."""
+    with keeping_graphs() as kept:
+        record = fit(network(name, data, recipe), data, recipe, epochs=epochs, progress=False, **how)
+    rates = [row["images_per_second"] for row in record.history[1:]]
+    row = {"images_per_second": median(rates), "lowest": min(rates), "highest": max(rates), "epochs": len(rates)}
+    if kept:
+        step = replay_seconds(kept[0])
+        row |= {"replay_ms": 1e3 * step, "device_share": step * median(rates) / recipe.batch_size}
+    return row
+
+
+@contextlib.contextmanager
+def keeping_graphs() -> Iterator[list[GraphedStep]]:
+    """The steps that a trainer records as CUDA graphs within the block."""
+    kept: list[GraphedStep] = []
+
+    class Kept(GraphedStep):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            kept.append(self)
+
+    with mock.patch.object(trainer, "GraphedStep", Kept):
+        yield kept
+
+
+def replay_seconds(step: GraphedStep, replays: int = 200) -> float:
+    """What one step takes when the device does nothing but steps: the rest of an epoch is not the step's."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for replay in range(-20, replays):
+        if replay == 0:
+            start.record()
+        step.graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3 / replays
 
 
 def measure(name: str, data: Data, recipe: Recipe, arguments: argparse.Namespace) -> dict[str, object]:
@@ -111,8 +138,6 @@ def measure(name: str, data: Data, recipe: Recipe, arguments: argparse.Namespace
     ways = WAYS if torch.cuda.is_available() else {"eager": {}}
     for way, how in ways.items():
         rows[way] = row = ours(name, data, recipe, arguments.epochs, **how)
-        if torch.cuda.is_available() and arguments.profile and "compiled" not in way:
-            row["device_share"] = device_share(name, data, recipe, row["images_per_second"], **how)  # type: ignore[arg-type]
         print(name, way, row, flush=True)
     rows["plain DataLoader loop"] = plain(name, data, recipe, 3, arguments.workers)
     print(name, "plain", rows["plain DataLoader loop"], flush=True)
@@ -127,7 +152,6 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1))
     parser.add_argument("--limit", type=int, default=None)
-    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/train_speed.json"))
     arguments = parser.parse_args()
     data = open_data(arguments.data, limit=arguments.limit, missing="skip")
