@@ -39,8 +39,8 @@ def measure_backward(
     row["error"] = _errors(ours, x, weights, bias, grad, options)
     if need_input:
         last, pixels = pixels_last(grad), pixels_last(x)
-        g, _ = backward.launch_undo(problem, last, seen)
-        row["undo"] = milliseconds(lambda: backward.launch_undo(problem, last, seen))
+        g, _ = backward.launch_undo(problem, last, seen, 264)
+        row["undo"] = milliseconds(lambda: backward.launch_undo(problem, last, seen, 264))
         row["input"] = _best(
             backward.INPUT_TILES, lambda tile: backward.launch_input_gradient(problem, g, weights, tile)
         )
@@ -64,7 +64,7 @@ def run_backward(x: Tensor, weights: list[Tensor], options: dict[str, Any]) -> N
     gradients(problem, grad.permute(0, 3, 1, 2), x, weights, seen, need_input=need_input)
     if not need_input:
         return
-    g, _ = backward.launch_undo(problem, grad, seen)
+    g, _ = backward.launch_undo(problem, grad, seen, 264)
     for tile in backward.INPUT_TILES:
         backward.launch_input_gradient(problem, g, weights, tile)
     for tile in backward.WEIGHT_TILES:

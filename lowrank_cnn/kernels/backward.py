@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowrank_cnn.kernels.pack import pack_turned, unpack_rows
-from lowrank_cnn.kernels.problem import Problem
+from lowrank_cnn.kernels.problem import Problem, empty_maps
 from lowrank_cnn.kernels.tiled import Tile
 from lowrank_cnn.kernels.tiles import box_count, box_of, power_above
 
@@ -36,28 +36,39 @@ DEAD = 4
 def undo(
     grad, seen, out, bias_grad, pixels, height, width, result_height, result_width,
     TOTAL: tl.constexpr, POOL: tl.constexpr, RELU: tl.constexpr, PIXELS: tl.constexpr, FILTERS: tl.constexpr,
-    ROUNDS: tl.constexpr,
+    ROUNDS: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Gradient before pool and ReLU. `seen` holds the codes where a pool was fused, else the results."""
+    """Gradient before pool and ReLU. `seen` holds the codes where a pool was fused, else the results.
+
+    Sums stay with their threads until the end: adding them up across threads in each turn took longer than the
+    memory.
+    """
     lane = tl.program_id(1) * FILTERS + tl.arange(0, FILTERS)
-    summed = tl.zeros((FILTERS,), tl.float32)
+    summed = tl.zeros((PIXELS, FILTERS), tl.float32)
     for turn in range(ROUNDS):
-        pixel = (tl.program_id(0) * ROUNDS + turn).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
-        x, y, n = pixel % width, pixel // width % height, pixel // (width * height)
-        from_y, from_x = (y // 2, x // 2) if POOL else (y, x)
-        inside = (pixel < pixels) & (from_y < result_height) & (from_x < result_width)
-        keep = inside[:, None] & (lane < TOTAL)[None, :]
-        source = ((n * result_height + from_y) * result_width + from_x)[:, None] * TOTAL + lane[None, :]
-        g = tl.load(grad + source, mask=keep, other=0.0)
+        pixel = (tl.program_id(0) + turn * tl.num_programs(0)) * PIXELS + tl.arange(0, PIXELS)
+        if WIDE:
+            pixel = pixel.to(tl.int64)
+        inside = (pixel < pixels)[:, None] & (lane < TOTAL)[None, :]
+        target = pixel[:, None] * TOTAL + lane[None, :]
         if POOL:
+            x, y, n = pixel % width, pixel // width % height, pixel // (width * height)
+            seen_there = (y // 2 < result_height) & (x // 2 < result_width)
+            source = ((n * result_height + y // 2) * result_width + x // 2)[:, None] * TOTAL + lane[None, :]
+            keep = inside & seen_there[:, None]
+            g = tl.load(grad + source, mask=keep, other=0.0)
             won = tl.load(seen + source, mask=keep, other=4) == (y % 2 * 2 + x % 2).to(tl.uint8)[:, None]
             g = tl.where(won, g, 0.0)
-        elif RELU:
-            g = tl.where(tl.load(seen + source, mask=keep, other=0.0) > 0, g, 0.0)
-        summed += tl.sum(g.to(tl.float32), 0)
-        target = pixel[:, None] * TOTAL + lane[None, :]
-        tl.store(out + target, g, mask=(pixel < pixels)[:, None] & (lane < TOTAL)[None, :])
-    tl.atomic_add(bias_grad + lane, summed, mask=lane < TOTAL, sem="relaxed")
+        else:
+            g = tl.load(grad + target, mask=inside, other=0.0)
+            if RELU:
+                g = tl.where(tl.load(seen + target, mask=inside, other=0.0) > 0, g, 0.0)
+        if BIAS:
+            summed += g.to(tl.float32)
+        if POOL or RELU:
+            tl.store(out + target, g, mask=inside)
+    if BIAS:
+        tl.atomic_add(bias_grad + lane, tl.sum(summed, 0), mask=lane < TOTAL, sem="relaxed")
 
 
 @triton.jit
@@ -124,31 +135,40 @@ def weight_gradient(
     tl.atomic_add(dw + place, acc, mask=inside, sem="relaxed")
 
 
-def launch_undo(problem: Problem, grad: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, H, W, filters] gradient before pool and ReLU, and the bias gradient in float32."""
+def launch_undo(
+    problem: Problem, grad: Tensor, seen: Tensor, programs: int, *, need_bias: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """[N, H, W, filters] gradient before pool and ReLU, and the bias gradient in float32 where needed.
+
+    Where nothing is to be undone the gradient is given back as it came; `programs` is how many should run at once.
+    """
+    changes = problem.relu or problem.pool is not None
+    if not changes and not need_bias:
+        return grad, None
     shape = (problem.batch, problem.out_height, problem.out_width, problem.filters)
-    out = torch.empty(shape, device=grad.device, dtype=grad.dtype)
+    out = torch.empty(shape, device=grad.device, dtype=grad.dtype) if changes else grad
     bias_grad = torch.zeros(problem.filters, device=grad.device)
     filters = min(128, power_above(problem.filters))
-    block, rounds = 4096 // filters, 8
+    block, tiles = 4096 // filters, -(-problem.filters // filters)
     count = problem.batch * problem.out_height * problem.out_width
-    undo[(-(-count // (block * rounds)), -(-problem.filters // filters))](
+    blocks = -(-count // block)
+    across = max(1, min(blocks, 2 * programs // tiles))
+    undo[(across, tiles)](
         grad, seen, out, bias_grad, count, problem.out_height, problem.out_width, *problem.result_size,
         TOTAL=problem.filters, POOL=problem.pool is not None, RELU=problem.relu, PIXELS=block,
-        FILTERS=filters, ROUNDS=rounds,
+        FILTERS=filters, ROUNDS=-(-blocks // across), BIAS=need_bias, WIDE=out.numel() >= 1 << 31,
     )  # fmt: skip
-    return out, bias_grad
+    return out, bias_grad if need_bias else None
 
 
 def launch_input_gradient(
     problem: Problem, g: Tensor, weights: Sequence[Tensor], tile: Tile | None = None
 ) -> Tensor:
-    """[N, H, W, channels] gradient of the input, from the gradient before pool and ReLU."""
+    """[N, channels, H, W] gradient of the input, from the gradient before pool and ReLU."""
     tile = tile or INPUT_TILES[0]
     packed = pack_turned(weights, g.dtype)
-    dx = torch.empty(
-        (problem.batch, problem.height, problem.width, problem.channels), device=g.device, dtype=g.dtype
-    )
+    maps = empty_maps((problem.batch, problem.channels, problem.height, problem.width), g)
+    dx = maps.permute(0, 2, 3, 1)
     images, rows, columns = box_of(problem.batch, problem.height, problem.width, tile.pixels)
     counts = [-(-size // part) for size, part in zip(dx.shape[:3], (images, rows, columns), strict=True)]
     depth = min(tile.depth, power_above(max(group.filters for group in problem.groups)))
@@ -162,7 +182,7 @@ def launch_input_gradient(
         IMAGES=images, ROWS=rows, COLUMNS=columns, FILTERS=filters, DEPTH=depth,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return dx
+    return maps
 
 
 def launch_weight_gradient(

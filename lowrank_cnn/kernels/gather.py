@@ -101,7 +101,8 @@ def launch_gather(
     """Run the kernel on `pack.pack_union` weights; the result is channels-last."""
     if codes is not None:
         raise LowRankError("the gather kernel keeps no codes of a pool: it has no gradient there.")
-    tile, pixels, result = tile or GatherTile(), pixels_last(x), empty_result(problem, x)
+    tile, pixels, maps = tile or GatherTile(), pixels_last(x), empty_result(problem, x)
+    result = maps.permute(0, 2, 3, 1)
     values = packed.shape[0]
     filters = min(tile.filters, power_above(problem.filters))
     tiles = -(-problem.filters // filters)
@@ -115,7 +116,7 @@ def launch_gather(
         DEPTH=min(tile.depth, values), WIDE=pixels.numel() >= 1 << 31, num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
-    return result.permute(0, 3, 1, 2)
+    return maps
 
 
 def gathered_values(problem: Problem) -> int:

@@ -281,7 +281,8 @@ def launch_hopper(
 ) -> Tensor:
     """Run the kernel on `pack.pack_rows` weights; the result is channels-last."""
     tile = tile or default_tile(problem)
-    pixels, result = pixels_last(x), empty_result(problem, x)
+    pixels, maps = pixels_last(x), empty_result(problem, x)
+    result = maps.permute(0, 2, 3, 1)
     taps, box = run_length(problem), run_box(problem, tile)
     run, images, cross = box
     shrink = 1 if problem.pool is None else 2
@@ -306,7 +307,7 @@ def launch_hopper(
         HAS_BIAS=bias is not None, BOXES=tile.boxes, SLABS=tile.slabs, PARTS=tile.parts,
         CODES=codes is not None, ACC=_accumulator(tile), num_warps=tile.warps,
     )  # fmt: skip
-    return result.permute(0, 3, 1, 2)
+    return maps
 
 
 def _accumulator(tile: HopperTile) -> gl.NVMMADistributedLayout:

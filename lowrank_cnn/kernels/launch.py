@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lowrank_cnn.kernels import backward, gather, hopper_plan, stem, tiled
 from lowrank_cnn.kernels.known import known
@@ -34,7 +33,6 @@ _TILES: dict[str, type] = {
     "stem": stem.StemTile,
     "gather": gather.GatherTile,
 }
-_packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -112,23 +110,29 @@ def forward(
     codes: Tensor | None = None,
 ) -> Tensor:
     """The result of a problem by a plan; `codes`, where given, are filled for the backward."""
-    packed = packed_weights(plan.kernel, problem, weights, x.dtype)
+    packed = _pack(plan.kernel, problem, weights, x.dtype)
     return _launcher(plan.kernel)(problem, x, packed, bias, plan.tile, codes)
 
 
 def gradients(
-    problem: Problem, grad: Tensor, x: Tensor, weights: Sequence[Tensor], seen: Tensor, *, need_input: bool
-) -> tuple[Tensor | None, list[Tensor], Tensor]:
-    """Gradients of input (None where not needed), weights and bias; the latter two in float32."""
+    problem: Problem,
+    grad: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    seen: Tensor,
+    *,
+    need_input: bool,
+    need_bias: bool = True,
+) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
+    """Gradients of input, weights and bias, the latter two in float32; None where not needed."""
     g, pixels, seen = pixels_last(grad), pixels_last(x), seen.contiguous()
     programs = 2 * _multiprocessors(x.device)
     if stem.unsupported(problem) is None and not need_input:
-        values = gather.gathered_values(problem)
-        dw, db = stem.launch_stem_gradient(problem, x, g, seen, values, programs)
+        dw, db = stem.launch_stem_gradient(problem, x, g, seen, programs)
         return None, dw, db
-    g, db = backward.launch_undo(problem, g, seen)
+    g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)
     tile = _gradient_tile(problem, x.device, "input")
-    dx = backward.launch_input_gradient(problem, g, weights, tile).permute(0, 3, 1, 2) if need_input else None
+    dx = backward.launch_input_gradient(problem, g, weights, tile) if need_input else None
     tile = _gradient_tile(problem, x.device, "weights")
     return dx, backward.launch_weight_gradient(problem, g, pixels, programs, tile), db
 
@@ -138,30 +142,15 @@ def _gradient_tile(problem: Problem, device: torch.device, what: str) -> tiled.T
     return tiled.Tile(**stored) if stored else None
 
 
-def packed_weights(kernel: str, problem: Problem, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The weights as the kernel reads them, kept until one of them changes.
-
-    A graph under capture packs them anew each time it runs, so that it follows later changes.
-    """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return _pack(kernel, problem, weights, dtype)
-    union = kernel in ("stem", "gather")
-    state = (union, dtype, problem.groups, *((w.data_ptr(), _version(w)) for w in weights))
-    kept = _packed.get(weights[0])
-    if kept is None or kept[0] != state or None in (version for _, version in state[3:]):
-        kept = (state, _pack(kernel, problem, weights, dtype))
-        _packed[weights[0]] = kept
-    return kept[1]
-
-
 def _pack(kernel: str, problem: Problem, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The weights as the kernel reads them, made anew each time.
+
+    Nothing tells that a replayed graph has changed a parameter (its version stays), so a packed copy cannot be
+    kept safely; `fuse.freeze` lays weights out so that packing them costs nothing.
+    """
     if kernel in ("stem", "gather"):
         return pack_union(weights, problem, gather.gathered_values(problem), dtype)
     return pack_rows(weights, dtype)
-
-
-def _version(weight: Tensor) -> int | None:
-    return None if weight.is_inference() else weight._version
 
 
 def _launcher(kernel: str) -> Callable[..., Tensor]:

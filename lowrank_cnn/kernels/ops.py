@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lowrank_cnn.kernels.problem import Problem, Sides, describe, empty_codes
+from lowrank_cnn.kernels.problem import Problem, Sides, describe, empty_codes, empty_result
 
 
 def flat_padding(padding: Sequence[Sides]) -> list[int]:
@@ -53,7 +53,7 @@ def _(x, weights, bias, stride, padding, relu, pool, codes):
     problem = _problem(x, weights, stride, padding, relu, pool)
     shape = (problem.batch, *problem.result_size, problem.filters)
     seen = x.new_empty(shape if codes and pool else (0,), dtype=torch.uint8)
-    return x.new_empty(shape).permute(0, 3, 1, 2), seen
+    return empty_result(problem, x), seen
 
 
 @torch.library.custom_op("lowrank::composite_conv2d_backward", mutates_args=())
@@ -67,36 +67,42 @@ def composite_conv2d_backward(
     relu: bool,
     pool: str,
     need_input: bool,
+    need_bias: bool,
 ) -> list[Tensor]:
-    """Gradients of input (empty where not needed), bias and weights, in this order."""
+    """Gradients of input and bias (empty where not needed) and of the weights, in this order."""
     from lowrank_cnn.kernels import launch
 
     problem = _problem(x, weights, stride, padding, relu, pool)
-    dx, dw, db = launch.gradients(problem, grad.to(x.dtype), x, weights, seen, need_input=need_input)
+    needs = {"need_input": need_input, "need_bias": need_bias}
+    dx, dw, db = launch.gradients(problem, grad.to(x.dtype), x, weights, seen, **needs)
     parts = [part.to(weight.dtype).contiguous() for part, weight in zip(dw, weights, strict=True)]
-    return [dx if dx is not None else x.new_empty(0), db, *parts]
+    none = x.new_empty(0)
+    return [dx if need_input and dx is not None else none, db if need_bias and db is not None else none, *parts]
 
 
 @composite_conv2d_backward.register_fake
-def _(grad, x, weights, seen, stride, padding, relu, pool, need_input):
+def _(grad, x, weights, seen, stride, padding, relu, pool, need_input, need_bias):
     dx = torch.empty_like(x, memory_format=torch.channels_last) if need_input else x.new_empty(0)
     filters = sum(weight.shape[0] for weight in weights)
-    return [dx, x.new_empty(filters, dtype=torch.float32), *(w.new_empty(w.shape) for w in weights)]
+    db = x.new_empty(filters, dtype=torch.float32) if need_bias else x.new_empty(0)
+    return [dx, db, *(w.new_empty(w.shape) for w in weights)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weights, bias, stride, padding, relu, pool, _ = inputs
     y, codes = output
     ctx.mark_non_differentiable(codes)
-    ctx.save_for_backward(x, codes if pool else y, bias, *weights)
+    # Without a ReLU the result is not needed again, and what follows may overwrite it.
+    ctx.save_for_backward(x, y if relu and not pool else codes, bias, *weights)
     ctx.options = (stride, padding, relu, pool)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     x, seen, bias, *weights = ctx.saved_tensors
-    seen = seen if ctx.options[3] else seen.permute(0, 2, 3, 1)
+    relu, pool = ctx.options[2:]
+    seen = seen.permute(0, 2, 3, 1) if relu and not pool else seen
     need_input = ctx.needs_input_grad[0]
-    dx, db, *dw = composite_conv2d_backward(grad, x, weights, seen, *ctx.options, need_input)
+    dx, db, *dw = composite_conv2d_backward(grad, x, weights, seen, *ctx.options, need_input, bias is not None)
     bias_grad = None if bias is None else db.to(bias.dtype)
     return (dx if need_input else None, dw, bias_grad, None, None, None, None, None)
 
@@ -116,5 +122,7 @@ def _forward_flops(x, weights, bias, stride, padding, relu, pool, codes, *, out_
 
 
 @register_flop_formula(torch.ops.lowrank.composite_conv2d_backward)
-def _backward_flops(grad, x, weights, seen, stride, padding, relu, pool, need_input, *, out_shape, **_) -> int:
+def _backward_flops(
+    grad, x, weights, seen, stride, padding, relu, pool, need_input, need_bias, *, out_shape, **_
+) -> int:
     return (4 if need_input else 2) * _macs(x, weights, grad, pool)

@@ -147,5 +147,14 @@ def empty_codes(problem: Problem, x: Tensor) -> Tensor | None:
 
 
 def empty_result(problem: Problem, x: Tensor) -> Tensor:
-    """Memory for the result, as [N, H, W, filters]."""
-    return torch.empty((problem.batch, *problem.result_size, problem.filters), device=x.device, dtype=x.dtype)
+    """Memory for the result, [N, filters, H, W] in channels-last order.
+
+    Kernels write its `permute(0, 2, 3, 1)`; what they give back is no view, or an in-place ReLU after a layer
+    that trains would be refused.
+    """
+    return empty_maps((problem.batch, problem.filters, *problem.result_size), x)
+
+
+def empty_maps(size: Sequence[int], like: Tensor) -> Tensor:
+    """Memory for [N, C, H, W] in channels-last order, of a tensor's kind."""
+    return torch.empty(tuple(size), device=like.device, dtype=like.dtype, memory_format=torch.channels_last)

@@ -104,15 +104,18 @@ def composite_stem(
 
 @triton.jit
 def stem_gradient(
-    x, grad, seen, dw, bias_grad, pixels, height, width, result_height, result_width,
+    x, grad, seen, dw, pixels, height, width, result_height, result_width,
     TAPS: tl.constexpr, CHANNELS: tl.constexpr, TOTAL: tl.constexpr, VALUES: tl.constexpr,
     STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr, POOL: tl.constexpr, RELU: tl.constexpr,
     PIXELS: tl.constexpr, FILTERS: tl.constexpr, WIDE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Weight and bias gradients: the neighbourhoods are gathered again, the pool and ReLU undone on the way."""
+    """Weight and bias gradients: the neighbourhoods are gathered again, the pool and ReLU undone on the way.
+
+    The value after the neighbourhood's last is one, so that the product's column there is the bias gradient.
+    """
     lane = tl.arange(0, FILTERS)
+    k = tl.arange(0, VALUES)
     acc = tl.zeros((FILTERS, VALUES), tl.float32)
-    summed = tl.zeros((FILTERS,), tl.float32)
     for turn in range(ROUNDS):
         pixel = (tl.program_id(0) + turn * tl.num_programs(0)) * PIXELS + tl.arange(0, PIXELS)
         column = pixel % result_width
@@ -131,18 +134,15 @@ def stem_gradient(
             in_y = tl.where(pixel < pixels, down * STRIDE_Y, -1000000)
             base = ((image * height + down * STRIDE_Y) * width + right * STRIDE_X) * CHANNELS
             a = gathered(x, base, in_y, right * STRIDE_X, height, width, TAPS, CHANNELS, VALUES)
-            # A product cannot take the reshaped values as they are (Triton 3.6): any operation between will do.
-            a = tl.where((tl.arange(0, VALUES) < len(TAPS) * CHANNELS)[None, :], a, 0.0)
+            a = tl.where((k == len(TAPS) * CHANNELS)[None, :], 1.0, a)
             part = g
             if POOL:
                 part = tl.where(kept == quad, g, 0.0)
             elif RELU:
                 part = tl.where(kept > 0, g, 0.0)
-            acc = tl.dot(part.T, a, acc)
-            summed += tl.sum(part.to(tl.float32), 0)
-    place = lane[:, None] * VALUES + tl.arange(0, VALUES)[None, :]
+            acc = tl.dot(part.T, a.to(g.dtype), acc)
+    place = lane[:, None] * VALUES + k[None, :]
     tl.atomic_add(dw + place, acc, mask=(lane < TOTAL)[:, None], sem="relaxed")
-    tl.atomic_add(bias_grad + lane, summed, mask=lane < TOTAL, sem="relaxed")
 
 
 def launch_stem(
@@ -154,7 +154,8 @@ def launch_stem(
     codes: Tensor | None = None,
 ) -> Tensor:
     """Run the kernel on `pack.pack_union` weights; the result is channels-last."""
-    tile, pixels, result = tile or StemTile(), pixels_last(x), empty_result(problem, x)
+    tile, pixels, maps = tile or StemTile(), pixels_last(x), empty_result(problem, x)
+    result = maps.permute(0, 2, 3, 1)
     count = problem.batch * problem.result_size[0] * problem.result_size[1]
     composite_stem[(-(-count // tile.pixels),)](
         pixels, packed, bias if bias is not None else packed, result, codes if codes is not None else result,
@@ -162,7 +163,7 @@ def launch_stem(
         HAS_BIAS=bias is not None, CODES=codes is not None, num_warps=tile.warps,
         **_constants(problem, pixels, packed.shape[0], tile),
     )  # fmt: skip
-    return result.permute(0, 3, 1, 2)
+    return maps
 
 
 def launch_stem_gradient(
@@ -170,7 +171,6 @@ def launch_stem_gradient(
     x: Tensor,
     grad: Tensor,
     seen: Tensor,
-    values: int,
     programs: int,
     tile: StemTile | None = None,
 ) -> tuple[list[Tensor], Tensor]:
@@ -179,13 +179,14 @@ def launch_stem_gradient(
     count = problem.batch * problem.result_size[0] * problem.result_size[1]
     blocks = -(-count // tile.pixels)
     programs = min(programs, blocks)
+    gathered_values = len(union_taps(problem.groups)) * problem.channels
+    values = max(16, power_above(gathered_values + 1))
     dw = torch.zeros((problem.filters, values), device=x.device)
-    bias_grad = torch.zeros(problem.filters, device=x.device)
     stem_gradient[(programs,)](
-        pixels, grad, seen, dw, bias_grad, count, problem.height, problem.width, *problem.result_size,
+        pixels, grad, seen, dw, count, problem.height, problem.width, *problem.result_size,
         ROUNDS=-(-blocks // programs), num_warps=tile.warps, **_constants(problem, pixels, values, tile),
     )  # fmt: skip
-    return unpack_union(dw, problem), bias_grad
+    return unpack_union(dw, problem), dw[:, gathered_values]
 
 
 def _constants(problem: Problem, pixels: Tensor, values: int, tile: StemTile) -> dict[str, Any]:

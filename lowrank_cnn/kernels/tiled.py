@@ -131,7 +131,8 @@ def launch_tiled(
     codes: Tensor | None = None,
 ) -> Tensor:
     """Run the kernel on `pack.pack_rows` weights; the result is channels-last."""
-    tile, pixels, result = tile or Tile(), pixels_last(x), empty_result(problem, x)
+    tile, pixels, maps = tile or Tile(), pixels_last(x), empty_result(problem, x)
+    result = maps.permute(0, 2, 3, 1)
     pool = problem.pool is not None
     box = box_of(problem.batch, problem.out_height, problem.out_width, tile.pixels, least=2 if pool else 1)
     depth = min(tile.depth, power_above(problem.channels))
@@ -151,7 +152,7 @@ def launch_tiled(
         WHOLE_FILTERS=all(group.filters % tile.filters == 0 for group in problem.groups),
         CODES=codes is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return result.permute(0, 3, 1, 2)
+    return maps
 
 
 def unsupported(problem: Problem) -> str | None:

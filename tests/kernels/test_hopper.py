@@ -278,7 +278,7 @@ def test_the_kernel_and_its_ring_of_buffers_are_right(emulated, size, groups, po
     )
     emulated.empty_result = lambda problem, x: torch.full(
         (size[0], *problem.result_size, problem.filters), torch.nan
-    )
+    ).permute(0, 3, 1, 2)
     packed = pack_rows(weights, x.dtype)
     y = emulated.launch_hopper(problem, x, packed, _as_pointer(bias), tile)
     expected = composite_reference(x.double(), [w.double() for w in weights], bias.double(), **options)
