@@ -68,7 +68,11 @@ def composite_conv2d(
     relu: bool = False,
     pool: str | None = None,
 ) -> Tensor:
-    """One composite layer with what follows it: fused where that is supported and faster, else by torch."""
+    """One composite layer with what follows it: fused where that is supported and faster, else by torch.
+
+    `padding` has ((top, bottom), (left, right)) for each group; `pool` is "floor" or "ceil" for a 2x2 max-pool
+    that rounds so, or None.
+    """
     options: dict[str, Any] = {"stride": stride, "padding": padding, "relu": relu, "pool": pool}
     if torch.compiler.is_exporting() or not (x.is_cuda or _decider().asked_for()):
         return composite_by_torch(x, weights, bias, **options)
@@ -125,7 +129,7 @@ def mode() -> str:
 
 @contextlib.contextmanager
 def forced(chosen: str) -> Iterator[None]:
-    """Within the block, choose as `chosen` says."""
+    """Within the block, choose as `chosen` says: "off", "on" or "auto"."""
     token = _forced.set(chosen)
     try:
         mode()

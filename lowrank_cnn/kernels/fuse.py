@@ -1,7 +1,9 @@
 """Fuse what follows a conv into it: [conv, ReLU, 2x2 max-pool] in a Sequential become one layer.
 
-The copy shares the model's parameters, so it trains as well; the model itself is not touched. Convs are known
-by what they have, not by their class: `nn.Conv2d`, and layers with `weights` and `group_padding`.
+[batch norm, ReLU] become one as well, and other max-pools layers that know the kernels. The copy shares the
+model's parameters, statistics, and modules without parts, so it trains as well, and follows when the model is
+set to train or evaluate; the model itself is not touched. Convs are known by what they have, not by their
+class: `nn.Conv2d`, and layers with `weights` and `group_padding`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowrank_cnn.kernels.dispatch import composite_conv2d
+from lowrank_cnn.kernels.modules import fused_norm, fused_pool
 from lowrank_cnn.kernels.pack import laid_out
 from lowrank_cnn.kernels.problem import Pair, Sides
 
@@ -57,6 +60,10 @@ def fuse(model: nn.Module) -> nn.Module:
     """A copy of a model, its parameters shared, in which every conv the kernels know takes what follows it."""
     if (options := conv_options(model)) is not None:
         return FusedComposite(**options)
+    if (pool := fused_pool(model)) is not None:
+        return pool
+    if not model._modules:
+        return model
     twin = copy.copy(model)
     if type(model).forward is nn.Sequential.forward:
         children = _fused_chain(_flattened(model))
@@ -114,18 +121,22 @@ def _fused_chain(steps: list[tuple[str, nn.Module]]) -> OrderedDict[str, nn.Modu
     at = 0
     while at < len(steps):
         name, module = steps[at]
-        options = conv_options(module)
-        at += 1
-        if options is None:
-            fused[name] = fuse(module)
-            continue
-        following = [step for _, step in steps[at : at + 2]]
-        options["relu"] = bool(following) and isinstance(following[0], nn.ReLU)
-        at += options["relu"]
-        pool = _pool(following[1]) if options["relu"] and len(following) > 1 else None
-        at += pool is not None
-        fused[name] = FusedComposite(**options, pool=pool)
+        following = [step for _, step in steps[at + 1 : at + 3]]
+        fused[name], taken = _with_what_follows(module, following)
+        at += 1 + taken
     return fused
+
+
+def _with_what_follows(module: nn.Module, following: list[nn.Module]) -> tuple[nn.Module, int]:
+    """A step fused with the steps behind it that it can take, and how many these are."""
+    if (norm := fused_norm(module, following[0] if following else None)) is not None:
+        return norm, 1
+    options = conv_options(module)
+    if options is None:
+        return fuse(module), 0
+    relu = bool(following) and isinstance(following[0], nn.ReLU)
+    pool = _pool(following[1]) if relu and len(following) > 1 else None
+    return FusedComposite(**options, relu=relu, pool=pool), relu + (pool is not None)
 
 
 def _pool(module: nn.Module) -> str | None:

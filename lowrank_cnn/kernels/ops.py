@@ -76,8 +76,8 @@ def composite_conv2d_backward(
     needs = {"need_input": need_input, "need_bias": need_bias}
     dx, dw, db = launch.gradients(problem, grad.to(x.dtype), x, weights, seen, **needs)
     parts = [part.to(weight.dtype).contiguous() for part, weight in zip(dw, weights, strict=True)]
-    none = x.new_empty(0)
-    return [dx if need_input and dx is not None else none, db if need_bias and db is not None else none, *parts]
+    needed = [(dx, need_input), (db, need_bias)]
+    return [*(t if need and t is not None else x.new_empty(0) for t, need in needed), *parts]
 
 
 @composite_conv2d_backward.register_fake

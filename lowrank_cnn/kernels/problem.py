@@ -52,6 +52,7 @@ class Problem:
 
     @property
     def filters(self) -> int:
+        """Filters of all groups."""
         return sum(group.filters for group in self.groups)
 
     @property
@@ -69,6 +70,7 @@ class Problem:
 
     @property
     def macs(self) -> int:
+        """Multiply-accumulates for the whole batch."""
         depth = sum(group.taps * group.filters for group in self.groups)
         return self.batch * self.out_height * self.out_width * self.channels * depth
 

@@ -61,5 +61,11 @@ def power_above(value: int, least: int = 16) -> int:
     return max(least, 1 << (value - 1).bit_length())
 
 
+def lanes_of(channels: int) -> int:
+    """Channels per program where there is no matrix product: a power of two that divides them, if large enough."""
+    whole = min(128, channels & -channels)
+    return whole if whole >= 32 else min(128, power_above(channels))
+
+
 def _up(value: int, step: int) -> int:
     return -(-value // step)

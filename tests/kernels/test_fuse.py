@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from lowrank_cnn.kernels import forced
 from lowrank_cnn.kernels.fuse import FusedComposite, freeze, fuse
+from lowrank_cnn.kernels.modules import FusedNorm, FusedPool
 from lowrank_cnn.kernels.pack import pack_rows
 from lowrank_cnn.layers import build_conv
+from lowrank_cnn.models import create_model
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def network(scheme):
@@ -49,8 +56,7 @@ def test_the_model_is_left_alone_and_shares_its_parameters():
 
 def test_fused_kernels_in_a_network():
     pytest.importorskip("triton")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, x = network("lr").to(device), torch.randn(1, 3, 14, 14, device=device)
+    model, x = network("lr").to(DEVICE), torch.randn(1, 3, 14, 14, device=DEVICE)
     exact = model.double()(x.double())
     model.float()
     with forced("on"):
@@ -72,3 +78,138 @@ def test_frozen_weights_are_packed_once_for_all(scheme):
     with torch.no_grad():
         next(model.parameters()).zero_()
     assert torch.allclose(twin(x), exact)
+
+
+def normed(dtype=torch.float32):
+    """A network with batch norms, one of them without a ReLU, and a pool that no conv takes."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1),
+        nn.Conv2d(8, 16, 1), nn.BatchNorm2d(16), nn.Dropout(0.5),
+        nn.Sequential(nn.BatchNorm2d(16, affine=False), nn.ReLU()), nn.Flatten(), nn.Linear(16 * 16, 4),
+    )  # fmt: skip
+    return model.to(DEVICE, dtype)
+
+
+def test_norm_and_relu_become_one_and_pools_know_the_kernels():
+    twin = fuse(normed())
+    assert sum(isinstance(layer, FusedNorm) for layer in twin.modules()) == 2
+    assert sum(isinstance(layer, FusedPool) for layer in twin.modules()) == 1
+    assert sum(type(layer) is nn.BatchNorm2d for layer in twin.modules()) == 1
+    assert not any(isinstance(layer, nn.ReLU | nn.MaxPool2d) for layer in twin.modules())
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.SyncBatchNorm(4), nn.BatchNorm3d(4), nn.MaxPool2d(2, return_indices=True), nn.MaxPool2d(2, dilation=2)],
+)
+def test_others_stay_as_they_are(layer):
+    assert fuse(nn.Sequential(layer, nn.ReLU()))[0] is layer
+
+
+def test_the_copy_follows_the_model():
+    model = normed()
+    twin = fuse(model)
+    assert {id(b) for b in twin.buffers()} == {id(b) for b in model.buffers()}
+    model.double()
+    x = torch.randn(2, 3, 8, 8, device=DEVICE, dtype=torch.float64)
+    model.eval()
+    assert torch.equal(twin(x), model(x))
+    model.train()
+    before = copy.deepcopy(model.state_dict())
+    twin(x)
+    assert model[1].num_batches_tracked == before["1.num_batches_tracked"] + 1
+    assert not torch.equal(model[1].running_mean, before["1.running_mean"])
+    twin.eval()
+    assert not any(model[at].training for at in (1, 5, 6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_between_convs_compute_the_same(dtype):
+    pytest.importorskip("triton")
+    chain = nn.Sequential(nn.BatchNorm2d(24), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True), nn.ReLU(inplace=True))
+    right, x = copy.deepcopy(chain).double().to(DEVICE), torch.randn(2, 24, 9, 8, device=DEVICE).to(dtype)
+    twin, leaf = fuse(chain.to(DEVICE)), x.clone().requires_grad_()
+    wide = x.double().requires_grad_()
+    with forced("on"), torch.autocast(DEVICE, dtype=torch.bfloat16):
+        y = twin(leaf)
+    assert y.dtype == dtype
+    assert "lowrank" in str(y.grad_fn.next_functions[0][0])
+    exact = right(wide)
+    limit = 1e-5 if dtype == torch.float32 else 1e-2
+    assert torch.linalg.vector_norm(y - exact) <= limit * torch.linalg.vector_norm(exact)
+    # Rounded values may win other windows: what a window is given must arrive somewhere all the same.
+    grads = [torch.autograd.grad(out.square().sum(), leaf)[0] for out, leaf in ((y, leaf), (exact, wide))]
+    if dtype == torch.float32:
+        assert torch.linalg.vector_norm(grads[0] - grads[1]) <= 1e-4 * torch.linalg.vector_norm(grads[1])
+    assert torch.allclose(chain[0].running_var.double(), right[0].running_var, atol=1e-3)
+    assert chain[0].num_batches_tracked == 1
+
+
+def test_switched_off_nothing_but_torch_runs():
+    model, x = normed(), torch.randn(2, 3, 8, 8, device=DEVICE)
+    model[6].p = 0.0
+    twin, plain = fuse(model), copy.deepcopy(model)
+    with forced("off"):
+        y = twin[1](F.conv2d(x, model[0].weight, model[0].bias, padding=1))
+    right = F.relu(plain[1](plain[0](x)))
+    assert "lowrank" not in str(y.grad_fn)
+    assert torch.equal(y, right)
+
+
+def test_what_torch_refuses_is_refused():
+    pytest.importorskip("triton")
+    norm = fuse(nn.Sequential(nn.BatchNorm2d(8), nn.ReLU()).to(DEVICE))
+    with forced("on"), pytest.raises(ValueError, match="more than 1 value"):
+        norm(torch.randn(1, 8, 1, 1, device=DEVICE))
+    with forced("on"), pytest.raises(RuntimeError, match="pad"):
+        fuse(nn.MaxPool2d(2, padding=2))(torch.randn(1, 8, 4, 4, device=DEVICE))
+
+
+def test_a_cumulative_average_is_left_to_torch():
+    pytest.importorskip("triton")
+    chain, x = nn.Sequential(nn.BatchNorm2d(8, momentum=None), nn.ReLU()), torch.randn(2, 8, 3, 3)
+    right = copy.deepcopy(chain)
+    with forced("on"):
+        for scale in (1, 2):
+            assert torch.equal(fuse(chain)(x * scale), right(x * scale))
+    assert torch.equal(chain[0].running_var, right[0].running_var)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_traced_it_is_torch_alone(training):
+    torch._dynamo.reset()
+    model, x = normed().train(training), torch.randn(2, 3, 8, 8, device=DEVICE)
+    model[6].p = 0.0
+    twin, right = fuse(model), copy.deepcopy(model)
+    with forced("on"):
+        program = torch.export.export(twin, (x,))
+        assert not any("lowrank" in str(node.target) for node in program.graph.nodes)
+        y = torch.compile(twin, backend="aot_eager")(x)
+    assert torch.allclose(y, right(x), atol=1e-4 if DEVICE == "cpu" else 1e-2)
+    assert torch.allclose(model[1].running_mean, right[1].running_mean, atol=1e-3)
+    assert model[1].num_batches_tracked == right[1].num_batches_tracked
+
+
+def loss_and_gradients(network, model, x):
+    loss = F.cross_entropy(network(x), torch.arange(len(x), device=x.device))
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def test_a_whole_network_trains_alike():
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    model = create_model("nin-c3-lr", width=0.1, norm="batch", dropout=0.0).to(DEVICE)
+    right = copy.deepcopy(model).double()
+    x = torch.randn(4, 3, 12, 11, device=DEVICE).contiguous(memory_format=torch.channels_last)
+    twin = fuse(model)
+    with forced("on"):
+        found = loss_and_gradients(twin, model, x)
+    exact = loss_and_gradients(right, right, x.double())
+    limit = 2e-4 if DEVICE == "cpu" else 5e-2
+    for a, b in zip(found, exact, strict=True):
+        assert torch.linalg.vector_norm(a - b) <= limit * torch.linalg.vector_norm(b) + 1e-9
+    for (name, a), b in zip(model.named_buffers(), right.buffers(), strict=True):
+        assert torch.allclose(a.double(), b.double(), rtol=limit, atol=limit), name
+    model.eval(), right.eval()
+    with forced("on"), torch.no_grad():
+        assert torch.allclose(twin(x).double(), right(x.double()), atol=10 * limit)

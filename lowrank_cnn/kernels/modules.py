@@ -1,0 +1,118 @@
+"""Layers between convs that run through the kernels where these can: batch norm with its ReLU, and max-pool.
+
+Elsewhere they are what they stand for: off the GPU, under LOWRANK_KERNELS=off, in types the kernels do not
+know, and where torch.compile or torch.export trace, which fuse such steps themselves or must run anywhere.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowrank_cnn.kernels import dispatch
+from lowrank_cnn.kernels.problem import Pair
+
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST = 2**30
+"""The kernels count values in 32 bits."""
+WIDEST = 15
+"""Rows or columns of the largest window: a place in it fits in a byte."""
+
+
+class FusedNorm(nn.Module):
+    """A batch norm and the ReLU behind it. Its parameters, statistics and mode are those of the norm it is for."""
+
+    norm: nn.BatchNorm2d
+
+    def __init__(self, norm: nn.BatchNorm2d, relu: nn.ReLU) -> None:
+        super().__init__()
+        # The very same dictionaries: what is replaced in one, by a move to a device say, is so in the other.
+        self._parameters, self._buffers = norm._parameters, norm._buffers
+        self.inplace = relu.inplace
+        self.__dict__["norm"] = norm  # known, but no part: its tensors are registered here already
+
+    def train(self, mode: bool = True) -> FusedNorm:
+        self.norm.train(mode)
+        super().train(mode)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        if not (kernels_take(x) and norm.training and norm.momentum is not None and _several(x)):
+            return F.relu(norm.forward(x), inplace=self.inplace)
+        from lowrank_cnn.kernels.norm_ops import batch_norm_relu, batch_norm_statistics
+
+        running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+        mean, rstd = batch_norm_statistics(x.detach(), *running, norm.momentum, norm.eps)
+        return batch_norm_relu(x, mean, rstd, norm.weight, norm.bias, True)
+
+    def extra_repr(self) -> str:
+        return f"{self.norm.extra_repr()}, relu=True"
+
+
+class FusedPool(nn.Module):
+    """A max-pool without dilation."""
+
+    def __init__(self, *, kernel: Pair, stride: Pair, padding: Pair, ceil: bool) -> None:
+        super().__init__()
+        self.kernel, self.stride, self.padding, self.ceil = kernel, stride, padding, ceil
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (kernels_take(x) and self._fits(x)):
+            return F.max_pool2d(x, self.kernel, self.stride, self.padding, ceil_mode=self.ceil)
+        from lowrank_cnn.kernels.pool import max_pool2d
+
+        codes = torch.is_grad_enabled() and x.requires_grad
+        return max_pool2d(x, list(self.kernel), list(self.stride), list(self.padding), self.ceil, codes)[0]
+
+    def _fits(self, x: Tensor) -> bool:
+        """Whether every window meets the image; torch says what is wrong where not."""
+        sides = zip(x.shape[2:], self.kernel, self.padding, strict=True)
+        return all(2 * pad <= kernel <= min(WIDEST, size + 2 * pad) for size, kernel, pad in sides)
+
+    def extra_repr(self) -> str:
+        return f"{self.kernel}, stride={self.stride}, padding={self.padding}, ceil={self.ceil}"
+
+
+def kernels_take(x: Tensor) -> bool:
+    """Whether the kernels between convs are to run, and can take such maps."""
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return False
+    if dispatch.mode() == "off" or not (x.is_cuda or dispatch.asked_for()):
+        return False
+    return x.dim() == 4 and x.dtype in TYPES and 0 < x.numel() <= LARGEST and _able(x.device)
+
+
+@lru_cache(maxsize=64)
+def _able(device: torch.device) -> bool:
+    recent = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    return recent and find_spec("triton") is not None
+
+
+def _several(x: Tensor) -> bool:
+    """Whether there is more than one value per channel; torch refuses to normalise a single one."""
+    return x.numel() > x.shape[1]
+
+
+def fused_norm(norm: nn.Module, following: nn.Module | None) -> FusedNorm | None:
+    """A plain batch norm with the ReLU that follows it as one layer, or None for anything else."""
+    if type(norm) is nn.BatchNorm2d and isinstance(following, nn.ReLU):
+        return FusedNorm(norm, following)
+    return None
+
+
+def fused_pool(module: nn.Module) -> FusedPool | None:
+    """A plain max-pool as a layer that knows the kernels, or None for anything else."""
+    if type(module) is not nn.MaxPool2d or module.return_indices or _pair(module.dilation) != (1, 1):
+        return None
+    kernel, stride, padding = map(_pair, (module.kernel_size, module.stride, module.padding))
+    return FusedPool(kernel=kernel, stride=stride, padding=padding, ceil=module.ceil_mode)
+
+
+def _pair(value: Any) -> Pair:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
