@@ -30,36 +30,25 @@ from lowrank_cnn.train.recipe import parse_settings
 HELD_OUT = 5000
 
 
-def class_layer(model: nn.Module) -> nn.Conv2d:
+def settled(model: nn.Module) -> None:
+    """As `create_model` leaves it."""
+
+
+def unsettled(model: nn.Module) -> None:
+    """The class maps by the paper's rule: far apart, their biases zero."""
     layer = model.get_submodule("features.classes")
     assert isinstance(layer, nn.Conv2d)
-    return layer
-
-
-def as_published(model: nn.Module) -> None:
-    """ReLU on the class maps, their weights by the paper's rule, their biases zero."""
-
-
-def raised(model: nn.Module) -> None:
-    """Every class map starts above zero: one that starts below everywhere gets no gradient, and stays there."""
-    nn.init.constant_(class_layer(model).bias, 1.0)  # type: ignore[arg-type]
-
-
-def raised_and_calm(model: nn.Module) -> None:
-    """As raised, the class weights by fan-in: their scale is that of all gradients, not of one layer's."""
-    raised(model)
-    layer = class_layer(model)
-    nn.init.normal_(layer.weight, std=math.sqrt(2 / layer.in_channels))
+    nn.init.normal_(layer.weight, std=math.sqrt(2 / layer.out_channels))
+    nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
 
 
 def unrectified(model: nn.Module) -> None:
-    """No ReLU on the class maps."""
+    """No ReLU on the class maps, and so nothing to raise them for."""
     model.features.classes_relu = nn.Identity()  # type: ignore[union-attr]
+    nn.init.zeros_(model.features.classes.bias)  # type: ignore[union-attr]
 
 
-STARTS = {
-    start.__name__.replace("_", "-"): start for start in (as_published, raised, raised_and_calm, unrectified)
-}
+STARTS = {start.__name__: start for start in (settled, unsettled, unrectified)}
 
 
 def attempt(network: str, recipe_name: str, settings: str, data: Data, arguments: argparse.Namespace) -> dict:
@@ -89,7 +78,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--init", default="composite")
-    parser.add_argument("--start", choices=STARTS, default="as-published", help="How the class maps begin.")
+    parser.add_argument("--start", choices=STARTS, default="settled", help="How the class maps begin.")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--budget", type=float, default=1e9, help="Start nothing new after so many seconds.")

@@ -14,19 +14,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from lowrank_cnn._version import __version__
 from lowrank_cnn.count import LayerCount, count
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.init import followed_by_relu, init_
 from lowrank_cnn.layers import CompositeConv2d, build_conv
-from lowrank_cnn.models import create_model
 from lowrank_cnn.selection import Kept, Where, select
 from lowrank_cnn.spec import Scheme, parse_scheme
+from lowrank_cnn.units import text_table
 
 Fill = Callable[[str, nn.Conv2d, nn.Module], None]
 """Gives a replacement its weights: called with the name, the dense conv and what replaces it."""
@@ -51,7 +49,15 @@ class Conversion:
     changed: tuple[Change, ...] = ()
     kept: tuple[Kept, ...] = ()
 
+    def __str__(self) -> str:
+        """Line by line what changed, in weights; `conversion_costs` has the multiply-accumulates."""
+        rows = [(c.name, c.before, c.after, c.params_before, c.params_after) for c in self.changed]
+        changed = text_table(("layer", "filters", "now", ">weights", ">now"), rows)
+        kept = text_table(("left", "layer", "why"), [(k.name, k.layer, k.reason) for k in self.kept])
+        return f"{changed}\n\n{kept}" if self.kept else changed
+
     def to_dict(self) -> dict[str, object]:
+        """In values that JSON can hold."""
         return asdict(self)
 
 
@@ -71,10 +77,11 @@ def convert(
 ) -> nn.Module:
     """A copy of `model` whose spatial convs are replaced by what `scheme` makes of them.
 
-    where: None for every conv both higher and wider than one pixel, except projections of patches; a name, a
-        prefix (`layer3`) or a pattern (`*.conv2`), or several; a kernel (3 or (3, 5)); `f(name, conv) -> bool`.
-    init: "composite" for fresh weights of the variance that the paper derives, or a function that gives a
-        replacement its weights; `decompose` fits them to the trained ones.
+    - `where`: None for every conv both higher and wider than one pixel, except projections of patches; a name, a
+      prefix (`layer3`) or a pattern (`*.conv2`); a kernel (3 or (3, 5)); a list of these, such as one of
+      `stages(model)`; `f(name, conv) -> bool`.
+    - `init`: "composite" for fresh weights of the variance that the paper derives, or a function that gives a
+      replacement its weights; `decompose` fits them to the trained ones.
 
     Depthwise, 1x1, 1xk, transposed, 1-D and 3-D convs stay, and so does a layer that is not a plain `nn.Conv2d`.
     Dtype, device, memory format and training mode are those of the conv replaced; a bias stays a bias. A layer
@@ -87,7 +94,7 @@ def convert(
     if init == "composite":
         _check_trainable(convs)
         return rewrite(model, dict.fromkeys(convs, scheme), kept=kept)
-    if isinstance(init, str):
+    if not callable(init):
         raise LowRankError(f'init is "composite" or a function that fills a replacement, not {init!r}.')
     return rewrite(model, dict.fromkeys(convs, scheme), fill=init, kept=kept)
 
@@ -108,21 +115,13 @@ def rewrite(
     return new
 
 
-def rewrite_again(model: nn.Module, conversion: Mapping[str, object]) -> nn.Module:
-    """Repeat a stored conversion (`Conversion.to_dict()`) on the network it was made from, with fresh weights."""
-    changed = conversion.get("changed")
-    if not isinstance(changed, Sequence) or not all(isinstance(row, Mapping) for row in changed):
-        raise LowRankError("a stored conversion lists the layers that it changed; this one does not.")
-    schemes = {str(row["name"]): parse_scheme(str(row["scheme"])) for row in changed}
-    return rewrite(model, schemes) if schemes else model
-
-
 def copy_with(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """A deep copy in which other modules stand for some; whatever refers to one, however often, follows."""
     try:
         return copy.deepcopy(model, {id(old): new for old, new in replaced.items()})
     except (RuntimeError, TypeError) as error:
-        raise LowRankError(f"the model cannot be copied: {str(error).partition('.')[0]}.") from error
+        first = str(error).strip().partition("\n")[0]
+        raise LowRankError(f"the model cannot be copied: {first.rstrip('.')}.") from error
 
 
 def replacement(conv: nn.Conv2d, scheme: Scheme) -> nn.Module:
@@ -156,29 +155,6 @@ def conversion_costs(before: nn.Module, after: nn.Module, input_size: Sequence[i
     changed = getattr(after, "conversion", Conversion()).changed
     rows = [_cost(row.name, _inside(old.layers, row.name), _inside(new.layers, row.name)) for row in changed]
     return *rows, _cost("total", (old.macs, old.params), (new.macs, new.params))
-
-
-def describe(model: nn.Module) -> dict[str, object]:
-    """What it takes to build a network again, conversions included, in values that JSON can hold."""
-    changed = getattr(model, "conversion", Conversion()).changed
-    return {
-        "version": __version__,
-        "model": getattr(model, "config", None),
-        "class": type(model).__name__,
-        "conversion": {"changed": [asdict(change) for change in changed]},
-    }
-
-
-def rebuild(description: Mapping[str, Any], *, into: nn.Module | None = None) -> nn.Module:
-    """The network of a description, with fresh weights; one that is not ours is built on `into`."""
-    config = description.get("model")
-    if into is None and not isinstance(config, Mapping):
-        name = description.get("class", "the network")
-        raise LowRankError(
-            f"{name} is not one of our networks: give the unconverted one to load the weights into."
-        )
-    base = create_model(**config) if into is None else into  # type: ignore[arg-type]
-    return rewrite_again(base, description.get("conversion", {}))
 
 
 def _conv(model: nn.Module, name: str) -> nn.Conv2d:

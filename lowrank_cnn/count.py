@@ -68,11 +68,16 @@ class Count:
     layers: tuple[LayerCount, ...]
 
     def to_dict(self) -> dict[str, object]:
+        """In values that JSON can hold."""
         return asdict(self)
 
 
 def count(model: nn.Module, input_size: Sequence[int], *, convention: str = "mac") -> Count:
-    """Count a model on one image of `input_size` (channels, height, width). The model is left as it was."""
+    """Count a model on one image of `input_size` (channels, height, width). The model is left as it was.
+
+    `convention` is "mac" (convs, linear layers and matrix products in evaluation) or "paper" (as published: one
+    more MAC per bias and layer, and the auxiliary heads).
+    """
     if convention not in CONVENTIONS:
         raise LowRankError(f"the convention is {' or '.join(CONVENTIONS)}, not {convention!r}.")
     size = _checked(input_size)
@@ -96,17 +101,27 @@ def _checked(input_size: Sequence[int]) -> tuple[int, ...]:
 
 def _run(model: nn.Module, size: tuple[int, ...]) -> None:
     """One forward pass with every parameter and buffer lent to the model as a tensor without storage."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    lent = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    lent = {name: tensor.to("meta") for name, tensor in _tensors(model)}
     dtype = next((t.dtype for t in lent.values() if t.is_floating_point()), None)
     try:
         with torch.device("meta"):
-            functional_call(model, lent, (torch.empty(1, *size, dtype=dtype),))
+            functional_call(model, lent, (torch.empty(1, *size, dtype=dtype),), tie_weights=False)
     except LowRankError:
         raise
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        first = str(error).strip().partition("\n")[0]
+    except Exception as error:  # whatever a forward does that needs values, or another size
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise LowRankError(f"the model does not take an input of {'x'.join(map(str, size))}: {first}") from error
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, once for each module that holds them.
+
+    Torch lends one to every name it goes by, and so takes it back wrongly from a module with two names.
+    """
+    for name, module in model.named_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield f"{name}.{key}" if name else key, tensor
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from lowrank_cnn.data.augment import centre_crop, resize_shorter
 from lowrank_cnn.data.decode import BadImageError, decode_image, stack
 from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.models import create_model
+from lowrank_cnn.rebuild import entry_description, rebuild
 from lowrank_cnn.train.checkpoint import Checkpoint, Store, read_checkpoint
 from lowrank_cnn.train.inputs import augmentation, evaluation_batch, input_size, preprocessing
 from lowrank_cnn.train.launch import resolve_device
@@ -49,6 +49,11 @@ class Trained:
         return self.image[1] if self.image and self.image[1] == self.image[2] else None
 
     @property
+    def input_size(self) -> tuple[int, int, int]:
+        """What the network sees of an image (channels, height, width)."""
+        return self.channels, *frame(self.image[1:] or None, self.augment, train=False, fill=()).window  # type: ignore[arg-type]
+
+    @property
     def augment(self) -> Augment:
         """How an image becomes what the network sees; where it met many sizes, every image is scaled."""
         augment = augmentation(self.recipe)
@@ -58,13 +63,13 @@ class Trained:
 def load_checkpoint(path: str | Path, *, best: bool = False, network: nn.Module | None = None) -> Trained:
     """The trained network of a run: its directory (the last weights, or the best), or one checkpoint file.
 
-    The network is built anew from its name and options; one that `create_model` does not know is passed in.
-    Where the run kept a moving average of the weights, that is what is loaded.
+    The network is built anew from its name and options, and converted as it was; one that `create_model` does
+    not know is passed in, as it was before any conversion, or converted. Where the run kept a moving average of
+    the weights, that is what is loaded.
     """
     checkpoint = _read(Path(path), best)
     state = checkpoint.state
-    if network is None:
-        network = create_model(**state["model"])
+    network = rebuild(entry_description(state["model"]), into=network)
     weights = checkpoint.part("average") or checkpoint.part("model")
     try:
         network.load_state_dict(weights)
@@ -91,7 +96,8 @@ def evaluate(
 ) -> Evaluation:
     """Top-1, top-5 and loss on the test images, one centre crop per image, in full precision.
 
-    A bare network takes the preprocessing given, or else one fitted to `data.train` as the recipe says.
+    `model` is a network, what `load_checkpoint` gives, or the path of a run. A bare network takes the
+    preprocessing given, or else one fitted to `data.train` as the recipe says.
     """
     data = data if isinstance(data, Data) else open_data(data)
     trained = model if isinstance(model, Trained) else _trained(model, data, preprocess, recipe)

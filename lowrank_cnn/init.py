@@ -41,13 +41,13 @@ _RECTIFIERS = (
 _RECTIFIERS += (nn.Hardswish, nn.Mish, nn.Softplus)
 
 
-def sigma(fan_out: float, *, relu: bool) -> float:
+def sigma(fan: float, *, relu: bool) -> float:
     """The one standard deviation of a layer's weights, before a ReLU or not."""
-    return math.sqrt((2.0 if relu else 1.0) / fan_out)
+    return math.sqrt((2.0 if relu else 1.0) / fan)
 
 
 def composite_sigma(composite: Composite, *, relu: bool = True, channel_groups: int = 1) -> float:
-    """The paper's sigma for all groups of a composite."""
+    """The paper's sigma for all groups of a composite: sqrt(2 / fan-out) before a ReLU, sqrt(1 / fan-out) else."""
     return sigma(composite.fan_out / channel_groups, relu=relu)
 
 

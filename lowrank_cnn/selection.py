@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from lowrank_cnn.count import count
 from lowrank_cnn.errors import LowRankError, nearest
 from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
 from lowrank_cnn.spec import Scheme
 
-Where = str | int | tuple[int, int] | Sequence[str] | Callable[[str, nn.Conv2d], bool] | None
-"""Which convs: by name, prefix or pattern (one or several), by kernel, or by a function of name and conv."""
+Kernel = int | tuple[int, int]
+Where = str | Kernel | Collection[str | Kernel] | Callable[[str, nn.Conv2d], bool] | None
+"""Which convs: by name, prefix or pattern, by kernel, by several of these, or by a function of name and conv."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Kept:
 
 def select(model: nn.Module, scheme: Scheme, where: Where = None) -> tuple[dict[str, nn.Conv2d], tuple[Kept, ...]]:
     """The convs to rewrite by name, and those that stay."""
-    _check_model(model)
+    check_module(model)
+    _check_exact(model)
     convs = _convs(model)
     if not convs:
         raise LowRankError(f"{type(model).__name__} has no convolutions to convert.")
@@ -51,16 +55,38 @@ def select(model: nn.Module, scheme: Scheme, where: Where = None) -> tuple[dict[
     return chosen, tuple(kept)
 
 
-def _check_model(model: nn.Module) -> None:
+def stages(model: nn.Module, input_size: Sequence[int] | None = None) -> tuple[tuple[str, ...], ...]:
+    """The names of the spatial convs by stage: those that give maps of one size, in the order of execution.
+
+    Any of them can be given to `convert` and `decompose` as `where`, to rewrite a stage.
+    """
+    check_module(model)
+    size = input_size or getattr(model, "input_size", None)
+    if size is None:
+        raise LowRankError("the stages of a network hang on the size of its images (channels, height, width).")
+    convs = _convs(model)
+    found: dict[tuple[int, ...], list[str]] = {}
+    for row in count(model, size).layers:
+        if row.name in convs and min(convs[row.name].kernel_size) > 1:
+            found.setdefault(row.output[1:], []).append(row.name)
+    return tuple(map(tuple, found.values()))
+
+
+def check_module(model: object) -> None:
+    """Refuse what is no module, and a scripted one, whose layers cannot be exchanged."""
     if not isinstance(model, nn.Module):
         raise LowRankError(f"a model is an nn.Module, not {type(model).__name__}.")
     for name, module in model.named_modules():
-        label = name or "the model"
         if isinstance(module, torch.jit.ScriptModule):
             raise LowRankError(
-                f"{label} is scripted, which cannot be rewritten: convert the model, then script it."
+                f"{name or 'the model'} is scripted, which cannot be rewritten: do this first, then script it."
             )
+
+
+def _check_exact(model: nn.Module) -> None:
+    for name, module in model.named_modules():
         if _quantised(module):
+            label = name or "the model"
             raise LowRankError(f"{label} is quantised: convert the model in floating point, then quantise it.")
 
 
@@ -87,6 +113,8 @@ def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
         return "it is transposed"
     if not isinstance(conv, nn.Conv2d):
         return "it is not two-dimensional"
+    if isinstance(conv, LazyModuleMixin):
+        return "it is lazy: run the model once, so that it knows its channels"
     if parametrize.is_parametrized(conv) or not isinstance(conv._parameters.get("weight"), nn.Parameter):
         return "its weight is computed from others: remove the parametrisation first"
     if type(conv) is not nn.Conv2d:
@@ -107,19 +135,33 @@ def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
 def _selector(where: Where, convs: Mapping[str, nn.Module]) -> Callable[[str, _ConvNd], bool]:
     if where is None:
         return lambda name, conv: not _projects_patches(conv)
-    if isinstance(where, str):
-        where = [where]
     if callable(where):
         return lambda name, conv: isinstance(conv, nn.Conv2d) and bool(where(name, conv))
-    if isinstance(where, int):
-        return lambda name, conv: conv.kernel_size == (where, where)
-    if all(isinstance(size, int) for size in where):
-        return lambda name, conv: conv.kernel_size == tuple(where)
-    patterns = [str(pattern) for pattern in where]
+    wanted = _several(where)
+    patterns = [item for item in wanted if isinstance(item, str)]
+    kernels = [(item, item) if isinstance(item, int) else item for item in wanted if not isinstance(item, str)]
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in convs):
             raise LowRankError(f"no convolution is called {pattern!r}; {nearest(pattern, convs)}")
-    return lambda name, conv: any(_matches(name, pattern) for pattern in patterns)
+    return lambda name, conv: conv.kernel_size in kernels or any(_matches(name, pattern) for pattern in patterns)
+
+
+def _several(where: object) -> list[str | Kernel]:
+    """Names and kernels, one or several, as a list."""
+    if isinstance(where, str) or _is_kernel(where):
+        return [where]  # type: ignore[list-item]
+    items = list(where) if isinstance(where, Iterable) and not isinstance(where, bytes | Mapping) else None
+    if items is None or not all(isinstance(item, str) or _is_kernel(item) for item in items):
+        raise LowRankError(
+            "where is a name or pattern, a kernel (3 or (3, 5)), a list of these, or f(name, conv) -> bool, "
+            f"not {where!r}."
+        )
+    return items
+
+
+def _is_kernel(item: object) -> bool:
+    sides = item if isinstance(item, tuple) and len(item) == 2 else (item,)
+    return all(isinstance(side, int) and not isinstance(side, bool) for side in sides)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -55,14 +55,14 @@ def open_data(
 ) -> Data:
     """Open images to train and test on.
 
-    source: `digits`; a folder of parquet shards; a folder with train/CLASS/* and val or test; CIFAR-10's
-      binary archive or the folder from it; a Hub repository as owner/name.
-    bad: whether images that cannot be decoded and wrong labels are left out and counted, or refused.
-    limit: at most so many images of each split, class by class in proportion.
-    image_size: bring every image to this square, its shorter side first, then its centre.
-    channels: 1 or 3 to read all images as grey or in colour; else grey only where the set is.
-    missing: whether an absent shard is refused, or counted and done without.
-    resident_bytes: splits that take no more than this as uint8, all of one size, are held in memory.
+    - `source`: `digits`; a folder of parquet shards; a folder with `train/CLASS/*` and `val` or `test`; CIFAR-10's
+      binary archive or the folder from it; a Hub repository as `owner/name`.
+    - `bad`: whether images that cannot be decoded and wrong labels are left out and counted, or refused.
+    - `limit`: at most so many images of each split, class by class in proportion.
+    - `image_size`: bring every image to this square, its shorter side first, then its centre.
+    - `channels`: 1 or 3 to read all images as grey or in colour; else grey only where the set is.
+    - `missing`: whether an absent shard is refused, or counted and done without.
+    - `resident_bytes`: splits that take no more than this as uint8, all of one size, are held in memory.
     """
     return open_source(source, Options(bad, limit, image_size, channels, missing, resident_bytes))
 

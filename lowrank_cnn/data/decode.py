@@ -65,6 +65,18 @@ def resize_shorter(image: Image, side: int) -> Image:
     return image if size == image.size else image.resize(size, pillow.Resampling.BILINEAR, reducing_gap=3.0)
 
 
+def resize_window(image: Image, side: int, top: int, left: int, height: int, width: int) -> Image:
+    """A window of the image at the scale where its shorter side has this length; only the window is computed."""
+    whole_height, whole_width = scaled(image.height, image.width, side)
+    if (whole_width, whole_height) == image.size:
+        return image.crop((left, top, left + width, top + height))
+    pillow = require("PIL.Image", extra="data", purpose="resizing images")
+    down, across = image.height / whole_height, image.width / whole_width
+    right, bottom = min((left + width) * across, image.width), min((top + height) * down, image.height)
+    box = (left * across, top * down, right, bottom)
+    return image.resize((width, height), pillow.Resampling.BILINEAR, box=box, reducing_gap=3.0)
+
+
 def fit(image: Image, height: int, width: int) -> Image:
     """Scaled to cover the size, then its centre: the image itself where it has the size already."""
     if image.size == (width, height):

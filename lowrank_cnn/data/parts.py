@@ -4,66 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lowrank_cnn.data.decode import (
-    UNDECODABLE,
-    BadImageError,
-    crop_at,
-    decode_image,
-    fit,
-    resize_shorter,
-    stack,
-)
+from lowrank_cnn.data.decode import UNDECODABLE, BadImageError, stack
+from lowrank_cnn.data.framing import Framing, framer
 from lowrank_cnn.data.store import Store
 from lowrank_cnn.data.types import generator
-from lowrank_cnn.errors import require
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 _TRIES = 64
-
-
-@dataclass(frozen=True)
-class Framing:
-    """How an image becomes a window: brought to a size where there is one, scaled, then cropped."""
-
-    window: tuple[int, int]
-    size: tuple[int, int] | None
-    resize: int | None
-    pad: int
-    mirror: bool
-    fill: tuple[int, ...]
-
-    @property
-    def at_least(self) -> int:
-        """How far a decoder may scale the image down."""
-        return max(self.resize or 0, *(self.size or (0, 0)))
-
-    def __call__(self, image: Image, draws: list[float] | None) -> Image:
-        """The centre window, or with three numbers of 0 to 1 a random one that may be mirrored."""
-        if self.size:
-            image = fit(image, *self.size)
-        if self.resize:
-            image = resize_shorter(image, self.resize)
-        height, width = self.window
-        pad = self.pad if draws else 0
-        top = _offset(image.height + 2 * pad - height, draws[0] if draws else None) - pad
-        left = _offset(image.width + 2 * pad - width, draws[1] if draws else None) - pad
-        image = crop_at(image, top, left, height, width, fill=self.fill)
-        if draws and self.mirror and draws[2] < 0.5:
-            pillow = require("PIL.Image", extra="data", purpose="mirroring images")
-            image = image.transpose(pillow.Transpose.FLIP_LEFT_RIGHT)
-        return image
-
-
-def _offset(margin: int, draw: float | None) -> int:
-    return margin // 2 if draw is None else int(draw * (margin + 1))
 
 
 def _spread_from(rows: Tensor, place: int) -> Iterator[int]:
@@ -151,6 +103,4 @@ class Parts(Dataset):
         yield from _spread_from(self.lanes.flatten(), lane * length + place)
 
     def _image(self, row: int, draws: list[float] | None) -> bytes:
-        data = self.store.read(row)
-        image = decode_image(data, channels=self.channels, at_least=self.framing.at_least)
-        return self.framing(image, draws).tobytes()
+        return framer()(self.store.read(row), self.framing, self.channels, draws)

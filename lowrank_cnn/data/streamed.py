@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 
 from lowrank_cnn.data.augment import Augment, cut_out, draw_moves
 from lowrank_cnn.data.decode import BadImageError, decode_image, fit, stack
+from lowrank_cnn.data.framing import Framing
 from lowrank_cnn.data.lanes import WINDOW, epoch_lanes, lane_count, rank_range
-from lowrank_cnn.data.parts import Framing, Part, Parts
+from lowrank_cnn.data.parts import Part, Parts
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, to_unit
 from lowrank_cnn.data.read import spread
 from lowrank_cnn.data.store import Store

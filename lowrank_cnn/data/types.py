@@ -36,11 +36,18 @@ class Problems:
             named.append(where)
 
     def add_all(self, found: Iterable[tuple[str, str]]) -> None:
+        """Count several problems, each as (kind, where)."""
         for kind, where in found:
             self.add(kind, where)
 
     @property
+    def found(self) -> list[tuple[str, str]]:
+        """Every problem by its kind and where it was met, in a fixed order."""
+        return sorted(self._seen)
+
+    @property
     def total(self) -> int:
+        """Problems of all kinds."""
         return sum(self.counts.values())
 
     def __bool__(self) -> bool:
@@ -68,7 +75,9 @@ class Split(Protocol):
         ...
 
     @property
-    def channels(self) -> int: ...
+    def channels(self) -> int:
+        """1 for grey images, 3 for colour."""
+        ...
 
     @property
     def labels(self) -> Tensor:
@@ -76,7 +85,9 @@ class Split(Protocol):
         ...
 
     @property
-    def problems(self) -> Problems: ...
+    def problems(self) -> Problems:
+        """What was wrong with the images, as far as they were read."""
+        ...
 
     def __len__(self) -> int: ...
 

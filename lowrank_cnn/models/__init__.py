@@ -37,14 +37,19 @@ def create_model(
     stride: int | None = None,
     scheme: str | Scheme | Mapping[str, object] | None = None,
     dropout: float | None = None,
+    image_size: int | None = None,
     init: str = "composite",
 ) -> Network:
     """Build a network of the paper, initialised as the paper does.
 
-    width scales every number of filters, for small machines; norm="batch" puts batch norm before each ReLU;
-    stride is that of the first conv (2 for the Places networks); scheme replaces the variant's own, so that any
-    family takes schemes the paper never tried; dropout replaces every dropout rate; init is one of
-    `INITIALISATIONS`, to compare with.
+    - `width` scales every number of filters, for small machines.
+    - `norm="batch"` puts batch norm before each ReLU.
+    - `stride` is that of the first conv (2 for the Places networks).
+    - `scheme` replaces the variant's own, so that any family takes schemes the paper never tried.
+    - `dropout` replaces every dropout rate.
+    - `image_size` is the side of the images that the network is for, where it is not the paper's: vgg11's first
+      fully connected layer is made to fit it, the other networks take any.
+    - `init` is one of `INITIALISATIONS`, to compare with.
     """
     if init not in INITIALISATIONS:
         raise LowRankError(f"there is no initialisation {init!r}; {nearest(init, INITIALISATIONS)}")
@@ -53,8 +58,9 @@ def create_model(
     classes = family.CLASSES if num_classes is None else num_classes
     first = variant.stride if stride is None else stride
     text = None if scheme is None else str(parse_scheme(scheme))
-    options = Options(classes, in_channels, width, norm, first, text, dropout)
+    options = Options(classes, in_channels, width, norm, first, text, dropout, image_size)
     model: Network = INITIALISATIONS[init](family.build(variant, options))  # type: ignore[assignment]
+    model.settle()
     model.config = {"name": name, **vars(options), "init": init}
     return model
 

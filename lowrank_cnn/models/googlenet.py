@@ -42,6 +42,7 @@ INCEPTIONS = {  # 1x1; 3x3 reduce, 3x3; 5x5 reduce, 5x5; pool projection
 }
 
 CLASSES, IMAGE = 1000, 224
+_AUXILIARY_LEAST = 12
 _POOL_AFTER = ("3b", "4e")
 _AUXILIARY_AFTER = {"4a": "aux1", "4d": "aux2"}
 
@@ -54,7 +55,7 @@ class GoogLeNet(Network):
 
     def __init__(self, variant: Variant, options: Options) -> None:
         super().__init__()
-        self.input_size = (options.in_channels, IMAGE, IMAGE)
+        self.input_size = options.size_or(IMAGE)
         self.smallest = 16 * options.stride
         scheme = options.scheme_or(variant.inception)
         stem = parse_scheme(variant.stem) if variant.stem == "dense" else options.scheme_or(variant.stem)
@@ -108,10 +109,13 @@ class Inception(nn.Module):
 
 
 class AuxiliaryPool(nn.Module):
-    """4x4 maps: by the reference's 5x5 means at stride 3 from its 14x14, and from maps of any size."""
+    """4x4 maps: by the reference's 5x5 means at stride 3 from its 14x14, and from maps of any size.
+
+    Maps from which those means would not give 4x4 are averaged into it directly.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        if min(x.shape[2:]) >= 5:
+        if min(x.shape[2:]) >= _AUXILIARY_LEAST:
             x = F.avg_pool2d(x, 5, 3, ceil_mode=True)
         return F.adaptive_avg_pool2d(x, 4)
 

@@ -27,11 +27,13 @@ class Options:
     stride: int = 1
     scheme: str | None = None
     dropout: float | None = None
+    image_size: int | None = None
 
     def __post_init__(self) -> None:
-        for label in ("num_classes", "in_channels", "stride"):
+        for label in ("num_classes", "in_channels", "stride", "image_size"):
             value = getattr(self, label)
-            if not isinstance(value, int) or value < 1:
+            unset = label == "image_size" and value is None
+            if not unset and (not isinstance(value, int) or value < 1):
                 raise LowRankError(f"{label} must be a positive whole number, not {value!r}.")
         if not isinstance(self.width, int | float) or not 0 < self.width <= WIDEST:
             raise LowRankError(f"width must be positive and at most {WIDEST}, not {self.width!r}.")
@@ -49,6 +51,11 @@ class Options:
     def scheme_or(self, default: str) -> Scheme:
         """The scheme asked for, or the variant's own."""
         return parse_scheme(self.scheme or default)
+
+    def size_or(self, default: int) -> tuple[int, int, int]:
+        """What the network is for: images of the size asked for, or of the paper's."""
+        side = self.image_size or default
+        return self.in_channels, side, side
 
     def drop(self, default: float) -> nn.Dropout:
         return nn.Dropout(default if self.dropout is None else self.dropout)
@@ -68,7 +75,11 @@ class Network(nn.Module):
     input_size: tuple[int, int, int]
     config: dict[str, object]
 
+    def settle(self) -> None:
+        """Mend what the initialisation cannot know of this network; called once, right after it."""
+
     def check_input(self, x: Tensor) -> None:
+        """Refuse images that the network cannot take, in a sentence."""
         channels = self.input_size[0]
         if x.dim() != 4 or x.shape[1] != channels:
             name = self.config["name"]

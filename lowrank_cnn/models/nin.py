@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from lowrank_cnn.init import sigma
 from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, conv_block
 
 Conv = tuple[int, int, str]
@@ -39,7 +40,7 @@ CLASSES, IMAGE = 10, 30
 class NiN(Network):
     def __init__(self, variant: Variant, options: Options) -> None:
         super().__init__()
-        self.input_size = (options.in_channels, IMAGE, IMAGE)
+        self.input_size = options.size_or(IMAGE)
         self.smallest = 4 * options.stride
         self.features = _features(variant, options)
         self.pool = GlobalAveragePool()
@@ -47,6 +48,20 @@ class NiN(Network):
     def forward(self, x: Tensor) -> Tensor:
         self.check_input(x)
         return self.pool(self.features(x))
+
+    def settle(self) -> None:
+        """Start the class maps calm, and above zero where a ReLU cuts them.
+
+        By fan-out the ten maps would start far apart, and one that lies below zero everywhere gets no gradient
+        through its ReLU and never learns. The derivation leaves the last layer's scale free: it is that of all
+        gradients alike.
+        """
+        layer, rectified = self.features.get_submodule("classes"), hasattr(self.features, "classes_relu")
+        assert isinstance(layer, nn.Conv2d)
+        if layer.weight.is_meta:
+            return
+        nn.init.normal_(layer.weight, std=sigma(layer.in_channels, relu=rectified))
+        nn.init.constant_(layer.bias, 1.0 if rectified else 0.0)  # type: ignore[arg-type]
 
 
 def _features(variant: Variant, options: Options) -> nn.Sequential:

@@ -41,7 +41,7 @@ CLASSES, IMAGE = 1000, 224
 class VGG(Network):
     def __init__(self, variant: Variant, options: Options) -> None:
         super().__init__()
-        self.input_size = (options.in_channels, IMAGE, IMAGE)
+        self.input_size = options.size_or(IMAGE)
         scheme = options.scheme_or(variant.scheme)
         self.features = _features(variant, options, scheme)
         self.head = _head(scheme.out_filters(options.filters(variant.last)), variant, options)
@@ -70,8 +70,12 @@ def _head(channels: int, variant: Variant, options: Options) -> nn.Sequential:
     if variant.global_pool:
         top: list[tuple[str, nn.Module]] = [("pool5", GlobalMaxPool())]
     else:
-        top = [("pool5", nn.MaxPool2d(2, ceil_mode=True)), ("flatten", FlattenSized(7, IMAGE))]
-        channels *= 7 * 7
+        side = _last_side(options)
+        top = [
+            ("pool5", nn.MaxPool2d(2, ceil_mode=True)),
+            ("flatten", FlattenSized(side, options.size_or(IMAGE)[1])),
+        ]
+        channels *= side * side
     classifier = [
         ("fc6", nn.Linear(channels, hidden)),
         ("fc6_relu", nn.ReLU(inplace=True)),
@@ -82,6 +86,14 @@ def _head(channels: int, variant: Variant, options: Options) -> nn.Sequential:
         ("fc8", nn.Linear(hidden, options.num_classes)),
     ]
     return nn.Sequential(OrderedDict(top + classifier))
+
+
+def _last_side(options: Options) -> int:
+    """Height and width of the maps that vgg11 flattens: the first conv's stride, then a pool for every stage."""
+    side = -(-options.size_or(IMAGE)[1] // options.stride)
+    for _ in STAGES:
+        side = -(-side // 2)
+    return side
 
 
 build = VGG

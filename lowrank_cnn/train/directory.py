@@ -66,6 +66,8 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on with another network, data set or seed than the run was started with."""
     then, wanted = _identity(before), _identity(now)
     differing = [what for what in then | wanted if then.get(what) != wanted.get(what)]
+    if "network" in differing:  # its options then differ as well, and say nothing more
+        differing = [what for what in differing if not what.startswith("network's")]
     if differing:
         started = " and ".join(f"the {what} {_short(then.get(what))}" for what in differing)
         offered = " and ".join(_short(wanted.get(what)) for what in differing)

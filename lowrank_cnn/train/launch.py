@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +110,15 @@ def gather(fabric: Fabric, tensor: Tensor) -> list[Tensor]:
     if fabric.world_size == 1:
         return [tensor.cpu()]
     return list(fabric.all_gather(tensor.to(fabric.device)).cpu())  # type: ignore[union-attr]
+
+
+def gather_objects(fabric: Fabric, value: Any) -> list[Any]:
+    """A plain value from every process."""
+    if fabric.world_size == 1:
+        return [value]
+    found: list[Any] = [None] * fabric.world_size
+    torch.distributed.all_gather_object(found, value)
+    return found
 
 
 def agree(fabric: Fabric, wish: int) -> int:

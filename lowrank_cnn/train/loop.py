@@ -13,9 +13,11 @@ from torch import nn
 from lowrank_cnn.count import count
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.rebuild import run_entry
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory, check_same_run, recipe_changes
 from lowrank_cnn.train.failure import told_out_of_memory
+from lowrank_cnn.train.fused import fused_to_train
 from lowrank_cnn.train.inputs import Inputs, make_inputs
 from lowrank_cnn.train.launch import batch_norm_over_all, launch, resolve_precision
 from lowrank_cnn.train.progress import Charts, Lines, Live, Progress
@@ -71,9 +73,9 @@ def fit(
     seed_generators(seed, fabric.global_rank)
     model.to(fabric.device)
     with told_out_of_memory(recipe.batch_size, fabric.device), batch_norm_over_all(fabric, model, shown.say):
-        forward = _place(fabric, model, recipe, compile)
         inputs = _inputs(fabric, data, recipe, seed, workers, precision, checkpoint)
         check_fits(model, inputs.size, len(data.classes), fabric.device)
+        forward = _place(fabric, model, recipe, compile, inputs.size, shown)
         record = _record(fabric, about, recipe, precision, inputs)
         trainer = Trainer(
             fabric,
@@ -99,7 +101,7 @@ def _resolve(recipe: Recipe | str, epochs: int | None) -> Recipe:
 def _about(model: nn.Module, data: Data, seed: int) -> dict[str, Any]:
     """What makes a run that run: its network, its data and its seed."""
     return {
-        "model": dict(getattr(model, "config", {"name": type(model).__name__})),
+        "model": run_entry(model),
         "data": {
             "name": data.name,
             "classes": list(data.classes),
@@ -130,7 +132,9 @@ def _open(
     return checkpoint
 
 
-def _place(fabric: Fabric, model: nn.Module, recipe: Recipe, compile_: bool) -> nn.Module:
+def _place(
+    fabric: Fabric, model: nn.Module, recipe: Recipe, compile_: bool, size: tuple[int, int, int], shown: Progress
+) -> nn.Module:
     """Lay the model out as the device likes it, and wrap it for its precision and processes."""
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if recipe.dropout is not None:
@@ -139,6 +143,7 @@ def _place(fabric: Fabric, model: nn.Module, recipe: Recipe, compile_: bool) -> 
                 module.p = recipe.dropout
     if fabric.device.type == "cuda":
         torch.backends.cudnn.benchmark = True
+        model = model if compile_ else fused_to_train(model, size, shown.say)
     return fabric.setup_module(torch.compile(model) if compile_ else model)  # type: ignore[arg-type]
 
 

@@ -99,7 +99,9 @@ class Trainer:
                 self._close_epoch()
             self.save()
         copy_into(self.step.weights, self.step.averages)
-        return self._evaluate(self.inputs.test)
+        evaluation = self._evaluate(self.inputs.test)
+        self._share_problems()
+        return evaluation
 
     def save(self) -> None:
         """Put the state down. A state that is not finite is never written over one that is."""
@@ -108,14 +110,17 @@ class Trainer:
             return
         self._check_finite(self._tally())
         self.position.epoch_seconds = time.monotonic() - self.epoch_began
-        random = self._random_states()
+        self._share_problems()
+        shared = self._random_states() | {"tally.sums": launch.add_up(self.fabric, self.step.sums)}
         if self.fabric.is_global_zero:
-            self._write(self.directory, random)
+            self._write(self.directory, shared)
         self.unsaved_best = {}
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Pick the state up again, every generator included."""
         copy_into(self.step.tensors(), {n: checkpoint.tensors[n] for n in self.step.tensors()})
+        if self.fabric.global_rank:
+            self.step.sums.zero_()  # those of all processes, which the first goes on with
         self.position = Position(**checkpoint.state["position"])
         self.levels.restore(checkpoint.state["levels"])
         if states := checkpoint.part(f"random.{self.fabric.global_rank}"):
@@ -129,6 +134,12 @@ class Trainer:
             "train": data.train.problems.counts,
             "test": data.test.problems.counts,
         }
+
+    def _share_problems(self) -> None:
+        """Let every process know of the bad images that any has met."""
+        for split in (self.inputs.data.train, self.inputs.data.test):
+            for found in launch.gather_objects(self.fabric, split.problems.found):
+                split.problems.add_all(found)
 
     def _train_epoch(self, stop: StopRequest) -> None:
         self.epoch_began = time.monotonic() - self.position.epoch_seconds
@@ -249,7 +260,7 @@ class Trainer:
         gathered = {name: launch.gather(self.fabric, state) for name, state in states.items()}
         return {f"random.{r}.{name}": t for name, tensors in gathered.items() for r, t in enumerate(tensors)}
 
-    def _write(self, directory: RunDirectory, random: dict[str, Tensor]) -> None:
+    def _write(self, directory: RunDirectory, shared: dict[str, Tensor]) -> None:
         """The best first: the state that names it is written only once it is there."""
         preprocess = {f"preprocess.{name}": t for name, t in self.inputs.preprocess.to_dict().items()}
         self.update_record()
@@ -262,7 +273,7 @@ class Trainer:
             best = {f"model.{name}": t for name, t in self.unsaved_best.items()}
             iteration = self.position.best_epoch * self.per_epoch
             directory.store.save(Checkpoint(best | preprocess, state), iteration, kind="best", keep=1)
-        tensors = self.step.tensors() | preprocess | random
+        tensors = self.step.tensors() | preprocess | shared
         directory.store.save(Checkpoint(tensors, state), self.iteration)
         directory.write_record(self.record)
 

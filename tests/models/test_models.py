@@ -7,6 +7,7 @@ from torch import nn
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
 from lowrank_cnn.models import create_model, list_models
+from lowrank_cnn.models.googlenet import AuxiliaryPool
 
 SMALL = {"width": 0.0625}
 
@@ -119,6 +120,8 @@ def test_the_same_seed_gives_the_same_weights():
         ({"name": "nin", "num_classes": -1}, "num_classes must be a positive whole number"),
         ({"name": "nin", "scheme": "lowrank"}, "there is no scheme"),
         ({"name": "nin", "dropout": 1.5}, "dropout is a share"),
+        ({"name": "vgg11", "image_size": 0}, "image_size must be a positive whole number"),
+        ({"name": "vgg11", "image_size": "64"}, "image_size must be a positive whole number"),
     ],
 )
 def test_bad_options_are_refused_in_a_sentence(options: dict, says: str):
@@ -149,7 +152,37 @@ def test_the_first_loss_is_that_of_guessing(name: str):
     images, labels = torch.randn(8, 3, size, size), torch.arange(8)
     outputs = net(images)
     for logits in outputs if isinstance(outputs, tuple) else (outputs,):
-        assert nn.functional.cross_entropy(logits, labels).item() == pytest.approx(math.log(20), abs=1.5)
+        assert nn.functional.cross_entropy(logits, labels).item() == pytest.approx(math.log(20), abs=2)
+
+
+@pytest.mark.parametrize(("size", "stride", "side"), [(224, 1, 7), (64, 1, 2), (56, 1, 2), (224, 2, 4)])
+def test_vgg11_is_made_to_fit_an_image_size(size: int, stride: int, side: int):
+    net = create_model("vgg11", num_classes=5, image_size=size, stride=stride, **SMALL).eval()
+    assert net.input_size == (3, size, size)
+    assert net.head.fc6.in_features == 32 * side**2
+    assert net(torch.randn(1, 3, size, size)).shape == (1, 5)
+    with pytest.raises(LowRankError, match=f"takes {size}x{size} images"):
+        net(torch.randn(1, 3, 4 * size, 4 * size))
+
+
+@pytest.mark.parametrize("name", ["vgg11-gmp-lr", "googlenet", "nin"])
+def test_the_image_size_of_other_networks_is_only_what_they_are_counted_at(name: str):
+    with torch.device("meta"):
+        plain, sized = create_model(name), create_model(name, image_size=64)
+    assert sized.input_size == (3, 64, 64)
+    assert {k: v.shape for k, v in plain.state_dict().items()} == {
+        k: v.shape for k, v in sized.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize(("maps", "means"), [(14, 5), (12, 5), (8, 2), (7, None), (4, 1), (2, None)])
+def test_auxiliary_heads_see_sixteen_places_of_maps_of_any_size(maps: int, means: int | None):
+    x = torch.arange(maps * maps, dtype=torch.float32).view(1, 1, maps, maps)
+    pooled = AuxiliaryPool()(x)
+    assert pooled.shape == (1, 1, 4, 4)
+    assert len(pooled.unique()) == 16 or maps == 2
+    if means is not None:
+        assert pooled[0, 0, 0, 0] == x[0, 0, :means, :means].mean()
 
 
 def test_a_wrong_input_is_refused_in_a_sentence():
