@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from statistics import correlation
 from typing import Annotated, Any, Literal
@@ -12,10 +13,11 @@ from torch import nn
 
 from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.show import console, print_json, print_table
-from lowrank_cnn.cli.source import MODEL_HELP, Source, find_model, is_ours, parse_size
+from lowrank_cnn.cli.source import INTO_HELP, MODEL_HELP, Source, find_model, is_ours, parse_size
 from lowrank_cnn.convert import Conversion, Cost, conversion_costs, convert
 from lowrank_cnn.environment import environment
 from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.selection import stages
 from lowrank_cnn.units import si
 
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
@@ -25,6 +27,7 @@ Width = Annotated[float | None, typer.Option(help="Scale the filters of one of o
 Norm = Annotated[str | None, typer.Option(help="batch, for one of our networks.")]
 Batch = Annotated[int, typer.Option(help="Images at a time.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")]
+Into = Annotated[str | None, typer.Option(help=INTO_HELP)]
 Threads = Annotated[int | None, typer.Option(help="Threads on the CPU; all cores if not given.")]
 
 
@@ -42,6 +45,9 @@ def convert_command(
         list[str] | None,
         typer.Option(help="Name, prefix or pattern of the layers, or a kernel as 3x3; repeatable."),
     ] = None,
+    stage: Annotated[
+        list[int] | None, typer.Option(help="The convs of one stage, counted from 1 by map size; repeatable.")
+    ] = None,
     fit: Annotated[
         bool, typer.Option("--fit", help="Fit the trained filters instead of starting afresh.")
     ] = False,
@@ -52,20 +58,22 @@ def convert_command(
     pretrained: Pretrained = False,
     width: Width = None,
     norm: Norm = None,
+    into: Into = None,
     out: Annotated[Path | None, typer.Option(help="Write the network: .safetensors, .onnx or .pt2.")] = None,
     as_json: Json = False,
 ) -> None:
     """Rewrite the spatial convolutions of any network by a scheme."""
-    source = find_model(model, pretrained=pretrained, width=width, norm=norm)
+    source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm)
     size = source.size(parse_size(input_text))
     network = source.network
+    chosen = _where(where, stage, network, size)
     budget = {"energy": energy, "macs": macs, "latency": latency}
     if fit or any(value is not None for value in budget.values()):
         from lowrank_cnn.decompose import decompose
 
-        new = decompose(network, scheme, where=_where(where), input_size=size, **budget)
+        new = decompose(network, scheme, where=chosen, input_size=size, **budget)
     else:
-        new = convert(network, scheme, where=_where(where))
+        new = convert(network, scheme, where=chosen)
     costs = conversion_costs(network, new, size)
     if out is not None:
         _export(new, out, size, overwrite=False)
@@ -123,11 +131,13 @@ def plan_command(
     """Measure the ways to run each layer on this machine, and the network as a whole."""
     from lowrank_cnn.clock import torch_threads
     from lowrank_cnn.deploy import optimize
+    from lowrank_cnn.train.launch import resolve_device
 
     source = find_model(model, width=width, norm=norm)
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise LowRankError("there is no CUDA device here; plan on cpu.")
+    device = resolve_device(device)
     network = source.network.eval().to(device)
+    if batch < 1:
+        raise LowRankError(f"the batch must be positive, not {batch}.")
     image = torch.randn(batch, *source.size(parse_size(input_text)), device=device)
     with torch_threads(threads):
         fast = optimize(network, image, compile=compile_, cache=cache)
@@ -155,12 +165,13 @@ def export_command(
     pretrained: Pretrained = False,
     width: Width = None,
     norm: Norm = None,
+    into: Into = None,
     as_json: Json = False,
 ) -> None:
     """Write a network for other programs, compared with the original on random images."""
     from lowrank_cnn.deploy import merge
 
-    source = find_model(model, pretrained=pretrained, width=width, norm=norm)
+    source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm)
     network = convert(source.network, scheme) if scheme else source.network
     network = merge(network.eval()) if merged else network
     written = _export(network, path, source.size(parse_size(input_text)), overwrite=overwrite)
@@ -177,11 +188,17 @@ def _export(network: nn.Module, path: Path, size: tuple[int, ...], *, overwrite:
     return export(network, path, input_size=size, overwrite=overwrite)
 
 
-def _where(patterns: list[str] | None) -> Any:
-    """Patterns as they are; a kernel written 3x3 as a pair."""
-    if patterns and len(patterns) == 1 and patterns[0].replace("x", "").isdigit() and "x" in patterns[0]:
-        return tuple(map(int, patterns[0].split("x")))
-    return patterns or None
+def _where(
+    patterns: list[str] | None, numbers: list[int] | None, network: nn.Module, size: tuple[int, ...]
+) -> Any:
+    """Patterns as they are, a kernel written 3x3 as a pair, and the layers of stages; None for no choice."""
+    items = [tuple(map(int, p.split("x"))) if re.fullmatch(r"\d+x\d+", p) else p for p in patterns or []]
+    found = stages(network, size) if numbers else ()
+    for number in numbers or []:
+        if not 1 <= number <= len(found):
+            raise LowRankError(f"the network has {len(found)} stages, counted from 1; there is no stage {number}.")
+        items += found[number - 1]
+    return items or None
 
 
 def _conversion_json(

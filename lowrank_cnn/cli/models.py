@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from lowrank_cnn.cli.show import print_json, print_table
+from lowrank_cnn.cli.source import MODEL_HELP, find_model, is_ours, parse_size
+from lowrank_cnn.convert import convert
 from lowrank_cnn.count import Count, count
-from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.paper.published import published
@@ -39,20 +39,25 @@ def models_command(as_json: Json = False) -> None:
 
 
 def count_command(
-    model: Annotated[str, typer.Argument(help="A network's name; `lowrank models` lists them.")],
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     input_text: Annotated[str | None, typer.Option("--input", help="Image size, as 3x224x224.")] = None,
     convention: Annotated[str, typer.Option(help="mac, or paper (biases and auxiliary heads count).")] = "mac",
     scheme: Annotated[str | None, typer.Option(help="A scheme in place of the network's own.")] = None,
-    width: Annotated[float, typer.Option(help="Scale the number of filters.")] = 1.0,
+    width: Annotated[float | None, typer.Option(help="Scale the number of filters.")] = None,
     norm: Annotated[str | None, typer.Option(help="batch, for batch norm.")] = None,
     stride: Annotated[int | None, typer.Option(help="Stride of the first conv.")] = None,
     num_classes: Annotated[int | None, typer.Option("--classes", help="Number of classes.")] = None,
     as_json: Json = False,
 ) -> None:
     """Count multiply-accumulates, parameters and activation memory, per layer and in total."""
-    size = _parse_size(input_text)
-    net = _build(model, size, num_classes, width=width, norm=norm, stride=stride, scheme=scheme)
-    size = size or net.input_size
+    asked = parse_size(input_text)
+    options = {"width": width, "norm": norm, "stride": stride, "num_classes": num_classes}
+    if is_ours(model):
+        net = _build(model, asked, **options, scheme=scheme)
+        size = asked or net.input_size
+    else:
+        source = find_model(model, **options)
+        net, size = convert(source.network, scheme) if scheme else source.network, source.size(asked)
     result = count(net, size, convention=convention)
     if as_json:
         return print_json({"model": model, **result.to_dict(), "input": list(size)})
@@ -61,7 +66,7 @@ def count_command(
 
 
 def _describe(name: str) -> dict:
-    net = _build(name, None, None)
+    net = _build(name, None)
     cost, row = count(net, net.input_size), published().get(name)
     return {
         "network": name,
@@ -73,21 +78,11 @@ def _describe(name: str) -> dict:
     }
 
 
-def _build(name: str, size: tuple[int, ...] | None, num_classes: int | None, **options) -> Network:
+def _build(name: str, size: tuple[int, ...] | None, **options: Any) -> Network:
     """A network without storage, whose input has as many channels as the size says."""
-    channels = size[0] if size else 3
+    given = {key: value for key, value in options.items() if value is not None}
     with torch.device("meta"):
-        return create_model(name, num_classes=num_classes, in_channels=channels, **options)
-
-
-def _parse_size(text: str | None) -> tuple[int, int, int] | None:
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
-    if not match or "0" in match.groups():
-        raise LowRankError(f"an input size is written CHANNELSxHEIGHTxWIDTH, like 3x224x224, not {text!r}.")
-    channels, height, width = map(int, match.groups())
-    return channels, height, width
+        return create_model(name, in_channels=size[0] if size else 3, **given)
 
 
 def _print_count(name: str, result: Count) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
 from lowrank_cnn.cli.models import Json
-from lowrank_cnn.cli.show import errors, print_json, print_table
-from lowrank_cnn.data import open_data
+from lowrank_cnn.cli.show import console, errors, print_json, print_table
+from lowrank_cnn.data import Data, open_data
+from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.paper.experiments import EXPERIMENTS
-from lowrank_cnn.paper.reproduce import Row, reproduce
+from lowrank_cnn.paper.reproduce import first_process, reproduce
+from lowrank_cnn.paper.table import NOT_BEGUN, Comparison, Row, Table, build_table
+from lowrank_cnn.report import write_report
+from lowrank_cnn.train import Interrupted
 from lowrank_cnn.train.recipe import parse_settings
 from lowrank_cnn.units import si
+
+Choice = Literal["skip", "refuse"]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -22,46 +29,118 @@ def add_to(app: typer.Typer) -> None:
 
 def reproduce_command(
     experiment: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")],
-    data: Annotated[str, typer.Option(help="Where its images are.")],
     out: Annotated[Path, typer.Option(help="Directory of the runs; finished ones are not repeated.")],
+    data: Annotated[str | None, typer.Option(help="Where its images are.")] = None,
+    table: Annotated[bool, typer.Option("--table", help="Train nothing: the table of what is finished.")] = False,
     parts: Annotated[list[str] | None, typer.Option("--part", help="A part of it alone; repeatable.")] = None,
     networks: Annotated[list[str] | None, typer.Option("--network", help="A network alone; repeatable.")] = None,
     seeds: Annotated[int | None, typer.Option(help="Runs of each network.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Change the recipe: field=value.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
     compile_: Annotated[bool, typer.Option("--compile", help="Compile the networks.")] = False,
+    workers: Annotated[int, typer.Option(help="Processes that decode images, where these are streamed.")] = 0,
     limit: Annotated[int | None, typer.Option(help="Use at most so many images of each split.")] = None,
+    bad: Annotated[Choice, typer.Option(help="What to do with images that cannot be used.")] = "skip",
+    missing: Annotated[Choice, typer.Option(help="What to do where a shard is missing.")] = "refuse",
+    weights: Annotated[bool, typer.Option(help="Keep the weights of finished runs.")] = True,
+    progress: Annotated[bool, typer.Option("--progress", help="A line for every epoch.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train the paper's networks over several seeds and hold their accuracy against the published one."""
-    rows = reproduce(
-        experiment,
-        open_data(data, limit=limit),
-        out,
-        parts=tuple(parts or ()),
-        networks=tuple(networks or ()),
-        seeds=seeds,
-        settings=parse_settings(settings or []),
-        say=lambda line: errors.print(line, markup=False),
-        device=device,
-        compile=compile_,
-        progress=False,
-    )
-    if as_json:
-        print_json([row.to_dict() for row in rows])
+    """Train the paper's networks over several seeds and hold their accuracy against the published one.
+
+    Started several times with one directory, the processes share the runs out among themselves.
+    """
+    chosen = {"parts": tuple(parts or ()), "networks": tuple(networks or ()), "seeds": seeds}
+    if table:
+        found = build_table(experiment, out, **chosen)
     else:
-        _print(experiment, rows)
+        images = _open(data, limit=limit, bad=bad, missing=missing)
+        how = {"device": device, "compile": compile_, "workers": workers, "progress": progress and not as_json}
+        changes = {"settings": parse_settings(settings or []), "keep_weights": weights}
+        found = _reproduce(experiment, images, out, **chosen, **changes, **how)
+    if first_process():
+        _show(found, out, as_json)
 
 
-def _print(experiment: str, rows: list[Row]) -> None:
-    columns = ("network", "<variant", "published", "ours", "n", "MACs", "params", "epochs", "seconds")
-    for part in dict.fromkeys(row.part for row in rows):
-        lines = [_line(row) for row in rows if row.part == part]
-        print_table(f"{experiment}: {part}", columns, lines)
+def _open(data: str | None, **options: Any) -> Data:
+    if data is None:
+        raise LowRankError("training needs images: give --data, or --table to see what is finished.")
+    return open_data(data, **options)
+
+
+def _reproduce(experiment: str, images: Data, out: Path, **options: Any) -> Table:
+    def say(line: str) -> None:
+        if first_process():
+            errors.print(line, markup=False, soft_wrap=True)
+
+    for name, split in (("train", images.train), ("test", images.test)):
+        if split.problems:
+            say(f"Left out of {name}: {split.problems}")
+    try:
+        return reproduce(experiment, images, out, say=say, **options)
+    except Interrupted as farewell:
+        say("Stopped, and all is saved: the same command goes on from here.")
+        raise typer.Exit(130) from farewell
+
+
+def _show(table: Table, out: Path, as_json: bool) -> None:
+    """The table for people or programs, and the page about all runs beside it."""
+    table.save(out)
+    page = write_report([out], out / "report.html") if table.rows else None
+    if as_json:
+        return print_json(table.to_dict() | {"report": str(page) if page else None})
+    for part in dict.fromkeys(row.part for row in table.rows):
+        _print_rows(f"{table.experiment}: {part}", [row for row in table.rows if row.part == part])
+        if part in table.notes:
+            console.print(f" {table.notes[part]}", markup=False)
+    for comparison in table.comparisons():
+        _print_comparison(comparison)
+    _print_missing(table)
+    if page:
+        console.print(f" The report: {page}", markup=False, soft_wrap=True)
+    return None
+
+
+def _print_missing(table: Table) -> None:
+    waiting = [run for run, stands in table.missing.items() if stands == NOT_BEGUN]
+    for run, stands in table.missing.items():
+        if run not in waiting:
+            errors.print(f"{run}: {stands}", markup=False, soft_wrap=True)
+    if waiting:
+        errors.print(f"Not begun: {len(waiting)} runs, the first {waiting[0]}.", markup=False, soft_wrap=True)
+
+
+def _print_rows(title: str, rows: Iterable[Row]) -> None:
+    columns = ("network", "paper", "top-1", "paper", "top-5", "n", "MACs", "params", "epochs", "s")
+    print_table(title, columns, [_line(row) for row in rows])
 
 
 def _line(row: Row) -> tuple[object, ...]:
+    top5 = f"{100 * sum(row.top5) / len(row.top5):.2f}"
     ours = f"{100 * row.mean:.2f}" + (f" ± {100 * row.spread:.2f}" if row.spread is not None else "")
-    stated = f"{100 * row.published:.2f}" if row.published else ""
     cost = (si(row.macs), si(row.params), f"{row.epochs:.0f}", f"{row.seconds:.0f}")
-    return row.network, row.variant, stated, ours, len(row.top1), *cost
+    name = ", ".join(filter(None, [row.network, row.variant]))
+    return name, _percent(row.published), ours, _percent(row.published_top5), top5, len(row.top1), *cost
+
+
+def _percent(share: float | None) -> str:
+    return f"{100 * share:.2f}" if share else ""
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    measure = {"top1": "top-1", "top5": "top-5"}[comparison.measure]
+    name = ", ".join(filter(None, [comparison.part, comparison.variant]))
+    lines = [_gap_line(gap) for gap in comparison.gaps]
+    if lines:
+        columns = ("as published?", "MACs", "paper", "ours", "<verdict")
+        print_table(f"{name}: gaps in {measure}, in points", columns, lines)
+    agreed = comparison.order
+    rank = "" if agreed["rank_correlation"] is None else f"; rank correlation {agreed['rank_correlation']:.2f}"
+    told = f"{agreed['alike']} of {agreed['pairs']} pairs of networks stand in the published order"
+    console.print(f" {name}, {measure}: {told}{rank}.", markup=False, soft_wrap=True)
+
+
+def _gap_line(gap: dict[str, Any]) -> tuple[object, ...]:
+    error = f" ± {gap['error']:.2f}" if gap["error"] is not None else ""
+    gaps = f"{gap['published']:+.2f}", f"{gap['ours']:+.2f}{error}"
+    return gap["question"], f"x {gap['mac_ratio']:.2f}", *gaps, gap["verdict"]

@@ -13,6 +13,8 @@ import typer
 
 from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
+from lowrank_cnn.cli.source import INTO_HELP, MODEL_HELP, find_model, is_path
+from lowrank_cnn.convert import convert
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.errors import LowRankError, nearest
 from lowrank_cnn.evaluation import Trained, evaluate, load_checkpoint, predict
@@ -29,6 +31,7 @@ Bad = Annotated[Literal["skip", "refuse"], typer.Option(help="What to do with im
 Limit = Annotated[int | None, typer.Option(help="Use at most so many images of each split.")]
 Size = Annotated[int | None, typer.Option(help="Bring every image to this square.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")]
+Into = Annotated[str | None, typer.Option(help=INTO_HELP)]
 Workers = Annotated[int, typer.Option(help="Processes that decode images, where these are streamed.")]
 
 
@@ -39,11 +42,11 @@ def add_to(app: typer.Typer) -> None:
 
 
 def train_command(
-    model: Annotated[str, typer.Argument(help="A network's name; `lowrank models` lists them.")],
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     data: Source,
     recipe: Annotated[str, typer.Option(help=f"One of {', '.join(RECIPES)}.")] = "modern",
     scheme: Annotated[str | None, typer.Option(help="A scheme in place of the network's own.")] = None,
-    width: Annotated[float, typer.Option(help="Scale the number of filters.")] = 1.0,
+    width: Annotated[float | None, typer.Option(help="Scale the number of filters.")] = None,
     norm: Annotated[str | None, typer.Option(help="batch, or none; else as the recipe says.")] = None,
     stride: Annotated[int | None, typer.Option(help="Stride of the first conv.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs to train at most.")] = None,
@@ -66,14 +69,14 @@ def train_command(
     image_size: Size = None,
     as_json: Json = False,
 ) -> None:
-    """Train a network from scratch; under torchrun, on all of its processes."""
+    """Train a network from scratch, or go on with the weights of one; under torchrun, on all of its processes."""
     frequent = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "norm": norm, "precision": precision}
     resolved = _resolve(recipe, frequent, settings or [])
     images = open_data(data, bad=bad, limit=limit, image_size=image_size)
     if not as_json:
         _print_start(images, resolved)
     seed_generators(seed)
-    network = _network(model, images, scheme=scheme, width=width, stride=stride, norm=resolved.norm)
+    network = _to_train(model, images, scheme, resolved, width=width, stride=stride)
     with _leaving_politely():
         record = fit(
             network,
@@ -96,6 +99,7 @@ def evaluate_command(
     model: Annotated[str, typer.Argument(help="A run's directory, a checkpoint, or a network's name.")],
     data: Source,
     best: Annotated[bool, typer.Option("--best", help="The best weights of a run, not the last.")] = False,
+    into: Into = None,
     device: Device = "auto",
     workers: Workers = 0,
     bad: Bad = "skip",
@@ -105,7 +109,7 @@ def evaluate_command(
 ) -> None:
     """Measure top-1 and top-5 accuracy on the test images."""
     images = open_data(data, bad=bad, limit=limit, image_size=image_size)
-    trained = _find(model, best, images)
+    trained = _find(model, best, images, into)
     square = trained.square if isinstance(trained, Trained) else None
     if isinstance(trained, Trained) and image_size is None and square and images.test.size != trained.image:
         # Training brought its images to one square: do the same here.
@@ -123,11 +127,13 @@ def predict_command(
     checkpoint: Annotated[Path, typer.Argument(help="A run's directory or a checkpoint.")],
     images: Annotated[list[Path], typer.Argument(help="Image files.")],
     top: Annotated[int, typer.Option(help="How many classes to name for each image.")] = 3,
+    into: Into = None,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Say what is on images, with the likeliest classes and their probabilities."""
-    answers = predict(checkpoint, images, top=top, device=device)
+    trained = load_checkpoint(checkpoint, network=_unconverted(into)) if into else checkpoint
+    answers = predict(trained, images, top=top, device=device)
     if as_json:
         print_json(
             [
@@ -166,10 +172,23 @@ def _first_process() -> bool:
 
 def _network(name: str, data: Data, **options: Any) -> torch.nn.Module:
     """A network for the classes and channels of the data."""
-    return create_model(name, num_classes=len(data.classes), in_channels=data.test.channels, **options)
+    given = {key: value for key, value in options.items() if value is not None}
+    return create_model(name, num_classes=len(data.classes), in_channels=data.test.channels, **given)
 
 
-def _find(model: str, best: bool, images: Data) -> Trained | torch.nn.Module:
+def _to_train(text: str, data: Data, scheme: str | None, recipe: Recipe, **options: Any) -> torch.nn.Module:
+    """One of our networks, fresh; or any other as it is, its convs rewritten where a scheme is given."""
+    if not is_path(text):
+        return _network(text, data, scheme=scheme, norm=recipe.norm, **options)
+    network = find_model(text, **options).network.train()
+    return convert(network, scheme) if scheme else network
+
+
+def _unconverted(into: str | None) -> torch.nn.Module | None:
+    return find_model(into).network if into else None
+
+
+def _find(model: str, best: bool, images: Data, into: str | None) -> Trained | torch.nn.Module:
     """The trained network that a path stands for, or the untrained one of a name: what guessing gives."""
     if model in list_models() and not Path(model).exists():
         errors.print(f"{model} has fresh weights, so this is guessing; a run's directory has trained ones.")
@@ -179,7 +198,7 @@ def _find(model: str, best: bool, images: Data) -> Trained | torch.nn.Module:
         raise LowRankError(
             f"{model} is neither a checkpoint nor a network's name; {nearest(model, list_models())}"
         )
-    return load_checkpoint(model, best=best)
+    return load_checkpoint(model, best=best, network=_unconverted(into))
 
 
 def _print_start(data: Data, recipe: Recipe) -> None:

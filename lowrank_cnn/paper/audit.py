@@ -56,11 +56,12 @@ class Finding:
     note: str = ""
 
     def to_dict(self) -> dict[str, str]:
+        """In values that JSON can hold."""
         return asdict(self)
 
 
 def audit() -> list[Finding]:
-    """Every row of the published tables, then every claim of the text."""
+    """Every row of the published tables, then every claim of the text, each with what this code computes."""
     figures = [finding for row in rows() for finding in _check_row(row)]
     return figures + [_check_claim(claim) for claim in CLAIMS] + list(_check_correlation())
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-NIN = ("nin", "nin-c3", "nin-c3-lr")
+from lowrank_cnn.errors import LowRankError, nearest
+from lowrank_cnn.models import googlenet, nin, vgg
+from lowrank_cnn.paper.published import MAIN_TABLES
+
+VGG, GOOGLENET, NIN = tuple(vgg.VARIANTS), tuple(googlenet.VARIANTS), tuple(nin.VARIANTS)
+PLACES = ("vgg11-gmp", "vgg11-gmp-sf", "vgg11-gmp-lr-join", "vgg11-gmp-lr")
 
 
 @dataclass(frozen=True)
@@ -13,8 +19,11 @@ class Part:
     """A table of an experiment: networks by variants of one recipe, each over several seeds.
 
     variants: a label, and what it changes of the recipe and of the network.
+    own: what single networks have of their own in the same way, and "recipe" for another recipe.
     decide: find the drops of the learning rate on held-out images first, then replay them on all of them.
     equal_compute: give cheaper networks more epochs, so that all cost as many MACs as the first.
+    tables: the published tables that it is held against.
+    note: what must be known to read it.
     """
 
     networks: tuple[str, ...]
@@ -23,6 +32,23 @@ class Part:
     seeds: int = 3
     decide: bool = False
     equal_compute: bool = False
+    own: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    tables: tuple[str, ...] = MAIN_TABLES
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table: a network of a part, by one variant of its recipe."""
+
+    part: str
+    network: str
+    variant: str
+
+    def directory(self, out: Path, seed: int) -> Path:
+        """Where its run with this seed lives."""
+        variant = self.variant.replace(", ", "-").replace(" ", "-")
+        return out / self.part / "-".join(filter(None, [self.network, variant, f"seed{seed}"]))
 
 
 _INITS = {
@@ -31,6 +57,23 @@ _INITS = {
     for init in ("composite", "per-group", "torch")
 }
 
+_SMALL = (
+    "Published: ILSVRC, 1000 classes, 224x224. Here: crops of 56 from images of 64, as 224 from 256, so that "
+    "maps have a quarter of the published side. vgg11 flattens 2x2 maps in place of 7x7; GoogLeNet's first conv "
+    "has stride 1 in place of 2, so that its maps have half of the published side, the last 3x3 in place of 7x7."
+)
+
+
+def _small(recipe: str, recipe_of_googlenet: str) -> Part:
+    own = {network: {"recipe": recipe_of_googlenet, "stride": 1} for network in GOOGLENET}
+    return Part((*VGG, *GOOGLENET), recipe, seeds=2, own=own, note=_SMALL)
+
+
+_ONE_RUN = (
+    "One run of each network: the learning rate is divided when accuracy on the 2% of training images held out "
+    "levels off, and the run goes on; the validation set is met once, at the end, one centre crop per image."
+)
+
 EXPERIMENTS: dict[str, dict[str, Part]] = {
     "cifar10": {
         "paper": Part(NIN, "nin-paper", decide=True),
@@ -38,5 +81,48 @@ EXPERIMENTS: dict[str, dict[str, Part]] = {
         "modern-equal-compute": Part(NIN, "nin-modern", equal_compute=True),
         "init": Part(("nin-c3-lr",), "nin-init", _INITS),
     },
+    "tiny-imagenet": {
+        "paper": _small("tiny-vgg", "tiny-googlenet"),
+        "modern": _small("tiny-modern", "tiny-modern"),
+    },
+    "ilsvrc": {
+        "paper": Part(
+            (*VGG, *GOOGLENET),
+            "vgg-paper",
+            seeds=1,
+            own={network: {"recipe": "googlenet-paper"} for network in GOOGLENET},
+            note=_ONE_RUN,
+        ),
+    },
+    "places": {
+        "paper": Part(PLACES, "vgg-paper", {"": {"stride": 2}}, seeds=1, tables=("vgg-places",), note=_ONE_RUN),
+    },
 }
 """Parts by experiment, in the order in which they run."""
+
+
+def parts_of(experiment: str) -> dict[str, Part]:
+    """The parts of an experiment, by name."""
+    if experiment not in EXPERIMENTS:
+        raise LowRankError(f"there is no experiment {experiment!r}; {nearest(experiment, EXPERIMENTS)}")
+    return EXPERIMENTS[experiment]
+
+
+def lines(experiment: str, parts: Iterable[str] = (), networks: Iterable[str] = ()) -> list[Line]:
+    """Every line of an experiment, or those of the parts and networks named."""
+    known = parts_of(experiment)
+    _check(experiment, "part", parts, known)
+    _check(experiment, "network", networks, {network for part in known.values() for network in part.networks})
+    return [
+        Line(name, network, variant)
+        for name, part in known.items()
+        for network in part.networks
+        for variant in part.variants
+        if (not parts or name in parts) and (not networks or network in networks)
+    ]
+
+
+def _check(experiment: str, what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise LowRankError(f"{experiment} has no {what} {name!r}; {nearest(name, known)}")

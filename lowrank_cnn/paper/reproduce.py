@@ -3,78 +3,49 @@
 A run lives in a directory of its own, named after its network, variant and seed. Decisions (when to divide the
 learning rate, when to stop) are made on training images held out for them, by runs with seed 0; the runs that the
 table shows replay those decisions on all training images and meet the test set once, at their end.
+
+Several processes may share the work, with the same directory for all: each takes the runs that no other holds.
 """
 
 from __future__ import annotations
 
-import json
+import os
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 import torch
 
 from lowrank_cnn.count import count
 from lowrank_cnn.data import Data
-from lowrank_cnn.environment import environment
-from lowrank_cnn.errors import LowRankError, nearest
+from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import create_model
-from lowrank_cnn.paper.experiments import EXPERIMENTS, Part
-from lowrank_cnn.paper.published import published
+from lowrank_cnn.paper.experiments import Line, Part, lines, parts_of
+from lowrank_cnn.paper.sharing import held
+from lowrank_cnn.paper.table import Table, build_table
 from lowrank_cnn.train import Record, fit, get_recipe
+from lowrank_cnn.train.failure import NotFiniteError
+from lowrank_cnn.train.inputs import augmentation, input_size
 from lowrank_cnn.train.recipe import Recipe
 
-NETWORK_OPTIONS = ("norm", "init", "width", "scheme", "stride")
+NETWORK_OPTIONS: dict[str, Callable[[Any], object]] = {"init": str, "width": float, "scheme": str, "stride": int}
+"""Settings that are the network's and not the recipe's, and how their text is read."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the table: a network by a variant, over its seeds. Accuracies are shares."""
-
-    part: str
-    network: str
-    variant: str
-    published: float | None
-    top1: tuple[float, ...]
-    top5: tuple[float, ...]
-    macs: int
-    params: int
-    epochs: float
-    seconds: float
-
-    @property
-    def mean(self) -> float:
-        return mean(self.top1)
-
-    @property
-    def spread(self) -> float | None:
-        """The standard deviation over seeds, where there are several."""
-        return stdev(self.top1) if len(self.top1) > 1 else None
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "mean": self.mean, "stdev": self.spread, "n": len(self.top1)}
+PAUSE = 1.0
+"""Seconds between two looks at a decision that another process is about to make."""
 
 
 @dataclass(frozen=True)
 class Task:
     """One network to train, by one recipe."""
 
-    part: str
-    network: str
-    variant: str
+    line: Line
     seed: int
     recipe: Recipe
     options: Mapping[str, Any]
-
-    def directory(self, out: Path) -> Path:
-        words = [
-            self.network,
-            *filter(None, [self.variant.replace(", ", "-").replace(" ", "-")]),
-            f"seed{self.seed}",
-        ]
-        return out / self.part / "-".join(words)
 
 
 def reproduce(
@@ -86,41 +57,38 @@ def reproduce(
     networks: tuple[str, ...] = (),
     seeds: int | None = None,
     settings: Mapping[str, object] | None = None,
+    keep_weights: bool = True,
     say: Callable[[str], None] = print,
     **how: Any,
-) -> list[Row]:
+) -> Table:
     """Train all of an experiment, or the parts and networks named, and write `table.json` into `out`.
 
-    settings change the recipe of every run; how goes to `fit` (device, compile, progress, ...).
+    settings change the recipe and the network of every run; keep_weights=False deletes the checkpoints of a run
+    once it has finished; how goes to `fit` (device, compile, progress, ...). The table is that of everything in
+    `out`. A run whose loss is not finite is said, and the others go on.
     """
-    bench, rows = _Bench(data, Path(out), say, how), []
-    for name, part in _chosen(experiment, parts).items():
-        for network in (n for n in part.networks if not networks or n in networks):
-            for variant, changes in part.variants.items():
-                base = _base_task(name, part, network, variant, {**changes, **(settings or {})}, data)
-                tasks = bench.seeded(base, part, part.seeds if seeds is None else seeds)
-                rows.append(_row(base, [bench.train(task) for task in tasks]))
-                write_table(rows, Path(out))
-    return rows
+    bench, known = _Bench(data, Path(out), keep_weights, say, how), parts_of(experiment)
+    left = lines(experiment, parts, networks)
+    while left:
+        undecided = []
+        for line in left:
+            part = known[line.part]
+            task = bench.prepared(line, part, settings or {})
+            try:
+                if not bench.advance(task, part, part.seeds if seeds is None else seeds):
+                    undecided.append(line)
+            except NotFiniteError as error:
+                say(f"  failed: {error}")
+            if first_process():
+                build_table(experiment, out, seeds=seeds).save(Path(out))
+        left = undecided
+        time.sleep(PAUSE if left else 0)
+    return build_table(experiment, out, seeds=seeds)
 
 
-def write_table(rows: list[Row], out: Path) -> Path:
-    """The table so far, with what it was measured with."""
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "table.json"
-    table = {"kind": "reproduction", "rows": [row.to_dict() for row in rows], "environment": environment()}
-    path.write_text(json.dumps(table, indent=2) + "\n")
-    return path
-
-
-def _chosen(experiment: str, parts: tuple[str, ...]) -> dict[str, Part]:
-    if experiment not in EXPERIMENTS:
-        raise LowRankError(f"there is no experiment {experiment!r}; {nearest(experiment, EXPERIMENTS)}")
-    known = EXPERIMENTS[experiment]
-    for part in parts:
-        if part not in known:
-            raise LowRankError(f"{experiment} has no part {part!r}; {nearest(part, known)}")
-    return {name: part for name, part in known.items() if not parts or name in parts}
+def first_process() -> bool:
+    """Whether this process speaks for all that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @dataclass(frozen=True)
@@ -129,71 +97,87 @@ class _Bench:
 
     data: Data
     out: Path
+    keep_weights: bool
     say: Callable[[str], None]
     how: Mapping[str, Any]
 
-    def seeded(self, base: Task, part: Part, seeds: int) -> list[Task]:
-        """The runs of one line of the table; their schedule may first have to be decided on held-out images."""
-        recipe = base.recipe
-        if part.decide:
-            recipe = _decided(recipe, self.train(replace(base, part=f"{base.part}-decide")))
-        return [replace(base, seed=seed, recipe=recipe) for seed in range(1, 1 + seeds)]
+    def prepared(self, line: Line, part: Part, settings: Mapping[str, object]) -> Task:
+        """A line of the table before its seeds: the recipe and the network's options, resolved."""
+        wanted = {**part.own.get(line.network, {}), **part.variants[line.variant], **settings}
+        name = str(wanted.pop("recipe", part.recipe))
+        options = {key: _read(key, wanted.pop(key)) for key in NETWORK_OPTIONS if key in wanted}
+        task = Task(line, 0, get_recipe(name, **wanted), options)
+        return self.as_costly(task, part.networks[0]) if part.equal_compute else task
 
-    def train(self, task: Task) -> Record:
-        self.say(f"{task.part}: {task.network} {task.variant} seed {task.seed}, {task.recipe.epochs} epochs")
+    def as_costly(self, task: Task, dearest: str) -> Task:
+        """With as many more epochs as the network is cheaper than the dearest one."""
+        other = replace(task, line=replace(task.line, network=dearest))
+        epochs = round(task.recipe.epochs * self.macs(other) / self.macs(task))
+        return replace(task, recipe=get_recipe(task.recipe.name, **{**task.recipe.to_dict(), "epochs": epochs}))
+
+    def macs(self, task: Task) -> int:
+        with torch.device("meta"):
+            return count(self.network(task), self.input_size(task.recipe)).macs
+
+    def network(self, task: Task) -> torch.nn.Module:
+        """The network of a task, made for these images."""
+        channels, height, width = self.input_size(task.recipe)
+        options = {"norm": task.recipe.norm, "image_size": height if height == width else None, **task.options}
+        return create_model(task.line.network, num_classes=len(self.data.classes), in_channels=channels, **options)
+
+    def input_size(self, recipe: Recipe) -> tuple[int, int, int]:
+        return input_size(self.data.test, augmentation(recipe))
+
+    def advance(self, task: Task, part: Part, seeds: int) -> bool:
+        """Train what no other process holds of one line of the table.
+
+        False where nothing can be trained before another process has decided the schedule on held-out images.
+        """
+        if part.decide:
+            aside = replace(task.line, part=f"{task.line.part}-decide")
+            decision = self.train(replace(task, line=aside))
+            if decision is None:
+                return False
+            task = replace(task, recipe=_decided(task.recipe, decision))
+        for seed in range(1, 1 + seeds):
+            self.train(replace(task, seed=seed))
+        return True
+
+    def train(self, task: Task) -> Record | None:
+        """The finished run of a task; None where another process is at it."""
+        directory = task.line.directory(self.out, task.seed)
+        with held(directory) as ours:
+            return self._train(task, directory) if ours else None
+
+    def _train(self, task: Task, directory: Path) -> Record:
+        line = task.line
+        self.say(f"{line.part}: {line.network} {line.variant} seed {task.seed}, {task.recipe.epochs} epochs")
         torch.manual_seed(task.seed)
-        sizes = {"num_classes": len(self.data.classes), "in_channels": self.data.test.channels}
-        model = create_model(task.network, **sizes, **task.options)
-        directory = task.directory(self.out)
-        record = fit(model, self.data, task.recipe, seed=task.seed, out=directory, resume=True, **self.how)
+        network = self.network(task)
+        record = fit(network, self.data, task.recipe, seed=task.seed, out=directory, resume=True, **self.how)
         self.say(f"  top-1 {100 * record.result['top1']:.2f}% in {record.result['seconds']:.0f} s")
+        if not self.keep_weights and first_process():
+            _delete_weights(directory)
         return record
 
 
-def _base_task(
-    name: str, part: Part, network: str, variant: str, overrides: Mapping[str, Any], data: Data
-) -> Task:
-    """A line of the table before its seeds: the recipe and the network's options, resolved."""
-    options = {key: value for key, value in overrides.items() if key in NETWORK_OPTIONS}
-    recipe = get_recipe(part.recipe, **{k: v for k, v in overrides.items() if k not in options or k == "norm"})
-    options.setdefault("norm", recipe.norm)
-    if part.equal_compute:
-        recipe = _as_costly(recipe, network, part.networks[0], data)
-    return Task(name, network, variant, 0, recipe, options)
-
-
-def _as_costly(recipe: Recipe, network: str, dearest: str, data: Data) -> Recipe:
-    """The recipe with as many more epochs as the network is cheaper than the dearest one."""
-    ratio = _macs(dearest, recipe, data) / _macs(network, recipe, data)
-    return get_recipe(recipe.name, **{**recipe.to_dict(), "epochs": round(recipe.epochs * ratio)})
-
-
-def _macs(network: str, recipe: Recipe, data: Data) -> int:
-    with torch.device("meta"):
-        model = create_model(
-            network, num_classes=len(data.classes), in_channels=data.test.channels, norm=recipe.norm
-        )
-    return count(model, (data.test.channels, recipe.crop or 32, recipe.crop or 32)).macs
+def _read(option: str, value: object) -> object:
+    try:
+        return NETWORK_OPTIONS[option](value)
+    except (TypeError, ValueError) as error:
+        wanted = NETWORK_OPTIONS[option].__name__
+        raise LowRankError(f"{option} wants a value of type {wanted}, not {value!r}.") from error
 
 
 def _decided(recipe: Recipe, record: Record) -> Recipe:
     """Replay on all images the drops that were found on a part of them."""
     decisions = {"drop_epochs": tuple(record.result["drop_epochs"]), "epochs": record.result["epochs"]}
-    return get_recipe(recipe.name, **{**recipe.to_dict(), **decisions, "holdout": 0.0})
+    return get_recipe(recipe.name, **{**recipe.to_dict(), **decisions, "holdout": 0.0, "levels": 0})
 
 
-def _row(task: Task, records: list[Record]) -> Row:
-    results = [record.result for record in records]
-    row = published().get(task.network)
-    return Row(
-        task.part,
-        task.network,
-        task.variant,
-        row.top1 if row else None,
-        tuple(result["top1"] for result in results),
-        tuple(result["top5"] for result in results),
-        results[0]["macs"],
-        results[0]["params"],
-        mean(result["epochs"] for result in results),
-        mean(result["seconds"] for result in results),
-    )
+def _delete_weights(directory: Path) -> None:
+    """The manifests first: without them, what is left no longer counts as a checkpoint."""
+    for suffix in ("json", "safetensors"):
+        for kind in ("step", "best"):
+            for path in directory.glob(f"{kind}-*.{suffix}"):
+                path.unlink()

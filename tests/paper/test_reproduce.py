@@ -1,4 +1,6 @@
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -7,9 +9,10 @@ from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import list_models
 from lowrank_cnn.paper import experiments
 from lowrank_cnn.paper import reproduce as module
-from lowrank_cnn.paper.experiments import Part
+from lowrank_cnn.paper.experiments import Line, Part, lines
 from lowrank_cnn.paper.reproduce import reproduce
-from lowrank_cnn.train import get_recipe
+from lowrank_cnn.paper.table import build_table
+from lowrank_cnn.train import NotFiniteError, get_recipe, load_record
 
 SMALL = {"width": 0.0625, "epochs": 2, "crop": 28, "pad": 0, "mirror": False, "batch_size": 32}
 
@@ -27,6 +30,15 @@ def miniature(monkeypatch):
         "decided": Part(
             ("nin-c3-lr",), "nin-paper", {"": SMALL | {"holdout": 0.25, "patience": 1}}, 1, decide=True
         ),
+        "own": Part(
+            ("nin", "googlenet"),
+            "modern",
+            {"": SMALL},
+            seeds=1,
+            own={"googlenet": {"recipe": "googlenet-paper", "stride": 1, "width": 0.03}},
+            tables=("nin-cifar10",),
+            note="a note",
+        ),
         "equal": Part(("nin", "nin-c3-lr"), "modern", {"": SMALL}, seeds=1, equal_compute=True),
         "inits": Part(
             ("nin-c3-lr",), "modern", {i: {**SMALL, "init": i} for i in ("composite", "torch")}, seeds=1
@@ -37,8 +49,8 @@ def miniature(monkeypatch):
 
 def run(digits, out, **options):
     said: list[str] = []
-    rows = reproduce("miniature", digits, out, say=said.append, device="cpu", progress=False, **options)
-    return rows, said
+    table = reproduce("miniature", digits, out, say=said.append, device="cpu", progress=False, **options)
+    return list(table.rows), said
 
 
 def test_a_table_has_a_line_per_network_with_its_seeds(miniature, digits, tmp_path):
@@ -89,6 +101,8 @@ def test_every_experiment_names_a_recipe_and_networks_that_exist():
         for part in parts.values():
             assert get_recipe(part.recipe).name == part.recipe
             assert set(part.networks) <= set(list_models())
+            for own in part.own.values():
+                assert get_recipe(str(own.get("recipe", part.recipe)))
 
 
 def test_unknown_names_are_refused_in_a_sentence(digits, tmp_path):
@@ -96,3 +110,113 @@ def test_unknown_names_are_refused_in_a_sentence(digits, tmp_path):
         module.reproduce("cifar", digits, tmp_path)
     with pytest.raises(LowRankError, match="cifar10 has no part 'modem'; did you mean modern"):
         module.reproduce("cifar10", digits, tmp_path, parts=("modem",))
+    with pytest.raises(LowRankError, match="cifar10 has no network 'vgg11'"):
+        module.reproduce("cifar10", digits, tmp_path, networks=("vgg11",))
+    with pytest.raises(LowRankError, match="width wants a value of type float, not 'wide'"):
+        module.reproduce("cifar10", digits, tmp_path, settings={"width": "wide"})
+    with pytest.raises(LowRankError, match="a recipe has no field 'widht'"):
+        module.reproduce("cifar10", digits, tmp_path, settings={"widht": "1"})
+
+
+def test_a_network_may_have_its_own_recipe_and_options(miniature, digits, tmp_path):
+    rows, _ = run(digits, tmp_path, parts=("own",), settings={"epochs": "1"})
+    record = load_record(tmp_path / "own" / "googlenet-seed1")
+    assert (record.recipe["name"], record.recipe["epochs"]) == ("googlenet-paper", 1)
+    assert (record.model["stride"], record.model["width"], record.model["image_size"]) == (1, 0.0625, 28)
+    assert [row.published for row in rows] == [0.9188, None]
+    assert build_table("miniature", tmp_path).notes == {"own": "a note"}
+
+
+def test_text_settings_reach_the_network(miniature, digits, tmp_path):
+    run(digits, tmp_path, parts=("inits",), settings={"width": "0.05", "norm": "none", "epochs": "1"})
+    record = load_record(tmp_path / "inits" / "nin-c3-lr-torch-seed1")
+    assert (record.model["width"], record.model["norm"]) == (0.05, None)
+
+
+def test_shares_of_the_work_make_one_table(miniature, digits, tmp_path):
+    """As two processes do that name different networks, the table of each showing what the other finished."""
+    first, _ = run(digits, tmp_path, parts=("plain",), networks=("nin-c3-lr",), seeds=1)
+    assert [row.network for row in first] == ["nin-c3-lr"]
+    both, _ = run(digits, tmp_path, parts=("plain",), networks=("nin",), seeds=1)
+    assert [row.network for row in both] == ["nin", "nin-c3-lr"]
+    table = build_table("miniature", tmp_path, parts=("plain",))
+    assert list(table.rows) == both
+    assert table.missing == {"plain/nin-seed2": "not begun", "plain/nin-c3-lr-seed2": "not begun"}
+    assert json.loads((tmp_path / "table.json").read_text())["rows"] == json.loads(
+        json.dumps([row.to_dict() for row in both])
+    )
+
+
+def test_a_run_under_way_is_missing_and_said(miniature, digits, tmp_path):
+    run(digits, tmp_path, parts=("plain",), networks=("nin",), seeds=1)
+    record = load_record(tmp_path / "plain" / "nin-seed1")
+    replace(record, status="running").save(tmp_path / "plain" / "nin-seed1" / "record.json")
+    table = build_table("miniature", tmp_path, parts=("plain",), networks=("nin",), seeds=1)
+    assert not table.rows
+    assert table.missing == {"plain/nin-seed1": "running, 2 of 2 epochs"}
+
+
+def test_runs_of_two_recipes_are_not_averaged(miniature, digits, tmp_path):
+    run(digits, tmp_path, parts=("plain",), networks=("nin",), settings={"epochs": 1})
+    record = load_record(tmp_path / "plain" / "nin-seed2")
+    other = replace(record, recipe={**record.recipe, "lr": 7.0})
+    other.save(tmp_path / "plain" / "nin-seed2" / "record.json")
+    with pytest.raises(LowRankError, match=r"nin-seed1 and .*nin-seed2 differ in the recipe's lr"):
+        build_table("miniature", tmp_path)
+
+
+def test_weights_can_be_left_out(miniature, digits, tmp_path):
+    options = {"parts": ("inits",), "settings": {"epochs": 1}, "keep_weights": False}
+    rows, _ = run(digits, tmp_path, **options)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    assert len(list(tmp_path.rglob("record.json"))) == 2
+    again, _ = run(digits, tmp_path, **options)
+    assert again == rows
+
+
+def test_a_run_that_diverges_is_said_and_the_others_go_on(miniature, digits, tmp_path, monkeypatch):
+    fit = module.fit
+
+    def diverge(network, *arguments, **options):
+        if options["out"].name.startswith("nin-seed"):
+            raise NotFiniteError("the loss is not finite")
+        return fit(network, *arguments, **options)
+
+    monkeypatch.setattr(module, "fit", diverge)
+    rows, said = run(digits, tmp_path, parts=("plain",), seeds=1)
+    assert [row.network for row in rows] == ["nin-c3-lr"]
+    assert "  failed: the loss is not finite" in said
+
+
+def test_lines_are_named_by_network_variant_and_seed():
+    assert Line("init", "nin", "torch, no norm").directory(Path("out"), 3) == Path(
+        "out/init/nin-torch-no-norm-seed3"
+    )
+    assert len(lines("tiny-imagenet")) == 22
+    assert [line.network for line in lines("places")] == list(experiments.PLACES)
+
+
+def test_a_line_takes_no_runs_of_a_longer_name(miniature, digits, tmp_path):
+    run(digits, tmp_path, parts=("plain",), networks=("nin-c3-lr",), seeds=1)
+    assert not build_table("miniature", tmp_path, networks=("nin",)).rows
+
+
+def test_tiny_imagenet_has_the_networks_of_both_tables_at_a_quarter_of_their_size(monkeypatch):
+    small = module._Bench(Small(), Path(), True, print, {})  # type: ignore[arg-type]
+    for line in lines("tiny-imagenet"):
+        part = experiments.EXPERIMENTS["tiny-imagenet"][line.part]
+        task = small.prepared(line, part, {})
+        assert small.input_size(task.recipe) == (3, 56, 56)
+        assert (task.recipe.norm is None) == (line.part == "paper")
+        assert small.macs(task) < 520e6
+        stride = 1 if line.network in experiments.GOOGLENET else None
+        assert task.options.get("stride") == stride
+
+
+class Small:
+    """A hundred classes of 64x64 photographs that nobody looks at."""
+
+    classes = tuple(map(str, range(100)))
+
+    class test:  # noqa: N801
+        channels, size = 3, (3, 64, 64)

@@ -1,0 +1,186 @@
+"""The table of an experiment, built from the records of finished runs alone.
+
+Several processes may train into one directory at the same time: each run writes its own record, and whoever looks
+sees all that have finished so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from lowrank_cnn.environment import environment
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.paper.experiments import Line, Part, lines, parts_of
+from lowrank_cnn.paper.gaps import Scores, answers, order
+from lowrank_cnn.paper.published import Published, rows
+from lowrank_cnn.train.checkpoint import write_json
+from lowrank_cnn.train.record import Record, load_record
+
+MEASURES = ("top1", "top5")
+NOT_BEGUN = "not begun"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: a network by a variant, over its seeds. Accuracies are shares."""
+
+    part: str
+    network: str
+    variant: str
+    published: float | None
+    published_top5: float | None
+    top1: tuple[float, ...]
+    top5: tuple[float, ...]
+    macs: int
+    params: int
+    image_size: int | None
+    epochs: float
+    seconds: float
+
+    @property
+    def mean(self) -> float:
+        return mean(self.top1)
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation over seeds, where there are several."""
+        return stdev(self.top1) if len(self.top1) > 1 else None
+
+    def scores(self, measure: str) -> Scores | None:
+        """What is compared with the published figure, where there is one."""
+        published = self.published if measure == "top1" else self.published_top5
+        return None if published is None else Scores(self.network, published, getattr(self, measure), self.macs)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "mean": self.mean, "stdev": self.spread, "n": len(self.top1)}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows of one part and variant beside the published column, in one measure."""
+
+    part: str
+    variant: str
+    measure: str
+    order: dict[str, Any]
+    gaps: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """All finished runs of an experiment, what they say of the paper, and how the others stand."""
+
+    experiment: str
+    rows: tuple[Row, ...]
+    missing: dict[str, str]
+    notes: dict[str, str]
+
+    def comparisons(self) -> Iterator[Comparison]:
+        for part, variant in dict.fromkeys((row.part, row.variant) for row in self.rows):
+            for measure in MEASURES:
+                mine = [row for row in self.rows if (row.part, row.variant) == (part, variant)]
+                scores = [score for row in mine if (score := row.scores(measure))]
+                if len(scores) > 1:
+                    gaps = tuple(gap.to_dict() for gap in answers(scores))
+                    yield Comparison(part, variant, measure, order(scores).to_dict(), gaps)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": "reproduction",
+            "experiment": self.experiment,
+            "notes": self.notes,
+            "rows": [row.to_dict() for row in self.rows],
+            "comparisons": [asdict(comparison) for comparison in self.comparisons()],
+            "missing": self.missing,
+            "environment": environment(),
+        }
+
+    def save(self, out: Path) -> Path:
+        """Write `table.json`, with what it was measured with."""
+        write_json(out / "table.json", self.to_dict())
+        return out / "table.json"
+
+
+def build_table(
+    experiment: str,
+    out: str | Path,
+    *,
+    parts: Iterable[str] = (),
+    networks: Iterable[str] = (),
+    seeds: int | None = None,
+) -> Table:
+    """The table of all runs that have finished in `out`; `seeds` says how many of each are wanted."""
+    found: list[Row] = []
+    missing: dict[str, str] = {}
+    known = parts_of(experiment)
+    for line in lines(experiment, parts, networks):
+        part = known[line.part]
+        wanted = part.seeds if seeds is None else seeds
+        records = _finished(line, Path(out))
+        missing |= _unfinished(line, Path(out), [seed for seed in range(1, 1 + wanted) if seed not in records])
+        if records:
+            found.append(_row(line, part, list(records.values())))
+    notes = {name: known[name].note for name in dict.fromkeys(row.part for row in found) if known[name].note}
+    return Table(experiment, tuple(found), missing, notes)
+
+
+def _finished(line: Line, out: Path) -> dict[int, Record]:
+    """The records of a line by seed, from 1 up; all by the same recipe."""
+    records: dict[int, Record] = {}
+    start = line.directory(out, 0).name.removesuffix("0")
+    for path in sorted((out / line.part).glob(f"{start}*/record.json")):
+        seed = path.parent.name.removeprefix(start)
+        if seed.isdigit() and (record := load_record(path)).status == "finished":
+            records[int(seed)] = record
+    _check_alike(records, line, out)
+    return dict(sorted(records.items()))
+
+
+def _check_alike(records: dict[int, Record], line: Line, out: Path) -> None:
+    """Refuse to average runs that were trained in different ways."""
+    for seed, record in records.items():
+        first, one = next(iter(records.items()))
+        fields = [name for name in record.recipe if record.recipe[name] != one.recipe.get(name)]
+        if fields or record.model != one.model:
+            where = f"{line.directory(out, first)} and {line.directory(out, seed)}"
+            what = f"the recipe's {', '.join(fields)}" if fields else "the network's options"
+            raise LowRankError(f"{where} differ in {what}: move one of them away, then build the table again.")
+
+
+def _unfinished(line: Line, out: Path, seeds: Iterable[int]) -> dict[str, str]:
+    """How the runs with these seeds stand, by the name of their directory."""
+    found: dict[str, str] = {}
+    for directory in (line.directory(out, seed) for seed in seeds):
+        found[f"{line.part}/{directory.name}"] = NOT_BEGUN
+        if (directory / "record.json").exists():
+            record = load_record(directory)
+            stands = f"{record.status}, {len(record.history)} of {record.recipe['epochs']} epochs"
+            found[f"{line.part}/{directory.name}"] = stands
+    return found
+
+
+def _row(line: Line, part: Part, records: list[Record]) -> Row:
+    results = [record.result for record in records]
+    published = _published(line.network, part)
+    return Row(
+        line.part,
+        line.network,
+        line.variant,
+        published.top1 if published else None,
+        published.top5 if published else None,
+        tuple(result["top1"] for result in results),
+        tuple(result["top5"] for result in results),
+        results[0]["macs"],
+        results[0]["params"],
+        records[0].model.get("image_size"),
+        mean(result["epochs"] for result in results),
+        mean(result["seconds"] for result in results),
+    )
+
+
+def _published(network: str, part: Part) -> Published | None:
+    return next((row for row in rows() if row.network == network and row.table in part.tables), None)

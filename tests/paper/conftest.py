@@ -1,0 +1,83 @@
+"""A miniature of ILSVRC in both of its layouts: photographs of many sizes in folders, and in shards of the Hub."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+DRIVER = Path(__file__).with_name("driver.py")
+ROOT = DRIVER.parents[2]
+CLASSES = ("n01440764", "n01443537", "n02102040")
+TRAIN, TEST = 60, 21
+
+_spec = importlib.util.spec_from_file_location("data_fixtures", ROOT / "tests" / "data" / "conftest.py")
+assert _spec is not None
+assert _spec.loader is not None
+_data = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_data)
+write_shards, write_folder = _data.write_shards, _data.write_folder
+
+
+def photograph(number: int) -> bytes:
+    """A JPEG of some size, bright at the top, in the middle or at the bottom, as its class says."""
+    draw = np.random.default_rng(number)
+    height, width = (int(side) for side in draw.integers(36, 64, 2))
+    pixels = draw.integers(0, 90, (height, width, 3))
+    top = height * (number % len(CLASSES)) // len(CLASSES)
+    pixels[top : top + height // len(CLASSES)] += 140
+    out = io.BytesIO()
+    Image.fromarray(pixels.astype(np.uint8)).save(out, "JPEG")
+    return out.getvalue()
+
+
+@pytest.fixture
+def folders(tmp_path: Path, write_folder: Callable[..., Path]) -> Path:
+    """train/CLASS/*.JPEG and val/CLASS/*.JPEG, as ILSVRC unpacks."""
+    images = {
+        f"{split}/{CLASSES[number % 3]}/{number}.JPEG": photograph(number)
+        for split, numbers in (("train", range(TRAIN)), ("val", range(1000, 1000 + TEST)))
+        for number in numbers
+    }
+    return write_folder(tmp_path / "folders", images)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, write_shards: Callable[..., list[Path]]) -> Path:
+    """data/train-*, validation-* and a test-* without labels, as ILSVRC lies on the Hub."""
+    rows = [(photograph(number), number % 3) for number in range(TRAIN)]
+    valid = [(photograph(number), number % 3) for number in range(1000, 1000 + TEST)]
+    root = tmp_path / "hub"
+    write_shards(
+        root / "data", "train", [rows[first : first + 15] for first in range(0, TRAIN, 15)], names=CLASSES
+    )
+    write_shards(root / "data", "validation", [valid[:11], valid[11:]], names=CLASSES)
+    write_shards(root / "data", "test", [[(photograph(9), -1)]], names=CLASSES)
+    return root
+
+
+@pytest.fixture
+def program():
+    """Start the driver as a program: its arguments in, a process out; killed if it still runs at the end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *launcher, str(DRIVER), *map(str, arguments)]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, env=environment, text=True, stdout=pipe, stderr=pipe))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
