@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint types format figures clean
+.PHONY: demo test lint types format figures docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lowrank demo
@@ -24,7 +24,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis
 
 # torch goes first and by its pin: an open range would take the newest build with all of CUDA.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -38,8 +38,15 @@ $(VENV)/.dev: $(VENV)/.installed
 	$(PIP) --editable ".[dev]"
 	@touch $@
 
+FIGURES := vgg googlenet nin places big-picture-macs big-picture-params timings connections receptive-field
+
 # The pictures that README and docs show, from the published figures and the committed records.
 figures: $(VENV)/.installed
 	@mkdir -p docs/images
-	for name in vgg connections; do $(BIN)/lowrank figure $$name -o docs/images/$$name.svg; done
+	for name in $(FIGURES); do $(BIN)/lowrank figure $$name -o docs/images/$$name.svg; done
 	$(BIN)/python docs/blocks.py
+
+# The documentation in site/, which is opened as a file and asks the network for nothing.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open site/index.html."

@@ -109,7 +109,7 @@ def _by_torch(
 
 
 def _errors(
-    ours: tuple[Tensor | None, list[Tensor], Tensor],
+    ours: tuple[Tensor | None, list[Tensor], Tensor | None],
     x: Tensor,
     weights: list[Tensor],
     bias: Tensor,

@@ -31,6 +31,7 @@ import torch
 from gpu_floor import Limits, floor_ms, layers, limits
 from gpu_ways import OURS, RIVALS, TRICKS, images, network, step_of, way
 
+from lowrank_cnn.deploy.merge import merge
 from lowrank_cnn.environment import environment
 from lowrank_cnn.kernels import tune
 from lowrank_cnn.kernels.measure import captured, milliseconds
@@ -143,9 +144,11 @@ def measure(setting: Setting, repeats: int) -> dict[str, Any]:
     try:
         net = network(setting.network, setting.mode)
         if setting.way in (*OURS, "ours"):
-            fused = way(net, "fused")
-            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=setting.mode == "training"):
-                tune(fused, images(net, setting.batch), training=setting.mode == "training")
+            x = images(net, setting.batch)
+            whole = merge(net, example_input=x[:1]) if setting.way == "planned" else net
+            for each in dict.fromkeys([net, whole]):
+                with torch.autocast("cuda", dtype=torch.bfloat16, enabled=setting.mode == "training"):
+                    tune(way(each, "fused", x), x, training=setting.mode == "training")
         graph = captured(step_of(net, setting.way, setting.mode, setting.batch))
         times = _replayed(graph, repeats)
         row = {"ms": median(times), "least": min(times), "most": max(times), "repeats": repeats}
@@ -203,7 +206,8 @@ class Book:
 def compare(book: Book, limit: Limits, name: str, mode: str, batch: int) -> dict[str, Any] | None:
     """One row: ours, the fastest dense twin, what tricks make of it, MACs, rate and floor."""
     twin = TWINS[name]
-    ours = book.best(name, mode, batch, tuple(book.options.ways))
+    ways = [how for how in book.options.ways if how != "planned" or mode == "inference"]
+    ours = book.best(name, mode, batch, tuple(ways))
     dense = book.best(twin, mode, batch, RIVALS[mode])
     tricks = book.best(twin, mode, batch, TRICKS[mode])
     if ours is None or dense is None:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowrank_cnn.deploy.candidates import CANDIDATES
+from lowrank_cnn.deploy.plan import plan
 from lowrank_cnn.kernels.fuse import FusedComposite, freeze, fuse
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.network import Network
@@ -29,7 +31,9 @@ RIVALS = {
 TRICKS = {"inference": ("cudnn-padded", "ours"), "training": ("ours",)}
 """Ways of the dense twin that need more than torch.compile or cuDNN: our kernels, or padded input channels."""
 
-OURS = ("fused", "fused-compiled")
+OURS = ("fused", "planned", "fused-compiled")
+PLANNED = ("as given", "fused", "merged, fused")
+"""What a plan chooses from, block by block; the compiled rivals measure torch's own ways."""
 
 
 @torch.library.custom_op("gpu_speed::conv_relu", mutates_args=())
@@ -92,9 +96,11 @@ def images(net: Network, batch: int) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def way(net: Network, how: str) -> nn.Module:
-    """The network as a way runs it; compiled ones compile at their first step."""
+def way(net: nn.Module, how: str, x: Tensor) -> nn.Module:
+    """The network as a way runs it on such images; compiled ones compile at their first step."""
     ours = fuse if net.training else freeze
+    if how == "planned":
+        return plan(net, x, cache=False, candidates={name: CANDIDATES[name] for name in PLANNED}, repeats=5)
     if how in ("ours", "fused"):
         return ours(net)
     if how == "fused-compiled":
@@ -108,7 +114,8 @@ def way(net: Network, how: str) -> nn.Module:
 
 def step_of(net: Network, how: str, mode: str, batch: int) -> Step:
     """One step of a network by a way, on images and labels that stay where they are."""
-    x, run = images(net, batch), way(net, how)
+    x = images(net, batch)
+    run = way(net, how, x)
     if mode == "inference":
         return lambda: _infer(run, x)
     labels = torch.randint(0, int(str(net.config["num_classes"])), (batch,), device="cuda")

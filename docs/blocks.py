@@ -8,10 +8,12 @@ A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; `TABLES` s
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ BLOCK = re.compile(r"(<!-- begin ([\w-]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL
 
 
 def markdown(columns: list[str], rows: list[list[object]]) -> str:
-    """A table, its first column to the left and the others to the right."""
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    """A table, its first column and those marked `<` to the left, the others to the right."""
+    sides = ["---" if not place or name.startswith("<") else "---:" for place, name in enumerate(columns)]
+    lines = [[name.removeprefix("<") for name in columns], sides, *rows]
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
@@ -170,7 +173,37 @@ def cpu_layout() -> str:
     return table + note + source("cpu_layout.json", found["environment"])
 
 
+def cifar_search() -> str:
+    """Every setting that was tried, in the order in which they were."""
+    found = record("cifar_search.json")
+    rows: list[list[object]] = [
+        [f"`{r['network']}`", f"`{r['recipe']}`", f"`{r['settings']}`", r["epochs"], f"{r['top1']:.1%}"]
+        for r in found["rows"]
+    ]
+    note = f"\n{found['note']} One run each, seed {found['rows'][0]['seed']}.\n"
+    columns = ["network", "<recipe", "<with", "epochs", "top-1, held out"]
+    return markdown(columns, rows) + note + source("cifar_search.json", found["environment"])
+
+
+def records() -> str:
+    """Every record, what made it, and what it was made with."""
+    rows: list[list[object]] = []
+    for path in sorted(RESULTS.glob("*.json")):
+        known = record(path.name).get("environment", {})
+        where, date = known.get("gpu") or known.get("cpu"), str(known.get("date", ""))[:10]
+        rows.append([f"`{path.name}`", _purpose(path.stem), where or "", known.get("torch", ""), date])
+    return markdown(["record", "<what is measured", "on", "torch", "date"], rows)
+
+
+def _purpose(name: str) -> str:
+    """The first sentence of the benchmark that writes a record of this name."""
+    script = ROOT / "benchmarks" / f"{name}.py"
+    text = ast.get_docstring(ast.parse(script.read_text())) if script.exists() else ""
+    return (text or "").partition("\n")[0].rstrip(".")
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "cifar-search": cifar_search,
     "cpu-layout": cpu_layout,
     "gpu-backward": gpu_backward,
     "gpu-layers": gpu_layers,
@@ -178,21 +211,32 @@ TABLES: dict[str, Callable[[], str]] = {
     "train-speed": train_speed,
     "init-depth": init_depth,
     "networks": networks,
+    "records": records,
 }
 
 
 def filled(text: str) -> str:
-    return BLOCK.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], text)
+    return BLOCK.sub(lambda match: match[1] + _table(match[2]) + match[3], text)
+
+
+@cache
+def _table(name: str) -> str:
+    return TABLES[name]()
+
+
+def stale() -> list[Path]:
+    """The pages whose tables are not those that the records give now."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [page for page in pages if filled(page.read_text()) != page.read_text()]
 
 
 def main() -> None:
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    stale = [page for page in pages if filled(page.read_text()) != page.read_text()]
-    for page in stale:
-        print(f"{'out of date' if '--check' in sys.argv else 'written'}: {page.relative_to(ROOT)}")
-        if "--check" not in sys.argv:
+    check, pages = "--check" in sys.argv, stale()
+    for page in pages:
+        print(f"{'out of date' if check else 'written'}: {page.relative_to(ROOT)}")
+        if not check:
             page.write_text(filled(page.read_text()))
-    sys.exit(1 if stale and "--check" in sys.argv else 0)
+    sys.exit(1 if pages and check else 0)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,10 @@ from statistics import median, quantiles
 
 import torch
 
+from lowrank_cnn.errors import LowRankError
+
 Run = Callable[[], object]
+_FEWEST = 3
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ def measure(
     runs: Mapping[str, Run], *, repeats: int = 15, budget: float = 20.0, cuda: bool = False
 ) -> dict[str, Sample]:
     """Time several things in turns: each `repeats` times, or fewer (three at least) within `budget` seconds."""
+    if repeats < _FEWEST:
+        raise LowRankError(f"a median with quartiles takes {_FEWEST} runs at least, not {repeats}.")
     clock = _cuda_clock if cuda else _clock
     for run in runs.values():  # twice: the first run of a kernel also compiles, allocates or packs
         run()
@@ -35,7 +40,7 @@ def measure(
     times: dict[str, list[float]] = {name: [] for name in runs}
     end = time.perf_counter() + budget
     for turn in range(repeats):
-        if turn >= 3 and time.perf_counter() > end:
+        if turn >= _FEWEST and time.perf_counter() > end:
             break
         for name, run in runs.items():
             times[name].append(clock(run))
@@ -45,6 +50,8 @@ def measure(
 @contextmanager
 def torch_threads(threads: int | None) -> Iterator[None]:
     """Run with so many threads inside operations, and with the number there was after."""
+    if threads is not None and threads < 1:
+        raise LowRankError(f"the number of threads is positive, not {threads}.")
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.convert import rewrite
+from lowrank_cnn.count import count
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.factorize import (
     centred,
@@ -24,7 +25,7 @@ from lowrank_cnn.factorize import (
     separable_weight,
 )
 from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
-from lowrank_cnn.ranks import by_energy, by_latency, by_macs, curves_of, schemes_of
+from lowrank_cnn.ranks import Curves, by_energy, by_latency, by_macs, curves_of, estimated, schemes_of
 from lowrank_cnn.selection import Kept, Where, select
 from lowrank_cnn.spec import Scheme, parse_scheme
 
@@ -38,6 +39,7 @@ class Fitted:
     energy: float
 
     def to_dict(self) -> dict[str, object]:
+        """In values that JSON can hold."""
         return asdict(self)
 
 
@@ -54,9 +56,10 @@ def decompose(
     """A copy of `model` whose spatial convs are the low-rank filters nearest to the trained ones.
 
     At most one of these says how many basis filters a layer gets, in place of the scheme's m:
-    energy: the fewest that keep this share of the layer's squared weights;
-    macs: those that keep most, over all layers, within this share of the network's multiply-accumulates;
-    latency: likewise, within this share of the time that the dense network takes on one image, measured here.
+
+    - `energy`: the fewest that keep this share of the layer's squared weights;
+    - `macs`: those that keep most, over all layers, within this share of the network's multiply-accumulates;
+    - `latency`: likewise, within this share of the time that the dense network takes on one image, measured here.
 
     There, a layer that the scheme would not make cheaper stays dense. The result carries `decomposition`, a line
     per layer, and `conversion`, as `convert` leaves it. A bias goes to the last layer of a chain; frozen layers
@@ -96,8 +99,8 @@ def fit_layer(name: str, conv: nn.Conv2d, layer: nn.Module) -> Fitted:
         halves = separable_factors(target, _filters(first), lying_first=first is lying, groups=conv.groups)
         factors, fitted = ([halves[0]], [halves[1]]), separable_weight(*halves, groups=conv.groups)
     else:
-        assert isinstance(first, CompositeConv2d)
-        basis, join = crossed_factors(weight, first.composite)
+        composite = layer.scheme.stages(conv.kernel_size, conv.out_channels)[0]  # type: ignore[arg-type]
+        basis, join = crossed_factors(weight, composite)
         factors, fitted = (basis, [join]), crossed_weight(basis, join)
     for stage, tensors in zip((first, second), factors, strict=True):
         _fill(stage, tensors)
@@ -119,8 +122,8 @@ def _check(scheme: Scheme, **asked: float | None) -> None:
     if len(given) > 1:
         raise LowRankError(f"ask for one of energy, macs and latency, not for {' and '.join(given)}.")
     for name, value in given.items():
-        if not 0 < value <= 1:
-            raise LowRankError(f"{name} is a share above 0 and up to 1, not {value}.")
+        if not isinstance(value, int | float) or not 0 < value <= 1:
+            raise LowRankError(f"{name} is a share above 0 and up to 1, not {value!r}.")
 
 
 def _fittable(model: nn.Module, scheme: Scheme, where: Where) -> tuple[dict[str, nn.Conv2d], tuple[Kept, ...]]:
@@ -128,6 +131,9 @@ def _fittable(model: nn.Module, scheme: Scheme, where: Where) -> tuple[dict[str,
     convs, kept = select(model, scheme, where)
     if any(conv.weight.is_meta for conv in convs.values()):
         raise LowRankError("there are no weights to fit: the network is on the meta device.")
+    for name, conv in convs.items():
+        if not bool(conv.weight.isfinite().all()):
+            raise LowRankError(f"{name or 'the conv'} has weights that are not finite, which nothing is near to.")
     grouped = [name for name, conv in convs.items() if conv.groups > 1 and scheme.name != "separable"]
     if len(grouped) == len(convs):
         raise LowRankError(f"{grouped[0]} and all others are grouped convs, which separable alone can fit.")
@@ -151,7 +157,21 @@ def _by_budget(
         assert latency is not None
         return schemes_of(by_latency(model, curves, scheme, latency, size), scheme)
     total = rest + sum(curve[-1].macs for curve in curves.values())
-    return schemes_of(by_macs(curves, macs * total - rest), scheme)
+    return _within(model, curves, scheme, macs * total, rest, size)
+
+
+def _within(
+    model: nn.Module, curves: Curves, scheme: Scheme, allowed: float, rest: int, size: Sequence[int]
+) -> dict[str, Scheme]:
+    """By the budget, and counted: where a strided first half costs more than estimated, less is asked for."""
+    budget = allowed - rest
+    while True:
+        chosen = by_macs(curves, budget)
+        schemes = schemes_of(chosen, scheme)
+        excess = count(rewrite(model, schemes), size).macs - allowed if schemes else 0
+        if excess <= 0:
+            return schemes
+        budget = estimated(curves, chosen) - max(1, excess)
 
 
 def _kernel(stage: nn.Module) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ group has (the corners, for a vertical and a horizontal group) are lost.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,20 +39,17 @@ def separable_energy(weight: Tensor, *, lying_first: bool, groups: int = 1) -> T
 def crossed_factors(weight: Tensor, basis: Composite, *, sweeps: int = 30) -> tuple[list[Tensor], Tensor]:
     """Basis filters [m_i, c, h_i, w_i] for each group, and the join [d, m, 1, 1], for a dense [d, c, k_h, k_w]."""
     kernel = (max(weight.shape[2], basis.kernel[0]), max(weight.shape[3], basis.kernel[1]))
-    target = centred(weight, kernel)
-    joins = [weight.new_zeros(weight.shape[0], group.filters) for group in basis.groups]
-    filters = [weight.new_zeros(g.filters, weight.shape[1], g.height, g.width) for g in basis.groups]
-    error = float("inf")
-    for _ in range(sweeps if len(basis.groups) > 1 else 1):
+    left, error = centred(weight, kernel), float("inf")
+    parts = [Part.nothing(weight, group) for group in basis.groups]
+    for _ in range(sweeps if len(parts) > 1 else 1):
         for index, group in enumerate(basis.groups):
-            joins[index] = torch.zeros_like(joins[index])
-            left = target - centred(crossed_weight(filters, torch.cat(joins, dim=1)), kernel)
-            joins[index], filters[index] = _nearest(centred(left, (group.height, group.width)), group.filters)
-        fitted = crossed_weight(filters, torch.cat(joins, dim=1))
-        before, error = error, float((target - centred(fitted, kernel)).square().sum())
+            left = left + centred(parts[index].weight, kernel)
+            parts[index] = _nearest(centred(left, (group.height, group.width)), group.filters)
+            left = left - centred(parts[index].weight, kernel)
+        before, error = error, float(left.square().sum())
         if error > before * (1 - 1e-4):
             break
-    return filters, torch.cat(joins, dim=1)[:, :, None, None]
+    return [part.filters for part in parts], torch.cat([part.join for part in parts], dim=1)[:, :, None, None]
 
 
 def crossed_weight(filters: Sequence[Tensor], join: Tensor) -> Tensor:
@@ -107,7 +105,22 @@ def _unfolded(weight: Tensor, lying_first: bool) -> Tensor:
     return turned.reshape(turned.shape[0] * turned.shape[1], -1)
 
 
-def _nearest(weight: Tensor, m: int) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Part:
+    """The share of one filter group in a weight: filters [m, c, h, w], their join [d, m], and the product."""
+
+    filters: Tensor
+    join: Tensor
+    weight: Tensor
+
+    @classmethod
+    def nothing(cls, weight: Tensor, group: FilterGroup) -> Part:
+        filters = weight.new_zeros(group.filters, weight.shape[1], group.height, group.width)
+        join = weight.new_zeros(weight.shape[0], group.filters)
+        return cls(filters, join, weight.new_zeros(weight.shape[0], *filters.shape[1:]))
+
+
+def _nearest(weight: Tensor, m: int) -> Part:
     """The nearest [d, m] times [m, c, h, w] to a weight; components it does not need are zero."""
     matrix = weight.flatten(1)
     # Left singular vectors from the small Gram matrix: to project onto them, their precision is enough.
@@ -115,7 +128,9 @@ def _nearest(weight: Tensor, m: int) -> tuple[Tensor, Tensor]:
     used = min(m, len(values))
     join = vectors[:, -used:].flip(1)
     filters = join.T @ matrix
+    product = (join @ filters).reshape(weight.shape)
     balance = filters.norm(dim=1).clamp_min(1e-30).sqrt()
     join, filters = join * balance, filters / balance[:, None]
     extra = m - used
-    return F.pad(join, (0, extra)), F.pad(filters, (0, 0, 0, extra)).reshape(m, *weight.shape[1:])
+    filters = F.pad(filters, (0, 0, 0, extra)).reshape(m, *weight.shape[1:])
+    return Part(filters, F.pad(join, (0, extra)), product)

@@ -19,9 +19,11 @@ from lowrank_cnn.spec import Scheme
 
 Convs = Mapping[str, nn.Conv2d]
 Curves = Mapping[str, "Curve"]
-_STEPS = 12
+_STEPS = 96
 """Into how many steps the range of m is divided where layers compete for a budget."""
-_SWEEPS = 3
+_FITTED = 12
+"""At how many of them a basis and its join are fitted; the energy between is interpolated."""
+_SWEEPS = 2
 """A rough fit is enough to compare numbers of filters."""
 
 
@@ -62,6 +64,11 @@ def by_macs(curves: Curves, budget: float) -> dict[str, int | None]:
         left -= upgrades[best][1]
         place[best] += 1
     return {name: curves[name][index].m for name, index in place.items()}
+
+
+def estimated(curves: Curves, chosen: Mapping[str, int | None]) -> int:
+    """The MACs of these choices, as the curves have them."""
+    return sum(step.macs for name, curve in curves.items() for step in curve if step.m == chosen[name])
 
 
 def _affordable(curves: Curves, place: Mapping[str, int], left: float) -> dict[str, tuple[float, int]]:
@@ -111,22 +118,33 @@ def schemes_of(chosen: Mapping[str, int | None], scheme: Scheme) -> dict[str, Sc
 
 
 def dearest(conv: nn.Conv2d, scheme: Scheme) -> int:
-    """The most basis filters with which a layer is still cheaper than dense; zero for none."""
-    per_filter = _per_filter(conv, scheme)
-    most = int((conv.weight.numel() - 1) // per_filter)
-    return most - most % conv.groups
+    """The most basis filters with which a layer is still cheaper than dense and gains by more; zero for none."""
+    useful = _rank(conv, scheme)
+    cheaper = bisect_left(
+        range(1, useful + 1), conv.weight.numel(), key=lambda n: _cost(conv, scheme, n * conv.groups)
+    )
+    return cheaper * conv.groups
 
 
-def _per_filter(conv: nn.Conv2d, scheme: Scheme) -> float:
-    """Weights, and so MACs per output pixel, that one more basis filter costs; strides between halves included."""
+def _rank(conv: nn.Conv2d, scheme: Scheme) -> int:
+    """With so many basis filters per channel group a fit is as near as the scheme allows."""
     depth, filters = conv.in_channels // conv.groups, conv.out_channels // conv.groups
-    m = 1000 * conv.groups * len(scheme.shapes)
-    basis, last = replace(scheme, m=m).stages(conv.kernel_size, conv.out_channels, channel_groups=conv.groups)  # type: ignore[arg-type]
-    first = depth * basis.fan_out / m
+    first = replace(scheme, m=1000 * len(scheme.shapes)).stages(conv.kernel_size, conv.out_channels)[0]  # type: ignore[arg-type]
     if scheme.name == "separable":
-        lying = basis.kernel[0] == 1
-        first *= conv.stride[0] if lying else conv.stride[1]
-    return first + filters * last.groups[0].taps
+        lying = first.kernel[0] == 1
+        (height, width), taps = conv.kernel_size, first.groups[0].taps
+        return min(depth * taps, filters * (height if lying else width))
+    return max(-(-min(filters, depth * g.taps) * first.filters // g.filters) for g in first.groups)
+
+
+def _cost(conv: nn.Conv2d, scheme: Scheme, m: int) -> int:
+    """Weights, and so MACs per output pixel, of m basis filters and what follows; strides between included."""
+    depth, groups = conv.in_channels // conv.groups, conv.groups
+    basis, last = replace(scheme, m=m).stages(conv.kernel_size, conv.out_channels, channel_groups=groups)  # type: ignore[arg-type]
+    first = basis.weights(depth)
+    if scheme.name == "separable":
+        first *= conv.stride[0] if basis.kernel[0] == 1 else conv.stride[1]
+    return first + last.weights(m // groups)
 
 
 def _keeper(conv: nn.Conv2d, scheme: Scheme) -> Callable[[int], float]:
@@ -145,13 +163,30 @@ def _crossed_energy(weight: Tensor, conv: nn.Conv2d, scheme: Scheme) -> float:
 
 
 def _curve(conv: nn.Conv2d, scheme: Scheme, dense_macs: int) -> Curve:
-    keeps, most = _keeper(conv, scheme), dearest(conv, scheme)
     pixels, unit = dense_macs / conv.weight.numel(), conv.groups
-    sizes = (
-        sorted({max(unit, round(most * i / _STEPS / unit) * unit) for i in range(1, _STEPS + 1)}) if most else []
-    )
-    steps = [Step(m, round(pixels * m * _per_filter(conv, scheme)), keeps(m)) for m in sizes]
+    sizes = _spread(dearest(conv, scheme) // unit, _STEPS, unit)
+    keeps = _keeper(conv, scheme)
+    if scheme.name != "separable":
+        keeps = _between([(m, keeps(m)) for m in _spread(dearest(conv, scheme) // unit, _FITTED, unit)])
+    steps = [Step(m, round(pixels * _cost(conv, scheme, m)), keeps(m)) for m in sizes]
     return [*steps, Step(None, dense_macs, 1.0)]
+
+
+def _spread(most: int, steps: int, unit: int) -> list[int]:
+    """Whole multiples of the unit, evenly up to the most."""
+    return sorted({unit * max(1, round(most * i / steps)) for i in range(1, steps + 1)}) if most else []
+
+
+def _between(points: Sequence[tuple[int, float]]) -> Callable[[int], float]:
+    """Through these points by straight lines, and from none at all to the first."""
+    known = [(0, 0.0), *points]
+
+    def value(m: int) -> float:
+        index = min(bisect_left(known, m, key=lambda point: point[0]), len(known) - 1)
+        (left, low), (right, high) = known[max(0, index - 1)], known[index]
+        return high if right <= left else low + (high - low) * (m - left) / (right - left)
+
+    return value
 
 
 @torch.no_grad()

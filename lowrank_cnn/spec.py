@@ -68,6 +68,7 @@ class Composite:
 
     @property
     def filters(self) -> int:
+        """Filters of all groups: the channels that the composite gives."""
         return sum(group.filters for group in self.groups)
 
     @property
@@ -97,10 +98,10 @@ def _as_group(group: FilterGroup | Sequence[int]) -> FilterGroup:
 class Scheme:
     """How a dense convolution is replaced. Build one with `parse_scheme`.
 
-    shapes: the basis filters' shapes, in terms of the dense k_h x k_w ("kx1", "1xk", "kxk", "5x1"), each with
-        its proportion. For `separable` they are the two halves, in order.
-    m: the number of basis filters, where something follows them: an integer, a share of d, or None for d.
-    to: the filters of the closing 1x1 join as a share of d; None where there is no join.
+    - `shapes`: the basis filters' shapes, in terms of the dense k_h x k_w ("kx1", "1xk", "kxk", "5x1"), each with
+      its proportion. For `separable` they are the two halves, in order.
+    - `m`: the number of basis filters, where something follows them: an integer, a share of d, or None for d.
+    - `to`: the filters of the closing 1x1 join as a share of d; None where there is no join.
     """
 
     name: str

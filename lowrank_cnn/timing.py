@@ -23,6 +23,7 @@ from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.layers import CompositeConv2d
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.network import Network
+from lowrank_cnn.selection import check_module
 
 BASELINES = ("vgg11-gmp", "vgg11", "googlenet", "nin")
 """The dense networks that ours are held against; a network's is the first that its name begins with."""
@@ -57,6 +58,7 @@ class Timing:
     twin: Timing | None = None
 
     def to_dict(self) -> dict[str, object]:
+        """In values that JSON can hold."""
         return asdict(self)
 
 
@@ -74,6 +76,7 @@ def time_model(
     """Time a network in evaluation (in torch: eager, channels_last), whole and by layer, beside its MACs.
 
     Our own networks are held against their family's dense baseline (see `dense_twin`) unless `twin` is given.
+    `runtime` is "torch", or "onnx" for ONNX Runtime on the CPU; the time is the median of `repeats` runs.
     """
     size = _checked(model, input_size, batch, device, runtime)
     twin = dense_twin(model) if twin is None else twin
@@ -114,6 +117,9 @@ def pearson(layers: Sequence[LayerTime]) -> float | None:
 def _checked(
     model: nn.Module, input_size: Sequence[int] | None, batch: int, device: str, runtime: str
 ) -> tuple[int, ...]:
+    from lowrank_cnn.train.launch import resolve_device
+
+    check_module(model)
     size = input_size or getattr(model, "input_size", None)
     if size is None:
         raise LowRankError("say the size of the images (channels, height, width) that the network takes.")
@@ -121,8 +127,7 @@ def _checked(
         raise LowRankError(f"the runtime is torch or onnx, not {runtime!r}.")
     if runtime == "onnx" and device != "cpu":
         raise LowRankError(f"onnxruntime is timed on the CPU, not on {device}.")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise LowRankError("there is no CUDA device here; time on cpu.")
+    resolve_device(device)
     if batch < 1:
         raise LowRankError(f"the batch must be positive, not {batch}.")
     return tuple(size)

@@ -7,12 +7,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lowrank_cnn.convert import conversion_costs, convert, rewrite_again
+from lowrank_cnn.convert import conversion_costs, convert
 from lowrank_cnn.count import count
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.init import composite_sigma
 from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
 from lowrank_cnn.models import create_model
+from lowrank_cnn.rebuild import rewrite_again
 
 SCHEMES = ["lr", "lr-join", "separable", "mixture", "mixture(kx1=3, 1xk=3, kxk=2, join)", "lr-join(m=0.5)"]
 

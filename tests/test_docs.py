@@ -1,64 +1,171 @@
-"""README and docs: their tables are those that the records give, and their Python runs."""
+"""README and docs: their tables are those that the records give, and all that they show runs, in its order.
 
+What cannot run here is preceded by `<!-- not run: REASON -->`, and there is little of it.
+"""
+
+import importlib.util
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from lowrank_cnn import demo
+from lowrank_cnn.cli import main
+from lowrank_cnn.data import open_data
+from lowrank_cnn.timing import time_model
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MOST_NOT_RUN = 8
+
+SMALLER = {
+    "demo": "--epochs 1",
+    "train": "--epochs 1 --batch-size 8 --width 0.05 --limit 16",
+    "evaluate": "--limit 16",
+    "time": "--repeats 3 --threads 1",
+    "plan": "--width 0.1 --threads 1",
+}
+"""What is appended to a command to make it quick: of an option given twice, the last one counts."""
+
+BLOCK = re.compile(
+    r"(?:<!-- not run: (?P<reason>[^\n]+) -->\n+)?"
+    r"(?:^```python\n(?P<python>.*?)^```$|(?P<shell>(?:^ {4}\S[^\n]*\n(?:^ {8}[^\n]*\n)*)+))",
+    re.MULTILINE | re.DOTALL,
+)
 
 
-def test_tables_are_those_of_the_records():
-    done = subprocess.run(
-        [sys.executable, ROOT / "docs" / "blocks.py", "--check"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+@dataclass(frozen=True)
+class Shown:
+    """Something that a page shows: Python, or one command; `reason` says why it is not run."""
+
+    python: str = ""
+    command: tuple[str, ...] = ()
+    reason: str = ""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path):
-    names: dict[str, object] = {}
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-        exec(compile(block, str(page), "exec"), names)
-    assert "```python" not in page.read_text() or "lr" in names
+def shown(page: Path) -> Iterator[Shown]:
+    for block in BLOCK.finditer(page.read_text()):
+        reason = block["reason"] or ""
+        if block["python"]:
+            yield Shown(python=block["python"], reason=reason)
+        for line in (block["shell"] or "").replace("\\\n", " ").splitlines():
+            if words := shlex.split(line, comments=True):
+                yield Shown(command=tuple(words), reason=reason)
 
 
 @pytest.fixture
-def holiday(tmp_path: Path) -> Path:
-    """A folder as README assumes it: photographs of several sizes in class folders, and one more."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder as the pages assume it: photographs of several sizes in class folders, and one more."""
     draw = np.random.default_rng(0)
     for split, count in (("train", 20), ("val", 4)):
         for name in ("beach", "city"):
-            folder = tmp_path / "photos" / split / name
-            folder.mkdir(parents=True)
+            place = tmp_path / "photos" / split / name
+            place.mkdir(parents=True)
             for index in range(count):
                 pixels = draw.integers(0, 255, (*draw.integers(60, 90, 2), 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{index}.jpg")
+                Image.fromarray(pixels).save(place / f"{index}.jpg")
     Image.fromarray(draw.integers(0, 255, (80, 120, 3), dtype=np.uint8)).save(tmp_path / "holiday.jpg")
-    return tmp_path
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for cache in ("XDG_CACHE_HOME", "LOWRANK_CACHE"):
+        monkeypatch.setenv(cache, str(tmp_path / "cache"))
+    monkeypatch.setattr(demo, "open_data", partial(open_data, limit=80))
+    monkeypatch.setattr(demo, "time_model", partial(time_model, repeats=3))
+    before = set(sys.modules)
+    yield tmp_path
+    for path in tmp_path.glob("*.py"):
+        if path.stem not in before:
+            sys.modules.pop(path.stem, None)
 
 
-def commands(page: Path) -> list[str]:
-    return re.findall(r"^    (lowrank [^#\n]+)", page.read_text(), re.MULTILINE)
+def smaller(words: tuple[str, ...]) -> list[str]:
+    kinds = [kind for kind in SMALLER if kind in words]
+    return [*words, *shlex.split(SMALLER[kinds[0]])] if kinds else list(words)
 
 
-SMALLER = {"--epochs 30": "--epochs 1 --batch-size 8", "--width 0.5": "--width 0.05"}
-"""What makes the commands quick; they are run as written but for this."""
+def run_ours(words: tuple[str, ...]) -> None:
+    """In this process: torch takes longer to load than most commands to run."""
+    sys.argv = smaller(words)
+    with pytest.raises(SystemExit) as leaving:
+        main()
+    assert not leaving.value.code, shlex.join(words)
+    for option, value in pairwise(words):
+        assert option not in ("-o", "--out") or Path(value).exists(), f"{shlex.join(words)} wrote no {value}"
 
 
-def test_the_commands_of_the_readme_run_in_their_order(holiday: Path):
-    for line in commands(ROOT / "README.md"):
-        for long, short in SMALLER.items():
-            line = line.replace(long, short)
-        command = [sys.executable, "-m", "lowrank_cnn", *shlex.split(line)[1:]]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=holiday, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{line}: {done.stderr}"
-    assert (holiday / "report.html").exists()
+def run_processes(words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", *smaller(words)[1:]]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{shlex.join(words)}: {done.stderr}"
+
+
+def check_target(words: tuple[str, ...]) -> None:
+    assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+
+
+def check_extras(words: tuple[str, ...]) -> None:
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for name, extras in re.findall(r"^([\w-]+)\[([\w,-]+)\]$", "\n".join(words), re.MULTILINE):
+        assert name == "lowrank-cnn"
+        assert set(extras.split(",")) <= set(known), words
+
+
+PROGRAMS: dict[str, Callable[[tuple[str, ...]], None]] = {
+    "lowrank": run_ours,
+    "torchrun": run_processes,
+    "make": check_target,
+    "pip": check_extras,
+}
+
+
+def run_python(text: str, page: Path, names: dict[str, object]) -> None:
+    """A block that begins with the name of a file is that file too."""
+    if file := re.match(r"# (\w+\.py)\n", text):
+        Path(file[1]).write_text(text)
+    exec(compile(text, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_shows_runs_from_top_to_bottom(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    names: dict[str, object] = {"__name__": "__docs__"}
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    for item in shown(page):
+        if item.reason:
+            continue
+        if item.python:
+            run_python(item.python, page, names)
+        elif "/" not in item.command[0]:  # else a listing of files
+            PROGRAMS[item.command[0]](item.command)
+
+
+def test_all_is_found_and_little_is_left_out():
+    found = {page: list(shown(page)) for page in PAGES}
+    left_out = [item for items in found.values() for item in items if item.reason]
+    assert len(left_out) <= MOST_NOT_RUN
+    for page, items in found.items():
+        text = page.read_text()
+        assert sum(bool(item.python) for item in items) == text.count("```python"), page
+        commands = re.findall(r"^ {4}(?:lowrank|torchrun) ", text, re.MULTILINE)
+        assert sum(item.command[:1] in (("lowrank",), ("torchrun",)) for item in items) == len(commands), page
+        assert text.count("<!-- not run") == len(re.findall(r"<!-- not run: \S", text)), page
+
+
+def test_tables_are_those_of_the_records():
+    spec = importlib.util.spec_from_file_location("blocks", ROOT / "docs" / "blocks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    blocks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(blocks)
+    assert blocks.stale() == [], "write them by `python docs/blocks.py`"

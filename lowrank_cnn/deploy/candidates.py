@@ -75,16 +75,8 @@ def by_group(block: Block) -> nn.Module | None:
 
 def merged(block: Block) -> nn.Module | None:
     """The whole layer as one dense conv."""
-    try:
-        if isinstance(block.layer, FactoredConv2d):
-            dense = merge_chain(block.layer)
-        elif isinstance(block.layer, CompositeConv2d) and block.layer.channel_groups == 1:
-            dense = block.layer.dense_view()
-        else:
-            return None
-    except InexactError:
-        return None
-    return ByGroup([laid_out_as(block.layer, dense).eval()], relu=block.relu, pool=block.pool)
+    dense = _dense(block.layer)
+    return None if dense is None else ByGroup([dense], relu=block.relu, pool=block.pool)
 
 
 def matrix_products(block: Block) -> nn.Module | None:
@@ -97,12 +89,22 @@ def matrix_products(block: Block) -> nn.Module | None:
 
 
 def fused(block: Block) -> nn.Module | None:
-    """On a GPU: one kernel for filters, bias, ReLU and pool."""
+    """On a GPU: one kernel per layer of a chain for filters and bias, ReLU and pool within the last."""
     if not next(block.layer.parameters()).is_cuda:
         return None
-    from lowrank_cnn.kernels.fuse import fuse
+    from lowrank_cnn.kernels.fuse import freeze
 
-    return fuse(as_given(block))
+    return freeze(as_given(block))
+
+
+def merged_and_fused(block: Block) -> nn.Module | None:
+    """On a GPU: the whole layer as one dense conv, ReLU and pool within its kernel; nothing lies between."""
+    dense = _dense(block.layer) if next(block.layer.parameters()).is_cuda else None
+    if dense is None:
+        return None
+    from lowrank_cnn.kernels.fuse import freeze
+
+    return freeze(nn.Sequential(dense, *block.modules[1:]))
 
 
 CANDIDATES: dict[str, Candidate] = {
@@ -111,7 +113,22 @@ CANDIDATES: dict[str, Candidate] = {
     "merged": merged,
     "matrix products": matrix_products,
     "fused": fused,
+    "merged, fused": merged_and_fused,
 }
+
+
+def _dense(layer: nn.Module) -> nn.Module | None:
+    """A chain or composite as one dense conv, where that is exact."""
+    try:
+        if isinstance(layer, FactoredConv2d):
+            dense = merge_chain(layer)
+        elif isinstance(layer, CompositeConv2d) and layer.channel_groups == 1:
+            dense = layer.dense_view()
+        else:
+            return None
+    except InexactError:
+        return None
+    return laid_out_as(layer, dense).eval()
 
 
 def _split(layer: CompositeConv2d) -> list[nn.Module]:

@@ -6,9 +6,10 @@
 | .pt2         | a `torch.export` program, for any batch size             | a module, if the file is trusted |
 | .safetensors | the weights, and how to build the network around them    | the network itself, to train on  |
 
-The first two are compared with the network on random inputs before the file appears. Composites stay 2-D convs
-side by side, so the saving in multiply-accumulates is kept; in .onnx each group is rectified and pooled before all
-are concatenated, which lets a runtime fuse those steps. A file is written whole or not at all.
+`load` also reads the directory of a training run, or one of its checkpoints. The first two formats are compared
+with the network on random inputs before the file appears. Composites stay 2-D convs side by side, so the saving in
+multiply-accumulates is kept; in .onnx each group is rectified and pooled before all are concatenated, which lets a
+runtime fuse those steps. A file is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from lowrank_cnn.convert import describe, rebuild
 from lowrank_cnn.deploy.candidates import groups_apart
 from lowrank_cnn.deploy.runtime import OnnxModel
 from lowrank_cnn.errors import LowRankError, require
+from lowrank_cnn.rebuild import describe, rebuild
+from lowrank_cnn.selection import check_module
 
 _KEY = "lowrank_cnn"
 _TOLERANCE = 1e-3
+_DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Exported:
     error: float | None
 
     def to_dict(self) -> dict[str, object]:
+        """In values that JSON can hold."""
         return asdict(self)
 
 
@@ -54,13 +58,12 @@ def export(
 ) -> Exported:
     """Write `model`, as it is in evaluation, in the format that the suffix of `path` names.
 
-    input_size is (channels, height, width) of an image; our own networks know theirs. Image sizes other than this
-    one are for .safetensors alone: a graph is traced for one size and any batch.
+    `input_size` is (channels, height, width) of an image; our own networks know theirs. Image sizes other than
+    this one are for .safetensors alone: a graph is traced for one size and any batch.
     """
     path = Path(path)
     write = _writer(path)
-    if not isinstance(model, nn.Module):
-        raise LowRankError(f"a model is an nn.Module, not {type(model).__name__}.")
+    check_module(model)
     if path.exists() and not overwrite:
         raise LowRankError(f"{path} exists; say overwrite to replace it.")
     if not path.parent.is_dir():
@@ -69,18 +72,25 @@ def export(
     try:
         error = write(model, temporary, input_size)
         temporary.replace(path)
+    except OSError as failure:
+        raise LowRankError(f"{path} cannot be written: {failure.strerror or failure}.") from failure
     finally:
         temporary.unlink(missing_ok=True)
     return Exported(str(path), path.stat().st_size, error)
 
 
 def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = False) -> nn.Module:
-    """The network in a file that `export` wrote, in evaluation mode. Nothing stored in the file is run as code.
+    """The network in a file that `export` wrote, or of a training run, in evaluation mode. Stored code is not run.
 
-    into: for .safetensors of a converted network that is not one of ours, the network it was converted from.
-    trusted: needed for .pt2, which torch reads by evaluating expressions and, in places, by unpickling.
+    - `into`: for the weights of a network that is not one of ours, that network, as it was before any conversion;
+      it is left as it is.
+    - `trusted`: needed for .pt2, which torch reads by evaluating expressions and, in places, by unpickling.
     """
     path = Path(path)
+    if path.is_dir() or (path.suffix in ("", ".json", ".safetensors") and path.with_suffix(".json").is_file()):
+        from lowrank_cnn.evaluation import load_checkpoint
+
+        return load_checkpoint(path, network=copy.deepcopy(into)).network.eval()
     if not path.is_file():
         raise LowRankError(f"there is no file {path}.")
     if path.suffix == ".onnx":
@@ -93,7 +103,14 @@ def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = Fal
         raise LowRankError(
             f"reading {path.name} can run code stored in it: say trusted=True for a file of your own."
         )
-    return torch.export.load(path).module()
+    return _load_program(path)
+
+
+def _load_program(path: Path) -> nn.Module:
+    try:
+        return torch.export.load(path).module()
+    except Exception as error:  # torch has no error of its own for a file that it did not write
+        raise LowRankError(f"{path} is not a torch.export program: {_first_line(error)}") from error
 
 
 def _writer(path: Path) -> Callable[[nn.Module, Path, Sequence[int] | None], float | None]:
@@ -110,6 +127,8 @@ def _formats(path: Path) -> str:
 def _write_onnx(model: nn.Module, path: Path, input_size: Sequence[int] | None) -> float:
     require("onnxscript", extra="onnx", purpose="writing ONNX")
     require("onnxruntime", extra="onnx", purpose="checking the written ONNX")
+    if _dtype(model) not in (torch.float32, torch.float16):
+        raise LowRankError(f"onnxruntime has no convolutions in {_dtype(model)}: export model.float().")
     program = _program(groups_apart(copy.deepcopy(model).eval()), input_size)
     with _quiet():
         onnx = torch.onnx.export(
@@ -145,7 +164,8 @@ def _write_weights(model: nn.Module, path: Path, input_size: Sequence[int] | Non
     description = describe(model)
     if description["model"] is not None:
         _check_description(model, description)
-    safetensors.torch.save_model(model, str(path), metadata={"format": "pt", _KEY: json.dumps(description)})
+    text = json.dumps({**description, "dtype": str(_dtype(model))})
+    safetensors.torch.save_model(model, str(path), metadata={"format": "pt", _KEY: text})
 
 
 def _check_description(model: nn.Module, description: dict[str, object]) -> None:
@@ -160,20 +180,32 @@ def _check_description(model: nn.Module, description: dict[str, object]) -> None
 
 
 def _load_weights(path: Path, into: nn.Module | None) -> nn.Module:
-    try:
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(_KEY)
-    except SafetensorError as error:
-        raise LowRankError(f"{path} is not a safetensors file: {error}.") from error
-    if text is None:
-        raise LowRankError(f"{path} holds weights but not how to build a network around them.")
-    network = rebuild(json.loads(text), into=into)
+    description = _description(path)
+    network = rebuild(description, into=into)
     network = copy.deepcopy(network) if network is into else network
+    network.to(_DTYPES.get(str(description.get("dtype")), _dtype(network)))
     try:
         safetensors.torch.load_model(network, str(path))
     except RuntimeError as error:
         raise LowRankError(f"the weights in {path} do not fit the network: {_first_line(error)}") from error
     return network
+
+
+def _description(path: Path) -> dict[str, object]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(_KEY)
+    except (SafetensorError, OSError) as error:
+        raise LowRankError(f"{path} is not a safetensors file: {error}.") from error
+    if text is None:
+        raise LowRankError(f"{path} holds weights but not how to build a network around them.")
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise LowRankError(f"{path} does not say how to build a network: its description is damaged.")
+    return found
 
 
 def _program(model: nn.Module, input_size: Sequence[int] | None) -> torch.export.ExportedProgram:
@@ -197,6 +229,9 @@ def _checked(written: nn.Module, model: nn.Module, input_size: Sequence[int] | N
     for batch in (1, 3):
         x = _images(model, input_size, batch=batch)
         expected = network(x)
+        if not isinstance(expected, Tensor):
+            kind = type(expected).__name__
+            raise LowRankError(f"the network gives a {kind}, not a tensor: export a module that gives one output.")
         given = written(x).to(expected)
         worst = max(worst, float((given - expected).abs().max() / expected.abs().max().clamp_min(1e-12)))
     if not worst < _TOLERANCE:
@@ -208,9 +243,13 @@ def _images(model: nn.Module, input_size: Sequence[int] | None, *, batch: int) -
     size = input_size or getattr(model, "input_size", None)
     if size is None:
         raise LowRankError("say the size of the images (channels, height, width) that the network takes.")
-    like = next(model.parameters())
+    device = next((parameter.device for parameter in model.parameters()), None)
     x = torch.randn(batch, *size, generator=torch.Generator().manual_seed(batch))
-    return x.to(like.device, like.dtype)
+    return x.to(device, _dtype(model))
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next((parameter.dtype for parameter in model.parameters()), torch.float32)
 
 
 def _first_line(error: Exception) -> str:

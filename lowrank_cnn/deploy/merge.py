@@ -25,6 +25,7 @@ from lowrank_cnn.deploy.graph import successors
 from lowrank_cnn.deploy.transforms import affine_bias, norm_affine, scale_filters
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.selection import check_module
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, CompositeConv2d, FactoredConv2d)
@@ -41,6 +42,7 @@ class Merging:
     reason: str = ""
 
     def to_dict(self) -> dict[str, object]:
+        """In values that JSON can hold."""
         return asdict(self)
 
 
@@ -71,8 +73,7 @@ def merge(
 
 
 def _check(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise LowRankError(f"a model is an nn.Module, not {type(model).__name__}.")
+    check_module(model)
     for name, module in model.named_modules():
         if module.training:
             label = f"{name} is" if name else "the network is"

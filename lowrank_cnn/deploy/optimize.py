@@ -26,6 +26,7 @@ class Report:
     failed: dict[str, str]
 
     def to_dict(self) -> dict[str, object]:
+        """In values that JSON can hold."""
         return asdict(self)
 
 

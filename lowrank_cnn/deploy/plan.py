@@ -21,6 +21,8 @@ from lowrank_cnn.deploy.blocks import LAYERS, Block, find_blocks
 from lowrank_cnn.deploy.cache import Cache
 from lowrank_cnn.deploy.candidates import CANDIDATES, Candidate
 from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.selection import check_module
+from lowrank_cnn.units import si, text_table
 
 GIVEN = "as given"
 _GAIN = 0.97
@@ -50,7 +52,19 @@ class Plan:
     after: Sample
     used: bool
 
+    def __str__(self) -> str:
+        """The decision table: for each block its MACs, the milliseconds of each way, and the one chosen."""
+        ways = list(dict.fromkeys(way for row in self.decisions for way in row.times))
+        rows = [
+            (row.name, si(row.macs), *(_shown(row.times.get(way)) for way in ways), row.choice)
+            for row in self.decisions
+        ]
+        table = text_table(("block", ">MACs", *(f">{way}" for way in ways), "chosen"), rows)
+        verdict = "the plan is used" if self.used else "nothing gained: as given"
+        return f"{table}\nwhole network: {self.before.ms:.3f} ms before, {self.after.ms:.3f} after; {verdict}"
+
     def to_dict(self) -> dict[str, object]:
+        """In values that JSON can hold."""
         return asdict(self)
 
 
@@ -65,8 +79,8 @@ def plan(
 ) -> nn.Module:
     """A copy of `model`, for inference, whose blocks run in the fastest way measured; it carries `plan`.
 
-    cache: where measured times are kept (True: the user's cache directory; False: nowhere). They are found again
-        by device, versions, threads, layer and input.
+    `cache` says where measured times are kept (True: the user's cache directory; False: nowhere). They are found
+    again by device, versions, threads, layer and input.
     """
     check_ready(model, example_input)
     store = Cache.open(cache)
@@ -88,12 +102,25 @@ def plan(
 
 def check_ready(model: nn.Module, example_input: Tensor) -> None:
     """Refuse what cannot be measured, in a sentence."""
-    if not isinstance(model, nn.Module):
-        raise LowRankError(f"a model is an nn.Module, not {type(model).__name__}.")
+    check_module(model)
     if not isinstance(example_input, Tensor):
         raise LowRankError(f"an example input is a tensor, not {type(example_input).__name__}.")
     if any(module.training for module in model.modules()):
         raise LowRankError("a plan is for inference: call model.eval() first.")
+    if example_input.is_meta or any(parameter.is_meta for parameter in model.parameters()):
+        raise LowRankError("on the meta device nothing takes time: put network and input on a real one.")
+    shape = "x".join(map(str, example_input.shape))
+    if example_input.numel() == 0:
+        raise LowRankError(f"an example input of {shape} is empty.")
+    try:
+        with torch.no_grad():
+            model(example_input)
+    except LowRankError:
+        raise
+    except Exception as error:  # whatever the forward makes of another size, dtype or device
+        kind = str(example_input.dtype).removeprefix("torch.")
+        reason = str(error).strip().partition("\n")[0]
+        raise LowRankError(f"the network does not run on an input of {shape}, {kind}: {reason}") from error
 
 
 def _decide(
@@ -160,6 +187,10 @@ def _input_of(network: nn.Module, layer: nn.Module, x: Tensor) -> Tensor | None:
     finally:
         hook.remove()
     return found[0] if found else None
+
+
+def _shown(ms: float | None) -> str:
+    return "" if ms is None else f"{ms:.3f}"
 
 
 def _macs(layer: nn.Module, x: Tensor) -> int:

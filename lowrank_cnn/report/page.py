@@ -23,7 +23,7 @@ SCRIPTS = ("base.js", "table.js", "scatter.js", "curves.js", "bars.js", "start.j
 
 
 def write_report(run_paths: Sequence[str | Path], out: str | Path) -> Path:
-    """Write the page about the records in these files and folders; the path that it was written to."""
+    """Write the page about the records in these files and folders, and return the path that it was written to."""
     records = read_records(run_paths)
     require_records(run_paths, records)
     return write_page(records, out)

@@ -123,7 +123,7 @@ class Problem:
 
 @dataclass
 class Records:
-    """Everything that was found."""
+    """What `read_records` found: training runs, timings, and the files that it skipped, each with the reason."""
 
     runs: list[Run] = field(default_factory=list)
     timings: list[Timing] = field(default_factory=list)
@@ -133,6 +133,7 @@ class Records:
         return bool(self.runs or self.timings)
 
     def add(self, record: Run | Timing) -> None:
+        """Put a record where its kind belongs."""
         if isinstance(record, Run):
             self.runs.append(record)
         else:

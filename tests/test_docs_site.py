@@ -1,0 +1,103 @@
+"""The built documentation: every name has its entry, nothing is asked of the network, pages fit a phone."""
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lowrank_cnn
+
+for package in ("mkdocs", "material", "mkdocstrings_handlers.python", "latex2mathml"):
+    pytest.importorskip(package, reason="building the documentation needs the extra docs")
+
+ROOT = Path(__file__).resolve().parent.parent
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
+OUTSIDE = re.compile(r"(https?:)?//")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(place)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return place
+
+
+class Parts(HTMLParser):
+    """What a page loads by itself, what it links to, and the names of its places."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.links: list[str] = []
+        self.places: set[str] = set()
+        self.formulas = 0
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.places.add(given.get("id", ""))
+        self.formulas += tag == "math"
+        addresses = [given[name] for name in ("src", "href", "srcset", "data", "poster") if name in given]
+        (self.links if tag == "a" else self.loads).extend(addresses)
+
+
+def test_the_site_is_whole_and_loads_nothing_from_elsewhere(site: Path):
+    pages = {path.relative_to(site).as_posix(): Parts(path.read_text()) for path in site.rglob("*.html")}
+    for name, page in pages.items():
+        assert [address for address in page.loads if OUTSIDE.match(address)] == [], name
+    for style in site.rglob("*.css"):
+        assert re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", style.read_text()) == [], style
+    assert pages["method.html"].formulas >= 10
+    assert "\\sum" not in (site / "method.html").read_text()
+
+
+def test_every_public_name_is_described(site: Path):
+    pages = [path.read_text() for path in site.glob("api/*.html")]
+    described = set[str]().union(*(Parts(page).places for page in pages))
+    for name in set(lowrank_cnn.__all__) - {"__version__"}:
+        thing = getattr(lowrank_cnn, name)
+        assert {f"lowrank_cnn.{name}", f"{thing.__module__}.{thing.__qualname__}"} & described, name
+    # Some functions have the name of their file: it is they who are described, not the file.
+    assert not any("doc-symbol-module" in page for page in pages)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no chromium found: install Debian's chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="the browser test needs the package playwright")
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
+        yield found
+        found.close()
+
+
+def test_pages_open_from_the_disk_fit_a_phone_and_can_be_searched(site: Path, browser: Any):
+    context = browser.new_context(viewport={"width": 390, "height": 800}, color_scheme="dark")
+    page = context.new_page()
+    complaints: list[str] = []
+    requests: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda sent: requests.append(sent.url))
+    for path in sorted(site.rglob("*.html")):
+        if path.name == "404.html":  # made for a server's root
+            continue
+        page.goto(path.as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, path.name
+    page.goto((site / "index.html").as_uri())
+    page.set_viewport_size({"width": 1200, "height": 800})
+    page.locator("input.md-search__input").press_sequentially("torchrun")
+    page.locator(".md-search-result__link", has_text="Several machines").wait_for(timeout=20_000)
+    assert complaints == []
+    assert [address for address in requests if not address.startswith(("file:", "data:", "about:"))] == []
+    context.close()
