@@ -57,7 +57,7 @@ def attempt(network: str, recipe_name: str, settings: str, data: Data, arguments
     torch.manual_seed(arguments.seed)
     model = create_model(network, num_classes=10, norm=recipe.norm, init=arguments.init)
     row = {"network": network, "recipe": recipe_name, "settings": settings, "seed": arguments.seed}
-    row |= {"epochs": recipe.epochs, "init": arguments.init, "start": arguments.start}
+    row |= {"epochs": recipe.epochs, "init": arguments.init, "start": arguments.start, "images": len(data.train)}
     STARTS[arguments.start](model)
     try:
         record = fit(model, data, recipe, seed=arguments.seed, progress=False, compile=arguments.compile)
@@ -81,10 +81,12 @@ def main() -> None:
     parser.add_argument("--start", choices=STARTS, default="settled", help="How the class maps begin.")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--limit", type=int)
+    parser.add_argument("--missing", choices=("refuse", "skip"), default="refuse", help="Shards that are missing.")
     parser.add_argument("--budget", type=float, default=1e9, help="Start nothing new after so many seconds.")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cifar_search.json"))
     arguments = parser.parse_args()
-    data = open_data(arguments.data, limit=arguments.limit).holdout(HELD_OUT if not arguments.limit else 100, 0)
+    data = open_data(arguments.data, limit=arguments.limit, missing=arguments.missing)
+    data = data.holdout(HELD_OUT if not arguments.limit else 100, 0)
     rows, began = [], time.monotonic()
     for settings in arguments.tries or [""]:
         for network in arguments.network:

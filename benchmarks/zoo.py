@@ -1,27 +1,47 @@
 """Convert, count and run every convolutional network of timm and torchvision, and name what fails.
 
-    python benchmarks/zoo.py --scheme lr-join --jobs 12 --budget 540
+    python benchmarks/zoo.py --scheme lr-join --jobs 14 --budget 540
 
-Each network is built without trained weights, converted, counted before and after, and both are run on one image.
-Networks without spatial convolutions (transformers, mixers) are listed as such. A network that fails, hangs or
-ends its process does no harm to the others.
+Each network is built without trained weights and converted; it is counted before and after, and run on one image.
+Where that can be, it is built on the meta device first, so that networks without spatial convolutions (transformers,
+mixers) cost nothing but their name in the record. Very large ones are run last, few at a time.
+
+Networks are examined in processes of their own: one that fails, hangs or ends its process is named, and a new
+process goes on with the next. The record is written on the way, every few seconds, and the same command goes on
+with what it does not hold yet.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import multiprocessing
+import os
+import queue
+import resource
+import sys
+import threading
 import time
 from collections import Counter
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 LARGEST = 300_000_000
-"""Networks of more parameters are not built: they say nothing that their smaller brothers do not."""
+"""Networks of more parameters are run at the end, a few at a time: each takes their memory three times."""
+FEW = 3
+HEAVY = 8 * 2**30
+"""A process that ever took so many bytes is ended after the network at hand."""
+WRITE_EVERY = 5.0
+LATER = ("not reached", "counted")
+"""Outcomes that a further run may better."""
+
+Row = dict[str, Any]
 
 
 def names(family: str) -> list[str]:
@@ -32,59 +52,63 @@ def names(family: str) -> list[str]:
     return [f"torchvision:{name}" for name in models.list_models(module=models)]
 
 
-def examine(text: str, scheme: str, largest: int) -> dict[str, Any]:
+def examine(text: str, scheme: str, largest: int) -> Row:
     """One network: MACs before and after, layers changed, and whether it runs; or why not."""
-    import torch
-
-    torch.set_num_threads(1)
-    row: dict[str, Any] = {"network": text}
-    start = time.monotonic()
+    start, row = time.monotonic(), {"network": text}
     try:
         row |= _examined(text, scheme, largest)
     except Exception as error:
-        row |= {"outcome": "failed", "why": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
-    return row | {"seconds": round(time.monotonic() - start, 2)}
+        row |= {"outcome": "failed", "why": f"{type(error).__name__}: {_first_line(error)}"}
+    return row | {"seconds": round(time.monotonic() - start, 1)}
 
 
-def _examined(text: str, scheme: str, largest: int) -> dict[str, Any]:
-    import torch
+def _examined(text: str, scheme: str, largest: int) -> Row:
+    from lowrank_cnn.convert import convert
+    from lowrank_cnn.selection import NothingToConvertError
 
-    from lowrank_cnn.convert import conversion_costs, convert
-    from lowrank_cnn.errors import LowRankError
-
-    if (weight := _parameters(text)) > largest:
-        return {"outcome": "not built", "why": f"{weight / 1e6:.0f}M parameters"}
-    network, size = _build(text)
+    light = _on_meta(text)
+    network, size = light or _build(text)
     try:
         new = convert(network, scheme)
-    except LowRankError as nothing:
-        return {"outcome": "nothing to convert", "why": str(nothing)}
-    total = conversion_costs(network, new, size)[-1]
-    image = torch.randn(1, *size)
-    with torch.no_grad():
-        shapes = [_shape(net.eval()(image)) for net in (network, new)]
+    except NothingToConvertError as nothing:
+        return {"outcome": "nothing to convert", "why": _first_line(nothing)}
+    row = _counted(network, new, size)
+    if row["params_before"] > largest:
+        return {"outcome": "counted", "why": f"{row['params_before'] / 1e6:.0f}M parameters", **row}
+    if light:
+        network, _ = _build(text)
+        new = convert(network, scheme)
+    shapes = [_shape_of(net, size) for net in (light[0] if light else network, new)]
     if shapes[0] != shapes[1]:
-        return {"outcome": "failed", "why": f"gives {shapes[1]} in place of {shapes[0]}"}
-    report: Any = new.conversion
+        return {"outcome": "failed", "why": f"gives {shapes[1]} in place of {shapes[0]}", **row}
+    return {"outcome": "converted", **row}
+
+
+def _counted(network: Any, new: Any, size: tuple[int, ...]) -> Row:
+    from lowrank_cnn.convert import conversion_costs
+
+    total = conversion_costs(network, new, size)[-1]
+    reasons = Counter(kept.reason for kept in new.conversion.kept)
     return {
-        "outcome": "converted",
-        "input": list(size),
+        "input": "x".join(map(str, size)),
         "macs_before": total.macs_before,
         "macs_after": total.macs_after,
-        "changed": len(report.changed),
-        "kept": dict(Counter(row.reason for row in report.kept)),
+        "params_before": total.params_before,
+        "params_after": total.params_after,
+        "changed": len(new.conversion.changed),
+        "kept": dict(reasons.most_common(4)),
     }
 
 
-def _parameters(text: str) -> int:
-    """How many parameters a network has, without building them; 0 for one that can only be built for good."""
+def _on_meta(text: str) -> tuple[Any, tuple[int, ...]] | None:
+    """The network without storage, or None for one that can only be built for good."""
     import torch
 
     try:
         with torch.device("meta"):
-            return sum(p.numel() for p in _build(text)[0].parameters())
+            return _build(text)
     except Exception:
-        return 0
+        return None
 
 
 def _build(text: str) -> tuple[Any, tuple[int, ...]]:
@@ -95,53 +119,134 @@ def _build(text: str) -> tuple[Any, tuple[int, ...]]:
     return source.network.eval(), size
 
 
+def _shape_of(network: Any, size: tuple[int, ...]) -> Any:
+    import torch
+
+    device = next(network.parameters()).device
+    with torch.no_grad(), torch.device(device):
+        return _shape(network(torch.zeros(1, *size)))
+
+
 def _shape(output: Any) -> Any:
     """Shapes of whatever a network gives."""
     if hasattr(output, "shape"):
-        return tuple(output.shape)
+        return list(output.shape)
     values = output.values() if hasattr(output, "values") else output
-    return (
-        [_shape(value) for value in values]
-        if isinstance(values, list | tuple) or hasattr(output, "values")
-        else ()
-    )
+    return [_shape(value) for value in values] if hasattr(values, "__iter__") else []
 
 
-def examine_all(texts: list[str], scheme: str, jobs: int, largest: int, deadline: float) -> list[dict[str, Any]]:
-    """Spread the networks over processes; what a process that ended leaves goes to a new pool of half the size."""
-    rows, left = [], texts
-    while left and jobs:
-        done, left = _in_pool(left, scheme, jobs, largest, deadline)
-        rows, jobs = rows + done, jobs // 2
-    rows += [{"network": text, "outcome": "failed", "why": "its process ended"} for text in left]
-    return sorted(rows, key=lambda row: row["network"])
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:160]
 
 
-def _in_pool(
-    texts: list[str], scheme: str, jobs: int, largest: int, deadline: float
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of what was finished, and the names that a broken pool left."""
-    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
-    waiting: dict[Future, str] = {pool.submit(examine, text, scheme, largest): text for text in texts}
-    rows, broken = [], []
-    while waiting and time.monotonic() < deadline:
-        done, _ = wait(waiting, timeout=max(0.1, deadline - time.monotonic()), return_when=FIRST_COMPLETED)
-        for future in done:
-            text = waiting.pop(future)
-            try:
-                rows.append(future.result())
-            except BrokenProcessPool:
-                broken.append(text)
-    rows += [{"network": text, "outcome": "not reached"} for text in waiting.values()]
-    for process in list((pool._processes or {}).values()):
-        process.terminate()  # those that hang; the others are done
-    pool.shutdown(wait=False, cancel_futures=True)
-    return rows, broken
+def serve(pipe: Connection, scheme: str, largest: int) -> None:
+    """A process that examines what it is sent until it is sent nothing, or has become too large."""
+    import torch
+
+    torch.set_num_threads(1)
+    sys.stdout = sys.stderr = Path(os.devnull).open("w")  # what networks say while they are built
+    while (text := pipe.recv()) is not None:
+        pipe.send(examine(text, scheme, largest))
+        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > HEAVY:
+            return
 
 
-def show(rows: list[dict[str, Any]]) -> None:
+@dataclass
+class Helper:
+    """One process at a time, started again where it has ended."""
+
+    scheme: str
+    largest: int
+    process: Any = None
+    pipe: Any = None
+
+    def ask(self, text: str, seconds: float) -> Row:
+        """The row of a network; a process that gives none in time is ended."""
+        start = time.monotonic()
+        if self.process is None or not self.process.is_alive():
+            self._begin()
+        try:
+            self.pipe.send(text)
+            if self.pipe.poll(seconds):
+                return self.pipe.recv()
+            why = f"took more than {seconds:.0f} s"
+        except (EOFError, OSError):
+            self.process.join(5)
+            why = f"its process ended with {self.process.exitcode}"
+        self.end()
+        return {"network": text, "outcome": "failed", "why": why, "seconds": round(time.monotonic() - start, 1)}
+
+    def _begin(self) -> None:
+        self.end()
+        spawn = multiprocessing.get_context("spawn")
+        self.pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=serve, args=(theirs, self.scheme, self.largest), daemon=True)
+        self.process.start()
+        theirs.close()  # else its end would not be noticed here
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join(5)
+            self.pipe.close()
+            self.process = None
+
+
+@dataclass
+class Table:
+    """The rows so far, by name, and the file that they go to."""
+
+    path: Path
+    about: Row
+    rows: dict[str, Row] = field(default_factory=dict)
+    written: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, row: Row) -> None:
+        with self.lock:
+            self.rows[row["network"]] = row
+            if time.monotonic() > self.written + WRITE_EVERY:
+                self.write()
+
+    def write(self) -> None:
+        """A line per network, in one move, so that a cut leaves the file before."""
+        rows = [json.dumps(self.rows[name]) for name in sorted(self.rows)]
+        text = json.dumps(self.about, indent=1)[:-2] + ',\n "networks": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_name(f".{self.path.name}.tmp")
+        temporary.write_text(text)
+        temporary.replace(self.path)
+        self.written = time.monotonic()
+
+
+def examine_all(texts: list[str], table: Table, options: argparse.Namespace, largest: int, jobs: int) -> None:
+    """Spread the networks over processes, until all are done or time is up."""
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for text in texts:
+        waiting.put(text)
+
+    def work() -> None:
+        helper = Helper(options.scheme, largest)
+        try:
+            while (left := options.deadline - time.monotonic()) > 0:
+                row = helper.ask(waiting.get_nowait(), min(options.patience, left))
+                late = row["outcome"] == "failed" and time.monotonic() >= options.deadline
+                table.add({"network": row["network"], "outcome": "not reached"} if late else row)
+        except queue.Empty:
+            pass
+        finally:
+            helper.end()
+
+    threads = [threading.Thread(target=work) for _ in range(min(jobs, len(texts)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def show(rows: list[Row]) -> None:
     for row in rows:
-        if row["outcome"] == "converted":
+        if row["outcome"] in ("converted", "counted"):
             ratio = row["macs_after"] / max(1, row["macs_before"])
             print(f"{row['network']:60} {row['macs_before'] / 1e9:8.2f}G {ratio:6.3f} {row['changed']:4} layers")
     for row in rows:
@@ -150,25 +255,44 @@ def show(rows: list[dict[str, Any]]) -> None:
     print(dict(Counter(row["outcome"] for row in rows)))
 
 
-def main() -> None:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=["torchvision", "timm"], choices=["torchvision", "timm"])
     parser.add_argument("--scheme", default="lr-join")
     parser.add_argument("--match", default="", help="only networks whose name contains this")
-    parser.add_argument("--jobs", type=int, default=max(1, (multiprocessing.cpu_count() or 2) - 2))
-    parser.add_argument("--largest", type=int, default=LARGEST, help="parameters of the largest network built")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes")
+    parser.add_argument("--largest", type=int, default=LARGEST, help="parameters that many jobs run side by side")
+    parser.add_argument("--patience", type=float, default=90, help="seconds for one network")
     parser.add_argument("--budget", type=float, default=540, help="seconds in all")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "zoo.json")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def _table(options: argparse.Namespace) -> Table:
+    """The table of this scheme with what an earlier run has left, or a new one."""
     from lowrank_cnn.environment import environment
 
-    deadline = time.monotonic() + options.budget
+    versions = {family: importlib.metadata.version(family) for family in options.families}
+    about = {"kind": "zoo", "scheme": options.scheme, "environment": environment() | versions}
+    before = json.loads(options.out.read_text()) if options.out.exists() else {}
+    kept = before.get("networks", []) if before.get("scheme") == options.scheme else []
+    return Table(options.out, about, {row["network"]: row for row in kept if row["outcome"] not in LATER})
+
+
+def main() -> None:
+    options = _arguments()
+    options.deadline = time.monotonic() + options.budget
+    os.environ["OMP_NUM_THREADS"] = "1"
+    table = _table(options)
     texts = [name for family in options.families for name in names(family) if options.match in name]
-    rows = examine_all(texts, options.scheme, options.jobs, options.largest, deadline)
-    show(rows)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    result = {"environment": environment(), "scheme": options.scheme, "networks": rows}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    texts = [text for text in texts if text not in table.rows]
+    for text in texts:
+        table.rows[text] = {"network": text, "outcome": "not reached"}
+    examine_all(texts, table, options, options.largest, options.jobs)
+    large = [name for name, row in table.rows.items() if row["outcome"] == "counted"]
+    examine_all(large, table, options, sys.maxsize, min(FEW, options.jobs))
+    table.write()
+    show([table.rows[name] for name in sorted(table.rows)])
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lowrank_cnn._version import __version__
-from lowrank_cnn.convert import convert
+from lowrank_cnn.convert import conversion_costs, convert
 from lowrank_cnn.count import Count, count
 from lowrank_cnn.decompose import decompose
 from lowrank_cnn.errors import LowRankError, MissingExtra
 from lowrank_cnn.init import composite_sigma, init_
 from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d, build_conv
-from lowrank_cnn.models import Network, create_model, list_models
+from lowrank_cnn.models import Network, create_model, list_models, list_pretrained
+from lowrank_cnn.selection import stages
 from lowrank_cnn.spec import Composite, FilterGroup, Scheme, parse_scheme
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ __all__ = [
     "__version__",
     "build_conv",
     "composite_sigma",
+    "conversion_costs",
     "convert",
     "count",
     "create_model",
@@ -77,12 +79,14 @@ __all__ = [
     "get_recipe",
     "init_",
     "list_models",
+    "list_pretrained",
     "load",
     "merge",
     "open_data",
     "optimize",
     "parse_scheme",
     "plan",
+    "stages",
     "time_model",
     "write_report",
 ]

@@ -14,6 +14,8 @@ from lowrank_cnn.data.augment import centre_crop, resize_shorter
 from lowrank_cnn.data.decode import BadImageError, decode_image, stack
 from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.models import create_model
+from lowrank_cnn.models.pretrained import read_pretrained
 from lowrank_cnn.rebuild import entry_description, rebuild
 from lowrank_cnn.train.checkpoint import Checkpoint, Store, read_checkpoint
 from lowrank_cnn.train.inputs import augmentation, evaluation_batch, input_size, preprocessing
@@ -21,7 +23,7 @@ from lowrank_cnn.train.launch import resolve_device
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.score import Evaluation, check_fits, score
 
-__all__ = ["Evaluation", "Trained", "evaluate", "load_checkpoint", "predict"]
+__all__ = ["Evaluation", "Trained", "evaluate", "load_checkpoint", "load_pretrained", "predict"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,18 @@ def load_checkpoint(path: str | Path, *, best: bool = False, network: nn.Module 
         Recipe.from_dict(state["recipe"]),
         tuple(state["data"]["classes"]),
         tuple(state["data"]["image"]),
+    )
+
+
+def load_pretrained(name: str, data: str) -> Trained:
+    """A network with the weights that come with the package, and how its images are prepared."""
+    found = read_pretrained(name, data)
+    return Trained(
+        create_model(name, pretrained=data),
+        preprocess_from_dict(found.preprocess),
+        Recipe.from_dict(found.card["recipe"]),
+        tuple(found.card["data"]["classes"]),
+        tuple(found.card["data"]["image"]),
     )
 
 

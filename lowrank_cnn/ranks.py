@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,34 +53,58 @@ def by_energy(convs: Convs, scheme: Scheme, energy: float) -> dict[str, Scheme]:
 
 
 def by_macs(curves: Curves, budget: float) -> dict[str, int | None]:
-    """Spend `budget` MACs where they keep most: each layer's next step competes by energy gained per MAC."""
+    """Spend `budget` MACs where they keep most of the product of all layers' energies.
+
+    What passes through a chain of layers is the product of what each lets pass, so layers compete by the
+    logarithm of energy gained per MAC, each with the best step that it can still pay for.
+    """
     place = dict.fromkeys(curves, 0)
     left = budget - sum(curve[0].macs for curve in curves.values())
     if left < 0:
         raise LowRankError(
-            "the budget is below what the fewest filters cost: allow more, or convert fewer layers."
+            "the budget is below what the fewest filters cost, beside the layers that stay: allow more."
         )
-    while upgrades := _affordable(curves, place, left):
-        best = max(upgrades, key=lambda name: upgrades[name][0])
-        left -= upgrades[best][1]
-        place[best] += 1
-    return {name: curves[name][index].m for name, index in place.items()}
+    offers: dict[str, Offer | None] = {}
+    while True:
+        for name, curve in curves.items():
+            known = offers.get(name, Offer(0, 0, float("inf")))
+            if known is not None and known.price > left:
+                offers[name] = _offer(curve, place[name], left)
+        open_offers = {name: offer for name, offer in offers.items() if offer is not None}
+        if not open_offers:
+            return {name: curves[name][index].m for name, index in place.items()}
+        best = max(open_offers, key=lambda name: open_offers[name].gain)
+        place[best], left = open_offers[best].index, left - open_offers.pop(best).price
+        del offers[best]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A layer's best step: where on its curve it leads, the log energy it gains per MAC, and its MACs."""
+
+    index: int
+    gain: float
+    price: float
+
+
+def _offer(curve: Curve, place: int, left: float) -> Offer | None:
+    """The step from here that gains most per MAC, of those that can be paid; a short curve may climb late."""
+    here, best = curve[place], None
+    for index in range(place + 1, len(curve)):
+        price = curve[index].macs - here.macs
+        gain = (_log(curve[index].energy) - _log(here.energy)) / max(1, price)
+        if price <= left and gain > (best.gain if best else 0):
+            best = Offer(index, gain, price)
+    return best
+
+
+def _log(energy: float) -> float:
+    return math.log(max(energy, 1e-9))
 
 
 def estimated(curves: Curves, chosen: Mapping[str, int | None]) -> int:
     """The MACs of these choices, as the curves have them."""
     return sum(step.macs for name, curve in curves.items() for step in curve if step.m == chosen[name])
-
-
-def _affordable(curves: Curves, place: Mapping[str, int], left: float) -> dict[str, tuple[float, int]]:
-    """Each layer's next step that can still be paid: its gain per MAC, and its price."""
-    found = {}
-    for name, curve in curves.items():
-        old, *following = curve[place[name] : place[name] + 2]
-        for new in following:
-            if (price := new.macs - old.macs) <= left:
-                found[name] = (new.energy - old.energy) / max(1, price), price
-    return found
 
 
 def curves_of(

@@ -18,6 +18,11 @@ from lowrank_cnn.errors import LowRankError, nearest
 from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
 from lowrank_cnn.spec import Scheme
 
+
+class NothingToConvertError(LowRankError):
+    """A network none of whose convolutions a scheme can take the place of."""
+
+
 Kernel = int | tuple[int, int]
 Where = str | Kernel | Collection[str | Kernel] | Callable[[str, nn.Conv2d], bool] | None
 """Which convs: by name, prefix or pattern, by kernel, by several of these, or by a function of name and conv."""
@@ -38,7 +43,7 @@ def select(model: nn.Module, scheme: Scheme, where: Where = None) -> tuple[dict[
     _check_exact(model)
     convs = _convs(model)
     if not convs:
-        raise LowRankError(f"{type(model).__name__} has no convolutions to convert.")
+        raise NothingToConvertError(f"{type(model).__name__} has no convolutions to convert.")
     asked_for, ties = _selector(where, convs), _uses(model)
     chosen: dict[str, nn.Conv2d] = {}
     kept = []
@@ -51,7 +56,7 @@ def select(model: nn.Module, scheme: Scheme, where: Where = None) -> tuple[dict[
         else:
             chosen[name] = conv
     if not chosen:
-        raise LowRankError(f"nothing can be converted: {_summary(kept)}.")
+        raise NothingToConvertError(f"nothing can be converted: {_summary(kept)}.")
     return chosen, tuple(kept)
 
 

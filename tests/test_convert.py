@@ -1,5 +1,6 @@
 import copy
 import json
+import threading
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lowrank_cnn.init import composite_sigma
 from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
 from lowrank_cnn.models import create_model
 from lowrank_cnn.rebuild import rewrite_again
+from lowrank_cnn.selection import stages
 
 SCHEMES = ["lr", "lr-join", "separable", "mixture", "mixture(kx1=3, 1xk=3, kxk=2, join)", "lr-join(m=0.5)"]
 
@@ -105,6 +107,8 @@ def test_costs_come_per_layer_and_in_total():
         ("*conv2*", ["features.conv2_1"]),
         (["*conv3*", "features.conv1_1"], ["features.conv1_1", "features.conv3_1"]),
         (3, ["features.conv3_1"]),
+        ([3, (5, 5)], ["features.conv1_1", "features.conv2_1", "features.conv3_1"]),
+        ({"features.conv1_1", 3}, ["features.conv1_1", "features.conv3_1"]),
         ((5, 5), ["features.conv1_1", "features.conv2_1"]),
         (lambda name, conv: conv.in_channels == 3, ["features.conv1_1"]),
     ],
@@ -112,6 +116,28 @@ def test_costs_come_per_layer_and_in_total():
 def test_layers_are_selected_by_name_prefix_pattern_kernel_or_function(where, changed: list[str]):
     net = create_model("nin", width=0.1)
     assert [row.name for row in convert(net, "lr", where=where).conversion.changed] == changed
+
+
+def test_layers_are_selected_by_stage():
+    net = create_model("vgg11-gmp", width=0.1)
+    found = stages(net, (3, 32, 32))
+    assert [len(stage) for stage in found] == [1, 1, 2, 2, 2]
+    assert found == stages(net)
+    changed = convert(net, "lr", where=found[2]).conversion.changed
+    assert [row.name for row in changed] == ["features.conv3_1", "features.conv3_2"]
+    with pytest.raises(LowRankError, match="size of its images"):
+        stages(small())
+
+
+def test_the_report_prints_as_a_table():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1))
+    assert str(convert(net, "lr-join").conversion).splitlines() == [
+        "layer  filters  now                     weights  now",
+        "0      3x3,8    3x1,4 + 1x3,4 -> 1x1,8      224  152",
+        "",
+        "left  layer   why",
+        "1     Conv2d  its kernel is 1x1",
+    ]
 
 
 def test_a_shared_layer_stays_shared():
@@ -229,6 +255,12 @@ def quantised() -> nn.Module:
     return nn.Sequential(qat.Conv2d(3, 8, 3, qconfig=get_default_qat_qconfig()))
 
 
+def locked() -> nn.Module:
+    net = small()
+    net.lock = threading.Lock()
+    return net
+
+
 def parametrised() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 8, 3)))
 
@@ -246,6 +278,8 @@ def parametrised() -> nn.Module:
         (parametrised, "remove the parametrisation"),
         (hooked, "hooks"),
         (tied, "shares its weight"),
+        (lambda: nn.Sequential(nn.LazyConv2d(8, 3)), "run the model once"),
+        (locked, r"cannot be copied: cannot pickle '_thread\.lock'"),
         (lambda: torch.randn(3), "an nn.Module, not Tensor"),
     ],
 )
@@ -262,7 +296,11 @@ def test_bad_models_are_refused_in_a_sentence(make, says: str):
         ({"scheme": "lrr"}, "no scheme"),
         ({"where": "features"}, "no convolution is called 'features'"),
         ({"where": 7}, "nothing can be converted"),
+        ({"where": 3.5}, "where is a name or pattern"),
+        ({"where": True}, "where is a name or pattern"),
+        ({"where": {"0": 3}}, "where is a name or pattern"),
         ({"init": "zeros"}, "init is"),
+        ({"init": None}, "init is"),
     ],
 )
 def test_bad_options_are_refused_in_a_sentence(options: dict, says: str):

@@ -122,6 +122,17 @@ def test_shared_layers_cost_twice_and_weigh_once():
     assert result.params == 9 * 16
 
 
+def test_a_module_with_two_names_keeps_its_weights():
+    net = nn.ModuleDict({"conv": nn.Conv2d(4, 4, 3, padding=1)})
+    net["again"], net["tied"] = nn.Sequential(net["conv"]), nn.Conv2d(4, 4, 3, padding=1)
+    net["tied"].weight = net["conv"].weight
+    before = net["conv"].weight.clone()
+    net.forward = lambda x: net["tied"](net["again"](net["conv"](x)))
+    assert count(net, (4, 8, 8)).macs == 3 * 9 * 16 * 64
+    assert torch.equal(net["conv"].weight, before)
+    assert net["tied"].weight is net["conv"].weight is net["again"][0].weight
+
+
 def test_the_auxiliary_heads_count_in_the_papers_convention_alone():
     net = on_meta("googlenet")
     assert not any("aux" in layer.name for layer in count(net, net.input_size).layers)

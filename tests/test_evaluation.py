@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.convert import convert
 from lowrank_cnn.data import Data, ResidentSplit, open_data
+from lowrank_cnn.decompose import decompose
+from lowrank_cnn.deploy import load
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.evaluation import Trained, evaluate, load_checkpoint, predict
 from lowrank_cnn.models import create_model
@@ -56,6 +59,68 @@ def test_the_network_comes_back_with_its_averaged_weights(run):
         assert torch.equal(trained.network.state_dict()[name], value), name
     assert trained.classes == ("above", "below")
     assert trained.image == (1, 16, 16)
+
+
+def rewritten() -> nn.Module:
+    """Fitted in part, fresh in part, as a conversion in two steps leaves it."""
+    torch.manual_seed(0)
+    net = create_model("nin", num_classes=2, in_channels=1, width=0.05, norm="batch")
+    return convert(decompose(net, "separable(m=3)", where="*conv2*"), "lr", where="*conv1*")
+
+
+def test_a_run_of_a_converted_network_is_built_again(data, tmp_path):
+    network = rewritten()
+    record = fit(network, data, RECIPE, out=tmp_path, progress=False, device="cpu")
+    assert record.model["name"] == "nin+separable+lr"
+    assert evaluate(tmp_path, data, device="cpu").loss == record.result["loss"]
+    again = load(tmp_path)
+    assert not again.training
+    assert again.state_dict().keys() == network.state_dict().keys()
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in network.state_dict().items())
+    newest = max(tmp_path.glob("step-*.safetensors"))
+    assert torch.equal(load(newest).features.classes.weight, again.features.classes.weight)
+
+
+def test_a_run_goes_on_with_the_same_conversion_alone(data, tmp_path):
+    fit(rewritten(), data, RECIPE, out=tmp_path, progress=False, device="cpu")
+    record = fit(rewritten(), data, RECIPE, epochs=3, out=tmp_path, resume=True, progress=False, device="cpu")
+    assert record.result["epochs"] == 3
+    dense = create_model("nin", num_classes=2, in_channels=1, width=0.05, norm="batch")
+    finer = convert(decompose(dense, "separable(m=4)", where="*conv2*"), "lr", where="*conv1*")
+    cases = (
+        (dense, r"the network nin\+separable\+lr, and cannot go on with nin\."),
+        (finer, "network's conversion"),
+    )
+    for other, says in cases:
+        with pytest.raises(LowRankError, match=says):
+            fit(other, data, RECIPE, epochs=4, out=tmp_path, resume=True, progress=False, device="cpu")
+
+
+def own() -> nn.Module:
+    conv = nn.Conv2d(1, 4, 3, padding=1)
+    return nn.Sequential(conv, nn.ReLU(), nn.AdaptiveAvgPool2d((2, 1)), nn.Flatten(), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize("scheme", [None, "lr"])
+def test_a_run_of_a_network_of_others_is_loaded_into_it(data, tmp_path, scheme: str | None):
+    network = convert(own(), scheme) if scheme else own()
+    record = fit(network, data, RECIPE, out=tmp_path, progress=False, device="cpu")
+    with pytest.raises(LowRankError, match=r"Sequential is not one of our networks.*load\(path, into=network\)"):
+        evaluate(tmp_path, data, device="cpu")
+    base = own()
+    before = base[0].weight.clone()
+    again = load(tmp_path, into=base)
+    assert torch.equal(base[0].weight, before)
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in network.state_dict().items())
+    for given in (own(), again):
+        trained = load_checkpoint(tmp_path, network=given)
+        assert evaluate(trained, data, device="cpu").loss == record.result["loss"]
+    with pytest.raises(LowRankError, match=r"are not those of|has no layer"):
+        load(tmp_path, into=nn.Sequential(nn.Conv2d(1, 5, 3)))
+
+
+def test_the_size_that_a_trained_network_sees_is_known(run):
+    assert load_checkpoint(run[0]).input_size == (1, 14, 14)
 
 
 def test_a_single_file_and_the_best_can_be_named(run, data):

@@ -38,6 +38,7 @@ def reproduce_command(
     settings: Annotated[list[str] | None, typer.Option("--set", help="Change the recipe: field=value.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
     compile_: Annotated[bool, typer.Option("--compile", help="Compile the networks.")] = False,
+    recompute: Annotated[bool, typer.Option("--checkpoint-activations", help="Save memory; slower.")] = False,
     workers: Annotated[int, typer.Option(help="Processes that decode images, where these are streamed.")] = 0,
     limit: Annotated[int | None, typer.Option(help="Use at most so many images of each split.")] = None,
     bad: Annotated[Choice, typer.Option(help="What to do with images that cannot be used.")] = "skip",
@@ -56,6 +57,7 @@ def reproduce_command(
     else:
         images = _open(data, limit=limit, bad=bad, missing=missing)
         how = {"device": device, "compile": compile_, "workers": workers, "progress": progress and not as_json}
+        how["checkpoint_activations"] = recompute
         changes = {"settings": parse_settings(settings or []), "keep_weights": weights}
         found = _reproduce(experiment, images, out, **chosen, **changes, **how)
     if first_process():

@@ -17,7 +17,7 @@ from lowrank_cnn.cli.source import INTO_HELP, MODEL_HELP, find_model, is_path
 from lowrank_cnn.convert import convert
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.errors import LowRankError, nearest
-from lowrank_cnn.evaluation import Trained, evaluate, load_checkpoint, predict
+from lowrank_cnn.evaluation import Trained, evaluate, load_checkpoint, load_pretrained, predict
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.train import Interrupted, Recipe, Record, fit, get_recipe
 from lowrank_cnn.train.randomness import seed_generators
@@ -32,6 +32,9 @@ Limit = Annotated[int | None, typer.Option(help="Use at most so many images of e
 Size = Annotated[int | None, typer.Option(help="Bring every image to this square.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")]
 Into = Annotated[str | None, typer.Option(help=INTO_HELP)]
+Weights = Annotated[
+    str | None, typer.Option("--pretrained", help="Take the package's own weights of a network: cifar10.")
+]
 Workers = Annotated[int, typer.Option(help="Processes that decode images, where these are streamed.")]
 
 
@@ -99,6 +102,7 @@ def evaluate_command(
     model: Annotated[str, typer.Argument(help="A run's directory, a checkpoint, or a network's name.")],
     data: Source,
     best: Annotated[bool, typer.Option("--best", help="The best weights of a run, not the last.")] = False,
+    pretrained: Weights = None,
     into: Into = None,
     device: Device = "auto",
     workers: Workers = 0,
@@ -109,7 +113,7 @@ def evaluate_command(
 ) -> None:
     """Measure top-1 and top-5 accuracy on the test images."""
     images = open_data(data, bad=bad, limit=limit, image_size=image_size)
-    trained = _find(model, best, images, into)
+    trained = load_pretrained(model, pretrained) if pretrained else _find(model, best, images, into)
     square = trained.square if isinstance(trained, Trained) else None
     if isinstance(trained, Trained) and image_size is None and square and images.test.size != trained.image:
         # Training brought its images to one square: do the same here.
@@ -124,15 +128,17 @@ def evaluate_command(
 
 
 def predict_command(
-    checkpoint: Annotated[Path, typer.Argument(help="A run's directory or a checkpoint.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A run's directory, a checkpoint, or a network's name.")],
     images: Annotated[list[Path], typer.Argument(help="Image files.")],
     top: Annotated[int, typer.Option(help="How many classes to name for each image.")] = 3,
+    pretrained: Weights = None,
     into: Into = None,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Say what is on images, with the likeliest classes and their probabilities."""
     trained = load_checkpoint(checkpoint, network=_unconverted(into)) if into else checkpoint
+    trained = load_pretrained(str(checkpoint), pretrained) if pretrained else trained
     answers = predict(trained, images, top=top, device=device)
     if as_json:
         print_json(

@@ -1,8 +1,8 @@
 """From an encoded image to the window that a network sees: decode, scale by the shorter side, crop, mirror.
 
-Two ways give the same window to within one level of 255 (`benchmarks/input_pipeline.py` measures both). Pillow scales
-only the part that the window shows. Torch scales the whole image, which its vectorised loops on x86 do several times
-faster; there, `simplejpeg` decodes JPEGs where it is installed, to the same pixels as Pillow and in less time.
+Two ways give the same window to within one level of 255 (`benchmarks/input_pipeline.py` measures both). Pillow
+scales only the part that the window shows. Torch scales the whole image, which its vectorised loops on x86 do in
+less time; there, `simplejpeg` decodes JPEGs where it is installed, faster than Pillow and to the same pixels.
 """
 
 from __future__ import annotations

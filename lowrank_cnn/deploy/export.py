@@ -72,8 +72,9 @@ def export(
     try:
         error = write(model, temporary, input_size)
         temporary.replace(path)
-    except OSError as failure:
-        raise LowRankError(f"{path} cannot be written: {failure.strerror or failure}.") from failure
+    except (OSError, SafetensorError) as failure:
+        reason = getattr(failure, "strerror", None) or failure
+        raise LowRankError(f"{path} cannot be written: {reason}.") from failure
     finally:
         temporary.unlink(missing_ok=True)
     return Exported(str(path), path.stat().st_size, error)

@@ -175,7 +175,9 @@ def launch_stem_gradient(
     tile: StemTile | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Gradients of the groups' weights and of the bias, in float32, from [N, H, W, filters] `grad` and `seen`."""
-    tile, pixels = tile or StemTile(pixels=64), pixels_last(x)
+    # Gradients and results of more pixels at so many filters would not stay in registers.
+    crowded = problem.filters > 128 and (problem.relu or problem.pool is not None)
+    tile, pixels = tile or StemTile(pixels=32 if crowded else 64), pixels_last(x)
     count = problem.batch * problem.result_size[0] * problem.result_size[1]
     blocks = -(-count // tile.pixels)
     programs = min(programs, blocks)

@@ -9,9 +9,16 @@ from lowrank_cnn.errors import LowRankError, nearest
 from lowrank_cnn.init import INITIALISATIONS
 from lowrank_cnn.models import googlenet, nin, vgg
 from lowrank_cnn.models.network import Network, Options
+from lowrank_cnn.models.pretrained import agreed, list_pretrained, load_into, read_pretrained
 from lowrank_cnn.spec import Scheme, parse_scheme
 
 FAMILIES: tuple[ModuleType, ...] = (vgg, googlenet, nin)
+_DEFAULTS = {
+    **dict.fromkeys(("num_classes", "norm", "stride", "scheme", "dropout", "image_size")),
+    "in_channels": 3,
+    "width": 1.0,
+    "init": "composite",
+}
 
 
 def list_models() -> list[str]:
@@ -39,6 +46,7 @@ def create_model(
     dropout: float | None = None,
     image_size: int | None = None,
     init: str = "composite",
+    pretrained: str | None = None,
 ) -> Network:
     """Build a network of the paper, initialised as the paper does.
 
@@ -50,7 +58,12 @@ def create_model(
     - `image_size` is the side of the images that the network is for, where it is not the paper's: vgg11's first
       fully connected layer is made to fit it, the other networks take any.
     - `init` is one of `INITIALISATIONS`, to compare with.
+    - `pretrained` names a data set, as in `pretrained="cifar10"`: the network comes with weights trained on it,
+      and with the options that they were trained with. `list_pretrained` says which there are.
     """
+    if pretrained is not None:
+        given = locals()
+        return _with_weights(name, pretrained, {key: given[key] for key in _DEFAULTS})
     if init not in INITIALISATIONS:
         raise LowRankError(f"there is no initialisation {init!r}; {nearest(init, INITIALISATIONS)}")
     family = family_of(name)
@@ -65,4 +78,12 @@ def create_model(
     return model
 
 
-__all__ = ["Network", "create_model", "family_of", "list_models"]
+def _with_weights(name: str, data: str, options: Mapping[str, object]) -> Network:
+    family_of(name)
+    found = read_pretrained(name, data)
+    model = create_model(**agreed(options, _DEFAULTS, found, data))
+    load_into(model, found)
+    return model.eval()
+
+
+__all__ = ["Network", "create_model", "family_of", "list_models", "list_pretrained"]

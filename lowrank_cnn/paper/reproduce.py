@@ -107,7 +107,7 @@ class _Bench:
         name = str(wanted.pop("recipe", part.recipe))
         options = {key: _read(key, wanted.pop(key)) for key in NETWORK_OPTIONS if key in wanted}
         task = Task(line, 0, get_recipe(name, **wanted), options)
-        return self.as_costly(task, part.networks[0]) if part.equal_compute else task
+        return self.as_costly(task, part.as_costly_as) if part.as_costly_as else task
 
     def as_costly(self, task: Task, dearest: str) -> Task:
         """With as many more epochs as the network is cheaper than the dearest one."""

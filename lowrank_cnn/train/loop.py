@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from lowrank_cnn.train.launch import batch_norm_over_all, launch, resolve_precis
 from lowrank_cnn.train.progress import Charts, Lines, Live, Progress
 from lowrank_cnn.train.randomness import seed_generators
 from lowrank_cnn.train.recipe import Recipe, changed, get_recipe
+from lowrank_cnn.train.recompute import recomputed
 from lowrank_cnn.train.record import Record
 from lowrank_cnn.train.score import Evaluation, check_fits
 from lowrank_cnn.train.trainer import Trainer
@@ -45,6 +47,7 @@ def fit(
     strategy: str = "auto",
     compile: bool = False,
     cuda_graphs: bool = True,
+    checkpoint_activations: bool = False,
     workers: int = 0,
     progress: bool = True,
     tensorboard: bool = False,
@@ -56,6 +59,7 @@ def fit(
     record beside it; `resume=True` goes on from there, or starts where there is nothing yet. The result is
     that of the last weights (their moving average where the recipe keeps one), never of weights chosen on
     the test set. `data` may be a `data.holdout(...)`, for a search that never sees the test set, or a name.
+    `checkpoint_activations` saves memory: stages are computed again in the backward pass.
     Raises `Interrupted`, a KeyboardInterrupt, after Ctrl-C has been answered and the state saved.
     """
     recipe = _resolve(recipe, epochs)
@@ -75,7 +79,11 @@ def fit(
     with told_out_of_memory(recipe.batch_size, fabric.device), batch_norm_over_all(fabric, model, shown.say):
         inputs = _inputs(fabric, data, recipe, seed, workers, precision, checkpoint)
         check_fits(model, inputs.size, len(data.classes), fabric.device)
-        forward = _place(fabric, model, recipe, compile, inputs.size, shown)
+        # Launched one by one, fused layers cost the host more than they save the device: graphs alone gain.
+        fused = cuda_graphs and fabric.world_size == 1 and not compile
+        placed = _place(fabric, model, recipe, inputs.size, fused=fused, say=shown.say)
+        placed = recomputed(placed).train() if checkpoint_activations else placed
+        forward = fabric.setup_module(torch.compile(placed) if compile else placed)  # type: ignore[arg-type]
         record = _record(fabric, about, recipe, precision, inputs)
         trainer = Trainer(
             fabric,
@@ -133,9 +141,15 @@ def _open(
 
 
 def _place(
-    fabric: Fabric, model: nn.Module, recipe: Recipe, compile_: bool, size: tuple[int, int, int], shown: Progress
+    fabric: Fabric,
+    model: nn.Module,
+    recipe: Recipe,
+    size: tuple[int, int, int],
+    *,
+    fused: bool,
+    say: Callable[[str], None],
 ) -> nn.Module:
-    """Lay the model out as the device likes it, and wrap it for its precision and processes."""
+    """Lay the model out as the device likes it, its layers fused where that can be."""
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if recipe.dropout is not None:
         for module in model.modules():
@@ -143,8 +157,8 @@ def _place(
                 module.p = recipe.dropout
     if fabric.device.type == "cuda":
         torch.backends.cudnn.benchmark = True
-        model = model if compile_ else fused_to_train(model, size, shown.say)
-    return fabric.setup_module(torch.compile(model) if compile_ else model)  # type: ignore[arg-type]
+        model = fused_to_train(model, size, say) if fused else model
+    return model
 
 
 def _inputs(

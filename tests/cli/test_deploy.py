@@ -38,14 +38,20 @@ def zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     """timm and torchvision as far as a command uses them."""
     timm, torchvision, models = ModuleType("timm"), ModuleType("torchvision"), ModuleType("torchvision.models")
 
+    given: list[dict] = []
+    models.given = given
+
     def create(name: str, pretrained: bool) -> nn.Module:
+        if name == "vgg11":
+            raise RuntimeError("no such weights\nat all")
         network = resnet()
         network.pretrained_cfg = {"input_size": (3, 20, 24), "pretrained": pretrained}
         return network
 
-    timm.list_models = models.list_models = lambda: ["resnet18", "vgg11"]
+    timm.list_models = models.list_models = lambda: ["resnet18", "vgg11", "fcn"]
     timm.create_model = create
-    models.get_model = lambda name, weights: resnet()
+    models.get_model_builder = lambda name: resnet if name != "fcn" else lambda weights, weights_backbone: None
+    models.get_model = lambda name, weights, **backbone: given.append(backbone) or resnet()
     torchvision.models = models
     for module in (timm, torchvision, models):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -75,6 +81,21 @@ def test_convert_as_json_agrees_with_the_counter():
     assert printed["costs"][-1]["macs_before"] == count(create_model("nin"), (3, 30, 30)).macs
 
 
+def test_convert_takes_stages_kernels_and_names_together():
+    options = ["--stage", "3", "--where", "*conv1*", "--where", "7x7", "--json", *SMALL]
+    printed = json.loads(lowrank("convert", "nin", *options))
+    assert [row["name"] for row in printed["changed"]] == ["features.conv1_1", "features.conv3_1"]
+
+
+def test_weights_of_a_network_that_is_not_ours_are_put_into_it(own, tmp_path):
+    out, size = tmp_path / "net.safetensors", ["--input", "3x8x8"]
+    lowrank("convert", f"{own}:net", "--scheme", "lr", "--out", out, *size)
+    with pytest.raises(LowRankError, match=r"Sequential is not one of our networks.*--into path.py:function"):
+        lowrank("export", out, tmp_path / "net.pt2", *size)
+    printed = json.loads(lowrank("export", out, tmp_path / "net.pt2", "--into", f"{own}:net", "--json", *size))
+    assert printed["error"] < 1e-5
+
+
 def test_convert_fits_within_a_budget(tmp_path):
     out = tmp_path / "net.safetensors"
     printed = json.loads(
@@ -93,7 +114,12 @@ def test_networks_of_timm_and_torchvision_convert():
     printed = json.loads(lowrank("convert", "timm:resnet18", "--scheme", "lr", "--json"))
     assert printed["input"] == [3, 20, 24]
     assert [row["name"] for row in printed["changed"]] == ["0", "3"]
+    assert json.loads(lowrank("convert", "timm:resnet18.some_weights", "--json"))["input"] == [3, 20, 24]
     assert json.loads(lowrank("convert", "torchvision:vgg11", "--json"))["input"] == [3, 224, 224]
+    lowrank("convert", "torchvision:fcn")
+    assert sys.modules["torchvision.models"].given == [{}, {"weights_backbone": None}]
+    with pytest.raises(LowRankError, match=r"timm:vgg11 does not run: RuntimeError: no such weights$"):
+        lowrank("convert", "timm:vgg11", "--pretrained")
     with pytest.raises(LowRankError, match="timm has no network 'resnet19'; did you mean resnet18"):
         lowrank("convert", "timm:resnet19")
 
@@ -115,7 +141,10 @@ def test_a_function_in_the_users_own_file(own):
     with pytest.raises(LowRankError, match="no function 'nett'"):
         lowrank("convert", f"{own}:nett")
     own.write_text("def net():\n    return 3\nraise_ = 1")
-    with pytest.raises(LowRankError, match="gives a int, not a network"):
+    with pytest.raises(LowRankError, match=r"mine.py:net is to give an nn.Module, but gives 3\."):
+        lowrank("convert", f"{own}:net", "--input", "3x8x8")
+    own.write_text("def net(size):\n    return size")
+    with pytest.raises(LowRankError, match=r"does not run: TypeError: net\(\) missing 1 required"):
         lowrank("convert", f"{own}:net", "--input", "3x8x8")
     own.write_text("1 / 0")
     with pytest.raises(LowRankError, match="does not run: ZeroDivisionError"):
@@ -170,7 +199,15 @@ def test_export_writes_and_reports(tmp_path):
         (["convert", "nin", "--scheme", "embed"], "number of channels"),
         (["convert", "nin", "--where", "layer1"], "no convolution is called 'layer1'"),
         (["convert", "nin", "--input", "30x30"], "CHANNELSxHEIGHTxWIDTH"),
+        (["convert", "nin", "--stage", "4"], "has 3 stages"),
+        (["convert", "torchvision:vgg11", "--width", "0.5"], "taken as it is; width can be set"),
+        (["convert", __file__], "names no network"),
         (["time", "nin", "--batch", "0"], "batch must be positive"),
+        (["time", "nin", "--repeats", "1"], "3 runs at least"),
+        (["time", "nin", "--threads", "0"], "number of threads is positive"),
+        (["time", "nin", "--device", "gpu"], "no device 'gpu'"),
+        (["plan", "nin", "--device", "gpu"], "no device 'gpu'"),
+        (["plan", "nin", "--batch", "0"], "batch must be positive"),
         (["time", "nin", "--runtime", "onnx", "--device", "cuda"], "timed on the CPU"),
         (["export", "nin", "net.bin"], "ends in .onnx"),
     ],

@@ -32,6 +32,18 @@ def test_count_prints_the_published_integers_as_json():
     assert printed["layers"][0]["name"] == "features.conv1_1"
 
 
+def test_count_takes_any_network(tmp_path):
+    own = tmp_path / "mine.py"
+    own.write_text("from torch import nn\ndef net():\n    return nn.Sequential(nn.Conv2d(3, 9, 3, padding=1))\n")
+    dense, low_rank = (
+        json.loads(lowrank("count", f"{own}:net", "--input", "3x8x8", "--json", *more).stdout)["macs"]
+        for more in ([], ["--scheme", "lr"])
+    )
+    assert (dense, low_rank) == (9 * 27 * 64, 9 * 9 * 64)
+    assert "give --input" in lowrank("count", f"{own}:net").stderr
+    assert "width can be set for our own" in lowrank("count", f"{own}:net", "--width", "2").stderr
+
+
 def test_tables_fit_eighty_columns():
     for arguments in (["models"], ["count", "vgg11-gmp-lr-join"], ["count", "googlenet-lr-conv1"], ["audit"]):
         done = lowrank(*arguments)

@@ -10,8 +10,10 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from lowrank_cnn.cli import deploy, models
 from lowrank_cnn.cli.train import add_to
 from lowrank_cnn.data import Data, ResidentSplit
+from lowrank_cnn.deploy.runtime import node_macs
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.train import load_record
 from lowrank_cnn.train.trainer import Trainer
@@ -38,7 +40,8 @@ def small_images(monkeypatch) -> None:
 
 def lowrank(*arguments: object):
     app = typer.Typer()
-    add_to(app)
+    for commands in (add_to, deploy.add_to, models.add_to):
+        commands(app)
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
@@ -81,6 +84,46 @@ def test_evaluation_brings_images_to_the_size_of_training(tmp_path, monkeypatch)
     error = lowrank(*arguments, "--image-size", "40").exception
     assert isinstance(error, LowRankError)
     assert "1x16x16" in str(error)
+
+
+def test_a_run_is_decomposed_and_trained_on(tmp_path):
+    """Train, fit within a budget, fine-tune, evaluate, export: each command takes what the last one wrote."""
+    small = tmp_path / "small.safetensors"
+    steps = [
+        ["train", "nin", "--data", "squares", *SMALL, "--out", tmp_path / "dense"],
+        ["convert", tmp_path / "dense", "--scheme", "separable", "--macs", "0.5", "--out", small],
+        ["train", small, "--data", "squares", *SMALL[2:], "--lr", "0.01", "--out", tmp_path / "tuned"],
+        ["evaluate", tmp_path / "tuned", "--data", "squares", "--device", "cpu"],
+        ["export", tmp_path / "tuned", tmp_path / "tuned.onnx"],
+        ["count", tmp_path / "tuned"],
+    ]
+    for step in steps:
+        done = lowrank(*step)
+        assert done.exit_code == 0, (done.output, done.exception)
+    dense, tuned = (load_record(tmp_path / name) for name in ("dense", "tuned"))
+    assert tuned.model["name"] == "nin+separable"
+    assert 0.4 < tuned.result["macs"] / dense.result["macs"] <= 0.5
+    assert sum(node_macs(tmp_path / "tuned.onnx").values()) == tuned.result["macs"]
+
+
+def test_a_network_in_the_users_file_is_trained_and_used(tmp_path):
+    own, out = tmp_path / "mine.py", tmp_path / "run"
+    own.write_text(
+        "from torch import nn\ndef net():\n    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), "
+        "nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))\n"
+    )
+    more = ["--data", "squares", *SMALL[2:]]
+    assert lowrank("train", f"{own}:net", *more, "--scheme", "lr-join", "--out", out).exit_code == 0
+    refused = lowrank("evaluate", out, "--data", "squares", "--device", "cpu").exception
+    assert "--into path.py:function" in str(refused)
+    evaluated = lowrank("evaluate", out, "--data", "squares", "--device", "cpu", "--into", f"{own}:net", "--json")
+    assert json.loads(evaluated.output)["top1"] == load_record(out).result["top1"]
+    image = pytest.importorskip("PIL.Image")
+    image.new("L", (16, 16), 230).save(tmp_path / "a.png")
+    predicted = lowrank("predict", out, tmp_path / "a.png", "--device", "cpu", "--into", f"{own}:net")
+    assert predicted.exit_code == 0
+    width = lowrank("train", f"{own}:net", *more, "--width", "0.5").exception
+    assert "width can be set for our own networks" in str(width)
 
 
 def test_names_are_printed_as_they_are(tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
 import json
+import warnings
 
 import pytest
 import torch
@@ -80,6 +81,25 @@ def test_safetensors_remember_a_conversion(tmp_path, images: torch.Tensor):
     torch.testing.assert_close(load(tmp_path / "net.safetensors")(images), net(images), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("scheme", ["lr", "lr-join", "separable(m=4)", "mixture(kx1, 1xk, kxk, join)"])
+def test_a_converted_network_keeps_its_saving_in_onnx(scheme: str, tmp_path, images: torch.Tensor):
+    dense = create_model("nin", width=0.1).eval()
+    net = convert(dense, scheme)
+    written = export(net, tmp_path / "net.onnx", input_size=SIZE)
+    assert written.error < 1e-4
+    assert onnx_macs(tmp_path / "net.onnx") == count(net, SIZE).macs < count(dense, SIZE).macs
+    for batch in (1, 5):
+        torch.testing.assert_close(
+            load(tmp_path / "net.onnx")(images[:batch]), net(images[:batch]), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_the_precision_of_the_weights_is_kept(tmp_path):
+    net = convert(create_model("nin", width=0.05), "lr").to(torch.bfloat16)
+    export(net, tmp_path / "net.safetensors")
+    assert {p.dtype for p in load(tmp_path / "net.safetensors").parameters()} == {torch.bfloat16}
+
+
 def foreign() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.LazyLinear(2))
 
@@ -151,11 +171,44 @@ def test_a_failed_export_leaves_nothing_behind(tmp_path):
         (lambda path: load(bad(path / "net.onnx")), "onnxruntime cannot read"),
         (lambda path: load(bad(path / "net.zip")), "ends in"),
         (lambda path: load(plain(path / "net.safetensors")), "not how to build"),
+        (lambda path: load(described(path / "net.safetensors", "{")), "description is damaged"),
+        (lambda path: load(described(path / "net.safetensors", '{"model": {"nam": 1}}')), "stored options of"),
+        (
+            lambda path: load(described(path / "net.safetensors", json.dumps(NO_SCHEME))),
+            "a stored conversion lists",
+        ),
+        (lambda path: load(bad(path / "net.pt2"), trusted=True), "not a torch.export program"),
+        (lambda path: load(path), "holds no checkpoint"),
+        (lambda path: export(scripted(), path / "net.onnx", input_size=SIZE), "scripted"),
+        (lambda path: export(Pair(), path / "net.onnx", input_size=SIZE), "gives a tuple, not a tensor"),
+        (lambda path: export(nn.Conv2d(3, 4, 3).double(), path / "net.onnx", input_size=SIZE), "model.float"),
+        (lambda path: export(nn.Conv2d(3, 4, 3), "/proc/net.safetensors"), "cannot be written"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(call, says: str, tmp_path):
     with pytest.raises(LowRankError, match=says):
         call(tmp_path)
+
+
+NO_SCHEME = {"model": {"name": "nin"}, "conversion": {"changed": [{"name": "features.conv1_1"}]}}
+
+
+class Pair(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + 1, x
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3)))
+
+
+def described(path, text: str):
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(2)}, path, metadata={"lowrank_cnn": text})
+    return path
 
 
 def bad(path):

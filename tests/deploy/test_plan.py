@@ -81,6 +81,10 @@ def test_a_plan_keeps_the_outputs_and_the_callers_network(network: nn.Module, im
     assert first.macs == 2 * 900 * 3 * 3 * network.features.conv1_1.out_channels
     assert set(first.times) == {"as given", "by group", "merged", "matrix products"}
     assert json.loads(json.dumps(planned.plan.to_dict()))["input"] == [2, 3, 30, 30]
+    head, *rows, whole = str(planned.plan).splitlines()
+    assert head.split()[:2] + head.split()[-1:] == ["block", "MACs", "chosen"]
+    assert [row.split()[0] for row in rows] == [row.name for row in planned.plan.decisions]
+    assert whole.startswith("whole network: ")
 
 
 def test_the_fastest_way_is_chosen(network: nn.Module, image: torch.Tensor):
@@ -132,6 +136,10 @@ def test_a_network_of_one_layer_is_planned_too(image: torch.Tensor):
         (lambda net, x: plan(net.train(), x), "inference"),
         (lambda net, x: plan("net", x), "an nn.Module, not str"),
         (lambda net, x: plan(net, (3, 30, 30)), "a tensor, not tuple"),
+        (lambda net, x: plan(net, x.double()), "does not run on an input of 2x3x30x30, float64"),
+        (lambda net, x: plan(net, x[:0]), "input of 0x3x30x30 is empty"),
+        (lambda net, x: plan(net, x.to("meta")), "nothing takes time"),
+        (lambda net, x: plan(nn.Conv2d(5, 4, 3).eval(), x), "does not run on an input of 2x3x30x30, float32"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(call, says: str, network: nn.Module, image: torch.Tensor):

@@ -199,15 +199,19 @@ def test_a_whole_network_trains_alike():
     pytest.importorskip("triton")
     torch.manual_seed(0)
     model = create_model("nin-c3-lr", width=0.1, norm="batch", dropout=0.0).to(DEVICE)
-    right = copy.deepcopy(model).double()
+    right, plain = copy.deepcopy(model).double(), copy.deepcopy(model)
     x = torch.randn(4, 3, 12, 11, device=DEVICE).contiguous(memory_format=torch.channels_last)
     twin = fuse(model)
     with forced("on"):
         found = loss_and_gradients(twin, model, x)
     exact = loss_and_gradients(right, right, x.double())
+    with forced("off"):
+        by_torch = loss_and_gradients(plain, plain, x)
     limit = 2e-4 if DEVICE == "cpu" else 5e-2
-    for a, b in zip(found, exact, strict=True):
-        assert torch.linalg.vector_norm(a - b) <= limit * torch.linalg.vector_norm(b) + 1e-9
+    for a, b, other in zip(found, exact, by_torch, strict=True):
+        # Few pixels magnify rounding; torch's own, TF32 on a GPU, is the measure of what is to be expected.
+        expected = torch.linalg.vector_norm(other - b)
+        assert torch.linalg.vector_norm(a - b) <= 3 * expected + 1e-4 * torch.linalg.vector_norm(b) + 1e-9
     for (name, a), b in zip(model.named_buffers(), right.buffers(), strict=True):
         assert torch.allclose(a.double(), b.double(), rtol=limit, atol=limit), name
     model.eval(), right.eval()

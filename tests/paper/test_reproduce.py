@@ -39,7 +39,7 @@ def miniature(monkeypatch):
             tables=("nin-cifar10",),
             note="a note",
         ),
-        "equal": Part(("nin", "nin-c3-lr"), "modern", {"": SMALL}, seeds=1, equal_compute=True),
+        "equal": Part(("nin", "nin-c3-lr"), "modern", {"": SMALL}, seeds=1, as_costly_as="nin"),
         "inits": Part(
             ("nin-c3-lr",), "modern", {i: {**SMALL, "init": i} for i in ("composite", "torch")}, seeds=1
         ),

@@ -174,3 +174,13 @@ def test_data_may_be_named(driver, monkeypatch):
 def test_a_seed_out_of_range_is_refused(driver, seed):
     with pytest.raises(LowRankError, match=f"a seed lies between 0 and 4294967295, not at {seed}"):
         driver.train(None, seed=seed)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_checkpointed_activations_change_nothing(driver, stateful):
+    recipe = driver.STATEFUL if stateful else driver.PLAIN
+    plain, one = driver.train(None, recipe, epochs=2)
+    saving, other = driver.train(None, recipe, epochs=2, checkpoint_activations=True)
+    assert one.result["loss"] == other.result["loss"]
+    for name, weight in plain.state_dict().items():
+        assert torch.equal(weight, saving.state_dict()[name]), name

@@ -1,0 +1,275 @@
+"""Train low-rank networks from scratch, or decompose a trained dense one and fine-tune it: accuracy at equal MACs.
+
+    python benchmarks/decompose.py --data FOLDER                         both seeds, one after the other
+    python benchmarks/decompose.py --data FOLDER --seed 0 &              one process each, a file each
+    python benchmarks/decompose.py --data FOLDER --seed 1 &
+    python benchmarks/decompose.py --merge benchmarks/results/decompose-seed*.json
+    python benchmarks/decompose.py --data digits --recipe digits --limit 100 --epochs 1 --tune 1 --out trial.json
+
+A dense network is trained for E epochs (`--epochs`) on all training images but 5,000. For each scheme and share of
+the MACs it is decomposed to that share, and three ways lead to a network of those shapes:
+
+- `decomposed`: the fitted filters as they are;
+- `fine-tuned`: those, trained for F epochs more (`--tune`) at a lower rate (`--tune-lr`);
+- `from scratch`: fresh filters by the composite initialisation, trained for E epochs, and, as a run of its own,
+  for the E + F that dense network and fine-tuning take together.
+
+The 1x1 convs, which no scheme touches, are 31% of the MACs of `nin`: shares much below a half leave its other
+layers next to nothing. How many filters a layer gets follows the dense network's weights, and so differs from seed
+to seed; MACs and parameters in the table are means. With two schemes and two shares a seed takes 13 runs, 350
+epochs at E = 30 and F = 10. All figures are of the images held out; `--test` looks at the test set once, when all
+is trained. A process that was stopped goes on with the same command: runs live in `--runs`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lowrank_cnn.convert import Conversion
+from lowrank_cnn.data import Data, open_data
+from lowrank_cnn.decompose import decompose
+from lowrank_cnn.deploy import load
+from lowrank_cnn.environment import environment
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.evaluation import evaluate, load_checkpoint
+from lowrank_cnn.models import create_model
+from lowrank_cnn.rebuild import rewrite_again
+from lowrank_cnn.train import Recipe, Record, fit, get_recipe, load_record
+from lowrank_cnn.train.inputs import augmentation, input_size
+
+RESULTS = Path(__file__).parent / "results"
+HELD_OUT = 5000
+DENSE, AT_ONCE, TUNED, SCRATCH = "dense", "decomposed", "fine-tuned", "from scratch"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A network of the table: which way it was made, by which scheme, at which share of the MACs."""
+
+    way: str
+    scheme: str = ""
+    share: float = 1.0
+    epochs: int = 0
+
+    @property
+    def folder(self) -> str:
+        words = [
+            self.way.replace(" ", "-"),
+            self.scheme,
+            f"{self.share:g}" if self.scheme else "",
+            f"{self.epochs}",
+        ]
+        return "-".join(filter(None, words))
+
+
+@dataclass
+class Bench:
+    """One seed: its images, its runs, and the rows so far."""
+
+    data: Data
+    seed: int
+    options: argparse.Namespace
+    deadline: float
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def recipe(self, epochs: int, *, tune: bool = False) -> Recipe:
+        rate = {"lr": self.options.tune_lr, "warmup": 1.0} if tune else {}
+        return get_recipe(self.options.recipe, epochs=epochs, holdout=0, levels=0, evaluate_every=10, **rate)
+
+    def fresh(self) -> nn.Module:
+        torch.manual_seed(self.seed)
+        sizes = {"num_classes": len(self.data.classes), "in_channels": self.data.train.channels}
+        return create_model(self.options.network, **sizes, norm=self.recipe(0).norm)
+
+    def fitted(self, line: Line) -> nn.Module:
+        """The trained dense network, decomposed; once, as what is evaluated without training."""
+        once = Line(AT_ONCE, line.scheme, line.share)
+        if self.finished(once):
+            return load(self.place(once)).train()
+        dense = load(self.place(Line(DENSE, epochs=self.options.epochs)))
+        size = input_size(self.data.train, augmentation(self.recipe(0)))
+        return decompose(dense, line.scheme, macs=line.share, input_size=size).train()
+
+    def scratch(self, line: Line) -> nn.Module:
+        """A network of the same shapes, with fresh weights."""
+        shapes: Conversion = self.fitted(line).conversion  # type: ignore[assignment]
+        return rewrite_again(self.fresh(), shapes.to_dict())
+
+    def place(self, line: Line) -> Path:
+        return self.options.runs / f"seed{self.seed}" / line.folder
+
+    def finished(self, line: Line) -> Record | None:
+        with contextlib.suppress(LowRankError):
+            record = load_record(self.place(line))
+            return record if record.status == "finished" else None
+
+    def run(self, line: Line, make: Callable[[], nn.Module]) -> None:
+        """Train a line of the table, or go on with it, or take it as it is where it is done."""
+        record = self.finished(line)
+        if record is None:
+            how = {"device": self.options.device, "compile": self.options.compile, "progress": False}
+            recipe = self.recipe(line.epochs, tune=line.way == TUNED)
+            record = fit(make(), self.data, recipe, seed=self.seed, out=self.place(line), resume=True, **how)
+        self.rows.append(_row(line, self.seed, record))
+        print(f"seed {self.seed}: {line.folder:32} {record.result['top1']:.2%}", flush=True)
+
+    def all(self) -> Iterator[bool]:
+        """Every line in turn, the cheap ones first, until time is up; True once all are there."""
+        plan = list(lines(self))
+        for line, make in plan:
+            if time.monotonic() > self.deadline:
+                return
+            self.run(line, make)
+            yield len(self.rows) == len(plan)
+
+
+def lines(bench: Bench) -> Iterator[tuple[Line, Callable[[], nn.Module]]]:
+    """The lines of one seed, and how the network of each begins."""
+    whole, tune = bench.options.epochs, bench.options.tune
+    yield Line(DENSE, epochs=whole), bench.fresh
+    kinds = ((AT_ONCE, 0, bench.fitted), (TUNED, tune, bench.fitted))
+    for way, epochs, make in (*kinds, (SCRATCH, whole, bench.scratch), (SCRATCH, whole + tune, bench.scratch)):
+        for share in bench.options.shares:
+            for scheme in bench.options.schemes:
+                line = Line(way, scheme, share, epochs)
+                yield line, lambda line=line, make=make: make(line)
+
+
+def look_at_test(bench: Bench, data: Data) -> None:
+    """The accuracy on the test set, of networks that are all trained."""
+    for row in bench.rows:
+        line = Line(row["way"], row["scheme"], row["share"], row["epochs"])
+        trained = load_checkpoint(bench.place(line))
+        row["test"] = evaluate(trained, data, device=bench.options.device).top1
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A line per network, over its seeds: means, and the standard deviation of the accuracy."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in ("scheme", "share", "way", "epochs")), []).append(row)
+    table = []
+    for (scheme, share, way, epochs), group in found.items():
+        line = {"scheme": scheme, "share": share, "way": way, "epochs": epochs, "n": len(group)}
+        line |= {key: mean(row[key] for row in group) for key in ("macs", "params", "top1")}
+        line["stdev"] = stdev(row["top1"] for row in group) if len(group) > 1 else None
+        if all("test" in row for row in group):
+            tests = [row["test"] for row in group]
+            line |= {"test": mean(tests), "test_stdev": stdev(tests) if len(tests) > 1 else None}
+        table.append(line)
+    return table
+
+
+def show(table: list[dict[str, Any]]) -> None:
+    dense = next((line["macs"] for line in table if line["way"] == DENSE), None)
+    for line in table:
+        ratio = f"{line['macs'] / dense:.3f}" if dense else ""
+        spread = "" if line["stdev"] is None else f" +- {line['stdev']:.2%}"
+        test = f"  test {line['test']:.2%}" if "test" in line else ""
+        made = f"{line['scheme']:10} {line['share']:4g} {line['way']:12} {line['epochs']:3} epochs"
+        print(
+            f"{made}  {ratio:5} of the MACs  {line['params']:9,.0f} parameters  {line['top1']:.2%}{spread}{test}"
+        )
+
+
+def write(path: Path, setting: dict[str, Any], rows: list[dict[str, Any]], where: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"kind": "decompose", "setting": setting, "table": summary(rows), "rows": rows, "environment": where}
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def merge(paths: list[Path], out: Path) -> None:
+    """Records of several seeds as one; what was set must be the same."""
+    records = [json.loads(path.read_text()) for path in paths]
+    if any(record["setting"] != records[0]["setting"] for record in records):
+        sys.exit("these records are of different settings, and are not one table.")
+    key = ("seed", "scheme", "share", "way", "epochs")
+    rows = {tuple(row[k] for k in key): row for record in records for row in record["rows"]}
+    write(out, records[0]["setting"], list(rows.values()), records[0]["environment"])
+    show(summary(list(rows.values())))
+
+
+def _row(line: Line, seed: int, record: Record) -> dict[str, Any]:
+    figures = {key: record.result[key] for key in ("macs", "params", "top1", "seconds")}
+    return {"seed": seed, **vars(line), **figures}
+
+
+def _arguments() -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--data", help="CIFAR-10 as parquet, or any other set")
+    parser.add_argument("--network", default="nin")
+    parser.add_argument("--recipe", default="nin-modern")
+    parser.add_argument("--schemes", nargs="+", default=["separable", "lr-join"])
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.65, 0.5], help="of the dense network's MACs")
+    parser.add_argument("--epochs", type=int, default=30, help="E")
+    parser.add_argument("--tune", type=int, default=10, help="F")
+    parser.add_argument("--tune-lr", type=float, default=0.02)
+    parser.add_argument("--seed", type=int, action="append", help="repeatable; 0 and 1 if not given")
+    parser.add_argument("--limit", type=int, help="images of each split")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--budget", type=float, default=1e9, help="start nothing new after so many seconds")
+    parser.add_argument("--test", action="store_true", help="look at the test set when all is trained")
+    parser.add_argument("--runs", type=Path, default=Path("runs/decompose"), help="where the runs live")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="combine records into one")
+    return parser.parse_args()
+
+
+def _setting(options: argparse.Namespace, held_out: int) -> dict[str, Any]:
+    named = ("network", "recipe", "schemes", "shares", "epochs", "tune", "tune_lr", "limit", "compile")
+    return {name: getattr(options, name) for name in named} | {"held_out": held_out}
+
+
+def _check_runs(folder: Path, setting: dict[str, Any]) -> None:
+    """Runs of another setting would pass for this one's."""
+    path, text = folder / "setting.json", json.dumps(setting, indent=1) + "\n"
+    if path.exists() and path.read_text() != text:
+        sys.exit(f"{folder} holds runs of another setting: choose another --runs.")
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def main() -> None:
+    options = _arguments()
+    own = f"decompose-seed{options.seed[0]}.json" if options.seed and len(options.seed) == 1 else "decompose.json"
+    out: Path = options.out or RESULTS / own
+    if options.merge:
+        return merge(options.merge, out)
+    if not options.data:
+        sys.exit("give the images with --data, or records to combine with --merge.")
+    deadline = time.monotonic() + options.budget
+    images = open_data(options.data, limit=options.limit)
+    held_out = min(HELD_OUT, len(images.train) // 5)
+    setting, where = _setting(options, held_out), environment()
+    _check_runs(options.runs, setting)
+    done: list[dict[str, Any]] = []
+    for seed in options.seed or [0, 1]:
+        bench = Bench(images.holdout(held_out, 0), seed, options, deadline)
+        for complete in bench.all():
+            write(out, setting, done + bench.rows, where)
+            if complete and options.test:
+                look_at_test(bench, images)
+        done += bench.rows
+        write(out, setting, done, where)
+    show(summary(done))
+    return None
+
+
+if __name__ == "__main__":
+    main()

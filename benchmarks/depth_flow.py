@@ -1,0 +1,238 @@
+"""Weak points of a network: how gradients fade or grow with depth, and filters and branches that do nothing.
+
+    python benchmarks/depth_flow.py --data FOLDER [--networks vgg11-gmp vgg11-gmp-lr ...] [--norm batch] \
+        [--run RUN_DIRECTORY ...] [--images 256] [--out benchmarks/results/depth_flow.json]
+
+Networks as initialised, by name, and as trained, by the directory of a run. For every layer the norm of the
+gradient at its output, which pools pass on whole and good initialisation keeps level, and that of its weights'
+gradient relative to the weights. For every filter group (and every branch of an inception module, whose convs
+are its groups) the share of dead filters: those that answer none of the images, or less than a ten-thousandth
+of the layer's most active one. Basis filters, behind which no ReLU stands, are judged alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lowrank_cnn.data import Data, Preprocess, make_loader, open_data
+from lowrank_cnn.environment import environment
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.evaluation import load_checkpoint
+from lowrank_cnn.init import weight_layers
+from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.models import create_model
+from lowrank_cnn.train import get_recipe
+from lowrank_cnn.train.inputs import augmentation, input_size, preprocessing
+from lowrank_cnn.train.recipe import Recipe
+
+DEAD = 1e-4
+BATCH = 64
+
+
+@dataclass
+class Layer:
+    """What passed through a layer: sums over batches."""
+
+    gradient: float = 0.0
+    batches: int = 0
+    relative: float = 0.0
+
+
+@dataclass
+class Watch:
+    """Gradients at the outputs of weight layers, and how much every filter answered."""
+
+    layers: dict[str, Layer] = field(default_factory=dict)
+    activity: dict[str, Tensor] = field(default_factory=dict)
+
+    def see_gradient(self, name: str, _module: nn.Module, _inputs: object, output: Tensor) -> None:
+        def note(gradient: Tensor) -> None:
+            layer = self.layers.setdefault(name, Layer())
+            layer.gradient += float(gradient.float().norm())
+            layer.batches += 1
+
+        if output.requires_grad:
+            output.register_hook(note)
+
+    def see_activity(self, name: str, _module: nn.Module, _inputs: object, output: Tensor) -> None:
+        if output.dim() == 4:
+            answered = output.detach().float().abs().amax(dim=(0, 2, 3))
+            before = self.activity.get(name)
+            self.activity[name] = answered if before is None else torch.maximum(before, answered)
+
+
+def sites(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Where filters are judged: behind ReLUs, and at bases, behind which there is none."""
+    for name, module in network.named_modules():
+        if isinstance(module, nn.ReLU):
+            yield name.removesuffix("_relu"), module
+        if isinstance(module, FactoredConv2d) and isinstance(basis := next(module.children()), CompositeConv2d):
+            yield f"{name}, basis", basis
+
+
+def groups(network: nn.Module, site: str) -> list[tuple[str, int]]:
+    """The filter groups of a composite layer, by shape, in the order of its channels; [] for other layers."""
+    name, _, basis = site.partition(", ")
+    try:
+        layer = network.get_submodule(name)
+    except AttributeError:
+        return []
+    if basis:
+        layer = next(layer.children())
+    if not isinstance(layer, CompositeConv2d):
+        return []
+    return [(f"{group.height}x{group.width}", group.filters) for group in layer.composite.groups]
+
+
+def watched(network: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> Watch:
+    """Pass images forward and gradients back; nothing is updated."""
+    watch = Watch()
+    hooks = [m.register_forward_hook(partial(watch.see_gradient, n)) for n, m in weight_layers(network)]
+    hooks += [m.register_forward_hook(partial(watch.see_activity, n)) for n, m in sites(network)]
+    network.train()
+    network.zero_grad()
+    for images, labels in batches:
+        outputs = network(images)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        weights = (1.0, *(0.3,) * (len(outputs) - 1))
+        losses = (w * nn.functional.cross_entropy(out, labels) for w, out in zip(weights, outputs, strict=True))
+        sum(losses, torch.zeros((), device=images.device)).backward()
+    for name, module in weight_layers(network):
+        if name in watch.layers:
+            watch.layers[name].relative = relative_gradient(module)
+    for hook in hooks:
+        hook.remove()
+    return watch
+
+
+@torch.no_grad()
+def relative_gradient(module: nn.Module) -> float:
+    """The norm of a layer's gradient over that of its weights."""
+    weights = [p for p in module.parameters() if p.dim() > 1]
+    gradients = [p.grad for p in weights if p.grad is not None]
+    return float(nn.utils.get_total_norm(gradients) / nn.utils.get_total_norm(weights))
+
+
+def examined(label: str, network: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    watch = watched(network, batches)
+    flow = {
+        name: {"gradient": watch.layers[name].gradient / watch.layers[name].batches}
+        | {"relative": watch.layers[name].relative}
+        for name, _ in weight_layers(network)
+        if name in watch.layers
+    }
+    dead = {site: dead_filters(network, site, answered) for site, answered in watch.activity.items()}
+    aside = tuple(getattr(network, "auxiliary", ()))
+    convs = [name for name in flow if is_conv(network.get_submodule(name)) and not name.startswith(aside or "?")]
+    filters, lost = (sum(row[key] for row in dead.values()) for key in ("filters", "dead"))
+    worst = max(dead, key=lambda site: dead[site]["dead"] / dead[site]["filters"])
+    branches = [
+        f"{site} {shape}" for site, row in dead.items() for shape, (n, of) in row["groups"].items() if n == of
+    ]
+    return {
+        "network": label,
+        "first_to_last": flow[convs[0]]["gradient"] / flow[convs[-1]]["gradient"],
+        "dead_share": lost / filters,
+        "worst_layer": [worst, dead[worst]["dead"] / dead[worst]["filters"]],
+        "dead_groups": branches,
+        "flow": flow,
+        "dead": dead,
+    }
+
+
+def is_conv(module: nn.Module) -> bool:
+    return any(parameter.dim() == 4 for parameter in module.parameters())
+
+
+def dead_filters(network: nn.Module, site: str, answered: Tensor) -> dict[str, Any]:
+    """How many filters of a layer are dead, in all and by group."""
+    dead = answered <= DEAD * answered.max()
+    rows, first = {}, 0
+    for shape, filters in groups(network, site):
+        rows[shape] = [int(dead[first : first + filters].sum()), filters]
+        first += filters
+    return {"filters": len(answered), "dead": int(dead.sum()), "groups": rows}
+
+
+def batches_of(data: Data, recipe: Recipe, preprocess: Preprocess, device: str) -> Iterator[tuple[Tensor, Tensor]]:
+    loader = make_loader(
+        data.train,
+        batch_size=min(BATCH, len(data.train)),
+        preprocess=preprocess,
+        augment=augmentation(recipe),
+        seed=0,
+        device=device,
+        train=True,
+    )
+    return loader.epoch(0)
+
+
+def fresh(name: str, data: Data, arguments: argparse.Namespace) -> dict[str, Any]:
+    """A network as initialised."""
+    recipe = get_recipe(arguments.recipe)
+    channels, height, _ = input_size(data.test, augmentation(recipe))
+    torch.manual_seed(0)
+    options = {"num_classes": len(data.classes), "in_channels": channels, "image_size": height, "dropout": 0.0}
+    stride = 1 if name.startswith("googlenet") and height < 224 else None
+    network = create_model(name, norm=arguments.norm, stride=stride, width=arguments.width, **options)
+    preprocess = preprocessing(data.train, recipe)
+    batches = batches_of(data, recipe, preprocess, arguments.device)
+    norm = "batch norm" if arguments.norm else "no norm"
+    return examined(f"{name}, {norm}, initialised", network.to(arguments.device), batches)
+
+
+def trained(run: Path, data: Data, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The network of a run, as it was left."""
+    found = load_checkpoint(run)
+    if len(found.classes) != len(data.classes):
+        raise LowRankError(f"{run} knows {len(found.classes)} classes, and the images have {len(data.classes)}.")
+    batches = batches_of(data, found.recipe, found.preprocess, arguments.device)
+    for module in found.network.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return examined(f"{run.parent.name}/{run.name}", found.network.to(arguments.device), batches)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True)
+    parser.add_argument(
+        "--networks", nargs="*", default=["vgg11-gmp", "vgg11-gmp-lr", "vgg11-gmp-lr-join", "googlenet"]
+    )
+    parser.add_argument("--run", type=Path, nargs="*", default=[])
+    parser.add_argument("--norm", default=None)
+    parser.add_argument("--recipe", default="tiny-vgg")
+    parser.add_argument("--width", type=float, default=1.0)
+    parser.add_argument("--images", type=int, default=256)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/depth_flow.json"))
+    arguments = parser.parse_args()
+    data = open_data(arguments.data, limit=arguments.images)
+    rows = [fresh(name, data, arguments) for name in arguments.networks]
+    rows += [trained(run, data, arguments) for run in arguments.run]
+    for row in rows:
+        worst, share = row["worst_layer"]
+        print(
+            f"{row['network']}: gradient of the first conv x{row['first_to_last']:.2g} that of the last; "
+            f"{row['dead_share']:.1%} of filters dead, {share:.1%} in {worst}; dead groups: {row['dead_groups']}"
+        )
+    setting = {"images": arguments.images, "batch": BATCH, "dead_below": DEAD, "width": arguments.width}
+    record = {"kind": "depth-flow", "setting": setting, "rows": rows, "environment": environment()}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Put the weights of finished runs into the package, in half precision, with a card that says how they came about.
+
+    python benchmarks/publish.py RUN [RUN ...] --name cifar10 [--data FOLDER]
+
+With --data, the halved weights are evaluated on the test images, on the CPU, and the card states that as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lowrank_cnn.data import open_data
+from lowrank_cnn.evaluation import evaluate, load_checkpoint, load_pretrained
+from lowrank_cnn.models.pretrained import FOLDER, Pretrained, write_pretrained
+from lowrank_cnn.train.record import Record, load_record
+
+STATED = ("top1", "top5", "n", "loss", "epochs", "macs", "params", "seconds")
+SHOWN = ("commit", "date", "torch", "python", "gpu", "cpu")
+
+
+def card_of(record: Record) -> dict[str, Any]:
+    """What somebody who takes the weights should know."""
+    return {
+        "model": record.model,
+        "recipe": record.recipe,
+        "data": record.data,
+        "seed": record.seed,
+        "precision": record.precision,
+        "trained": {key: record.result[key] for key in STATED},
+        "environment": {key: record.environment.get(key) for key in SHOWN},
+    }
+
+
+def publish(run: Path, name: str, data: str | None) -> Path:
+    record, trained = load_record(run), load_checkpoint(run)
+    found = Pretrained(trained.network.state_dict(), trained.preprocess.to_dict(), card_of(record))
+    path = write_pretrained(found, name)
+    if data is not None:
+        result = evaluate(load_pretrained(record.model["name"], name), open_data(data), device="cpu")
+        path = write_pretrained(replace(found, card={**found.card, "halved": result.to_dict()}), name)
+        print(f"{path.name}: {record.result['top1']:.2%} as trained, {result.top1:.2%} in half precision")
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--name", required=True, help="What the data set is called.")
+    parser.add_argument("--data", help="Where its test images are.")
+    arguments = parser.parse_args()
+    for run in arguments.runs:
+        print(publish(run, arguments.name, arguments.data).relative_to(FOLDER.parent))
+
+
+if __name__ == "__main__":
+    main()

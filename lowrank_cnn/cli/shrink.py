@@ -1,0 +1,38 @@
+"""The command `lowrank shrink`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from lowrank_cnn.cli.models import Json
+from lowrank_cnn.cli.show import console, print_json
+from lowrank_cnn.data.shrink import shrink
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("shrink")(shrink_command)
+
+
+def shrink_command(
+    source: Annotated[str, typer.Argument(help="A folder of images or shards, or a Hub repository.")],
+    out: Annotated[Path, typer.Argument(help="Folder of the new shards; those that are there are kept.")],
+    side: Annotated[int, typer.Option(help="The shorter side of the stored images.")] = 256,
+    quality: Annotated[int, typer.Option(help="Of their JPEGs, up to 100.")] = 95,
+    workers: Annotated[int, typer.Option(help="Processes that share the work.")] = 0,
+    missing: Annotated[Literal["skip", "refuse"], typer.Option(help="Where a shard is missing.")] = "refuse",
+    as_json: Json = False,
+) -> None:
+    """Store large photographs at the size that training needs, so that epochs decode fewer pixels."""
+    problems = shrink(source, out, side=side, quality=quality, workers=workers, missing=missing)
+    size = sum(path.stat().st_size for path in out.glob("*.parquet"))
+    if as_json:
+        counts = {name: found.counts for name, found in problems.items()}
+        return print_json({"out": str(out), "bytes": size, "problems": counts})
+    for name, found in problems.items():
+        if found:
+            console.print(f"Left out of {name}: {found}", markup=False)
+    console.print(f"{size / 1e9:.2f} GB in {out}: train with --data {out}", markup=False, soft_wrap=True)
+    return None

@@ -1,0 +1,82 @@
+"""Activation checkpointing: keep the maps between stages alone, compute a stage again when its gradient is due.
+
+A stage is a stretch of a Sequential up to and with its pool, or a module of parallel branches. The maps at its end
+are small; those inside, which the backward pass needs, are made a second time. A step then costs one more forward
+pass and keeps a fraction of the maps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Recomputed(nn.Module):
+    """A stage whose inner maps are not kept for the backward pass. Statistics are gathered the first time only."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+        self.random = any(isinstance(module, nn.modules.dropout._DropoutNd) for module in stage.modules())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.stage(x)
+        return checkpoint(  # type: ignore[return-value]
+            self.stage,
+            x,
+            use_reentrant=False,
+            preserve_rng_state=self.random,
+            context_fn=lambda: (contextlib.nullcontext(), _buffers_as_they_were(self.stage)),
+        )
+
+
+def recomputed(model: nn.Module) -> nn.Module:
+    """A copy of a model, all tensors shared, that computes its convolutional stages again in the backward pass."""
+    if getattr(model, "entries", ()):
+        return Recomputed(model)
+    twin = copy.copy(model)
+    if type(model).forward is nn.Sequential.forward:
+        parts = [_recomputed_if_worth(stage) for stage in _stages(model)]
+        children = OrderedDict((f"stage{number}", part) for number, part in enumerate(parts, start=1))
+    else:
+        children = OrderedDict((name, recomputed(child)) for name, child in model.named_children())
+    twin._modules = children  # type: ignore[assignment]
+    return twin
+
+
+def _stages(chain: nn.Module) -> Iterator[nn.Sequential]:
+    """A Sequential in stretches, each but the last closed by a pool."""
+    stretch: OrderedDict[str, nn.Module] = OrderedDict()
+    for name, child in chain.named_children():
+        stretch[name] = child
+        if "Pool" in type(child).__name__ or getattr(child, "pool", None):
+            yield nn.Sequential(stretch)
+            stretch = OrderedDict()
+    if stretch:
+        yield nn.Sequential(stretch)
+
+
+def _recomputed_if_worth(stage: nn.Sequential) -> nn.Module:
+    """Convs have large maps; a head of linear layers has small ones, and dropout that would be drawn again."""
+    convolves = any(parameter.dim() == 4 for parameter in stage.parameters())
+    linear = any(isinstance(module, nn.Linear) for module in stage.modules())
+    return Recomputed(stage) if convolves and not linear else stage
+
+
+@contextlib.contextmanager
+def _buffers_as_they_were(stage: nn.Module) -> Iterator[None]:
+    """Let batch norm see a batch again without counting it twice."""
+    before = [(buffer, buffer.clone()) for buffer in stage.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)

@@ -1,0 +1,123 @@
+"""What the benchmarks of depth and memory say of networks whose weak points are known."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from lowrank_cnn.data import open_data
+from lowrank_cnn.models import create_model
+from lowrank_cnn.train import fit
+
+
+@pytest.fixture(scope="module")
+def depth_flow(benchmark_module):
+    return benchmark_module("depth_flow")
+
+
+def batches(n: int = 2):
+    draw = torch.Generator().manual_seed(0)
+    return ((torch.randn(8, 3, 32, 32, generator=draw), torch.arange(8) % 4) for _ in range(n))
+
+
+def network(name: str, **options):
+    torch.manual_seed(0)
+    return create_model(name, num_classes=4, width=0.125, dropout=0.0, **options)
+
+
+def test_a_group_that_answers_nothing_is_named(depth_flow):
+    net = network("vgg11-gmp-lr")
+    with torch.no_grad():
+        net.features.conv3_1.weights[1].zero_()
+    row = depth_flow.examined("net", net, batches())
+    assert row["dead_groups"] == ["features.conv3_1 1x3"]
+    assert row["dead"]["features.conv3_1"]["groups"]["1x3"] == [16, 16]
+    assert row["worst_layer"][0] == "features.conv3_1"
+
+
+def test_basis_filters_are_judged_though_no_relu_follows(depth_flow):
+    net = network("vgg11-gmp-lr-join")
+    with torch.no_grad():
+        net.features.conv2_1[0].weights[0].zero_()
+    row = depth_flow.examined("net", net, batches())
+    assert row["dead_groups"] == ["features.conv2_1, basis 3x1"]
+
+
+def test_a_layer_that_swallows_gradients_shows(depth_flow):
+    plain = depth_flow.examined("net", network("vgg11-gmp"), batches())
+    net = network("vgg11-gmp")
+    with torch.no_grad():
+        net.features.conv4_1.weight.mul_(1e-3)
+    faint = depth_flow.examined("net", net, batches())
+    assert next(iter(plain["flow"])) == "features.conv1_1"
+    assert 0.05 < plain["first_to_last"] < 20
+    assert faint["first_to_last"] < 0.05 * plain["first_to_last"]
+
+
+def test_auxiliary_heads_are_not_the_last_layers(depth_flow):
+    row = depth_flow.examined("net", network("googlenet-lr"), batches(1))
+    assert any(name.startswith("aux1") for name in row["flow"])
+    assert 0 < row["dead_share"] < 1
+    assert any("branch3" in site for site in row["dead"])
+
+
+def test_a_run_can_be_examined(depth_flow, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    net = create_model("nin-c3-lr", num_classes=10, in_channels=1, width=0.0625, norm="batch")
+    fit(
+        net, open_data("digits", limit=200), "digits", epochs=1, out=tmp_path / "run", device="cpu", progress=False
+    )
+    arguments = ["--data", "digits", "--networks", "--run", tmp_path / "run", "--out", tmp_path / "flow.json"]
+    monkeypatch.setattr(sys, "argv", ["depth_flow.py", *map(str, arguments), "--images", "100", "--device", "cpu"])
+    depth_flow.main()
+    (row,) = json.loads((tmp_path / "flow.json").read_text())["rows"]
+    assert row["network"].endswith("/run")
+    assert row["dead"]["features.conv1_1"]["groups"].keys() == {"3x1", "1x3"}
+
+
+def test_less_memory_is_kept_where_stages_are_computed_again(benchmark_module, tmp_path, monkeypatch):
+    memory = benchmark_module("memory")
+    arguments = [
+        "--networks",
+        "vgg11-gmp-lr",
+        "--image",
+        "32",
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path / "memory.json",
+    ]
+    monkeypatch.setattr(sys, "argv", ["memory.py", *map(str, arguments)])
+    memory.main()
+    kept, again = json.loads((tmp_path / "memory.json").read_text())["rows"]
+    assert again["kept_bytes_per_image"] < 0.3 * kept["kept_bytes_per_image"]
+    # Inputs, maps behind ReLUs and pools, and places of maxima, in stages of 32 to 2 pixels.
+    maps = [64 * 32**2, 128 * 16**2, 2 * 256 * 8**2, 2 * 512 * 4**2, 2 * 512 * 2**2]
+    assert kept["kept_bytes_per_image"] > 4 * sum(maps)
+
+
+def test_photographs_of_ilsvrcs_size_are_framed_by_every_way(benchmark_module, write_shards, photo, tmp_path):
+    pipeline = benchmark_module("input_pipeline")
+    rows = [(photo(number, size=(64, 64)), 0) for number in range(48)]
+    write_shards(tmp_path, "train", [rows[:2]])
+    write_shards(tmp_path, "test", [rows])
+    made = pipeline.photographs(tmp_path, 1)
+    assert made.keys() == {"upscaled", "mosaic", "shrunk"}
+    for kind, size in (("upscaled", (500, 375)), ("mosaic", (500, 375)), ("shrunk", (341, 256))):
+        (image,) = made[kind]
+        assert pipeline.pillow_drafted(image).size == size
+        for _, way in pipeline.ways():
+            assert len(way(image)) == 224 * 224 * 3
+    rate = pipeline.per_core(pipeline.whole_then_crop, made["shrunk"], 1)
+    assert rate["lowest"] > 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_loader_is_measured_as_training_sees_it(benchmark_module, photo, tmp_path, workers):
+    pipeline = benchmark_module("input_pipeline")
+    split = pipeline.shards([photo(0, size=(30, 40), format="JPEG")], 16, tmp_path)
+    assert len(split) == 16
+    assert pipeline.loader_rate(split, workers, 4) > 0

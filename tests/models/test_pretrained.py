@@ -1,0 +1,66 @@
+"""Weights that come with the package."""
+
+import pytest
+import torch
+
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.models import create_model, list_pretrained
+from lowrank_cnn.models import pretrained as module
+from lowrank_cnn.models.pretrained import Pretrained, agreed, load_into, read_pretrained, write_pretrained
+
+
+@pytest.fixture
+def stored(tmp_path):
+    torch.manual_seed(0)
+    model = create_model("nin-c3-lr", width=0.1, norm="batch", num_classes=7)
+    card = {"model": model.config, "recipe": {}, "data": {"classes": list("abcdefg"), "image": [3, 32, 32]}}
+    found = Pretrained(model.state_dict(), {"mean": torch.tensor([0.5])}, card)
+    write_pretrained(found, "toys", tmp_path)
+    return model, tmp_path
+
+
+def test_weights_come_back_to_half_precision(stored):
+    model, folder = stored
+    assert list_pretrained(folder) == [("nin-c3-lr", "toys")]
+    found = read_pretrained("nin-c3-lr", "toys", folder)
+    twin = create_model(**found.config)
+    load_into(twin, found)
+    for (name, ours), given in zip(twin.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.allclose(ours, given, rtol=1e-3, atol=1e-6), name
+        assert ours.dtype == given.dtype
+    assert found.preprocess["mean"] == 0.5
+
+
+def test_what_is_not_there_is_said(stored):
+    with pytest.raises(LowRankError, match="no weights of nin on toys; there are: nin-c3-lr on toys"):
+        read_pretrained("nin", "toys", stored[1])
+
+
+def test_a_damaged_file_is_said(stored):
+    path = stored[1] / "nin-c3-lr.toys.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(LowRankError, match="damaged"):
+        read_pretrained("nin-c3-lr", "toys", stored[1])
+
+
+def test_options_that_do_not_fit_are_refused(stored):
+    found = read_pretrained("nin-c3-lr", "toys", stored[1])
+    defaults = {"num_classes": None, "norm": None}
+    assert agreed({"num_classes": 7, "norm": None}, defaults, found, "toys")["norm"] == "batch"
+    with pytest.raises(LowRankError, match="are for num_classes=7, not 10"):
+        agreed({"num_classes": 10, "norm": None}, defaults, found, "toys")
+
+
+def test_create_model_takes_them(stored, monkeypatch):
+    model, folder = stored
+    monkeypatch.setattr(module, "FOLDER", folder)
+    monkeypatch.setattr(read_pretrained, "__defaults__", (folder,))
+    monkeypatch.setattr(list_pretrained, "__defaults__", (folder,))
+    net = create_model("nin-c3-lr", pretrained="toys")
+    assert not net.training
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.allclose(net(x), model.eval()(x), atol=1e-2)
+    with pytest.raises(LowRankError, match=r"width=0\.1"):
+        create_model("nin-c3-lr", pretrained="toys", width=0.5)
+    with pytest.raises(LowRankError, match="there is no network"):
+        create_model("nin-c3-lrr", pretrained="toys")

@@ -1,0 +1,104 @@
+"""Stages computed twice give the gradients, statistics and random draws of stages computed once."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lowrank_cnn.kernels.fuse import fuse
+from lowrank_cnn.models import create_model
+from lowrank_cnn.train.recompute import Recomputed, recomputed
+
+NETWORKS = ["vgg11-gmp", "vgg11-gmp-lr-join-wfull", "googlenet-lr", "nin-c3-lr"]
+
+
+def build(name: str, norm: str | None = None, **options) -> nn.Module:
+    torch.manual_seed(0)
+    return create_model(name, num_classes=5, width=0.0625, norm=norm, **options).train()
+
+
+def backward(network: nn.Module, forward: nn.Module, images: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradients of a loss over all outputs, after seeding what dropout draws."""
+    torch.manual_seed(1)
+    outputs = forward(images)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    network.zero_grad()
+    sum(output.square().sum() for output in outputs).backward()
+    return {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
+
+
+@pytest.mark.parametrize("norm", [None, "batch"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_gradients_and_statistics_are_equal(name: str, norm: str | None):
+    plain = build(name, norm)
+    twin = copy.deepcopy(plain)
+    images = torch.randn(4, 3, 48, 48, generator=torch.Generator().manual_seed(2))
+    right = backward(plain, plain, images)
+    ours = backward(twin, recomputed(twin).train(), images)
+    for parameter in right:
+        assert torch.equal(right[parameter], ours[parameter]), parameter
+    for (place, one), (_, other) in zip(plain.named_buffers(), twin.named_buffers(), strict=True):
+        assert torch.equal(one, other), place
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_fused_network_can_be_recomputed_too(name: str):
+    plain = build(name, "batch", dropout=0.0)
+    images = torch.randn(4, 3, 48, 48)
+    right = backward(plain, plain, images)
+    ours = backward(plain, recomputed(fuse(plain)).train(), images)
+    for parameter in right:
+        torch.testing.assert_close(right[parameter], ours[parameter], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"), [("vgg11-gmp", 5), ("googlenet", 11), ("nin", 3), ("vgg11-gmp-lr-join", 5)]
+)
+def test_a_network_is_cut_behind_its_pools_and_around_its_branches(name: str, stages: int):
+    twin = recomputed(build(name))
+    assert sum(isinstance(module, Recomputed) for module in twin.modules()) == stages
+    heads = [module for module in twin.modules() if isinstance(module, Recomputed)]
+    assert not any(isinstance(inner, nn.Linear) for head in heads for inner in head.modules())
+
+
+def test_the_network_itself_is_not_touched():
+    network = build("vgg11-gmp")
+    names = [name for name, _ in network.named_modules()]
+    twin = recomputed(network)
+    assert [name for name, _ in network.named_modules()] == names
+    shared = {parameter.data_ptr() for parameter in network.parameters()}
+    assert {parameter.data_ptr() for parameter in twin.parameters()} == shared
+
+
+@pytest.mark.parametrize("name", ["vgg11-gmp", "googlenet"])
+def test_less_is_kept_for_the_backward_pass(name: str):
+    network = build(name)
+    images = torch.randn(2, 3, 64, 64)
+    assert kept(recomputed(network).train(), images) < 0.4 * kept(network, images)
+
+
+def test_without_gradients_a_stage_is_computed_once():
+    network = build("vgg11-gmp", dropout=0.0)
+    images = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(recomputed(network)(images), network(images))
+
+
+def kept(network: nn.Module, images: torch.Tensor) -> int:
+    """Bytes of distinct tensors that a forward pass keeps, parameters apart."""
+    own = {parameter.data_ptr() for parameter in network.parameters()}
+    found: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in own:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = network(images)
+    assert output is not None
+    return sum(found.values())
