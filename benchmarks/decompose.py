@@ -4,7 +4,7 @@
     python benchmarks/decompose.py --data FOLDER --seed 0 &              one process each, a file each
     python benchmarks/decompose.py --data FOLDER --seed 1 &
     python benchmarks/decompose.py --merge benchmarks/results/decompose-seed*.json
-    python benchmarks/decompose.py --data digits --recipe digits --limit 100 --epochs 1 --tune 1 --out trial.json
+    python benchmarks/decompose.py --data digits --recipe digits --width 0.1 --limit 100 --epochs 1 --tune 1
 
 A dense network is trained for E epochs (`--epochs`) on all training images but 5,000. For each scheme and share of
 the MACs it is decomposed to that share, and three ways lead to a network of those shapes:
@@ -92,8 +92,13 @@ class Bench:
 
     def fresh(self) -> nn.Module:
         torch.manual_seed(self.seed)
-        sizes = {"num_classes": len(self.data.classes), "in_channels": self.data.train.channels}
-        return create_model(self.options.network, **sizes, norm=self.recipe(0).norm)
+        return create_model(
+            self.options.network,
+            num_classes=len(self.data.classes),
+            in_channels=self.data.train.channels,
+            width=self.options.width,
+            norm=self.recipe(0).norm,
+        )
 
     def fitted(self, line: Line) -> nn.Module:
         """The trained dense network, decomposed; once, as what is evaluated without training."""
@@ -213,6 +218,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--data", help="CIFAR-10 as parquet, or any other set")
     parser.add_argument("--network", default="nin")
+    parser.add_argument("--width", type=float, default=1.0, help="scale all filters, to try it on a small machine")
     parser.add_argument("--recipe", default="nin-modern")
     parser.add_argument("--schemes", nargs="+", default=["separable", "lr-join"])
     parser.add_argument("--shares", nargs="+", type=float, default=[0.65, 0.5], help="of the dense network's MACs")
@@ -232,7 +238,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _setting(options: argparse.Namespace, held_out: int) -> dict[str, Any]:
-    named = ("network", "recipe", "schemes", "shares", "epochs", "tune", "tune_lr", "limit", "compile")
+    named = ("network", "width", "recipe", "schemes", "shares", "epochs", "tune", "tune_lr", "limit", "compile")
     return {name: getattr(options, name) for name in named} | {"held_out": held_out}
 
 

@@ -34,7 +34,7 @@ from gpu_ways import OURS, RIVALS, TRICKS, images, network, step_of, way
 from lowrank_cnn.deploy.merge import merge
 from lowrank_cnn.environment import environment
 from lowrank_cnn.kernels import tune
-from lowrank_cnn.kernels.measure import captured, milliseconds
+from lowrank_cnn.kernels.measure import captured, times
 from lowrank_cnn.models import vgg
 
 TWINS = {**dict.fromkeys(vgg.VARIANTS, "vgg11-gmp"), "nin-c3-lr": "nin", "googlenet-lr": "googlenet"}
@@ -92,7 +92,7 @@ def compile_tiles(options: argparse.Namespace, shard: int, shards: int) -> None:
     capability = torch.cuda.get_device_capability()
     for problem, training in tiles(options)[shard::shards]:
         for plan in plans(problem, capability=capability)[: 1 if training else None]:
-            milliseconds(problem, torch.device("cuda"), plan, training=training, repeats=1)
+            times(problem, torch.device("cuda"), plan, training=training, repeats=1)
         torch.cuda.empty_cache()
 
 

@@ -3,8 +3,8 @@
     python benchmarks/zoo.py --scheme lr-join --jobs 14 --budget 540
 
 Each network is built without trained weights and converted; it is counted before and after, and run on one image.
-Where that can be, it is built on the meta device first, so that networks without spatial convolutions (transformers,
-mixers) cost nothing but their name in the record. Very large ones are run last, few at a time.
+Where that can be, it is built on the meta device first, so that networks without spatial convolutions
+(transformers, mixers) cost nothing but a line of the record. Very large ones are run last, few at a time.
 
 Networks are examined in processes of their own: one that fails, hangs or ends its process is named, and a new
 process goes on with the next. The record is written on the way, every few seconds, and the same command goes on
@@ -14,7 +14,6 @@ with what it does not hold yet.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -24,6 +23,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -38,6 +38,8 @@ FEW = 3
 HEAVY = 8 * 2**30
 """A process that ever took so many bytes is ended after the network at hand."""
 WRITE_EVERY = 5.0
+TO_START = 60.0
+"""Seconds that a process may take to load torch; they do not count as the network's."""
 LATER = ("not reached", "counted")
 """Outcomes that a further run may better."""
 
@@ -140,15 +142,18 @@ def _first_line(error: Exception) -> str:
 
 
 def serve(pipe: Connection, scheme: str, largest: int) -> None:
-    """A process that examines what it is sent until it is sent nothing, or has become too large."""
+    """A process that examines what it is sent until it is ended, or has become too large."""
     import torch
 
+    import lowrank_cnn.cli.source
+    import lowrank_cnn.convert  # noqa: F401
+
     torch.set_num_threads(1)
-    sys.stdout = sys.stderr = Path(os.devnull).open("w")  # what networks say while they are built
-    while (text := pipe.recv()) is not None:
-        pipe.send(examine(text, scheme, largest))
-        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > HEAVY:
-            return
+    pipe.send("ready")
+    # What networks say while they are built is of no use here.
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        while resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < HEAVY:
+            pipe.send(examine(pipe.recv(), scheme, largest))
 
 
 @dataclass
@@ -163,16 +168,15 @@ class Helper:
     def ask(self, text: str, seconds: float) -> Row:
         """The row of a network; a process that gives none in time is ended."""
         start = time.monotonic()
-        if self.process is None or not self.process.is_alive():
-            self._begin()
         try:
+            if self.process is None or not self.process.is_alive():
+                self._begin()
             self.pipe.send(text)
             if self.pipe.poll(seconds):
                 return self.pipe.recv()
             why = f"took more than {seconds:.0f} s"
         except (EOFError, OSError):
-            self.process.join(5)
-            why = f"its process ended with {self.process.exitcode}"
+            why = f"its process ended with {self._exit_code()}"
         self.end()
         return {"network": text, "outcome": "failed", "why": why, "seconds": round(time.monotonic() - start, 1)}
 
@@ -183,6 +187,13 @@ class Helper:
         self.process = spawn.Process(target=serve, args=(theirs, self.scheme, self.largest), daemon=True)
         self.process.start()
         theirs.close()  # else its end would not be noticed here
+        if not self.pipe.poll(TO_START):
+            raise TimeoutError
+        self.pipe.recv()
+
+    def _exit_code(self) -> int | None:
+        self.process.join(5)
+        return self.process.exitcode
 
     def end(self) -> None:
         if self.process is not None:
@@ -230,8 +241,8 @@ def examine_all(texts: list[str], table: Table, options: argparse.Namespace, lar
         try:
             while (left := options.deadline - time.monotonic()) > 0:
                 row = helper.ask(waiting.get_nowait(), min(options.patience, left))
-                late = row["outcome"] == "failed" and time.monotonic() >= options.deadline
-                table.add({"network": row["network"], "outcome": "not reached"} if late else row)
+                if row["outcome"] != "failed" or time.monotonic() < options.deadline:
+                    table.add(row)
         except queue.Empty:
             pass
         finally:
@@ -272,7 +283,7 @@ def _table(options: argparse.Namespace) -> Table:
     """The table of this scheme with what an earlier run has left, or a new one."""
     from lowrank_cnn.environment import environment
 
-    versions = {family: importlib.metadata.version(family) for family in options.families}
+    versions = {family: getattr(import_module(family), "__version__", None) for family in options.families}
     about = {"kind": "zoo", "scheme": options.scheme, "environment": environment() | versions}
     before = json.loads(options.out.read_text()) if options.out.exists() else {}
     kept = before.get("networks", []) if before.get("scheme") == options.scheme else []

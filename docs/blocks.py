@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -145,21 +146,73 @@ def gpu_speed() -> str:
 
 def train_speed() -> str:
     found = record("train_speed.json")
-    ways = list(next(iter(found["rows"].values())))
-    rows: list[list[object]] = [
-        [way, *(f"{found['rows'][net][way]['images_per_second']:,.0f}" for net in found["rows"])] for way in ways
-    ]
-    images, workers = found["setting"]["images"], found["setting"]["workers"]
+    rows: list[list[object]] = []
+    for net, ways in found["rows"].items():
+        for way, row in ways.items():
+            rates = f"{row['images_per_second']:,.0f} ({row['lowest']:,.0f} to {row['highest']:,.0f})"
+            epoch = f"{found['setting']['images'] / row['images_per_second']:.2f}"
+            share = f"{row['device_share']:.1%}" if "device_share" in row else ""
+            rows.append([f"`{net}`", way, rates, epoch, share])
+    setting = found["setting"]
     note = (
-        f"\nImages per second, median epoch: batch 128, {images:,} CIFAR-10 images, {workers} workers to load.\n"
+        f"\nBatch {setting['recipe']['batch_size']}, all {setting['images']:,} images, median epoch and range; "
+        f"{setting['workers']} workers feed the plain loop.\nThe share is the time of a step replayed back to "
+        "back over the time per step in an epoch: the rest is what\nan epoch does besides its steps.\n"
     )
-    fastest = {net: max(way["images_per_second"] for way in ways.values()) for net, ways in found["rows"].items()}
-    epochs = ", ".join(f"{50_000 / rate:.2f} s for `{net}`" for net, rate in fastest.items())
-    spreads = [way["highest"] / way["lowest"] - 1 for ways in found["rows"].values() for way in ways.values()]
-    note += f"\nAt these rates an epoch of all 50,000 images takes {epochs}. Epochs of one row differ by up to\n"
-    note += f"{max(spreads):.0%} (2 or 3 timed epochs each, one seed). {found['note']}\n"
-    table = markdown(["loop", *(f"`{net}`" for net in found["rows"])], rows)
-    return table + note + source("train_speed.json", found["environment"])
+    columns = ["network", "<loop", "images/s", "s per epoch", "share of the GPU"]
+    return markdown(columns, rows) + note + source("train_speed.json", found["environment"])
+
+
+def _runs(part: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The records of a part of the CIFAR-10 experiment, by network and variant."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for path in sorted((RESULTS / "cifar10" / part).glob("*/record.json")):
+        run = json.loads(path.read_text())
+        variant = path.parent.name.removeprefix(run["model"]["name"]).rpartition("seed")[0].strip("-")
+        found.setdefault((run["model"]["name"], variant), []).append(run)
+    return found
+
+
+def _mean_and_spread(values: list[float]) -> str:
+    return f"{mean(values):.2f} ± {stdev(values):.2f}"
+
+
+def cifar10_modern() -> str:
+    """Dense and low-rank twins by one recipe: equal epochs, and equal training compute."""
+    from lowrank_cnn.paper.published import published
+
+    rows: list[list[object]] = []
+    runs: list[dict[str, Any]] = []
+    for part in ("modern", "modern-equal-compute"):
+        for (net, _), found in _runs(part).items():
+            runs, first = found, found[0]["result"]
+            cost = first["macs"] * first["epochs"] / 1e9
+            accuracy = _mean_and_spread([100 * run["result"]["top1"] for run in runs])
+            stated = f"{100 * (published()[net].top1 or 0):.2f}"
+            size = f"{first['macs'] / 1e6:.0f} M", f"{first['params'] / 1e3:.0f} k"
+            found_and_stated = f"**{accuracy}**", len(runs), stated
+            rows.append([f"`{net}`", *size, first["epochs"], f"{cost:.1f} G", *found_and_stated])
+    columns = ["network", "MACs", "parameters", "epochs", "MACs x epochs", "top-1 %", "seeds", "published %"]
+    note = (
+        "\nMean ± standard deviation over seeds; 50,000 images to train on, the test set met once, at the end.\n"
+    )
+    return markdown(columns, rows) + note + source("cifar10/", runs[0]["environment"])
+
+
+def cifar10_init() -> str:
+    """The initialisations with and without batch norm: loss on the way, accuracy at the end."""
+    rows: list[list[object]] = []
+    runs: list[dict[str, Any]] = []
+    for (_, variant), found in _runs("init").items():
+        runs = found
+        losses = [mean(run["history"][epoch - 1]["train_loss"] for run in runs) for epoch in (1, 3, 10)]
+        accuracy = _mean_and_spread([100 * run["result"]["top1"] for run in runs])
+        init, _, norm = variant.removesuffix("-norm").rpartition("-")
+        init = init.removesuffix("-batch").removesuffix("-no")
+        rows.append([init, norm, *(f"{loss:.2f}" for loss in losses), accuracy, len(runs)])
+    rows.sort(key=lambda row: (row[1] != "no", row[0]))
+    columns = ["initialisation", "batch norm", "loss after 1", "3", "10 epochs", "top-1 % then", "seeds"]
+    return markdown(columns, rows) + source("cifar10/init/", runs[0]["environment"])
 
 
 def cpu_layout() -> str:
@@ -176,13 +229,29 @@ def cpu_layout() -> str:
 def cifar_search() -> str:
     """Every setting that was tried, in the order in which they were."""
     found = record("cifar_search.json")
-    rows: list[list[object]] = [
-        [f"`{r['network']}`", f"`{r['recipe']}`", f"`{r['settings']}`", r["epochs"], f"{r['top1']:.1%}"]
-        for r in found["rows"]
-    ]
+    rows: list[list[object]] = []
+    for r in found["rows"]:
+        shown = " ".join(word for word in r["settings"].split() if not word.startswith("evaluate_every"))
+        what = [f"`{r['network']}`", f"`{r['recipe']}`", r["start"], f"`{shown}`" if shown else ""]
+        rows.append([*what, f"{r['images']:,}", r["epochs"], f"{r['top1']:.1%}", r["commit"]])
     note = f"\n{found['note']} One run each, seed {found['rows'][0]['seed']}.\n"
-    columns = ["network", "<recipe", "<with", "epochs", "top-1, held out"]
+    columns = ["network", "<recipe", "<start", "<with", "images", "epochs", "top-1, held out", "commit"]
     return markdown(columns, rows) + note + source("cifar_search.json", found["environment"])
+
+
+def weights() -> str:
+    """The cards of the weights that come with the package."""
+    from lowrank_cnn.models.pretrained import list_pretrained, read_pretrained
+
+    rows: list[list[object]] = []
+    for name, data in list_pretrained():
+        card = read_pretrained(name, data).card
+        trained, halved = card["trained"], card["halved"]
+        shares = f"{trained['top1']:.2%}", f"{halved['top1']:.2%}"
+        made = f"`{card['recipe']['name']}`", trained["epochs"], card["seed"], card["environment"]["commit"]
+        rows.append([f"`{name}`", data, *made, *shares])
+    columns = ["network", "<data", "<recipe", "epochs", "seed", "commit", "as trained, GPU", "as shipped, CPU"]
+    return markdown(columns, rows) + "\nTop-1 on the 10,000 test images.\n"
 
 
 def records() -> str:
@@ -235,11 +304,14 @@ def _accuracy(line: dict[str, Any] | None) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "cifar-search": cifar_search,
+    "cifar10-init": cifar10_init,
+    "cifar10-modern": cifar10_modern,
     "cpu-layout": cpu_layout,
     "gpu-backward": gpu_backward,
     "gpu-layers": gpu_layers,
     "gpu-speed": gpu_speed,
     "train-speed": train_speed,
+    "weights": weights,
     "init-depth": init_depth,
     "networks": networks,
     "records": records,

@@ -157,6 +157,9 @@ def _by_budget(
         assert latency is not None
         return schemes_of(by_latency(model, curves, scheme, latency, size), scheme)
     total = rest + sum(curve[-1].macs for curve in curves.values())
+    least = (rest + sum(curve[0].macs for curve in curves.values())) / total
+    if macs < least:
+        raise LowRankError(f"macs={macs:g} is below {least:.3f}, what the fewest filters and all else cost.")
     return _within(model, curves, scheme, macs * total, rest, size)
 
 

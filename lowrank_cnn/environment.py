@@ -38,12 +38,14 @@ def environment() -> dict[str, object]:
 def commit() -> str | None:
     """The commit of the checkout this package runs from, marked `+` where it was changed; None if installed.
 
-    A tree that travelled without its history may carry its commit in LOWRANK_COMMIT instead.
+    LOWRANK_COMMIT goes before both: a tree that was copied elsewhere may have no history there, or an older one.
     """
+    if given := os.environ.get("LOWRANK_COMMIT"):
+        return given
     root = Path(__file__).resolve().parent.parent
     head = _git(root, "rev-parse", "--short=12", "HEAD") if (root / ".git").exists() else None
     if not head:
-        return os.environ.get("LOWRANK_COMMIT")
+        return None
     return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
 
 

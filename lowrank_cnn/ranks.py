@@ -61,9 +61,7 @@ def by_macs(curves: Curves, budget: float) -> dict[str, int | None]:
     place = dict.fromkeys(curves, 0)
     left = budget - sum(curve[0].macs for curve in curves.values())
     if left < 0:
-        raise LowRankError(
-            "the budget is below what the fewest filters cost, beside the layers that stay: allow more."
-        )
+        raise LowRankError("the budget is below what the fewest filters cost: allow more.")
     offers: dict[str, Offer | None] = {}
     while True:
         for name, curve in curves.items():

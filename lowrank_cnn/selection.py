@@ -123,7 +123,7 @@ def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
     if parametrize.is_parametrized(conv) or not isinstance(conv._parameters.get("weight"), nn.Parameter):
         return "its weight is computed from others: remove the parametrisation first"
     if type(conv) is not nn.Conv2d:
-        return "it is not a plain nn.Conv2d"
+        return f"it is a {type(conv).__name__}, not a plain nn.Conv2d"
     if min(conv.kernel_size) == 1:
         return f"its kernel is {conv.kernel_size[0]}x{conv.kernel_size[1]}"
     if conv.groups == conv.in_channels > 1:

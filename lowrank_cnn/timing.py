@@ -78,7 +78,10 @@ def time_model(
     Our own networks are held against their family's dense baseline (see `dense_twin`) unless `twin` is given.
     `runtime` is "torch", or "onnx" for ONNX Runtime on the CPU; the time is the median of `repeats` runs.
     """
+    from lowrank_cnn.train.launch import resolve_device
+
     size = _checked(model, input_size, batch, device, runtime)
+    device = "cpu" if runtime == "onnx" else resolve_device(device)
     twin = dense_twin(model) if twin is None else twin
     networks = {"network": model} | ({} if twin is None else {"twin": twin})
     prepare = _OnnxRunner if runtime == "onnx" else _TorchRunner
@@ -117,17 +120,14 @@ def pearson(layers: Sequence[LayerTime]) -> float | None:
 def _checked(
     model: nn.Module, input_size: Sequence[int] | None, batch: int, device: str, runtime: str
 ) -> tuple[int, ...]:
-    from lowrank_cnn.train.launch import resolve_device
-
     check_module(model)
     size = input_size or getattr(model, "input_size", None)
     if size is None:
         raise LowRankError("say the size of the images (channels, height, width) that the network takes.")
     if runtime not in ("torch", "onnx"):
         raise LowRankError(f"the runtime is torch or onnx, not {runtime!r}.")
-    if runtime == "onnx" and device != "cpu":
+    if runtime == "onnx" and device not in ("cpu", "auto"):
         raise LowRankError(f"onnxruntime is timed on the CPU, not on {device}.")
-    resolve_device(device)
     if batch < 1:
         raise LowRankError(f"the batch must be positive, not {batch}.")
     return tuple(size)

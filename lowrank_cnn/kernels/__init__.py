@@ -3,16 +3,9 @@
 `composite_conv2d` is the whole interface; it runs anywhere, and fused where that is supported and faster.
 """
 
-from lowrank_cnn.kernels.dispatch import (
-    Choice,
-    choose,
-    composite_conv2d,
-    explain,
-    explain_call,
-    forced,
-    tune,
-    unsupported,
-)
+from lowrank_cnn.kernels.choice import Choice, choose, explain, unsupported
+from lowrank_cnn.kernels.dispatch import composite_conv2d, explain_call, tune
+from lowrank_cnn.kernels.mode import for_graphs, forced
 from lowrank_cnn.kernels.problem import Problem, describe
 from lowrank_cnn.kernels.reference import composite_reference
 
@@ -25,6 +18,7 @@ __all__ = [
     "describe",
     "explain",
     "explain_call",
+    "for_graphs",
     "forced",
     "tune",
     "unsupported",

@@ -1,54 +1,141 @@
-"""Time the paths of a problem on its device: a fused plan, or torch's own operations."""
+"""Time the paths of a problem on its device, a fused plan or torch's own operations, and compare their results."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.kernels.problem import Problem, Sides, empty_codes
 from lowrank_cnn.kernels.reference import composite_by_torch
 
 if TYPE_CHECKING:
     from lowrank_cnn.kernels.launch import Plan
 
+TOLERANCE = 2e-2
+"""Between two ways to round a layer in half precision, relative to the norm of the result."""
+CALLS = 10
 
-def milliseconds(
-    problem: Problem, device: torch.device, plan: Plan | None, *, training: bool, repeats: int = 7
-) -> float:
-    """Milliseconds the device takes for one path (None: torch's own), infinite where it fails.
 
-    A captured graph is timed: between events around a launch, a small layer would show the host's time.
-    """
+class Times(NamedTuple):
+    """Milliseconds of one path: in a replayed graph, and as a call from Python among many."""
+
+    graph: float
+    call: float
+
+
+FAILED = Times(float("inf"), float("inf"))
+
+
+def times(problem: Problem, device: torch.device, plan: Plan | None, *, training: bool, repeats: int = 7) -> Times:
+    """What one path takes (None: torch's own), infinite where it fails."""
     try:
         with torch.cuda.device(device), torch.set_grad_enabled(training):
-            graph = captured(_runner(problem, device, plan, training))
+            trial = Trial.random(problem, device, training)
+            graph = captured(lambda: trial.run(plan))
             graph.replay()
-            return median(_once(graph) for _ in range(repeats))
+            return Times(median(_replay(graph) for _ in range(repeats)), _per_call(lambda: trial.run(plan)))
     except Exception:  # whatever keeps a plan from running on this device keeps it from being chosen
-        return float("inf")
+        return FAILED
+
+
+def agrees(problem: Problem, device: torch.device, plan: Plan, *, training: bool) -> bool:
+    """Whether a plan gives what torch gives, gradients too where training; a plan that fails does not.
+
+    Gradients are compared without the pool: rounded values tie, and either may win.
+    """
+    trials = [(problem, False)] + ([(replace(problem, pool=None), True)] if training else [])
+    try:
+        for each, gradients in trials:
+            with torch.set_grad_enabled(gradients):
+                trial = Trial.random(each, device, gradients)
+                if not all(_close(*pair) for pair in zip(trial.run(plan), trial.run(None), strict=True)):
+                    return False
+    except Exception:
+        return False
+    return True
 
 
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """A function's work as a graph, after it has run outside of one: compiled, allocated, algorithms chosen."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
+    with for_graphs():
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Threads that only load data may call CUDA meanwhile: "thread_local" leaves them alone.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Threads that only load data may call CUDA meanwhile: "thread_local" leaves them alone.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        run()
     return graph
 
 
-def _once(graph: torch.cuda.CUDAGraph) -> float:
+@dataclass(frozen=True)
+class Trial:
+    """A problem with random numbers to try its paths on: one forward, and its backward where training."""
+
+    problem: Problem
+    x: Tensor
+    weights: list[Tensor]
+    bias: Tensor
+    training: bool
+
+    @classmethod
+    def random(cls, problem: Problem, device: torch.device, training: bool) -> Trial:
+        def draw(*size: int) -> Tensor:
+            return torch.randn(size, device=device, dtype=problem.dtype)
+
+        x = draw(problem.batch, problem.channels, problem.height, problem.width)
+        weights = [draw(g.filters, problem.channels, g.height, g.width) for g in problem.groups]
+        bias = torch.randn(problem.filters, device=device)
+        return cls(problem, x.contiguous(memory_format=torch.channels_last), weights, bias, training)
+
+    @property
+    def need_input(self) -> bool:
+        """The first layer's input, of few channels, needs no gradient."""
+        return self.problem.channels > 4
+
+    def run(self, plan: Plan | None) -> list[Tensor]:
+        """The result, or the gradients of weights, bias and input; None is torch's own path."""
+        return self._fused(plan) if plan else self._by_torch()
+
+    def _fused(self, plan: Plan) -> list[Tensor]:
+        from lowrank_cnn.kernels import launch
+
+        codes = empty_codes(self.problem, self.x) if self.training else None
+        y = launch.forward(plan, self.problem, self.x, self.weights, self.bias, codes)
+        if not self.training:
+            return [y]
+        seen = codes if codes is not None else y.permute(0, 2, 3, 1)
+        need = self.need_input
+        dx, dw, db = launch.gradients(self.problem, y, self.x, self.weights, seen, need_input=need)
+        return [part for part in (*dw, db, dx) if part is not None]
+
+    def _by_torch(self) -> list[Tensor]:
+        problem = self.problem
+        options = {
+            "stride": problem.stride,
+            "padding": _sides(problem),
+            "relu": problem.relu,
+            "pool": problem.pool,
+        }
+        inputs = [*self.weights, self.bias, *([self.x] if self.need_input else [])]
+        for tensor in inputs:
+            tensor.requires_grad_(self.training)
+        y = composite_by_torch(self.x, self.weights, self.bias, **options)
+        return list(torch.autograd.grad(y, inputs, y.detach())) if self.training else [y]
+
+
+def _replay(graph: torch.cuda.CUDAGraph) -> float:
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     graph.replay()
@@ -57,46 +144,19 @@ def _once(graph: torch.cuda.CUDAGraph) -> float:
     return start.elapsed_time(stop)
 
 
-def _runner(problem: Problem, device: torch.device, plan: Plan | None, training: bool) -> Callable[[], object]:
-    """One forward, and its backward where training, on random inputs of the problem's shapes."""
-    from lowrank_cnn.kernels import launch
-
-    x = torch.randn(
-        (problem.batch, problem.channels, problem.height, problem.width), device=device, dtype=problem.dtype
-    ).contiguous(memory_format=torch.channels_last)
-    weights = [
-        torch.randn((g.filters, problem.channels, g.height, g.width), device=device, dtype=problem.dtype)
-        for g in problem.groups
-    ]
-    bias = torch.randn(problem.filters, device=device)
-    if plan is None:
-        return _eager_runner(problem, x, weights, bias, training)
-    need_input = problem.channels > 4
-
-    def fused() -> object:
-        codes = empty_codes(problem, x) if training else None
-        y = launch.forward(plan, problem, x, weights, bias, codes)
-        if not training:
-            return y
-        seen = codes if codes is not None else y.permute(0, 2, 3, 1)
-        return launch.gradients(problem, y, x, weights, seen, need_input=need_input)
-
-    return fused
+def _per_call(run: Callable[[], object]) -> float:
+    """Milliseconds per call of several in a row: whichever of host and device takes longer."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(CALLS):
+        run()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began) / CALLS
 
 
-def _eager_runner(
-    problem: Problem, x: Tensor, weights: list[Tensor], bias: Tensor, training: bool
-) -> Callable[[], object]:
-    options = {"stride": problem.stride, "padding": _sides(problem), "relu": problem.relu, "pool": problem.pool}
-    inputs = [*weights, bias, *([x] if problem.channels > 4 else [])]
-    for tensor in inputs:
-        tensor.requires_grad_(training)
-
-    def eager() -> object:
-        y = composite_by_torch(x, weights, bias, **options)
-        return torch.autograd.grad(y, inputs, y.detach()) if training else y
-
-    return eager
+def _close(ours: Tensor, right: Tensor) -> bool:
+    difference = torch.linalg.vector_norm(ours.float() - right.float())
+    return bool(difference <= TOLERANCE * torch.linalg.vector_norm(right.float()))
 
 
 def _sides(problem: Problem) -> list[Sides]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowrank_cnn.kernels import dispatch
+from lowrank_cnn.kernels.mode import asked_for, mode
 from lowrank_cnn.kernels.problem import Pair
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -83,7 +83,7 @@ def kernels_take(x: Tensor) -> bool:
     """Whether the kernels between convs are to run, and can take such maps."""
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return False
-    if dispatch.mode() == "off" or not (x.is_cuda or dispatch.asked_for()):
+    if mode() == "off" or not (x.is_cuda or asked_for()):
         return False
     return x.dim() == 4 and x.dtype in TYPES and 0 < x.numel() <= LARGEST and _able(x.device)
 

@@ -40,11 +40,11 @@ def composite_conv2d(
     codes: bool,
 ) -> tuple[Tensor, Tensor]:
     """Result and codes. `pool` is "", "floor" or "ceil"; without `codes` the second is empty."""
-    from lowrank_cnn.kernels import dispatch, launch
+    from lowrank_cnn.kernels import choice, launch
 
     problem = _problem(x, weights, stride, padding, relu, pool)
     seen = empty_codes(problem, x) if codes else None
-    y = launch.forward(dispatch.plan_for(problem, x.device), problem, x, weights, bias, seen)
+    y = launch.forward(choice.plan_for(problem, x.device), problem, x, weights, bias, seen)
     return y, seen if seen is not None else x.new_empty(0, dtype=torch.uint8)
 
 

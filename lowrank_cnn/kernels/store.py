@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+LAYOUT = 2
+"""What an entry holds; files of another layout are left alone."""
+
 
 @lru_cache(maxsize=1)
 def entries() -> dict[str, Any]:
@@ -36,7 +39,7 @@ def store_path() -> Path:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     versions = [torch.__version__, _triton_version()]
     return Path(folder) / (
-        "kernels-" + "-".join([device, *versions]).replace(" ", "-").replace("/", "-") + ".json"
+        f"kernels{LAYOUT}-" + "-".join([device, *versions]).replace(" ", "-").replace("/", "-") + ".json"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowrank_cnn.kernels import dispatch
+from lowrank_cnn.kernels import choice, mode
 
-asked_for = torch.compiler.assume_constant_result(dispatch.asked_for)
-fuses = torch.compiler.assume_constant_result(dispatch.fuses)
+asked_for = torch.compiler.assume_constant_result(mode.asked_for)
+fuses = torch.compiler.assume_constant_result(choice.fuses)

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lowrank_cnn.errors import LowRankError
@@ -48,6 +46,8 @@ def read_pretrained(name: str, data: str, folder: Path = FOLDER) -> Pretrained:
     if (name, data) not in list_pretrained(folder):
         known = ", ".join(f"{name} on {data}" for name, data in list_pretrained(folder)) or "none"
         raise LowRankError(f"there are no weights of {name} on {data}; there are: {known}.")
+    from safetensors import SafetensorError, safe_open
+
     path = _path(name, data, folder)
     try:
         with safe_open(path, framework="pt") as file:
@@ -62,12 +62,15 @@ def read_pretrained(name: str, data: str, folder: Path = FOLDER) -> Pretrained:
 
 def write_pretrained(found: Pretrained, data: str, folder: Path = FOLDER) -> Path:
     """Keep weights with the package, in half precision."""
+    from safetensors.torch import save_file
+
     halves = {k: t.half() if t.is_floating_point() else t for k, t in found.weights.items()}
     tensors = halves | {_PREPROCESS + key: tensor for key, tensor in found.preprocess.items()}
     folder.mkdir(parents=True, exist_ok=True)
     path = _path(found.config["name"], data, folder)
     kept = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
     save_file(kept, path, metadata={"card": json.dumps(found.card)})
+    path.chmod(0o644)  # safetensors writes for its owner alone, and the package is for all
     return path
 
 

@@ -171,14 +171,16 @@ def _sealed(manifest: Mapping[str, object]) -> bytes:
 
 def _unsealed(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads(path.read_bytes())
-        seal = manifest.pop("sha256")
+        content = path.read_bytes()
+        manifest = json.loads(content)
+        del manifest["sha256"]
         known = manifest["format"] == FORMAT
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror}).") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{path} is damaged or not a checkpoint of this library.") from error
-    if seal != _sha256(json.dumps(manifest, sort_keys=True).encode()) or not known:
+    # Byte by byte: two ways to write one number have the same value, and so the same checksum.
+    if content != _sealed(manifest) or not known:
         raise DamagedCheckpointError(f"{path} is damaged: its checksum is not the one that was written.")
     return manifest
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.train.recipe import Recipe
 
 WARM_UP_STEPS = 3
@@ -132,12 +133,13 @@ class GraphedStep:
 
     def __init__(self, step: Step, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images.clone(), labels.clone()
-        with _put_back(step.tensors(), images.device):
-            _run_aside(step, self.images, self.labels)
-        step.optimizer.zero_grad(set_to_none=True)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            step(self.images, self.labels)
+        with for_graphs():
+            with _put_back(step.tensors(), images.device):
+                _run_aside(step, self.images, self.labels)
+            step.optimizer.zero_grad(set_to_none=True)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                step(self.images, self.labels)
 
     def __call__(self, images: Tensor, labels: Tensor) -> None:
         self.images.copy_(images, non_blocking=True)

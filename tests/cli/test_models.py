@@ -1,8 +1,11 @@
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
+import torch
+from torch import nn
 
 
 def lowrank(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
@@ -14,6 +17,16 @@ def lowrank(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[s
         env={"COLUMNS": str(columns), "PATH": "/usr/bin:/bin"},
         check=False,
     )
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3)))
+
+
+def without_convs() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 2))
 
 
 def test_alone_it_shows_what_it_can_do():
@@ -75,6 +88,9 @@ def test_audit_as_json_has_a_verdict_for_everything():
         (["count", "nin", "--convention", "flops"], "convention is mac or paper"),
         (["count", "nin", "--width", "-1"], "width must be positive"),
         (["count", "nin", "--input", "3x1x1"], "nin takes images of 4x4 at least"),
+        (["convert", __file__], "names no network"),
+        (["convert", f"{__file__}:scripted", "--input", "3x8x8"], "the model is scripted"),
+        (["convert", f"{__file__}:without_convs", "--input", "3x8x8"], "Sequential has no convolutions"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(arguments: list[str], says: str):

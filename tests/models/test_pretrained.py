@@ -64,3 +64,20 @@ def test_create_model_takes_them(stored, monkeypatch):
         create_model("nin-c3-lr", pretrained="toys", width=0.5)
     with pytest.raises(LowRankError, match="there is no network"):
         create_model("nin-c3-lrr", pretrained="toys")
+
+
+@pytest.mark.parametrize(("name", "data"), list_pretrained())
+def test_what_comes_with_the_package_can_be_used(name, data):
+    found = read_pretrained(name, data)
+    net = create_model(name, pretrained=data)
+    assert net.config == found.config
+    assert found.card["environment"]["commit"]
+    assert found.card["trained"]["n"] == found.card["halved"]["n"] == 10_000
+    assert abs(found.card["trained"]["top1"] - found.card["halved"]["top1"]) < 0.002
+    assert net(torch.randn(1, 3, 32, 32)).shape == (1, len(found.card["data"]["classes"]))
+    with pytest.raises(LowRankError, match="num_classes=10, not 100"):
+        create_model(name, pretrained=data, num_classes=100)
+
+
+def test_the_paper_s_small_networks_come_with_weights():
+    assert {name for name, data in list_pretrained() if data == "cifar10"} == {"nin", "nin-c3", "nin-c3-lr"}

@@ -1,0 +1,191 @@
+"""Fused or not: what is supported, what was measured faster here, and the choice, kept on disk.
+
+Two times are measured for each path. The device's own decides for CUDA graphs; the time of a call from Python, in
+which launches of small kernels weigh more than their work, decides everywhere else. Nothing is measured while a
+graph is captured or torch.compile traces: then the stored choice holds, or the default one. A plan whose results
+are not torch's is never chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowrank_cnn.kernels import store
+from lowrank_cnn.kernels.measure import FAILED, agrees, times
+from lowrank_cnn.kernels.mode import is_for_graphs, is_tuning, mode
+from lowrank_cnn.kernels.problem import Pair, Problem, Sides, pose
+
+if TYPE_CHECKING:
+    from lowrank_cnn.kernels.launch import Plan
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which path a problem takes, and why."""
+
+    fused: bool
+    why: str
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a choice is made for; in training, `need_input` asks for the input's gradient."""
+
+    problem: Problem
+    device: torch.device
+    training: bool = False
+    need_input: bool = True
+
+
+def fuses(
+    shapes: tuple[tuple[int, ...], ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    how: tuple[Pair, tuple[Sides, ...], bool, str | None],
+    training: bool,
+    need_input: bool,
+) -> bool:
+    """The choice, asked with plain values: sizes of the input and the weights, stride, padding, ReLU, pool."""
+    stride, padding, relu, pool = how
+    problem = pose(shapes[0], shapes[1:], dtype, stride=stride, padding=padding, relu=relu, pool=pool)
+    return choose(problem, device, training=training, need_input=need_input).fused
+
+
+def choose(problem: Problem, device: torch.device, *, training: bool, need_input: bool = True) -> Choice:
+    """The path of a problem under the current mode; in training, `need_input` asks for the input's gradient."""
+    asked = Asked(problem, device, training, need_input)
+    if mode() == "off":
+        return Choice(False, "switched off")
+    if reason := _unsupported(asked):
+        return Choice(False, reason)
+    if mode() == "on":
+        return Choice(True, "forced", plan_for(problem, device))
+    retune = is_tuning() and not (_entry(asked) or {}).get("tuned")
+    return (None if retune else _stored(asked)) or _measured(asked) or _default(asked)
+
+
+def unsupported(
+    problem: Problem, device: torch.device, *, training: bool = False, need_input: bool = True
+) -> str | None:
+    """Why the fused kernels cannot take a problem on a device, or None."""
+    return _unsupported(Asked(problem, device, training, need_input))
+
+
+def plan_for(problem: Problem, device: torch.device) -> Plan:
+    """The plan of a problem that is known to run fused: the measured one, or the default."""
+    from lowrank_cnn.kernels.launch import Plan
+
+    for training in (False, True):
+        if entry := _entry(Asked(problem, device, training)):
+            return Plan.from_dict(entry["plan"])
+    return _plans(problem, device)[0]
+
+
+def explain(problem: Problem, device: torch.device | str = "cuda", *, training: bool = False) -> str:
+    """Which path a problem takes here and why, in one line; nothing is measured."""
+    asked = Asked(problem, torch.device(device), training, need_input=problem.channels > 4)
+    if mode() != "auto" or _unsupported(asked):
+        choice = choose(problem, asked.device, training=training, need_input=asked.need_input)
+    else:
+        choice = _stored(asked) or _default(asked)
+    return f"{problem}: {'fused ' + str(choice.plan) if choice.fused else 'torch'} ({choice.why})"
+
+
+def _unsupported(asked: Asked) -> str | None:
+    exact = asked.problem.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
+    return "float32 without TF32" if exact and asked.device.type == "cuda" else _unable(asked)
+
+
+@lru_cache(maxsize=4096)
+def _unable(asked: Asked) -> str | None:
+    problem, cuda = asked.problem, asked.device.type == "cuda"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if cuda and torch.cuda.get_device_capability(asked.device) < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"{problem.dtype} is not bfloat16, float16 or float32"
+    if not _plans(problem, asked.device):
+        return "no kernel takes this stride, these channels or these taps"
+    return _untrainable(problem, asked.need_input) if asked.training else None
+
+
+def _untrainable(problem: Problem, need_input: bool) -> str | None:
+    from lowrank_cnn.kernels import stem, tiled
+
+    reason = tiled.unsupported(problem)
+    if reason is None or (stem.unsupported(problem) is None and not need_input):
+        return None
+    return f"no gradient for {reason}"
+
+
+@lru_cache(maxsize=4096)
+def _plans(problem: Problem, device: torch.device) -> tuple[Plan, ...]:
+    from lowrank_cnn.kernels.launch import plans
+
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return tuple(plans(problem, capability=capability))
+
+
+def _default(asked: Asked) -> Choice:
+    """Unmeasured: fused on Hopper where the work is large enough to hide a launch, else torch."""
+    hopper = asked.device.type == "cuda" and torch.cuda.get_device_capability(asked.device)[0] == 9
+    if hopper and asked.problem.macs > 1e8:
+        return Choice(True, "not measured; the default for large layers", _plans(asked.problem, asked.device)[0])
+    return Choice(False, "not measured; the default for small layers and other GPUs")
+
+
+def _measured(asked: Asked) -> Choice | None:
+    """Time the paths now, unless a graph is being captured or traced."""
+    problem, device, training = asked.problem, asked.device, asked.training
+    if torch.compiler.is_compiling() or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    best = _fastest(problem, device)
+    by_torch = times(problem, device, None, training=training)
+    fused = times(problem, device, best, training=training)
+    if min(by_torch.graph, fused.graph) == float("inf"):  # nothing runs here now, as within a tracer's own tensors
+        return None
+    fused = fused if agrees(problem, device, best, training=training) else FAILED
+    entry = {"torch": by_torch._asdict(), "fused": fused._asdict(), "plan": best.to_dict(), "tuned": is_tuning()}
+    store.entries()[_key(asked)] = entry
+    store.save()
+    return _choice(entry)
+
+
+def _fastest(problem: Problem, device: torch.device) -> Plan:
+    """Where tuning, the plan whose forward is right and fastest; the backward is the same for all."""
+    plans = _plans(problem, device)
+    if not is_tuning() or len(plans) == 1:
+        return plans[0]
+    right = [plan for plan in plans if agrees(problem, device, plan, training=False)]
+    return min(right or plans, key=lambda plan: times(problem, device, plan, training=False).graph)
+
+
+def _choice(entry: dict[str, Any]) -> Choice:
+    from lowrank_cnn.kernels.launch import Plan
+
+    way = "graph" if is_for_graphs() else "call"
+    ours, theirs = entry["fused"][way], entry["torch"][way]
+    why = f"measured, in a {way}: fused {ours:.3f} ms, torch {theirs:.3f} ms"
+    return Choice(True, why, Plan.from_dict(entry["plan"])) if ours < theirs else Choice(False, why)
+
+
+@lru_cache(maxsize=4096)
+def _key(asked: Asked) -> str:
+    offsets = ",".join(f"{g.top}:{g.left}" for g in asked.problem.groups)
+    return f"{asked.problem} {offsets} {'training' if asked.training else 'inference'}"
+
+
+def _entry(asked: Asked) -> dict[str, Any] | None:
+    return store.entries().get(_key(asked)) if asked.device.type == "cuda" else None
+
+
+def _stored(asked: Asked) -> Choice | None:
+    entry = _entry(asked)
+    return _choice(entry) if entry else None

@@ -1,0 +1,75 @@
+"""How to choose between the fused kernels and torch: by the environment, by blocks of code.
+
+LOWRANK_KERNELS=off   torch's own convolutions, always
+LOWRANK_KERNELS=on    the fused kernels wherever they can
+LOWRANK_KERNELS=auto  the faster of the two on this device and shape, measured once (the default)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+from lowrank_cnn.errors import LowRankError
+
+MODES = ("off", "on", "auto")
+_forced: ContextVar[str | None] = ContextVar("lowrank_kernels", default=None)
+_tuning: ContextVar[bool] = ContextVar("lowrank_tuning", default=False)
+_recording: ContextVar[bool] = ContextVar("lowrank_recording", default=False)
+
+
+def mode() -> str:
+    """How to choose: from the `forced` block, else the environment, else "auto"."""
+    chosen = _forced.get() or os.environ.get("LOWRANK_KERNELS", "auto")
+    if chosen not in MODES:
+        raise LowRankError(f"LOWRANK_KERNELS is {', '.join(MODES)}, not {chosen!r}.")
+    return chosen
+
+
+def asked_for() -> bool:
+    """Off the GPU only the interpreter could run the kernels, which is for tests that ask for it."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and mode() == "on"
+
+
+@contextlib.contextmanager
+def forced(chosen: str) -> Iterator[None]:
+    """Within the block, choose as `chosen` says: "off", "on" or "auto"."""
+    with _set(_forced, chosen):
+        mode()
+        yield
+
+
+@contextlib.contextmanager
+def for_graphs() -> Iterator[None]:
+    """Within the block, choose as for a CUDA graph, whose launches cost the host nothing.
+
+    Put it around the steps that warm a graph up and around its capture, so that both make the same choices.
+    """
+    with _set(_recording, True):
+        yield
+
+
+@contextlib.contextmanager
+def tuning() -> Iterator[None]:
+    """Within the block, measure every plan of a problem that is met."""
+    with _set(_tuning, True):
+        yield
+
+
+def is_tuning() -> bool:
+    return _tuning.get()
+
+
+def is_for_graphs() -> bool:
+    return _recording.get()
+
+
+@contextlib.contextmanager
+def _set(variable: ContextVar, value: object) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
