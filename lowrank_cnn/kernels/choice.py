@@ -70,6 +70,13 @@ def choose(problem: Problem, device: torch.device, *, training: bool, need_input
     return (None if retune else _stored(asked)) or _measured(asked) or _default(asked)
 
 
+def fastest(problem: Problem, device: torch.device, *, training: bool, need_input: bool = True) -> float | None:
+    """Milliseconds of the path that a problem takes, measured now if that can be; None where it is not known."""
+    choose(problem, device, training=training, need_input=need_input)
+    entry = _entry(Asked(problem, device, training, need_input))
+    return min(entry[path][_way()] for path in ("fused", "torch")) if entry else None
+
+
 def unsupported(
     problem: Problem, device: torch.device, *, training: bool = False, need_input: bool = True
 ) -> str | None:
@@ -170,10 +177,14 @@ def _fastest(problem: Problem, device: torch.device) -> Plan:
 def _choice(entry: dict[str, Any]) -> Choice:
     from lowrank_cnn.kernels.launch import Plan
 
-    way = "graph" if is_for_graphs() else "call"
+    way = _way()
     ours, theirs = entry["fused"][way], entry["torch"][way]
     why = f"measured, in a {way}: fused {ours:.3f} ms, torch {theirs:.3f} ms"
     return Choice(True, why, Plan.from_dict(entry["plan"])) if ours < theirs else Choice(False, why)
+
+
+def _way() -> str:
+    return "graph" if is_for_graphs() else "call"
 
 
 @lru_cache(maxsize=4096)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowrank_cnn.kernels.chain import FusedChain
 from lowrank_cnn.kernels.dispatch import composite_conv2d
 from lowrank_cnn.kernels.modules import fused_norm, fused_pool
 from lowrank_cnn.kernels.pack import laid_out
@@ -60,6 +61,8 @@ def fuse(model: nn.Module) -> nn.Module:
     """A copy of a model, its parameters shared, in which every conv the kernels know takes what follows it."""
     if (options := conv_options(model)) is not None:
         return FusedComposite(**options)
+    if _joined(model):
+        return _with_what_follows(model, [])[0]
     if (pool := fused_pool(model)) is not None:
         return pool
     if not model._modules:
@@ -109,7 +112,7 @@ def _flattened(chain: nn.Module) -> list[tuple[str, nn.Module]]:
     """The steps of a Sequential, those of Sequentials inside it in their place."""
     steps: list[tuple[str, nn.Module]] = []
     for name, child in chain.named_children():
-        if type(child).forward is nn.Sequential.forward:
+        if type(child).forward is nn.Sequential.forward and not _joined(child):
             steps += [(f"{name}_{inner}", step) for inner, step in _flattened(child)]
         else:
             steps.append((name, child))
@@ -131,12 +134,27 @@ def _with_what_follows(module: nn.Module, following: list[nn.Module]) -> tuple[n
     """A step fused with the steps behind it that it can take, and how many these are."""
     if (norm := fused_norm(module, following[0] if following else None)) is not None:
         return norm, 1
-    options = conv_options(module)
-    if options is None:
+    stages = _joined(module) or [conv_options(module)]
+    if stages[-1] is None:
         return fuse(module), 0
     relu = bool(following) and isinstance(following[0], nn.ReLU)
     pool = _pool(following[1]) if relu and len(following) > 1 else None
-    return FusedComposite(**options, relu=relu, pool=pool), relu + (pool is not None)
+    *basis, last = stages
+    layer = FusedComposite(**last, relu=relu, pool=pool)
+    layer = FusedChain(FusedComposite(**basis[0]), layer) if basis else layer
+    return layer, relu + (pool is not None)
+
+
+def _joined(module: nn.Module) -> list[Any] | None:
+    """The options of a basis and its join, where a Sequential is just these two."""
+    parts = list(module.children()) if type(module).forward is nn.Sequential.forward else []
+    if len(parts) != 2 or not hasattr(module, "scheme"):
+        return None
+    basis, join = map(conv_options, parts)
+    if basis is None or join is None or [tuple(w.shape[2:]) for w in join["weights"]] != [(1, 1)]:
+        return None
+    plain = tuple(join["stride"]) == (1, 1) and not any(sum(join["padding"][0], ()))
+    return [basis, join] if plain else None
 
 
 def _pool(module: nn.Module) -> str | None:
