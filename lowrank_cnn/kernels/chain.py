@@ -83,6 +83,12 @@ class FusedChain(nn.Module):
         options = {"stride": basis.stride, "relu": join.relu, "pool": join.pool}
         return composite_conv2d(x, [weight], bias, padding=[sides], **options)
 
+    @property
+    def pool(self) -> str | None:
+        """The rounding of the max-pool at its end, as that of any fused layer."""
+        join: Any = self.join
+        return join.pool
+
     def merges(self, x: Tensor) -> bool:
         """Whether one launch is faster for such an input."""
         off = mode() == "off" or torch.compiler.is_compiling() or torch.compiler.is_exporting()

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lowrank_cnn.kernels.chain import FusedChain
 from lowrank_cnn.kernels.dispatch import composite_conv2d
-from lowrank_cnn.kernels.modules import fused_norm, fused_pool
+from lowrank_cnn.kernels.modules import fused_norm, fused_pool, has_hooks, is_plain
 from lowrank_cnn.kernels.pack import laid_out
 from lowrank_cnn.kernels.problem import Pair, Sides
 
@@ -65,13 +66,14 @@ def fuse(model: nn.Module) -> nn.Module:
         return _with_what_follows(model, [])[0]
     if (pool := fused_pool(model)) is not None:
         return pool
-    if not model._modules:
+    if not model._modules or is_parametrized(model):
         return model
     twin = copy.copy(model)
     if type(model).forward is nn.Sequential.forward:
         children = _fused_chain(_flattened(model))
     else:
-        children = OrderedDict((name, fuse(child)) for name, child in model.named_children())
+        # Not `named_children`, which passes over a module that has two names.
+        children = {name: None if child is None else fuse(child) for name, child in model._modules.items()}
     twin._modules = children  # type: ignore[assignment]
     return twin
 
@@ -87,17 +89,30 @@ def freeze(model: nn.Module) -> nn.Module:
 
 
 def conv_options(module: nn.Module) -> dict[str, Any] | None:
-    """What a conv is to the kernels, or None for one they do not know (dilated, grouped, padded otherwise)."""
-    if isinstance(module, nn.Conv2d) and type(module).forward is nn.Conv2d.forward:
-        plain = module.groups == 1 and module.dilation == (1, 1) and module.padding_mode == "zeros"
-        if not plain or isinstance(module.padding, str):
-            return None
-        rows, columns = module.padding
-        sides = [((rows, rows), (columns, columns))]
-        return {"weights": [module.weight], "bias": module.bias, "stride": module.stride, "padding": sides}
-    if not (hasattr(module, "weights") and hasattr(module, "group_padding")):
+    """What a conv is to the kernels, or None for one they do not know (dilated, grouped, padded otherwise).
+
+    Nor do they know one with hooks, or with weights that are computed, from a norm and a direction say: what it
+    has at this moment is no parameter, and would not learn.
+    """
+    options = _of_conv(module) if isinstance(module, nn.Conv2d) else _of_composite(module)
+    if options is None or has_hooks(module):
         return None
-    layer: Any = module
+    tensors = (*options["weights"], options["bias"])
+    return options if all(t is None or isinstance(t, nn.Parameter) for t in tensors) else None
+
+
+def _of_conv(module: nn.Conv2d) -> dict[str, Any] | None:
+    ordinary = module.groups == 1 and module.dilation == (1, 1) and module.padding_mode == "zeros"
+    if not (ordinary and is_plain(module, nn.Conv2d)) or isinstance(module.padding, str):
+        return None
+    rows, columns = module.padding
+    sides = [((rows, rows), (columns, columns))]
+    return {"weights": [module.weight], "bias": module.bias, "stride": module.stride, "padding": sides}
+
+
+def _of_composite(layer: Any) -> dict[str, Any] | None:
+    if not (hasattr(layer, "weights") and hasattr(layer, "group_padding")):
+        return None
     if layer.channel_groups != 1 or tuple(layer.dilation) != (1, 1) or layer.padding_mode != "zeros":
         return None
     return {
@@ -111,8 +126,9 @@ def conv_options(module: nn.Module) -> dict[str, Any] | None:
 def _flattened(chain: nn.Module) -> list[tuple[str, nn.Module]]:
     """The steps of a Sequential, those of Sequentials inside it in their place."""
     steps: list[tuple[str, nn.Module]] = []
-    for name, child in chain.named_children():
-        if type(child).forward is nn.Sequential.forward and not _joined(child):
+    for name, child in chain._modules.items():
+        assert child is not None, "a Sequential calls each of its steps"
+        if is_plain(child, nn.Sequential) and not _joined(child):
             steps += [(f"{name}_{inner}", step) for inner, step in _flattened(child)]
         else:
             steps.append((name, child))
@@ -125,6 +141,7 @@ def _fused_chain(steps: list[tuple[str, nn.Module]]) -> OrderedDict[str, nn.Modu
     while at < len(steps):
         name, module = steps[at]
         following = [step for _, step in steps[at + 1 : at + 3]]
+        name = f"{name}_{at}" if name in fused else name  # as "a_b" of a step "b" within "a" beside it
         fused[name], taken = _with_what_follows(module, following)
         at += 1 + taken
     return fused
@@ -137,7 +154,7 @@ def _with_what_follows(module: nn.Module, following: list[nn.Module]) -> tuple[n
     stages = _joined(module) or [conv_options(module)]
     if stages[-1] is None:
         return fuse(module), 0
-    relu = bool(following) and isinstance(following[0], nn.ReLU)
+    relu = bool(following) and is_plain(following[0], nn.ReLU)
     pool = _pool(following[1]) if relu and len(following) > 1 else None
     *basis, last = stages
     layer = FusedComposite(**last, relu=relu, pool=pool)
@@ -147,7 +164,7 @@ def _with_what_follows(module: nn.Module, following: list[nn.Module]) -> tuple[n
 
 def _joined(module: nn.Module) -> list[Any] | None:
     """The options of a basis and its join, where a Sequential is just these two."""
-    parts = list(module.children()) if type(module).forward is nn.Sequential.forward else []
+    parts = list(module.children()) if is_plain(module, nn.Sequential) else []
     if len(parts) != 2 or not hasattr(module, "scheme"):
         return None
     basis, join = map(conv_options, parts)
@@ -159,7 +176,7 @@ def _joined(module: nn.Module) -> list[Any] | None:
 
 def _pool(module: nn.Module) -> str | None:
     """The rounding of a 2x2 max-pool of stride 2, or None for any other module."""
-    if not isinstance(module, nn.MaxPool2d) or module.return_indices:
+    if not isinstance(module, nn.MaxPool2d) or not is_plain(module, nn.MaxPool2d) or module.return_indices:
         return None
     sizes = [(v, v) if isinstance(v, int) else tuple(v) for v in (module.kernel_size, module.stride)]
     if sizes != [(2, 2), (2, 2)] or module.padding not in (0, (0, 0)) or module.dilation not in (1, (1, 1)):

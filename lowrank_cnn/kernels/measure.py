@@ -91,12 +91,15 @@ class Trial:
 
     @classmethod
     def random(cls, problem: Problem, device: torch.device, training: bool) -> Trial:
-        def draw(*size: int) -> Tensor:
-            return torch.randn(size, device=device, dtype=problem.dtype)
+        # A generator of its own: what training draws must not hang on what was measured before.
+        numbers = torch.Generator(device).manual_seed(0)
+
+        def draw(*size: int, dtype: torch.dtype = problem.dtype) -> Tensor:
+            return torch.randn(size, device=device, dtype=dtype, generator=numbers)
 
         x = draw(problem.batch, problem.channels, problem.height, problem.width)
         weights = [draw(g.filters, problem.channels, g.height, g.width) for g in problem.groups]
-        bias = torch.randn(problem.filters, device=device)
+        bias = draw(problem.filters, dtype=torch.float32)
         return cls(problem, x.contiguous(memory_format=torch.channels_last), weights, bias, training)
 
     @property

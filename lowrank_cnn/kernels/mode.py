@@ -58,12 +58,25 @@ def tuning() -> Iterator[None]:
         yield
 
 
+def as_now() -> contextlib.AbstractContextManager[None]:
+    """A block in which is chosen as now, for what autograd does later: its threads know of no blocks around it."""
+    return _as({variable: variable.get() for variable in (_forced, _tuning, _recording)})
+
+
 def is_tuning() -> bool:
     return _tuning.get()
 
 
 def is_for_graphs() -> bool:
     return _recording.get()
+
+
+@contextlib.contextmanager
+def _as(values: dict[ContextVar, object]) -> Iterator[None]:
+    with contextlib.ExitStack() as blocks:
+        for variable, value in values.items():
+            blocks.enter_context(_set(variable, value))
+        yield
 
 
 @contextlib.contextmanager

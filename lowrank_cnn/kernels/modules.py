@@ -91,7 +91,18 @@ def kernels_take(x: Tensor) -> bool:
 @lru_cache(maxsize=64)
 def _able(device: torch.device) -> bool:
     recent = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
-    return recent and find_spec("triton") is not None
+    return recent and find_spec("triton") is not None and _runs(device)
+
+
+def _runs(device: torch.device) -> bool:
+    """Whether Triton can build and launch a kernel here: without a C compiler, say, it cannot."""
+    try:
+        from lowrank_cnn.kernels.norm import launch_statistics
+
+        launch_statistics(torch.zeros(2, 8, 2, 2, device=device), None, None, 0.1, 1e-5)
+    except Exception:  # whatever the reason, torch's own operations remain
+        return False
+    return True
 
 
 def _several(x: Tensor) -> bool:
@@ -99,16 +110,33 @@ def _several(x: Tensor) -> bool:
     return x.numel() > x.shape[1]
 
 
+def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
+    """Whether a module does what its kind does and nothing else: no forward of its own, no hooks."""
+    if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in vars(module):
+        return False
+    return not has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its forward."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+
+
 def fused_norm(norm: nn.Module, following: nn.Module | None) -> FusedNorm | None:
     """A plain batch norm with the ReLU that follows it as one layer, or None for anything else."""
-    if type(norm) is nn.BatchNorm2d and isinstance(following, nn.ReLU):
-        return FusedNorm(norm, following)
-    return None
+    if type(norm) is not nn.BatchNorm2d or not is_plain(norm, nn.BatchNorm2d):
+        return None
+    if not isinstance(following, nn.ReLU) or not is_plain(following, nn.ReLU):
+        return None
+    return FusedNorm(norm, following)
 
 
 def fused_pool(module: nn.Module) -> FusedPool | None:
     """A plain max-pool as a layer that knows the kernels, or None for anything else."""
-    if type(module) is not nn.MaxPool2d or module.return_indices or _pair(module.dilation) != (1, 1):
+    if not isinstance(module, nn.MaxPool2d) or not is_plain(module, nn.MaxPool2d):
+        return None
+    if module.return_indices or _pair(module.dilation) != (1, 1):
         return None
     kernel, stride, padding = map(_pair, (module.kernel_size, module.stride, module.padding))
     return FusedPool(kernel=kernel, stride=stride, padding=padding, ceil=module.ceil_mode)

@@ -72,8 +72,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    *_, weight, bias = ctx.saved_tensors
-    dx, (db, dw) = batch_norm_relu_backward(grad, *ctx.saved_tensors, ctx.relu)
+    saved = ctx.saved_tensors  # asked for once: activation checkpointing computes them then, and lets them go
+    *_, weight, bias = saved
+    dx, (db, dw) = batch_norm_relu_backward(grad, *saved, ctx.relu)
     weight_grad = None if weight is None else dw.to(weight.dtype)
     return dx, None, None, weight_grad, None if bias is None else db.to(bias.dtype), None
 

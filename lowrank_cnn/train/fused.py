@@ -9,6 +9,7 @@ from torch import nn
 
 from lowrank_cnn.kernels import forced
 from lowrank_cnn.kernels.fuse import fuse
+from lowrank_cnn.train.recompute import buffers_as_they_were
 
 TOLERANCE = 1e-3
 
@@ -26,7 +27,7 @@ def fused_to_train(network: nn.Module, size: Sequence[int], say: Callable[[str],
         reason = str(error).partition("\n")[0] or type(error).__name__
         say(f"Layers are not fused: {reason}")
         return network
-    if difference > TOLERANCE:
+    if not difference <= TOLERANCE:  # nor where it is not a number
         say(f"Layers are not fused: the results would differ by {difference:.1g}.")
         return network
     return twin.train()
@@ -34,13 +35,18 @@ def fused_to_train(network: nn.Module, size: Sequence[int], say: Callable[[str],
 
 @torch.no_grad()
 def _difference(network: nn.Module, twin: nn.Module, size: Sequence[int]) -> float:
-    """How far the twin's results are from the network's, relative to them, all by torch's own operations."""
+    """How far the twin's results are from the network's, relative to them, all by torch's own operations.
+
+    It also runs as in training, where branches may take part that evaluation leaves out.
+    """
     modes = {module: module.training for module in network.modules()}
     device = next(network.parameters()).device
-    images = torch.randn(2, *size, device=device)
+    drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])
     try:
-        with forced("off"), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with forced("off"), drawing, buffers_as_they_were(network):
+            images = torch.randn(2, *size, device=device)
             right, ours = (_logits(part.eval(), images) for part in (network, twin))
+            twin.train()(images)
     finally:
         for module, training in modes.items():
             module.training = training

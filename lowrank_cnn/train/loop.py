@@ -62,6 +62,8 @@ def fit(
     `checkpoint_activations` saves memory: stages are computed again in the backward pass.
     Raises `Interrupted`, a KeyboardInterrupt, after Ctrl-C has been answered and the state saved.
     """
+    if compile and checkpoint_activations:
+        raise LowRankError("compile and checkpoint_activations exclude each other: torch traces no such stages.")
     recipe = _resolve(recipe, epochs)
     data = data if isinstance(data, Data) else open_data(data)
     directory = None if out is None else RunDirectory(Path(out))

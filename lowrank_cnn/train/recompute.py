@@ -14,7 +14,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
+
+from lowrank_cnn.kernels.mode import as_now
 
 
 class Recomputed(nn.Module):
@@ -33,7 +36,7 @@ class Recomputed(nn.Module):
             x,
             use_reentrant=False,
             preserve_rng_state=self.random,
-            context_fn=lambda: (contextlib.nullcontext(), _buffers_as_they_were(self.stage)),
+            context_fn=lambda: (contextlib.nullcontext(), _repeating(self.stage, as_now())),
         )
 
 
@@ -41,22 +44,31 @@ def recomputed(model: nn.Module) -> nn.Module:
     """A copy of a model, all tensors shared, that computes its convolutional stages again in the backward pass."""
     if getattr(model, "entries", ()):
         return Recomputed(model)
+    if not model._modules or is_parametrized(model):
+        return model
     twin = copy.copy(model)
     if type(model).forward is nn.Sequential.forward:
         parts = [_recomputed_if_worth(stage) for stage in _stages(model)]
         children = OrderedDict((f"stage{number}", part) for number, part in enumerate(parts, start=1))
     else:
-        children = OrderedDict((name, recomputed(child)) for name, child in model.named_children())
+        # Not `named_children`, which passes over a module that has two names.
+        children = {name: None if child is None else recomputed(child) for name, child in model._modules.items()}
     twin._modules = children  # type: ignore[assignment]
     return twin
 
 
 def _stages(chain: nn.Module) -> Iterator[nn.Sequential]:
-    """A Sequential in stretches, each but the last closed by a pool."""
+    """A Sequential in stretches, each but the last closed by a pool.
+
+    Dropout right behind a pool stands apart: in a stage, its draws would have to be repeated, which a CUDA graph
+    cannot do.
+    """
     stretch: OrderedDict[str, nn.Module] = OrderedDict()
-    for name, child in chain.named_children():
+    for name, child in chain._modules.items():
+        assert child is not None, "a Sequential calls each of its steps"
+        alone = not stretch and isinstance(child, nn.modules.dropout._DropoutNd)
         stretch[name] = child
-        if "Pool" in type(child).__name__ or getattr(child, "pool", None):
+        if alone or "Pool" in type(child).__name__ or getattr(child, "pool", None):
             yield nn.Sequential(stretch)
             stretch = OrderedDict()
     if stretch:
@@ -71,7 +83,14 @@ def _recomputed_if_worth(stage: nn.Sequential) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _buffers_as_they_were(stage: nn.Module) -> Iterator[None]:
+def _repeating(stage: nn.Module, choosing: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    """Let the backward pass repeat the forward one: by the same kernels, and without counting twice."""
+    with choosing, buffers_as_they_were(stage):
+        yield
+
+
+@contextlib.contextmanager
+def buffers_as_they_were(stage: nn.Module) -> Iterator[None]:
     """Let batch norm see a batch again without counting it twice."""
     before = [(buffer, buffer.clone()) for buffer in stage.buffers()]
     try:

@@ -80,3 +80,11 @@ def test_a_trial_gives_gradients_in_one_order():
     trial = Trial.random(problem(), DEVICE, True)
     shapes = [[tuple(t.shape) for t in trial.run(plan)] for plan in (PLAN, None)]
     assert shapes[0] == shapes[1] == [(8, 8, 3, 1), (8, 8, 1, 3), (16,), (2, 8, 6, 5)]
+
+
+def test_measuring_leaves_the_generators_alone():
+    before = torch.get_rng_state()
+    trial = Trial.random(problem(), DEVICE, True)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(trial.x, Trial.random(problem(), DEVICE, True).x)
+    assert not torch.equal(trial.weights[0].flatten(), trial.weights[1].flatten())

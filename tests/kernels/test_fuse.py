@@ -217,3 +217,85 @@ def test_a_whole_network_trains_alike():
     model.eval(), right.eval()
     with forced("on"), torch.no_grad():
         assert torch.allclose(twin(x).double(), right(x.double()), atol=10 * limit)
+
+
+def test_a_step_that_comes_twice_runs_twice():
+    relu = nn.ReLU()
+    inner = nn.Sequential(nn.Conv2d(8, 8, 3), relu)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), relu, inner, nn.BatchNorm2d(8), inner), torch.randn(2, 3, 9, 9)
+    assert torch.allclose(fuse(model.eval())(x), model(x), atol=1e-6)
+
+
+class Branches(nn.Module):
+    """One module under two names, and a name for none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU())
+        self.register_module("third", None)
+
+    def forward(self, x):
+        return self.second(self.first(x)) if self.third is None else x
+
+
+def test_every_name_is_kept():
+    model, x = Branches(), torch.randn(2, 3, 4, 4)
+    assert torch.allclose(fuse(model)(x), model(x))
+
+
+def test_names_that_meet_are_kept_apart():
+    steps = {"a": nn.Sequential(nn.Conv2d(3, 3, 1)), "a_0": nn.Conv2d(3, 4, 1), "a_0_1": nn.Conv2d(4, 2, 1)}
+    model, x = nn.Sequential(), torch.randn(2, 3, 4, 4)
+    for name, step in steps.items():
+        model.add_module(name, step)
+    assert torch.allclose(fuse(model)(x), model(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_weights_that_are_computed_learn(norm):
+    model = nn.Sequential(norm(nn.Conv2d(3, 4, 3)), nn.ReLU(), norm(build_conv(4, 4, 3, "dense")), nn.ReLU())
+    twin = fuse(model)
+    assert {id(p) for p in twin.parameters()} == {id(p) for p in model.parameters()}
+    twin(torch.randn(2, 3, 9, 9)).square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_hooks_are_called(at):
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), build_conv(4, 4, 3, "lr"),
+        nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()),
+    )  # fmt: skip
+    calls = []
+    model[at].register_forward_hook(lambda *_: calls.append(at))
+    fuse(model)(torch.randn(2, 3, 9, 9))
+    assert calls == [at]
+
+
+class Leaks(nn.ReLU):
+    def forward(self, x):
+        return F.leaky_relu(x)
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(3, 8, 1), nn.BatchNorm2d(3)])
+def test_a_relu_with_a_forward_of_its_own_stays(layer):
+    model, x = nn.Sequential(layer, Leaks()), torch.randn(2, 3, 4, 4)
+    assert torch.allclose(fuse(model.eval())(x), model(x))
+
+
+def test_where_triton_cannot_build_torch_runs(monkeypatch):
+    pytest.importorskip("triton")
+    from lowrank_cnn.kernels import modules, norm
+
+    def fails(*_):
+        raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(norm, "launch_statistics", fails)
+    modules._able.cache_clear()
+    try:
+        chain, x = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)), torch.randn(2, 8, 4, 4)
+        with forced("on"):
+            assert torch.equal(fuse(chain)(x), chain(x))
+    finally:
+        modules._able.cache_clear()

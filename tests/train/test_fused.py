@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.models import create_model
+from lowrank_cnn.train import Recipe, Record, loop
 from lowrank_cnn.train.fused import fused_to_train
 
 
@@ -46,3 +48,67 @@ def test_a_network_that_fusing_would_change_stays_as_it_is(make):
     assert fused_to_train(network, (3, 8, 8), said.append) is network
     assert len(said) == 1
     assert "not fused" in said[0]
+
+
+class NotANumber(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x).mean(dim=(2, 3)) * (1.0 if isinstance(self.conv, nn.Conv2d) else float("nan"))
+
+
+class ReadsItsConvInTraining(ReadsItsConv):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.training else self.head(self.conv(x).mean(dim=(2, 3)))
+
+
+@pytest.mark.parametrize("make", [NotANumber, ReadsItsConvInTraining])
+def test_neither_numbers_that_are_none_nor_training_alone_are_overlooked(make):
+    network, said = make(), []
+    assert fused_to_train(network, (3, 8, 8), said.append) is network
+    assert len(said) == 1
+
+
+def test_the_look_leaves_no_trace():
+    network = create_model("googlenet-lr", num_classes=5, width=0.1, norm="batch").eval()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    drawn = torch.get_rng_state()
+    assert fused_to_train(network, (3, 64, 64), pytest.fail) is not network
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+
+
+def whole_run(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool, **options) -> tuple[nn.Module, Record]:
+    """A short run with dropout, batch norm and a moving average, its layers fused as they would be on a GPU."""
+    place = loop._place
+
+    def fusing(fabric, model, recipe, size, *, say, **_):
+        placed = place(fabric, model, recipe, size, fused=False, say=say)
+        return fused_to_train(placed, size, pytest.fail) if fused else placed
+
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 255, (48, 3, 16, 16), generator=draw, dtype=torch.uint8)
+    split = ResidentSplit.of(images, torch.arange(48) % 4)
+    recipe = Recipe(batch_size=16, epochs=2, lr=0.05, ema=0.9, dropout=0.25, norm="batch")
+    torch.manual_seed(1)
+    network = create_model(name, num_classes=4, width=0.1, norm="batch", stride=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_place", fusing)
+        record = loop.fit(
+            network, Data("noise", tuple("abcd"), split, split), recipe, progress=False, device="cpu", **options
+        )
+    return network, record
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint_activations": True}], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", ["nin-c3-lr", "googlenet-lr", "vgg11-gmp-lr-join"])
+def test_a_run_with_fused_layers_is_the_run_without(name, options, monkeypatch):
+    plain, one = whole_run(name, monkeypatch, fused=False)
+    fused, other = whole_run(name, monkeypatch, fused=True, **options)
+    assert list(plain.state_dict()) == list(fused.state_dict())
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(fused.state_dict()[key], value, rtol=1e-3, atol=1e-4, msg=key)
+    assert other.result["loss"] == pytest.approx(one.result["loss"], rel=1e-3)
+    assert [row["accuracy"] for row in other.history] == [row["accuracy"] for row in one.history]

@@ -176,6 +176,11 @@ def test_a_seed_out_of_range_is_refused(driver, seed):
         driver.train(None, seed=seed)
 
 
+def test_checkpointed_activations_cannot_be_compiled(driver):
+    with pytest.raises(LowRankError, match="exclude each other"):
+        driver.train(None, checkpoint_activations=True, compile=True)
+
+
 @pytest.mark.parametrize("stateful", [False, True])
 def test_checkpointed_activations_change_nothing(driver, stateful):
     recipe = driver.STATEFUL if stateful else driver.PLAIN

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lowrank_cnn.kernels import mode
 from lowrank_cnn.kernels.fuse import fuse
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train.recompute import Recomputed, recomputed
@@ -46,6 +48,27 @@ def test_gradients_and_statistics_are_equal(name: str, norm: str | None):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
+def test_no_stage_of_ours_draws_random_numbers(name: str):
+    """A CUDA graph could not draw them twice."""
+    twin = recomputed(build(name))
+    assert not any(module.random for module in twin.modules() if isinstance(module, Recomputed))
+
+
+def test_the_kernels_are_run_twice_too():
+    pytest.importorskip("triton")
+    steps = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2), nn.Conv2d(8, 4, 1), nn.ReLU()]
+    network = nn.Sequential(*steps)
+    twin, images = copy.deepcopy(network), torch.randn(2, 3, 9, 8)
+    right = backward(network, network, images)
+    with mode.forced("on"):
+        ours = backward(twin, recomputed(fuse(twin)).train(), images)
+    for parameter in right:
+        torch.testing.assert_close(ours[parameter], right[parameter], rtol=1e-3, atol=1e-3)
+    assert twin[1].num_batches_tracked == 1
+    torch.testing.assert_close(twin[1].running_var, network[1].running_var)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
 def test_the_fused_network_can_be_recomputed_too(name: str):
     plain = build(name, "batch", dropout=0.0)
     images = torch.randn(4, 3, 48, 48)
@@ -58,8 +81,10 @@ def test_the_fused_network_can_be_recomputed_too(name: str):
 @pytest.mark.parametrize(
     ("name", "stages"), [("vgg11-gmp", 5), ("googlenet", 11), ("nin", 3), ("vgg11-gmp-lr-join", 5)]
 )
-def test_a_network_is_cut_behind_its_pools_and_around_its_branches(name: str, stages: int):
-    twin = recomputed(build(name))
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_network_is_cut_behind_its_pools_and_around_its_branches(name: str, stages: int, fused: bool):
+    network = build(name)
+    twin = recomputed(fuse(network) if fused else network)
     assert sum(isinstance(module, Recomputed) for module in twin.modules()) == stages
     heads = [module for module in twin.modules() if isinstance(module, Recomputed)]
     assert not any(isinstance(inner, nn.Linear) for head in heads for inner in head.modules())
@@ -86,6 +111,52 @@ def test_without_gradients_a_stage_is_computed_once():
     images = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(recomputed(network)(images), network(images))
+
+
+class Remembers(nn.Module):
+    """How kernels were chosen each time it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.seen = nn.Conv2d(3, 4, 1), []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append((mode.mode(), mode.is_for_graphs()))
+        return self.conv(x)
+
+
+def test_kernels_are_chosen_as_the_first_time():
+    """On a GPU the backward pass runs in threads of autograd's, outside of any block around it."""
+    stage = Remembers()
+    with mode.forced("off"), mode.for_graphs():
+        loss = Recomputed(stage)(torch.randn(2, 3, 4, 4)).sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert stage.seen == [("off", True)] * 2
+
+
+def test_a_step_that_comes_twice_runs_twice():
+    relu = nn.ReLU()
+    network, x = nn.Sequential(nn.Conv2d(3, 4, 3), relu, nn.Conv2d(4, 5, 3), relu), torch.randn(2, 3, 8, 8)
+    assert torch.equal(recomputed(network)(x), network(x))
+
+
+class Branches(nn.Module):
+    """One module under two names, a name for none, and weights that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 1))
+        self.register_module("third", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)) if self.third is None else x
+
+
+def test_every_name_is_kept():
+    network, x = Branches(), torch.randn(2, 3, 4, 4)
+    assert torch.equal(recomputed(network)(x), network(x))
 
 
 def kept(network: nn.Module, images: torch.Tensor) -> int:
