@@ -12,9 +12,12 @@ from lowrank_cnn.cli.show import console, errors, print_json, print_table
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.report.figures import FIGURES, Options, draw_figure
 from lowrank_cnn.report.files import read_records, require_records
-from lowrank_cnn.report.page import write_page
+from lowrank_cnn.report.page import found_in, write_page
 
 Runs = Annotated[list[Path] | None, typer.Option("--runs", help="Folders or files of records; repeatable.")]
+Weights = Annotated[
+    str | None, typer.Option("--pretrained", help="Take the package's own weights of the network: cifar10.")
+]
 
 DEFAULT_RUNS = Path("runs")
 
@@ -39,12 +42,11 @@ def report_command(
             errors.print(f"Skipped {problem.path}: {problem.reason}", markup=False, soft_wrap=True)
     require_records(paths, records)
     page = write_page(records, out)
-    found = {"runs": len(records.runs), "timings": len(records.timings)}
     if as_json:
+        found = {"runs": len(records.runs), "timings": len(records.timings)}
         skipped = [vars(problem) for problem in records.problems]
         return print_json({"page": str(page), **found, "skipped": skipped})
-    counts = f"{found['runs']} training runs and {found['timings']} timings"
-    console.print(f"Wrote {page}: {counts}. Open it in a browser.", markup=False, soft_wrap=True)
+    console.print(f"Wrote {page}: {found_in(records)}. Open it in a browser.", markup=False, soft_wrap=True)
     return None
 
 
@@ -54,7 +56,10 @@ def figure_command(
         Path | None, typer.Option("-o", "--out", help="The file to write: .svg, .pdf or .png; else NAME.svg.")
     ] = None,
     runs: Runs = None,
-    model: Annotated[str | None, typer.Option(help="A network by name, as it is before training.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A network by name; untrained unless --pretrained is given.")
+    ] = None,
+    pretrained: Weights = None,
     checkpoint: Annotated[Path | None, typer.Option(help="A run's folder or one of its checkpoints.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of an untrained network and of random images.")] = 0,
     as_json: Json = False,
@@ -65,7 +70,7 @@ def figure_command(
     records = read_records(runs) if runs else None
     if records is not None and not records:
         raise LowRankError(f"there is no record in {' or '.join(map(str, runs or []))} to draw from.")
-    options = Options(records, model, checkpoint, seed)
+    options = Options(records, model, checkpoint, seed, pretrained)
     written = draw_figure(name, out or Path(f"{name}.svg"), options)
     if as_json:
         return print_json({"figure": name, "file": str(written)})

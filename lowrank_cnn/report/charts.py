@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import StatisticsError, correlation
 from typing import Any
@@ -40,7 +40,10 @@ class Point:
     label: str
     source: str
     data: str
+    recipe: str
     values: dict[str, float]
+    spreads: dict[str, float]
+    """Standard deviations over the seeds."""
     details: tuple[tuple[str, str], ...]
 
 
@@ -56,33 +59,47 @@ def points_of(entries: Sequence[Entry]) -> list[Point]:
 
 
 def scatters(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """A chart for every data set, accuracy and cost; one without points says what would give it some."""
+    """A chart for every data set, recipe, accuracy and cost; one without points says what would give it some."""
     charts = []
     for data in dict.fromkeys(point.data for point in points):
         within = [point for point in points if point.data == data]
-        for metric in METRICS:
-            if any(metric in point.values for point in within):
-                charts += [_scatter(within, data, metric, axis) for axis in AXES]
+        for recipe, chosen in _by_recipe(within).items():
+            for metric in METRICS:
+                if any(metric in point.values for point in chosen):
+                    charts += [_scatter(chosen, data, recipe, metric, axis) for axis in AXES]
     return charts
 
 
-def _scatter(points: Sequence[Point], data: str, metric: str, axis: str) -> dict[str, Any]:
+def _by_recipe(points: Sequence[Point]) -> dict[str, Sequence[Point]]:
+    """The points of each of our recipes beside the published; then all, where there are several recipes."""
+    recipes = list(dict.fromkeys(point.recipe for point in points if point.source == "ours"))
+    if len(recipes) < 2:
+        return {"all": points}
+    chosen = {r: [p for p in points if p.source != "ours" or p.recipe == r] for r in recipes}
+    named = [replace(p, label=f"{p.label} ({p.recipe})") if p.source == "ours" else p for p in points]
+    return {**chosen, "all": named}
+
+
+def _scatter(points: Sequence[Point], data: str, recipe: str, metric: str, axis: str) -> dict[str, Any]:
     shown = [point for point in points if metric in point.values and axis in point.values]
     places = [(point.values[axis], point.values[metric]) for point in shown]
     costs = [cost for cost, _ in places]
     return {
         "data": data,
+        "recipe": recipe,
         "metric": metric,
         "axis": axis,
         "x": AXES[axis],
         "y": METRICS[metric],
         "log": bool(costs) and min(costs) > 0 and max(costs) / min(costs) > WIDE,
         "front": pareto_front([(as_shown(cost), gain) for cost, gain in places]),
-        "points": [
-            {"label": p.label, "source": p.source, "x": x, "y": y, "details": p.details}
-            for p, (x, y) in zip(shown, places, strict=True)
-        ],
+        "points": [_drawn(point, axis, metric) for point in shown],
     }
+
+
+def _drawn(point: Point, axis: str, metric: str) -> dict[str, Any]:
+    place = {"x": point.values[axis], "y": point.values[metric], "spread": point.spreads.get(metric)}
+    return {"label": point.label, "source": point.source, **place, "details": point.details}
 
 
 def _our_point(entry: Entry) -> Point:
@@ -94,7 +111,10 @@ def _our_point(entry: Entry) -> Point:
     seeds = len(entry.scored)
     details = [("recipe", entry.recipe), ("runs", f"{seeds}" if entry.finished else f"{seeds}, not finished")]
     details += _ratio_details(entry)
-    return Point(entry.label, "ours", data_label(entry.data), values, tuple(details))
+    spreads = {"top1": entry.top1_spread} if entry.top1_spread is not None else {}
+    if spreads:
+        details.insert(2, ("top-1, deviation of the runs", f"{100 * spreads['top1']:.2f} points"))
+    return Point(entry.label, "ours", data_label(entry.data), entry.recipe, values, spreads, tuple(details))
 
 
 def _ratio_details(entry: Entry) -> Iterable[tuple[str, str]]:
@@ -107,7 +127,7 @@ def _ratio_details(entry: Entry) -> Iterable[tuple[str, str]]:
 def _published_point(row: Published) -> Point:
     measured = {"top1": row.top1, "top5": row.top5, "macs": row.macs, "params": row.params}
     values = {name: float(value) for name, value in measured.items() if value is not None}
-    return Point(row.network, "published", data_label(row.dataset), values, (("table", row.table),))
+    return Point(row.network, "published", data_label(row.dataset), "", values, {}, (("table", row.table),))
 
 
 def curves(entries: Sequence[Entry]) -> list[dict[str, Any]]:
@@ -120,12 +140,14 @@ def _curve(entry: Entry, run: Run) -> dict[str, Any]:
     kept = [*run.history[:-1:step], run.history[-1]]
     seed = "" if run.seed is None else f", seed {run.seed}"
     return {
-        "label": f"{entry.label} ({run.recipe}{seed})",
-        "group": f"{entry.label} ({run.recipe})",
+        "label": f"{entry.label}{seed}",
+        "group": entry.label,
         "data": data_label(run.data),
+        "recipe": run.recipe,
         "watched": run.watched,
         "epochs": [row.epoch for row in kept],
         "accuracy": [row.accuracy for row in kept],
+        "trained": [row.trained for row in kept],
         "loss": [row.loss for row in kept],
     }
 

@@ -14,6 +14,7 @@ from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.report.fields import mean, spread
 from lowrank_cnn.report.records import CPU, GPU, Built, Records, Run, Timing
+from lowrank_cnn.report.variants import difference, natural
 from lowrank_cnn.timing import BASELINES
 
 OWN_SCHEDULE = ("epochs", "drop_epochs")
@@ -33,6 +34,8 @@ class Entry:
     """What sets it apart from others of the same network, data and recipe."""
     ratios: dict[str, float] = field(default_factory=dict, hash=False)
     """Shares of the dense twin's MACs, parameters and times; `top1` is the difference in percentage points."""
+    fair: bool = False
+    """Whether the twin was trained for as long."""
 
     @property
     def label(self) -> str:
@@ -87,8 +90,20 @@ class Entry:
 def gather(records: Records) -> list[Entry]:
     """The entries of all records, each compared with its dense twin."""
     entries = [_entry(list(runs), records.timings) for _, runs in groupby(_in_order(records.runs), key=_key)]
-    entries = _told_apart(entries) + _timed_only(records.timings, entries)
-    return [replace(entry, ratios=_ratios(entry, entries)) for entry in entries]
+    entries = _told_apart(_best_recipe_first(entries)) + _timed_only(records.timings, entries)
+    return [_compared(entry, _find_twin(entry, entries)) for entry in entries]
+
+
+def comparable(entries: Sequence[Entry]) -> list[Entry]:
+    """Those trained by a recipe that trained other networks too; all of a data set that has no such recipe.
+
+    What a single network was put through, an ablation say, is no choice between accuracy and cost.
+    """
+    networks: dict[tuple[str, str], set[str]] = {}
+    for entry in entries:
+        networks.setdefault((entry.data, entry.recipe), set()).add(entry.built.label)
+    compared = {data for (data, _), names in networks.items() if len(names) > 1}
+    return [e for e in entries if e.data not in compared or len(networks[e.data, e.recipe]) > 1]
 
 
 def dense_twin(built: Built) -> Built:
@@ -109,7 +124,20 @@ def _identity(built: Built) -> tuple[str, ...]:
 def _in_order(runs: Sequence[Run]) -> list[Run]:
     """The paper's order of networks within each data set and recipe."""
     order = {name: f"{place:03d}" for place, name in enumerate(list_models())}
-    return sorted(runs, key=lambda r: (r.data, r.recipe, order.get(r.built.name, "999"), _key(r), r.seed or 0))
+
+    def place(run: Run) -> tuple[Any, ...]:
+        settings = tuple((name, natural(value)) for name, value in run.settings)
+        return run.data, run.recipe, order.get(run.built.name, "999"), _key(run)[:-1], settings, run.seed or 0
+
+    return sorted(runs, key=place)
+
+
+def _best_recipe_first(entries: Sequence[Entry]) -> list[Entry]:
+    """Within each data set, the recipes by the best accuracy that each of them led to."""
+    best: dict[tuple[str, str], float] = {}
+    for entry in entries:
+        best[entry.data, entry.recipe] = max(best.get((entry.data, entry.recipe), 0.0), entry.top1 or 0.0)
+    return sorted(entries, key=lambda e: (e.data, -best[e.data, e.recipe], e.recipe))
 
 
 def _entry(runs: list[Run], timings: Sequence[Timing]) -> Entry:
@@ -122,10 +150,7 @@ def _told_apart(entries: Sequence[Entry]) -> list[Entry]:
     told = []
     for entry in entries:
         alike = [e for e in entries if _shown(e) == _shown(entry)]
-        names = dict.fromkeys(name for other in alike for name in other.settings)
-        differ = [name for name in names if len({other.settings.get(name) for other in alike}) > 1]
-        words = [f"{name}={entry.settings[name]}" for name in differ if name in entry.settings]
-        told.append(replace(entry, variant=", ".join(words)))
+        told.append(replace(entry, variant=difference(entry.settings, [other.settings for other in alike])))
     return told
 
 
@@ -151,8 +176,12 @@ def _timed_only(timings: Sequence[Timing], entries: Sequence[Entry]) -> list[Ent
     return [Entry(group[0].built, timings=tuple(group)) for group in groups]
 
 
-def _ratios(entry: Entry, entries: Sequence[Entry]) -> dict[str, float]:
-    twin = _find_twin(entry, entries)
+def _compared(entry: Entry, twin: Entry | None) -> Entry:
+    fair = twin is not None and all(twin.settings.get(k) == entry.settings.get(k) for k in OWN_SCHEDULE)
+    return replace(entry, ratios=_ratios(entry, twin), fair=fair)
+
+
+def _ratios(entry: Entry, twin: Entry | None) -> dict[str, float]:
     counted = None if twin else _counted_twin(entry)
     base: dict[str, Any] = {"macs": twin.macs, "params": twin.params} if twin else counted or {}
     ours = {"macs": entry.macs, "params": entry.params}

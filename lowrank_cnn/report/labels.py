@@ -22,6 +22,8 @@ SIZE = 7.8
 LINE = "#8a929c"
 FAR = 10.0
 """A label further from its point than this, in points, gets a line to it."""
+CLEAR = 1.5
+"""A label without a line is so many times further from every other mark than from its own."""
 ORDERS = 40
 MARK = 5.0
 _SHARE = {"left": 0.0, "bottom": 0.0, "center": 0.5, "right": 1.0, "top": 1.0}
@@ -54,6 +56,11 @@ class Box:
     def meets(self, other: Box) -> bool:
         apart = self.left >= other.right or other.left >= self.right
         return not apart and self.bottom < other.top and other.bottom < self.top
+
+    def gap(self, point: Place) -> float:
+        """How far a point is from the rectangle."""
+        across = max(self.left - point[0], point[0] - self.right, 0.0)
+        return hypot(across, max(self.bottom - point[1], point[1] - self.top, 0.0))
 
     def inside(self, other: Box) -> bool:
         across = self.left >= other.left and self.right <= other.right
@@ -142,7 +149,9 @@ def _in_order(
     chosen: list[Spot | None] = [None] * len(places)
     taken = [around(x, y, MARK) for x, y in places]
     for i in order:
-        spot = next((s for s in SPOTS if _free(s, places[i], sizes[i], limits, taken, lines)), None)
+        others = [*places[:i], *places[i + 1 :]]
+        fitting = (s for s in SPOTS if _free(s, places[i], sizes[i], limits, taken, lines))
+        spot = next((s for s in fitting if _plain(s, places[i], sizes[i], others)), None)
         if spot is not None:
             taken += [spot.box(places[i], sizes[i]), *spot.leader(places[i])]
             chosen[i] = spot
@@ -155,6 +164,12 @@ def _free(spot: Spot, place: Place, size: Place, limits: Box, taken: Sequence[Bo
     if not box.inside(limits) or any(box.meets(other) for other in (*taken, *lines)):
         return False
     return not any(dot.meets(other) for dot in spot.leader(place) for other in taken)
+
+
+def _plain(spot: Spot, place: Place, size: Place, others: Sequence[Place]) -> bool:
+    """Whether a reader takes the label for that of its point: a line leads to it, or no other mark is near."""
+    box = spot.box(place, size)
+    return spot.distance > FAR or all(box.gap(other) >= CLEAR * box.gap(place) for other in others)
 
 
 def _write(axes: Axes, name: str, point: Place, spot: Spot) -> None:

@@ -52,7 +52,7 @@ def render(records: Records) -> str:
         "style": style,
         "script": script,
         "made": escape(f"{str(here['date'])[:16].replace('T', ' ')} UTC by lowrank-cnn {here['lowrank_cnn']}"),
-        "found": escape(_found(records)),
+        "found": escape(found_in(records)),
         "skipped": sections.skipped(records.problems),
         "headline": sections.headline(entries),
         "summary": sections.summary_table(entries),
@@ -74,7 +74,8 @@ def _chart_data(records: Records, entries: Sequence[Entry]) -> dict[str, Any]:
     }
 
 
-def _found(records: Records) -> str:
+def found_in(records: Records) -> str:
+    """How many runs and timings there are, in words."""
     counts = [(len(records.runs), "training run"), (len(records.timings), "timing")]
     return " and ".join(f"{n} {name}{'s' * (n != 1)}" for n, name in counts if n)
 

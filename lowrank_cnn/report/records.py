@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lowrank_cnn.data.cifar_binary import CLASSES as CIFAR10_CLASSES
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import family_of, list_models
 from lowrank_cnn.report.fields import first, items, mapping, number, share, sizes, text, whole
@@ -49,6 +50,8 @@ class Epoch:
     epoch: int
     loss: float | None
     accuracy: float | None
+    trained: float | None = None
+    """The accuracy on the training images of the epoch, as they were augmented."""
 
 
 @dataclass(frozen=True)
@@ -144,11 +147,18 @@ def read_record(values: object, path: Path) -> list[Run | Timing]:
     """Read one record, by its kind: a timing may bring that of its dense twin along."""
     if not isinstance(values, Mapping):
         raise LowRankError("it is not a record but plain JSON.")
-    kind = text(values.get("kind")) or ("timing" if values.keys() >= _TIMING_FIELDS else None)
+    kind = text(values.get("kind")) or _kind_by_fields(values)
     if kind not in READERS:
         known = ", ".join(READERS)
         raise LowRankError(f"its kind {kind!r} is none of {known}." if kind else f"it has no kind ({known}).")
     return list(READERS[kind](values, path))
+
+
+def _kind_by_fields(values: Mapping[str, Any]) -> str | None:
+    """What `lowrank time --json` prints: timings, in one environment."""
+    if values.keys() >= _TIMING_FIELDS:
+        return "timing"
+    return "timings" if items(values.get("timings")) else None
 
 
 def _training(values: Mapping[str, Any], path: Path) -> Iterator[Run]:
@@ -158,8 +168,8 @@ def _training(values: Mapping[str, Any], path: Path) -> Iterator[Run]:
     top1, recipe = share(result.get("top1")), mapping(values.get("recipe"))
     yield Run(
         path=str(path),
-        built=_built(values.get("model"), first(data, "size", "image")),
-        data=text(data.get("name")) or "unnamed data",
+        built=_built(values.get("model"), _image_size(config, recipe, data)),
+        data=_data_name(data),
         recipe=text(recipe.get("name")) or "custom",
         seed=whole(values.get("seed")),
         status=text(values.get("status")) or "unknown",
@@ -176,8 +186,24 @@ def _training(values: Mapping[str, Any], path: Path) -> Iterator[Run]:
     )
 
 
+def _data_name(data: Mapping[str, Any]) -> str:
+    """A data set is called by its folder, which may be any; CIFAR-10 is known by its classes and their images."""
+    is_cifar10 = tuple(items(data.get("classes"))) == CIFAR10_CLASSES
+    if is_cifar10 and (data.get("train"), data.get("test")) == (50_000, 10_000):
+        return "cifar10"
+    return text(data.get("name")) or "unnamed data"
+
+
+def _image_size(config: Mapping[str, Any], recipe: Mapping[str, Any], data: Mapping[str, Any]) -> tuple[int, ...]:
+    """The images as the network got them, and as its cost was counted: cropped, where the recipe crops."""
+    image = sizes(first(data, "size", "image"))
+    side = whole(config.get("image_size")) or whole(recipe.get("crop"))
+    return (image[0], side, side) if side and len(image) == 3 else image
+
+
 def _epoch(row: Mapping[str, Any]) -> Epoch:
-    return Epoch(whole(row.get("epoch")) or 0, number(row.get("train_loss")), share(row.get("accuracy")))
+    accuracies = share(row.get("accuracy")), share(row.get("train_accuracy"))
+    return Epoch(whole(row.get("epoch")) or 0, number(row.get("train_loss")), *accuracies)
 
 
 def _settings(recipe: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -209,6 +235,11 @@ def _timing(values: Mapping[str, Any], path: Path) -> Iterator[Timing]:
     )
     if twin := mapping(values.get("twin")):
         yield from _timing({**twin, "twin": None, "environment": values.get("environment")}, path)
+
+
+def _timings(values: Mapping[str, Any], path: Path) -> Iterator[Timing]:
+    for timing in items(values.get("timings")):
+        yield from _timing({"environment": values.get("environment"), **mapping(timing)}, path)
 
 
 def _nothing(_values: Mapping[str, Any], _path: Path) -> Iterator[Run]:
@@ -257,4 +288,9 @@ def _own_stride(name: str) -> int:
 
 
 Reader = Callable[[Mapping[str, Any], Path], Iterator[Run | Timing]]
-READERS: dict[str, Reader] = {"training": _training, "timing": _timing, "reproduction": _nothing}
+READERS: dict[str, Reader] = {
+    "training": _training,
+    "timing": _timing,
+    "timings": _timings,
+    "reproduction": _nothing,
+}

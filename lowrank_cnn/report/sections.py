@@ -8,7 +8,7 @@ from typing import Any
 from lowrank_cnn.paper.audit import CONTRADICTED, REPRODUCED, UNREPRODUCIBLE, UNTESTED, Finding, summary
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.charts import data_label
-from lowrank_cnn.report.entries import Entry, dense_twin
+from lowrank_cnn.report.entries import Entry, comparable, dense_twin
 from lowrank_cnn.report.fields import text
 from lowrank_cnn.report.markup import Cell, Column, Markup, join, table, tag
 from lowrank_cnn.report.numbers import DASH, duration, percent, points, ratio
@@ -45,15 +45,23 @@ _PUBLISHED = (
 
 
 def headline(entries: Sequence[Entry]) -> Markup:
-    """What was gained, in a few sentences: the low-rank networks whose twin is known, the most frugal first."""
-    compared = [entry for entry in entries if entry.top1 is not None and _saves(entry)]
-    compared.sort(key=lambda entry: entry.ratios["macs"])
-    sentences = [tag("li", _sentence(entry)) for entry in compared[:MOST_SENTENCES]]
+    """What was gained, in a few sentences: each low-rank network at its best, the most frugal first."""
+    saving = [entry for entry in comparable(entries) if entry.top1 is not None and _saves(entry)]
+    best: dict[tuple[Built, str], Entry] = {}
+    for entry in sorted(saving, key=_weight):
+        best[entry.built, entry.data] = entry
+    told = sorted(best.values(), key=lambda entry: entry.ratios["macs"])
+    sentences = [tag("li", _sentence(entry)) for entry in told[:MOST_SENTENCES]]
     return tag("ul", *sentences, class_="headline") if sentences else Markup("")
 
 
 def _saves(entry: Entry) -> bool:
     return entry.ratios.get("macs", 1.0) < 1.0
+
+
+def _weight(entry: Entry) -> tuple[bool, bool, float]:
+    """What is held against a twin that was trained as well, and as long, says the most; then the more accurate."""
+    return "top1" in entry.ratios, entry.fair, entry.top1 or 0.0
 
 
 def _sentence(entry: Entry) -> Markup:

@@ -42,7 +42,7 @@ def test_report_finds_the_folder_runs_and_says_where_the_page_is(folder: Path):
     (folder / "runs" / "cut.json").write_text("{")
     done = lowrank("report")
     assert done.exit_code == 0
-    assert "Wrote report.html: 1 training runs and 0 timings." in done.stdout
+    assert "Wrote report.html: 1 training run." in done.stdout
     assert "Skipped runs/cut.json: it is not JSON" in done.stderr
     assert "nin-c3-lr" in (folder / "report.html").read_text()
 
@@ -76,6 +76,12 @@ def test_a_figure_is_written_under_its_own_name(folder: Path):
     assert (folder / "nin.svg").read_text().startswith("<?xml")
     printed = json.loads(lowrank("figure", "connections", "-o", "c.png", "--json").stdout)
     assert printed == {"figure": "connections", "file": "c.png"}
+
+
+def test_the_filters_of_the_weights_that_come_with_the_package(folder: Path):
+    pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib")
+    lowrank("figure", "filters", "--model", "nin-c3-lr", "--pretrained", "cifar10", "-o", "f.svg")
+    assert "trained on CIFAR-10" in (folder / "f.svg").read_text()
 
 
 def test_an_unknown_figure_is_one_sentence():

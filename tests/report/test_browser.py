@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from lowrank_cnn.report import write_report
+from lowrank_cnn.report import read_records, write_report
+from lowrank_cnn.report.entries import gather
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser test needs the package playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium found: install Debian's chromium")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "cifar10"
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -126,6 +128,37 @@ def test_points_explain_themselves_on_hover_and_on_focus(page: Any):
     assert "Top-1 accuracy" in point.get_attribute("aria-label")
     page.keyboard.press("Escape")
     assert not page.locator("#tip").is_visible()
+
+
+@pytest.fixture
+def committed(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    opened = browser.new_page(viewport={"width": 390, "height": 900})
+    opened.goto(write_report([RESULTS], tmp_path / "report.html").as_uri())
+    yield opened
+    opened.close()
+
+
+def test_recipes_are_shown_apart_or_together(committed: Any):
+    entries = gather(read_records([RESULTS]))
+    ours = committed.locator("[data-chart=scatter-macs] .point[data-source=ours]")
+    for recipe in dict.fromkeys(entry.recipe for entry in entries):
+        committed.locator("#trade-choices label", has_text=recipe).click()
+        assert ours.count() == sum(entry.recipe == recipe for entry in entries)
+        assert committed.locator("[data-chart=scatter-macs] .whisker").count() > 0
+    committed.locator("#trade-choices label", has_text="all").click()
+    assert ours.count() == len(entries)
+    assert "(nin-modern)" in committed.locator("[data-chart=scatter-macs]").inner_html()
+    assert committed.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_runs_that_were_tested_once_have_a_dot_and_the_curve_of_their_training(committed: Any):
+    chart = committed.locator("[data-chart=curves-accuracy]")
+    committed.locator("#training-choices label", has_text="nin-modern").click()
+    assert chart.locator("circle.end").count() == 12
+    assert all(path.get_attribute("d") for path in chart.locator("path.curve.thin").all())
+    assert "training images (thin)" in chart.inner_html()
+    chart.locator("svg").focus()
+    assert "92." in shown_tip(committed)
 
 
 def test_another_data_set_and_accuracy_can_be_chosen(page: Any):

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,21 @@ def test_every_cost_of_every_data_set_has_a_chart(records: Records):
     assert (sources.count("ours"), sources.count("published")) == (3, 3)
     assert [point["source"] for point in cifar[2]["points"]] == ["ours"] * 3
     assert {c["data"] for c in charts} == {"CIFAR-10", "tiny-imagenet-100", "ILSVRC", "Places"}
+
+
+def test_each_recipe_has_charts_beside_all_of_them(records: Records):
+    runs = [replace(run, recipe="another", top1=0.1) for run in records.runs if run.built.name == "nin"]
+    charts = [c for c in scatters(points_of(gather(Records([*records.runs, *runs])))) if c["data"] == "CIFAR-10"]
+    by_macs = {c["recipe"]: c["points"] for c in charts if (c["metric"], c["axis"]) == ("top1", "macs")}
+    assert list(by_macs) == ["nin-paper", "another", "all"]
+    assert [len(points) for points in by_macs.values()] == [3 + 3, 1 + 3, 4 + 3]
+
+
+def test_points_know_how_far_their_seeds_lie_apart(records: Records):
+    chart = next(c for c in scatters(points_of(gather(records))) if c["data"] == "CIFAR-10")
+    spreads = [point["spread"] for point in chart["points"]]
+    assert all(0 < spread < 0.01 for spread in spreads[:3])
+    assert spreads[3:] == [None] * 3
 
 
 def test_a_hair_less_compute_does_not_make_the_front(records: Records):

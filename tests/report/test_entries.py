@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from lowrank_cnn.report.entries import Entry, dense_twin, gather
+from lowrank_cnn.report.entries import Entry, comparable, dense_twin, gather
 from lowrank_cnn.report.records import Built, Records, read_record
 
 SIZE = [3, 30, 30]
@@ -66,7 +66,37 @@ def test_runs_with_other_settings_are_kept_apart_and_say_so():
     found = entries_of(run("nin", 0.9, recipe={"lr": 0.1}), run("nin", 0.8, recipe={"lr": 0.2}))
     assert set(found) == {"nin, lr=0.1", "nin, lr=0.2"}
     found = entries_of(run("nin", 0.9, init="torch"), run("nin", 0.8))
-    assert set(found) == {"nin, init=torch", "nin, init=composite"}
+    assert set(found) == {"nin, torch init", "nin, composite init"}
+    found = entries_of(run("nin", 0.9, recipe={"epochs": 104}), run("nin", 0.8, recipe={"epochs": 56}))
+    assert list(found) == ["nin, 56 epochs", "nin, 104 epochs"]
+
+
+def test_a_twin_that_was_not_trained_is_counted_on_the_crops_of_the_run():
+    data = {"name": "cifar10", "image": [3, 32, 32]}
+    whole = {**run("nin-c3-lr", 0.9, macs=104260224), "data": data}
+    cropped = {**run("nin-c3-lr", 0.9, macs=104260224, recipe={"crop": 30}, image_size=30), "data": data}
+    assert entries_of(whole)["nin-c3-lr"].ratios["macs"] < 0.5
+    assert entries_of(cropped)["nin-c3-lr"].ratios["macs"] == pytest.approx(0.5406, abs=1e-3)
+
+
+def ablation(top1: float, init: str) -> dict:
+    return {**run("nin-c3-lr", top1, init=init), "recipe": {"name": "ablation", "epochs": 10}}
+
+
+def test_the_best_recipe_comes_first_and_what_compares_nothing_is_left_out():
+    values = [ablation(0.1, "torch"), ablation(0.7, "composite"), run("nin", 0.9), run("nin-c3-lr", 0.88)]
+    found = entries_of(*values)
+    assert [entry.recipe for entry in found.values()] == ["r", "r", "ablation", "ablation"]
+    assert [entry.label for entry in comparable(list(found.values()))] == ["nin", "nin-c3-lr"]
+    alone = entries_of(*values[:2])
+    assert comparable(list(alone.values())) == list(alone.values())
+
+
+def test_a_twin_that_was_trained_as_long_makes_it_fair():
+    networks = [("nin", 5), ("nin-c3-lr", 5), ("nin-c3-lr", 9)]
+    found = entries_of(*(run(name, 0.9, recipe={"epochs": epochs}) for name, epochs in networks))
+    fair = {label: entry.fair for label, entry in found.items()}
+    assert fair == {"nin": True, "nin-c3-lr, 5 epochs": True, "nin-c3-lr, 9 epochs": False}
 
 
 def test_the_fastest_runtime_counts_and_batches_must_agree():

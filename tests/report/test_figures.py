@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,17 @@ from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.layers import build_conv
 from lowrank_cnn.models import create_model
 from lowrank_cnn.paper.published import rows
+from lowrank_cnn.report import read_records
 from lowrank_cnn.report.figures import FIGURES, Options, draw_figure
 from lowrank_cnn.report.figures.connections import connection_matrix
 from lowrank_cnn.report.figures.filters import combined, filter_banks, mosaic
 from lowrank_cnn.report.figures.receptive import area, effective_field
-from lowrank_cnn.report.figures.spectra import channel_energy, spatial_energy
+from lowrank_cnn.report.figures.spectra import channel_energy, dense_layers, spatial_energy
 from lowrank_cnn.report.records import Records
 
 pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib")
 
+ROOT = Path(__file__).parents[2]
 EXPECTED = {
     "vgg": ["VGG-11 on ILSVRC", "Top-5 error", "vgg11-gmp-lr-join-wfull", "Pareto front", "4G", "12%"],
     "places": ["VGG-11 on Places", "vgg11-gmp-sf", "17.4%"],
@@ -69,6 +72,48 @@ def test_records_join_the_published_points(records: Records, tmp_path: Path):
     assert "nin-c3-lr, measured here" in text
 
 
+def test_the_committed_runs_stand_beside_the_published(tmp_path: Path):
+    committed = read_records([ROOT / "benchmarks" / "results" / "cifar10"])
+    text = text_of(draw_figure("nin", tmp_path / "nin.svg", Options(records=committed)))
+    assert {"trained here", "Pareto front, published", "Pareto front, trained here"} <= text
+    assert [words for words in text if words.startswith("nin-c3-lr, 56 epochs")]
+    assert not [words for words in text if "init" in words]  # the ablation is another question
+    assert text_of(ROOT / "docs" / "images" / "nin.svg") == text, "make figures draws it anew"
+
+
+def test_networks_of_several_recipes_say_by_which_they_were_trained(records: Records, tmp_path: Path):
+    others = [replace(run, recipe="another") for run in records.runs]
+    text = text_of(draw_figure("nin", tmp_path / "a.svg", Options(records=Records([*records.runs, *others]))))
+    assert {"nin-c3-lr (nin-paper)", "nin-c3-lr (another)", "nin-c3-lr"} <= text
+
+
+def test_every_picture_of_the_docs_can_be_made_again():
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8")
+    pictures = {path.stem for path in (ROOT / "docs" / "images").iterdir()}
+    named = re.search("^FIGURES := (.*)$", recipe, re.MULTILINE)
+    assert named is not None
+    assert {*named[1].split(), *re.findall(r"docs/images/([\w-]+)\.svg", recipe)} == pictures
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "words"),
+    [
+        ("filters", "nin-c3-lr", {"First layer of nin-c3-lr, trained on CIFAR-10", "96 filters"}),
+        ("spectra", "nin", {"Singular values of the dense filters of nin, trained on CIFAR-10", "random filters"}),
+        ("receptive-field", "nin-c3-lr", {"nin, trained on CIFAR-10", "nin-c3-lr, trained on CIFAR-10"}),
+    ],
+)
+def test_the_weights_of_the_package_can_be_shown(name: str, model: str, words: set[str], tmp_path: Path):
+    options = Options(model=model, pretrained="cifar10")
+    assert words <= text_of(draw_figure(name, tmp_path / "out.svg", options))
+
+
+def test_trained_filters_are_of_lower_rank_than_random_ones():
+    for weight in dense_layers(create_model("nin", pretrained="cifar10")).values():
+        chance = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+        assert spatial_energy(weight)[0] > spatial_energy(chance)[0] + 0.05
+
+
 @pytest.mark.parametrize(
     ("name", "out", "options", "says"),
     [
@@ -78,6 +123,9 @@ def test_records_join_the_published_points(records: Records, tmp_path: Path):
         ("filters", "a.svg", Options(records=Records()), "takes no runs"),
         ("filters", "a.svg", Options(model="nin", checkpoint="x"), "not both"),
         ("spectra", "a.svg", Options(model="nin-c3-lr"), "no dense filters"),
+        ("vgg", "a.svg", Options(pretrained="cifar10"), "takes no model, checkpoint or weights"),
+        ("filters", "a.svg", Options(checkpoint="x", pretrained="cifar10"), "its own weights"),
+        ("filters", "a.svg", Options(model="nin", pretrained="places"), "places"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(name: str, out: str, options: Options, says: str, tmp_path: Path):

@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowrank_cnn.report.labels import FAR, MARK, Box, around, arrange
+from lowrank_cnn.report.labels import CLEAR, FAR, MARK, Box, around, arrange
 
 PAPER = Box(0, 0, 400, 250)
 PLACES = st.lists(st.tuples(st.floats(10, 390), st.floats(10, 240)), max_size=9)
@@ -40,3 +40,13 @@ def test_labels_keep_off_lines():
     (spot,) = arrange([(200.0, 100.0)], [(60.0, 9.0)], PAPER, [line])
     assert spot is not None
     assert not spot.box((200.0, 100.0), (60.0, 9.0)).meets(line)
+
+
+def test_a_label_without_a_line_is_near_its_own_mark_alone():
+    places = [(100.0, 100.0), (96.0, 111.0), (110.0, 92.0)]
+    spots = arrange(places, [(40.0, 9.0)] * 3, Box(0, 0, 300, 300))
+    for i, spot in enumerate(spots):
+        assert spot is not None
+        box = spot.box(places[i], (40.0, 9.0))
+        others = [box.gap(place) for j, place in enumerate(places) if j != i]
+        assert spot.distance > FAR or min(others) >= CLEAR * box.gap(places[i])

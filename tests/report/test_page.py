@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 
 from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.report import write_report
+from lowrank_cnn.report import read_records, write_report
 from lowrank_cnn.report.markup import Cell, Column, embed, escape, table, tag
+from lowrank_cnn.report.page import render
 
 HOSTILE = '</script><img src=x onerror="document.title=1">&\u2028<!--'
+
+
+PARTS = ("init", "modern", "modern-equal-compute")
 
 
 class Reader(HTMLParser):
@@ -69,6 +73,17 @@ def test_the_summary_has_ratios_and_the_page_all_its_parts(page: str):
     assert "\N{MULTIPLICATION SIGN}0.541" in text
     assert "nin-c3-lr reaches" in text
     assert "NVIDIA H200" in text
+
+
+def test_the_headline_tells_each_network_at_its_best_against_a_twin_trained_as_long():
+    page = render(
+        read_records([Path(__file__).parents[2] / "benchmarks" / "results" / "cifar10" / part for part in PARTS])
+    )
+    sentences = re.findall(r"<li>(<strong>.*?)</li>", page)
+    named = [re.sub("<.*?>", "", sentence).partition(" reaches")[0] for sentence in sentences]
+    assert named == ["nin-c3-lr, 56 epochs", "nin-c3"]
+    assert "to nin) with 54% of the MACs" in sentences[0]
+    assert "on CIFAR-10" in sentences[0]
 
 
 def test_bad_files_are_listed(page: str):

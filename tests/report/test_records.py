@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowrank_cnn.data.cifar_binary import CLASSES
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.report import read_records
 from lowrank_cnn.report.charts import curves, layer_charts, points_of, scatters
@@ -63,6 +64,19 @@ def test_a_run_that_says_little_is_still_read():
     assert (run.built.name, run.data, run.recipe, run.top1) == ("mine", "unnamed data", "custom", None)
 
 
+def test_cifar10_is_known_whatever_its_folder_is_called():
+    data = {"name": "data", "classes": list(CLASSES), "train": 50_000, "test": 10_000}
+    assert run_of({**RUN, "data": data}).data == "cifar10"
+    assert run_of({**RUN, "data": {**data, "train": 45_000}}).data == "data"
+    assert run_of({**RUN, "data": {**data, "classes": ["cat", "dog"]}}).data == "data"
+
+
+def test_the_size_of_the_images_is_that_of_the_crops():
+    assert run_of({**RUN, "recipe": {"name": "r", "crop": 28}}).built.image == (3, 28, 28)
+    sized = {**RUN, "model": {"name": "nin", "image_size": 24}, "recipe": {"name": "r", "crop": 28}}
+    assert run_of(sized).built.image == (3, 24, 24)
+
+
 def test_a_timing_brings_its_twin_and_counts_one_image():
     ours, twin = read_record(TIMING, HERE)
     assert isinstance(ours, Timing)
@@ -70,6 +84,17 @@ def test_a_timing_brings_its_twin_and_counts_one_image():
     assert (ours.batch, ours.macs, ours.ms_per_image, ours.device) == (4, 1000, 2.0, "GPU")
     assert (twin.built.name, twin.macs, twin.ms_per_image) == ("nin", 2000, 4.0)
     assert [(layer.name, layer.macs) for layer in ours.layers] == [("a", 750)]
+
+
+def test_what_the_command_time_prints_is_read():
+    printed = {
+        "environment": {"cpu": "a fast one"},
+        "timings": [{**TIMING, "kind": None, "device": "cpu"}, TIMING],
+    }
+    found = read_record(printed, HERE)
+    assert [timing.built.name for timing in found] == ["nin-c3-lr", "nin", "nin-c3-lr", "nin"]
+    assert isinstance(found[0], Timing)
+    assert found[0].hardware == "a fast one"
 
 
 def test_a_timing_is_known_by_its_fields_too():

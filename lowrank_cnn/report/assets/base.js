@@ -130,4 +130,4 @@ function choices(parent, legend, options, chosen, change) {
   parent.append(set);
 }
 
-const nothing = (sentence) => html("p", { class: "none" }, sentence);
+const nothing = (...words) => html("p", { class: "none" }, ...words);

@@ -13,13 +13,23 @@ function path(run, key, x, y) {
   }).join("");
 }
 
+// Watched at the end alone, a run has a dot and no line: how it went there is then told by its training images.
+const watchedOnce = (run) => run.accuracy.filter((value) => value !== null).length < 2 && run.trained.some((value) => value !== null);
+
+function dots(run, index, x, y) {
+  return run.epochs.flatMap((epoch, i) => (run.accuracy[i] === null ? []
+    : [svg("circle", { class: `end f${index % 6}`, r: 4, cx: x(epoch), cy: y(run.accuracy[i]) })]));
+}
+
 const known = (runs, key) => runs.flatMap((run) => run[key].filter((value) => value !== null));
 const showValue = { accuracy: percent, loss: (value) => value.toPrecision(4) };
 
 // What every run had at an epoch, or at the last one before it that has a value.
 function readings(runs, key, epoch) {
+  const latest = (run, values) => run.epochs.findLastIndex((e, i) => e <= epoch && values[i] !== null);
   return runs.map((run) => {
-    const at = run.epochs.findLastIndex((e, i) => e <= epoch && run[key][i] !== null);
+    const at = latest(run, run[key]), before = at < 0 && key === "accuracy" ? latest(run, run.trained) : -1;
+    if (before >= 0) return [run.label, `${percent(run.trained[before])} in training`];
     return [run.label, at < 0 ? "–" : showValue[key](run[key][at])];
   });
 }
@@ -64,10 +74,15 @@ function drawCurves(runs, key, name, indexOf, width) {
   const parts = frame(width, height, { x: "Epoch", y: name });
   const { root, area } = parts;
   const x = scale(runs.flatMap((run) => run.epochs), area.left, area.right, { count: width < 420 ? 5 : 8, pad: 0 });
-  const y = scale(known(runs, key), area.bottom, area.top, { most: key === "accuracy" ? 1 : Infinity });
+  const sparse = key === "accuracy" ? runs.filter(watchedOnce) : [];
+  const y = scale([...known(runs, key), ...known(sparse, "trained")], area.bottom, area.top, { most: key === "accuracy" ? 1 : Infinity });
   axes(parts, x, y, (v) => `${v}`, key === "accuracy" ? (v) => `${+(100 * v).toFixed(2)}%` : (v) => `${+v.toPrecision(3)}`);
-  for (const run of runs)
-    root.append(svg("path", { ...look(indexOf(run.group)), d: path(run, key, x, y), "data-run": run.label }));
+  for (const run of runs) {
+    const thin = sparse.includes(run), line = look(indexOf(run.group));
+    if (thin) line.class += " thin";
+    root.append(svg("path", { ...line, d: path(run, thin ? "trained" : key, x, y), "data-run": run.label }));
+    if (thin) root.append(...dots(run, indexOf(run.group), x, y));
+  }
   fill(root, { tabindex: "0", role: "img", "aria-label": `${name} per epoch of ${runs.length} runs; arrow keys move the cursor` }, []);
   addCursor(parts, runs, key, x);
   return root;
@@ -76,7 +91,7 @@ function drawCurves(runs, key, name, indexOf, width) {
 // The part of a run from an epoch on.
 function since(run, epoch) {
   const keep = (values) => values.filter((_, i) => run.epochs[i] >= epoch);
-  return { ...run, epochs: keep(run.epochs), accuracy: keep(run.accuracy), loss: keep(run.loss) };
+  return { ...run, epochs: keep(run.epochs), accuracy: keep(run.accuracy), trained: keep(run.trained), loss: keep(run.loss) };
 }
 
 function curveFigure(runs, key, title, name, indexOf, width) {

@@ -58,6 +58,19 @@ function stairBoxes(points, x, y) {
 
 const showCost = (chart, value) => (chart.axis === "macs" || chart.axis === "params" ? si(value) : `${+value.toPrecision(3)}`);
 
+// How far the seeds lie apart: one standard deviation up and down.
+const reach = (p) => (p.spread ? [p.y - p.spread, Math.min(1, p.y + p.spread)] : [p.y]);
+
+function whisker(point, x, y) {
+  const [low, high] = reach(point).map(y);
+  return svg("path", { class: "whisker", d: `M${x(point.x)} ${low}V${high}m-3 0h6M${x(point.x) - 3} ${low}h6` });
+}
+
+function whiskerBox(point, x, y) {
+  const [low, high] = reach(point).map(y);
+  return { left: x(point.x) - 3, right: x(point.x) + 3, top: high - 1, bottom: low + 1 };
+}
+
 function mark(chart, point, x, y) {
   const shape = point.source === "ours"
     ? svg("circle", { class: "dot ours", r: 6 }) : svg("path", { class: "dot published", d: DIAMOND });
@@ -73,15 +86,17 @@ function drawScatter(chart, width) {
   const parts = frame(width, height, { x: chart.x, y: chart.y });
   const { root, area } = parts;
   const x = scale(chart.points.map((p) => p.x), area.left, area.right, { log: chart.log, count: width < 420 ? 4 : 6, pad: 0.12 });
-  const y = scale(chart.points.map((p) => p.y), area.bottom, area.top, { pad: 0.12, most: 1, count: 6 });
+  const y = scale(chart.points.flatMap(reach), area.bottom, area.top, { pad: 0.12, most: 1, count: 6 });
   axes(parts, x, y, (v) => showCost(chart, v), (v) => `${+(100 * v).toFixed(2)}%`);
   const front = chart.front.map((index) => chart.points[index]);
   if (front.length > 1) root.append(svg("path", { class: "front", d: staircase(front, x, y) }));
   const first = (p) => (p.source === "ours" ? 0 : front.includes(p) ? 1 : 2);
   const ordered = [...chart.points].sort((p, q) => first(p) - first(q));
   const marks = ordered.map((p) => ({ x: x(p.x), y: y(p.y), text: p.label }));
-  for (const label of placeLabels(marks, stairBoxes(front, x, y), area)) root.append(...drawLabel(label));
+  const lines = [...stairBoxes(front, x, y), ...ordered.filter((p) => p.spread).map((p) => whiskerBox(p, x, y))];
+  for (const label of placeLabels(marks, lines, area)) root.append(...drawLabel(label));
   // Ours last: drawn over the published ones.
+  root.append(...ordered.filter((p) => p.spread).map((p) => whisker(p, x, y)));
   for (const point of ordered.reverse()) root.append(mark(chart, point, x(point.x), y(point.y)));
   return root;
 }
@@ -92,7 +107,8 @@ function scatterFigure(chart, width) {
   const timed = chart.axis === "CPU" || chart.axis === "GPU";
   const figure = html("figure", { "data-chart": `scatter-${chart.axis}` }, html("h3", {}, TITLES[chart.axis]));
   const command = `lowrank time NETWORK --device ${chart.axis === "GPU" ? "cuda" : "cpu"} --json`;
-  const empty = timed ? `Not measured for this data set yet: save what ${command} prints among the runs.` : "No point has this figure.";
-  figure.append(chart.points.length ? drawScatter(chart, width) : nothing(empty));
+  const empty = timed ? ["Not measured for this data set yet: save what ", html("code", {}, command), " prints among the runs."]
+    : ["No point has this figure."];
+  figure.append(chart.points.length ? drawScatter(chart, width) : nothing(...empty));
   return figure;
 }

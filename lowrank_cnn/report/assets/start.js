@@ -13,11 +13,14 @@ function columnWidth(grid) {
   return Math.max(260, Math.floor(columns[0] || grid.clientWidth));
 }
 
+// The scatter plots that agree with what is chosen.
+const tradeOf = (...keys) => DATA.scatters.filter((chart) => keys.every((key) => chart[key] === state[key]));
+
 function drawTrade() {
   const grid = at("trade-charts");
   grid.replaceChildren(html("i"), html("i"));
   const width = columnWidth(grid);
-  const charts = DATA.scatters.filter((c) => c.data === state.data && c.metric === state.metric);
+  const charts = tradeOf("data", "recipe", "metric");
   grid.replaceChildren(...charts.map((chart) => scatterFigure(chart, width)));
 }
 
@@ -26,7 +29,10 @@ function offerTrade() {
   box.replaceChildren();
   const sets = unique(DATA.scatters.map((chart) => chart.data));
   choices(box, "Data", pairs(sets), state.data, (value) => { state.data = value; offerTrade(); refocus(box, value); });
-  const metrics = unique(DATA.scatters.filter((chart) => chart.data === state.data).map((chart) => chart.metric));
+  const recipes = unique(tradeOf("data").map((chart) => chart.recipe));
+  if (!recipes.includes(state.recipe)) state.recipe = recipes[0];
+  choices(box, "Recipe", pairs(recipes), state.recipe, (value) => { state.recipe = value; offerTrade(); refocus(box, value); });
+  const metrics = unique(tradeOf("data", "recipe").map((chart) => chart.metric));
   if (!metrics.includes(state.metric)) state.metric = metrics[0];
   const names = { top1: "top-1", top5: "top-5" };
   choices(box, "Accuracy", metrics.map((m) => [m, names[m]]), state.metric, (value) => { state.metric = value; drawTrade(); });
@@ -39,7 +45,7 @@ function refocus(box, value) {
 
 function drawTraining() {
   const grid = at("training-charts");
-  const all = DATA.curves.filter((run) => run.data === state.trained);
+  const all = DATA.curves.filter((run) => run.data === state.trained && run.recipe === state.trainedBy);
   const groupNames = unique(all.map((run) => run.group));
   const last = Math.max(...all.flatMap((run) => run.epochs));
   const from = state.part === "all" ? 0 : last / 2;
@@ -49,9 +55,26 @@ function drawTraining() {
   const width = columnWidth(grid);
   const watched = unique(all.map((run) => run.watched)).join(", ");
   grid.replaceChildren(
-    curveFigure(runs, "accuracy", "Accuracy while training", `Accuracy (${watched})`, indexOf, width),
+    curveFigure(runs, "accuracy", "Accuracy while training", accuracyName(runs, watched), indexOf, width),
     curveFigure(runs, "loss", "Loss while training", "Mean training loss of an epoch", indexOf, width));
   return groupNames;
+}
+
+function accuracyName(runs, watched) {
+  return runs.some(watchedOnce) ? `Accuracy: ${watched} (dots), training images (thin)` : `Accuracy (${watched})`;
+}
+
+function offerTraining() {
+  const box = at("training-choices");
+  box.replaceChildren();
+  const again = (key) => (value) => { state[key] = value; offerTraining(); refocus(box, value); };
+  choices(box, "Data", pairs(unique(DATA.curves.map((run) => run.data))), state.trained, again("trained"));
+  const recipes = unique(DATA.curves.filter((run) => run.data === state.trained).map((run) => run.recipe));
+  if (!recipes.includes(state.trainedBy)) state.trainedBy = recipes[0];
+  choices(box, "Recipe", pairs(recipes), state.trainedBy, again("trainedBy"));
+  const parts = [["all", "all"], ["last", "last half"]];
+  choices(box, "Epochs", parts, state.part, (value) => { state.part = value; drawTraining(); });
+  offerSeries(drawTraining());
 }
 
 function offerSeries(groupNames) {
@@ -83,14 +106,10 @@ function start() {
   for (const table of document.querySelectorAll("table[data-sortable]")) makeSortable(table);
   state.data = DATA.scatters[0].data;
   offerTrade();
-  const sets = unique(DATA.curves.map((run) => run.data));
-  state.trained = sets[0];
-  choices(at("training-choices"), "Data", pairs(sets), sets[0], (value) => { state.trained = value; offerSeries(drawTraining()); });
   state.part = "all";
-  const parts = [["all", "all"], ["last", "last half"]];
-  if (sets.length) {
-    choices(at("training-choices"), "Epochs", parts, "all", (value) => { state.part = value; drawTraining(); });
-    offerSeries(drawTraining());
+  if (DATA.curves.length) {
+    state.trained = DATA.curves[0].data;
+    offerTraining();
   }
   else at("training-charts").append(nothing("No training run among these records: lowrank train writes one."));
   const titles = DATA.layers.map((chart) => chart.title);

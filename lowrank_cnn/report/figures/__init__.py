@@ -30,6 +30,7 @@ class Kind:
     takes: str = ""
 
 
+NETWORK = "model, pretrained, checkpoint"
 FIGURES = {
     "vgg": Kind(draw_trade, "VGG-11 on ILSVRC, error against MACs", "runs"),
     "places": Kind(draw_trade, "VGG-11 on Places, error against MACs", "runs"),
@@ -38,10 +39,10 @@ FIGURES = {
     "big-picture-macs": Kind(draw_trade, "single networks on ILSVRC, error against MACs", "runs"),
     "big-picture-params": Kind(draw_trade, "single networks on ILSVRC, error against parameters", "runs"),
     "timings": Kind(draw_timings, "MACs beside time, layer by layer", "runs"),
-    "filters": Kind(draw_filters, "the filters of a first layer and their combinations", "model, checkpoint"),
+    "filters": Kind(draw_filters, "the filters of a first layer and their combinations", NETWORK),
     "connections": Kind(draw_connections, "which input pixel reaches which output pixel"),
-    "receptive-field": Kind(draw_receptive_field, "what dense and low-rank twins see", "model, checkpoint"),
-    "spectra": Kind(draw_spectra, "singular values of dense filters", "model, checkpoint"),
+    "receptive-field": Kind(draw_receptive_field, "what dense and low-rank twins see", NETWORK),
+    "spectra": Kind(draw_spectra, "singular values of dense filters", NETWORK),
 }
 
 
@@ -52,8 +53,8 @@ def draw_figure(name: str, out: str | Path, options: Options | None = None) -> P
     kind, options = FIGURES[name], options or Options()
     if options.records is not None and "runs" not in kind.takes:
         raise LowRankError(f"the figure {name} takes no runs.")
-    if (options.model or options.checkpoint) and "model" not in kind.takes:
-        raise LowRankError(f"the figure {name} takes no model or checkpoint.")
+    if (options.model or options.checkpoint or options.pretrained) and "model" not in kind.takes:
+        raise LowRankError(f"the figure {name} takes no model, checkpoint or weights.")
     with style():
         return save(kind.draw(name, options), out)
 

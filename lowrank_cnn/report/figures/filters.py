@@ -19,7 +19,7 @@ from lowrank_cnn.report.style import COLUMN, headline, image_axes, new_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_FILTERS = 64
+MOST_FILTERS = 96
 
 
 @dataclass(frozen=True)

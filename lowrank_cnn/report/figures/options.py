@@ -1,4 +1,4 @@
-"""What a figure may be given: records, or a network from its name or a checkpoint."""
+"""What a figure may be given: records, or a network from its name, its shipped weights or a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,30 +9,46 @@ import torch
 from torch import nn
 
 from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.models import create_model
+from lowrank_cnn.models import create_model, list_pretrained
+from lowrank_cnn.report.charts import data_label
 from lowrank_cnn.report.records import Records
 
 
 @dataclass(frozen=True)
 class Options:
-    """The records of runs, a network's name, or the checkpoint of a run; figures take what they can use."""
+    """The records of runs, a network's name, or the checkpoint of a run; figures take what they can use.
+
+    `pretrained` names the data set whose weights, of those that come with the package, a named network gets.
+    """
 
     records: Records | None = None
     model: str | None = None
     checkpoint: str | Path | None = None
     seed: int = 0
+    pretrained: str | None = None
 
     def network(self, default: str) -> tuple[str, nn.Module]:
         """The network asked for, with what to call it; untrained where only its name is given."""
         if self.model and self.checkpoint:
             raise LowRankError("give a model's name or a checkpoint, not both.")
+        if self.checkpoint and self.pretrained:
+            raise LowRankError("a checkpoint has its own weights: give it or --pretrained, not both.")
         if self.checkpoint:
             network = load_trained(self.checkpoint)
             return f"{network_name(network)}, trained", network
-        name = self.model or default
+        return self.named(self.model or default)
+
+    def named(self, name: str, *, trained: bool = True) -> tuple[str, nn.Module]:
+        """A network by its name: trained where weights are asked for, else as it is before training."""
+        if trained and self.pretrained:
+            label = f"{name}, trained on {data_label(self.pretrained)}"
+            return label, create_model(name, pretrained=self.pretrained).eval()
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
             return f"{name}, as initialised", create_model(name)
+
+    def has_weights(self, name: str) -> bool:
+        return self.pretrained is not None and (name, self.pretrained) in list_pretrained()
 
 
 def load_trained(path: str | Path) -> nn.Module:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.layers import CompositeConv2d
-from lowrank_cnn.models import create_model, list_models
+from lowrank_cnn.models import list_models
 from lowrank_cnn.report.entries import dense_twin
 from lowrank_cnn.report.figures.options import Options, network_name
 from lowrank_cnn.report.records import Built
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LARGEST_IMAGE = 160
-IMAGES = 3
+PIXELS = 3 * LARGEST_IMAGE**2
+"""As many random images as have so many pixels together: the smaller, the more of them even the noise out."""
 SHARE = 0.9
 
 
 def draw_receptive_field(_name: str, options: Options) -> Figure:
     """The mean absolute gradient, over the image, of the centre of the last conv's maps; twins side by side."""
     label, network = options.network("vgg11-gmp-lr")
-    pairs = [*_twin(network, options.seed), (label, network)]
+    pairs = [*_twin(network, options), (label, network)]
     fields = [(name, effective_field(net, seed=options.seed)) for name, net in pairs]
     figure = new_figure(COLUMN, 3.9 if len(fields) > 1 else 5.2)
     panels = [figure.add_subplot(1, len(fields), place) for place in range(1, len(fields) + 1)]
@@ -42,15 +43,13 @@ def draw_receptive_field(_name: str, options: Options) -> Figure:
     return figure
 
 
-def _twin(network: nn.Module, seed: int) -> list[tuple[str, nn.Module]]:
-    """The dense twin, as initialised; none for a network that has none or is dense itself."""
+def _twin(network: nn.Module, options: Options) -> list[tuple[str, nn.Module]]:
+    """The dense twin, trained if there are weights of it; none for a network that is dense itself."""
     name = network_name(network)
     twin = dense_twin(Built(name)).name
     if twin == name or twin not in list_models():
         return []
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return [(f"{twin}, as initialised", create_model(twin))]
+    return [options.named(twin, trained=options.has_weights(twin))]
 
 
 def effective_field(network: nn.Module, *, seed: int = 0) -> Tensor:
@@ -58,7 +57,7 @@ def effective_field(network: nn.Module, *, seed: int = 0) -> Tensor:
     size = getattr(network, "input_size", (3, LARGEST_IMAGE, LARGEST_IMAGE))
     generator = torch.Generator().manual_seed(seed)
     height, width = (min(side, LARGEST_IMAGE) for side in size[1:])
-    images = torch.randn(IMAGES, size[0], height, width, generator=generator).requires_grad_()
+    images = torch.randn(PIXELS // (height * width), size[0], height, width, generator=generator).requires_grad_()
     maps = _last_maps(network.eval(), images)
     centre = maps[:, :, maps.shape[2] // 2, maps.shape[3] // 2]
     signs = torch.randint(0, 2, centre.shape, generator=generator) * 2 - 1

@@ -96,7 +96,11 @@ def _draw_channels(axes: Axes, layers: dict[str, Tensor]) -> None:
     for place, (name, weight) in enumerate(layers.items()):
         held = channel_energy(weight)
         ranks = [(n + 1) / len(held) for n in range(len(held))]
-        axes.plot(ranks, held.numpy(), linewidth=1.6, **_look(name, place, len(layers)))
+        look = _look(name, place, len(layers))
+        axes.plot(ranks, held.numpy(), linewidth=1.6, **look)
+        chance = channel_energy(_random_like(weight))
+        axes.plot(ranks, chance.numpy(), linewidth=1.0, color=look["color"], linestyle=":")
+    axes.plot([], [], linewidth=1.0, color=INK, linestyle=":", label="random filters")
     axes.set_title("Over channels: filters as rows", fontsize=9)
     axes.set_xlabel("Share of the singular values kept")
     axes.set_ylabel("Energy held")

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from lowrank_cnn.errors import require
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.charts import data_label
-from lowrank_cnn.report.entries import Entry, gather
+from lowrank_cnn.report.entries import Entry, comparable, gather
 from lowrank_cnn.report.figures.options import Options
 from lowrank_cnn.report.labels import place_labels
-from lowrank_cnn.report.numbers import as_shown, percent_tick
+from lowrank_cnn.report.numbers import as_shown
 from lowrank_cnn.report.pareto import pareto_front
-from lowrank_cnn.report.style import COLUMN, GREEN, LEGEND, MARKS, new_figure, settle
+from lowrank_cnn.report.style import COLUMN, GREEN, LEGEND, MARKS, SOFT, new_figure, settle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 BASELINES = ("vgg11", "vgg11-gmp", "vgg11-gmp-sf", "googlenet", "nin", "nin-c3", "alexnet")
 COSTS = {"macs": "Multiply-accumulates per image", "params": "Parameters"}
+OURS, PUBLISHED = "ours", "published"
+FRONTS = {PUBLISHED: SOFT, OURS: GREEN}
+"""The fronts are drawn apart: what was trained by other recipes is no step on the way to ours."""
 ERRORS = {"top1": "Top-1 error", "top5": "Top-5 error"}
 
 
@@ -61,6 +64,18 @@ class Mark:
     kind: str
     cost: float
     error: float
+    spread: float | None = None
+    """The standard deviation of the error over the seeds."""
+
+    @property
+    def source(self) -> str:
+        return OURS if self.kind == OURS else PUBLISHED
+
+    @property
+    def reach(self) -> list[tuple[float, float]]:
+        """The ends of its error bar."""
+        spread = self.spread or 0.0
+        return [(self.cost, self.error - spread), (self.cost, self.error + spread)]
 
 
 def draw_trade(name: str, options: Options) -> Figure:
@@ -68,7 +83,7 @@ def draw_trade(name: str, options: Options) -> Figure:
     plot = PLOTS[name]
     published = [row for row in rows() if row.table in plot.tables]
     home = data_label(published[0].dataset)
-    ours = _ours(plot, gather(options.records)) if options.records else {}
+    ours = _ours(plot, comparable(gather(options.records))) if options.records else {}
     panels = {home: [*_published(plot, published), *ours.pop(home, [])]} | ours
     figure = new_figure(COLUMN, plot.height * len(panels))
     for place, (data, marks) in enumerate(panels.items(), start=1):
@@ -77,8 +92,8 @@ def draw_trade(name: str, options: Options) -> Figure:
         _panel(axes, plot, title, marks)
     settle(figure)
     for axes, marks in zip(figure.axes, panels.values(), strict=True):
-        points = _points(marks)
-        place_labels(axes, points, [mark.name for mark in marks], lines=[_stairs(points)])
+        lines = [*_fronts(marks).values(), *(mark.reach for mark in marks)]
+        place_labels(axes, _points(marks), [mark.name for mark in marks], lines=lines)
     return figure
 
 
@@ -96,10 +111,15 @@ def _published(plot: Plot, published: Sequence[Published]) -> list[Mark]:
 def _ours(plot: Plot, entries: Sequence[Entry]) -> dict[str, list[Mark]]:
     """Our networks of the plot's family, by data set."""
     found: dict[str, list[Mark]] = {}
+    recipes: dict[str, set[str]] = {}
+    for entry in entries:
+        recipes.setdefault(entry.data, set()).add(entry.recipe)
     for entry in entries:
         accuracy, cost = getattr(entry, plot.error), getattr(entry, plot.cost)
         if entry.built.name.startswith(plot.family) and accuracy is not None and cost:
-            mark = Mark(entry.label, "ours", cost, 1 - accuracy)
+            spread = entry.top1_spread if plot.error == "top1" else None
+            name = f"{entry.label} ({entry.recipe})" if len(recipes[entry.data]) > 1 else entry.label
+            mark = Mark(name, OURS, cost, 1 - accuracy, spread)
             found.setdefault(data_label(entry.data), []).append(mark)
     return found
 
@@ -112,17 +132,21 @@ def _panel(axes: Axes, plot: Plot, title: str, marks: Sequence[Mark]) -> None:
         of_kind = [mark for mark in marks if mark.kind == kind]
         if of_kind:
             costs, errors = [mark.cost for mark in of_kind], [mark.error for mark in of_kind]
-            size = 110 if kind == "ours" else 34 if kind == "augmented" else 46
+            size = 150 if kind == "ours" else 34 if kind == "augmented" else 46
             axes.scatter(costs, errors, s=size, linewidth=1.2, zorder=3, label=LEGEND[kind], **look)
-    points = _points(marks)
-    stairs = _stairs(points)
-    if len(stairs) > 1:
-        line = {"color": GREEN, "linewidth": 1.2, "linestyle": (0, (4, 3)), "zorder": 2}
-        axes.plot(*zip(*stairs, strict=True), label="Pareto front", **line)
-    _scales(axes, plot, points)
+    for mark in marks:
+        if mark.spread:
+            axes.errorbar(mark.cost, mark.error, mark.spread, color=GREEN, linewidth=1.2, capsize=2.5, zorder=2)
+    fronts = _fronts(marks)
+    for source, stairs in fronts.items():
+        line = {"color": FRONTS[source], "linewidth": 1.2, "linestyle": (0, (4, 3)), "zorder": 2}
+        name = "Pareto front" if len(fronts) == 1 else f"Pareto front, {LEGEND.get(source, source)}"
+        axes.plot(*zip(*stairs, strict=True), label=name, **line)
+    _scales(axes, plot, [end for mark in marks for end in mark.reach])
     below = -0.17 if plot.height < 4 else -0.09
-    augmented = any(mark.kind == "augmented" for mark in marks)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, below), ncols=3 if augmented else 4)
+    names = axes.get_legend_handles_labels()[1]
+    wide = len(names) > 4 or LEGEND["augmented"] in names
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, below), ncols=3 if wide else 4)
 
 
 def _scales(axes: Axes, plot: Plot, points: Sequence[tuple[float, float]]) -> None:
@@ -140,11 +164,23 @@ def _scales(axes: Axes, plot: Plot, points: Sequence[tuple[float, float]]) -> No
     room = 0.14 * ((max(errors) - min(errors)) or max(errors) or 1)
     axes.set_ylim(max(0, min(errors) - room), max(errors) + room)
     axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
-    axes.yaxis.set_major_formatter(percent_tick)
+    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.{_decimals(axes)}f}%")
+
+
+def _decimals(axes: Axes) -> int:
+    """Digits after the point that the ticks of the errors need: all of them are written with as many."""
+    written = [f"{100 * tick:.4f}".rstrip("0") for tick in axes.yaxis.get_majorticklocs()]
+    return max(len(text.partition(".")[2]) for text in written)
 
 
 def _points(marks: Sequence[Mark]) -> list[tuple[float, float]]:
     return [(mark.cost, mark.error) for mark in marks]
+
+
+def _fronts(marks: Sequence[Mark]) -> dict[str, list[tuple[float, float]]]:
+    """The Pareto front of the published points and that of ours, where there is more to it than one point."""
+    found = {source: _stairs(_points([mark for mark in marks if mark.source == source])) for source in FRONTS}
+    return {source: stairs for source, stairs in found.items() if len(stairs) > 1}
 
 
 def _stairs(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
