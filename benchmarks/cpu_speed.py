@@ -46,6 +46,8 @@ NETWORKS = {
 
 Way = Callable[[Tensor], object]
 
+REST = 0.05
+"""Seconds before each run, for the threads of the runtime before it to fall asleep."""
 KEPT = 2
 """Ways of each network that enter the second round."""
 
@@ -85,7 +87,9 @@ def first_round(name: str, run: dict[str, Way], image: Tensor) -> tuple[dict[str
             working[way] = call
         except Exception as failure:  # a compiler that is missing, say
             row[way] = {"failed": repr(failure)[:200]}
-    times = measure({way: lambda c=call: c(image) for way, call in working.items()}, repeats=5, budget=10)
+    times = measure(
+        {way: lambda c=call: c(image) for way, call in working.items()}, repeats=5, budget=10, rest=REST
+    )
     row |= {way: asdict(sample) for way, sample in times.items()}
     order = sorted(times, key=lambda way: times[way].ms)
     print(f"  {name:26}", ", ".join(f"{way} {times[way].ms:.1f}" for way in order), flush=True)
@@ -132,7 +136,8 @@ def run_batch(names: list[str], batch: int, options: argparse.Namespace, deadlin
             )
             best, first[name] = first_round(name, run, image[:2])
             finalists |= {f"{name}|{way}": lambda c=call, x=image: c(x) for way, call in best.items()}
-        samples = measure(finalists, repeats=options.repeats, budget=max(30.0, deadline - time.monotonic()))
+        left = max(30.0, deadline - time.monotonic())
+        samples = measure(finalists, repeats=options.repeats, budget=left, rest=REST)
     rows = [compare(name, samples, macs) for name in names]
     finals = {key: asdict(sample) for key, sample in samples.items()}
     return {"batch": batch, "rows": rows, "first_round": first, "second_round": finals}

@@ -215,6 +215,23 @@ def cifar10_init() -> str:
     return markdown(columns, rows) + source("cifar10/init/", runs[0]["environment"])
 
 
+def cpu_speed() -> str:
+    """Each network at its best against its dense twin at its best, for every batch size."""
+    found = record("cpu_speed.json")
+    rows: list[list[object]] = []
+    for result in found["batches"]:
+        for row in result["rows"]:
+            times = (f"{t['ms']:.1f} ({t['low']:.1f} to {t['high']:.1f})" for t in (row["ms"], row["twin_ms"]))
+            ratios = f"{row['mac_ratio']:.3f}", f"**{row['ratio']:.3f}**"
+            rows.append([f"`{row['network']}`", result["batch"], *ratios, *times, row["way"], row["twin_way"]])
+    columns = ["network", "batch", "MAC ratio", "time ratio", "ms", "dense ms", "<run by", "<dense by"]
+    env = found["environment"]
+    note = (
+        f"\nfloat32, {env['threads']} threads for both; median and quartiles, all networks in turns in one run.\n"
+    )
+    return markdown(columns, rows) + note + source("cpu_speed.json", env)
+
+
 def cpu_layout() -> str:
     found = record("cpu_layout.json")
     rows: dict[str, list[object]] = {}
@@ -307,6 +324,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cifar10-init": cifar10_init,
     "cifar10-modern": cifar10_modern,
     "cpu-layout": cpu_layout,
+    "cpu-speed": cpu_speed,
     "gpu-backward": gpu_backward,
     "gpu-layers": gpu_layers,
     "gpu-speed": gpu_speed,

@@ -28,9 +28,13 @@ class Sample:
 
 
 def measure(
-    runs: Mapping[str, Run], *, repeats: int = 15, budget: float = 20.0, cuda: bool = False
+    runs: Mapping[str, Run], *, repeats: int = 15, budget: float = 20.0, cuda: bool = False, rest: float = 0.0
 ) -> dict[str, Sample]:
-    """Time several things in turns: each `repeats` times, or fewer (three at least) within `budget` seconds."""
+    """Time several things in turns: each `repeats` times, or fewer (three at least) within `budget` seconds.
+
+    `rest` seconds pass before each run: threads of a runtime spin on for a while after its last, and where
+    several runtimes take turns they would slow the next one down.
+    """
     if repeats < _FEWEST:
         raise LowRankError(f"a median with quartiles takes {_FEWEST} runs at least, not {repeats}.")
     clock = _cuda_clock if cuda else _clock
@@ -43,6 +47,7 @@ def measure(
         if turn >= _FEWEST and time.perf_counter() > end:
             break
         for name, run in runs.items():
+            time.sleep(rest)
             times[name].append(clock(run))
     return {name: _sample(taken) for name, taken in times.items()}
 
