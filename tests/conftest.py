@@ -1,8 +1,32 @@
 """Without a GPU, Triton's kernels run in its interpreter; it must be told so before anything imports Triton."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def program(request: pytest.FixtureRequest):
+    """Start the `driver.py` beside a test: its arguments in, a process out; killed if it still runs at the end."""
+    driver, started = request.path.with_name("driver.py"), []
+
+    def start(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        root = Path(__file__).resolve().parent.parent
+        environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *launcher, str(driver), *map(str, arguments)]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, env=environment, text=True, stdout=pipe, stderr=pipe))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,22 +59,3 @@ def hub(tmp_path: Path, write_shards: Callable[..., list[Path]]) -> Path:
     write_shards(root / "data", "validation", [valid[:11], valid[11:]], names=CLASSES)
     write_shards(root / "data", "test", [[(photograph(9), -1)]], names=CLASSES)
     return root
-
-
-@pytest.fixture
-def program():
-    """Start the driver as a program: its arguments in, a process out; killed if it still runs at the end."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, *launcher, str(DRIVER), *map(str, arguments)]
-        pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, env=environment, text=True, stdout=pipe, stderr=pipe))
-        return started[-1]
-
-    yield start
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
