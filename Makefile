@@ -4,13 +4,19 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint types format figures docs clean
+.PHONY: demo test fuzz lint types format figures docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lowrank demo
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto
+
+# New random examples for the property tests, several times over; what fails is printed so that it can be run again.
+ROUNDS ?= 10
+fuzz: $(VENV)/.dev
+	for round in $$(seq $(ROUNDS)); do \
+		OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto -m hypothesis --hypothesis-profile fuzz || exit 1; done
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

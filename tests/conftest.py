@@ -7,6 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+
+# A change passes or fails by itself, not by the draw: `make test` draws the same examples, `make fuzz` new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("fuzz", derandomize=False, deadline=None, print_blob=True)
+settings.load_profile("repeatable")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

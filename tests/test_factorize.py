@@ -35,7 +35,7 @@ def test_a_pair_of_full_rank_is_the_dense_weight(lying: bool, groups: int):
     torch.testing.assert_close(separable_weight(*pair, groups=groups), dense)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 12), st.booleans(), st.integers(0, 5))
 def test_what_a_pair_keeps_is_what_the_singular_values_say(m: int, lying: bool, seed: int):
     dense = weight(6, 4, 3, 3, seed=seed)

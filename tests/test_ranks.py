@@ -29,7 +29,7 @@ def kept(found: dict[str, Curve], chosen: dict[str, int | None]) -> float:
     return math.prod(step.energy for name, curve in found.items() for step in curve if step.m == chosen[name])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(curves(), st.integers(5, 200))
 def test_a_budget_is_kept_and_no_step_that_helps_is_left_unpaid(found: dict[str, Curve], budget: int):
     assume(sum(curve[0].macs for curve in found.values()) <= budget)
@@ -42,7 +42,7 @@ def test_a_budget_is_kept_and_no_step_that_helps_is_left_unpaid(found: dict[str,
         assert all(spent - here.macs + step.macs > budget for step in better)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.lists(st.floats(0.01, 1), min_size=1, max_size=4), min_size=1, max_size=3), st.integers(3, 15))
 def test_where_gains_shrink_in_equal_steps_nothing_keeps_more(gains: list[list[float]], budget: int):
     found = {}

@@ -36,7 +36,7 @@ def slowly(images: Tensor, rows: Tensor, moves: Moves, window: tuple[int, int], 
     return out
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     height=st.integers(1, 7),
     width=st.integers(1, 7),

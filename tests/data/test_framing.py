@@ -38,7 +38,7 @@ def plain(data: bytes, framing: Framing, draws: list[float] | None) -> np.ndarra
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     size=st.tuples(st.integers(14, 60), st.integers(14, 60)),
     draws=st.none() | st.lists(st.floats(0, 1, exclude_max=True), min_size=3, max_size=3),

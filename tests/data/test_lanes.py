@@ -41,7 +41,7 @@ def test_lanes_do_not_depend_on_processes_up_to_sixteen() -> None:
     assert lane_count(10, 1, 4) == 2
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 8), st.integers(1, 700), st.integers(0, 3))
 def test_lanes_hold_every_used_row_once_within_its_window(lanes: int, length: int, epoch: int) -> None:
     store = Numbers([0] * (lanes * length + 5))

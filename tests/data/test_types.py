@@ -33,7 +33,7 @@ def test_no_problems_refuse_nothing() -> None:
     assert str(Problems()) == "none"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(0, 5), st.data())
 def test_stratified_takes_every_class_in_proportion(sizes: list[int], seed: int, data: st.DataObject) -> None:
     labels = torch.cat([torch.full((size,), label) for label, size in enumerate(sizes)])

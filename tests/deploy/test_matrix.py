@@ -10,7 +10,7 @@ from lowrank_cnn.layers import CompositeConv2d
 SIZES = st.integers(1, 5)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(st.tuples(SIZES, SIZES, st.integers(1, 3)), min_size=1, max_size=4),
     st.sampled_from([2, 40]),

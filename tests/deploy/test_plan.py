@@ -41,7 +41,7 @@ def image() -> torch.Tensor:
     return torch.randn(2, 3, 30, 30, generator=torch.Generator().manual_seed(1))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(["dense", "lr", "lr-join", "separable", "mixture(kx1, kxk, join)"]),
     st.sampled_from([{}, {"stride": 2}, {"padding": 0}, {"channel_groups": 2}, {"padding_mode": "circular"}]),

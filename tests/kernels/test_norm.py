@@ -52,7 +52,7 @@ SIZES = st.tuples(
 
 
 @given(SIZES, st.sampled_from(list(ROUNDING)), st.booleans(), st.booleans(), st.integers(0, 99))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_result_and_gradients(size, dtype, relu, with_affine, seed):
     x = maps(size, dtype, seed).requires_grad_()
     weight, bias = affine(size[1], with_affine)

@@ -7,7 +7,7 @@ PAPER = Box(0, 0, 400, 250)
 PLACES = st.lists(st.tuples(st.floats(10, 390), st.floats(10, 240)), max_size=9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(PLACES, st.floats(10, 90))
 def test_no_label_lies_on_another_or_on_a_mark(places: list[tuple[float, float]], width: float):
     spots = arrange(places, [(width, 9.0)] * len(places), PAPER)

@@ -148,7 +148,7 @@ def mutated(record: dict) -> st.SearchStrategy[dict]:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(mutated(RUN) | mutated(TIMING), max_size=4))
 def test_whatever_a_record_holds_the_page_can_be_made(found: list[dict]):
     records, refusals = Records(), []

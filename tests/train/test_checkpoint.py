@@ -46,7 +46,7 @@ def test_a_checkpoint_reads_back_exactly(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".json", ".safetensors"])
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_one_flipped_bit_is_noticed(tmp_path, suffix, where, bit):
     write_checkpoint(tmp_path / "step-1", sample())
     path = tmp_path / f"step-1{suffix}"
@@ -59,7 +59,7 @@ def test_one_flipped_bit_is_noticed(tmp_path, suffix, where, bit):
 
 @pytest.mark.parametrize("suffix", [".json", ".safetensors"])
 @given(kept=st.floats(0, 1, exclude_max=True))
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_file_cut_short_is_noticed_and_the_one_before_used(tmp_path, suffix, kept):
     store, said = Store(tmp_path), []
     store.save(sample(1.0), 1)
