@@ -27,11 +27,14 @@ from lowrank_cnn.kernels.tiles import power_above
 
 @dataclass(frozen=True)
 class GatherTile:
-    """What is tuned: result pixels and filters per program, gathered values per step, warps and stages."""
+    """What is tuned: result pixels and filters per program, gathered values per step, warps and stages.
 
-    pixels: int = 128
+    Gathered places take registers: twice the pixels or the depth no longer fit them.
+    """
+
+    pixels: int = 64
     filters: int = 64
-    depth: int = 64
+    depth: int = 32
     warps: int = 4
     stages: int = 2
 

@@ -27,6 +27,11 @@ MORE_TILED = ((128, 128, 64, 4, 4), (128, 64, 64, 4, 4))
 SMALL = ((64, 64, 64, 4, 4), (64, 32, 128, 4, 4), (32, 32, 128, 4, 4))
 """The same for problems of too few pixels to fill a GPU with large tiles."""
 
+OLDER = (64, 64, 32, 4, 3)
+"""The tile for GPUs without a tensor memory accelerator: places in memory take registers, larger ones spill."""
+OLDER_WEIGHTS = (32, 64, 64, 4, 3)
+"""The same for the weights' gradient."""
+
 _TILES: dict[str, type] = {
     "hopper": hopper_plan.HopperTile,
     "tiled": tiled.Tile,
@@ -63,9 +68,11 @@ def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: b
     hopper = capability[0] == 9 and not _small(problem)
     found += [Plan("hopper", tile) for tile in hopper_tiles(problem, 2 if thorough else 1)] if hopper else []
     if tiled.unsupported(problem) is None:
-        found += [Plan("tiled", tile) for tile in plain_tiles(problem, thorough)]
+        older = (0, 0) < capability < (9, 0)
+        tiles = [narrowed(problem, OLDER)] if older else plain_tiles(problem, thorough)
+        found += [Plan("tiled", tile) for tile in tiles]
     elif gather.unsupported(problem) is None:
-        found.append(Plan("gather", gather.GatherTile()))
+        found.append(Plan("gather", gather.GatherTile(filters=32 if problem.pool else 64)))
     return list(dict.fromkeys(found))
 
 
@@ -89,11 +96,14 @@ def hopper_tiles(problem: Problem, rings: int = 1) -> list[hopper_plan.HopperTil
 
 def plain_tiles(problem: Problem, thorough: bool = False) -> list[tiled.Tile]:
     """Tiles no wider than the groups; small ones where large ones would leave most of a GPU idle."""
-    widest = max(16, hopper_plan.filters_per_tile(problem, 256))
     shapes = SMALL if _small(problem) else TILED + MORE_TILED if thorough else TILED
-    tiles = [tiled.Tile(*sizes) for sizes in shapes]
-    narrow = [replace(tile, filters=min(tile.filters, widest)) for tile in tiles]
-    return list(dict.fromkeys(narrow))
+    return list(dict.fromkeys(narrowed(problem, sizes) for sizes in shapes))
+
+
+def narrowed(problem: Problem, sizes: tuple[int, ...]) -> tiled.Tile:
+    """A tile of no more filters than suit the groups."""
+    tile, widest = tiled.Tile(*sizes), max(16, hopper_plan.filters_per_tile(problem, 256))
+    return replace(tile, filters=min(tile.filters, widest))
 
 
 def _small(problem: Problem) -> bool:
@@ -138,8 +148,15 @@ def gradients(
 
 
 def _gradient_tile(problem: Problem, device: torch.device, what: str) -> tiled.Tile | None:
-    stored = known(problem, torch.cuda.get_device_capability(device), what) if device.type == "cuda" else None
+    capability = _capability(device)
+    if (0, 0) < capability < (9, 0):
+        return tiled.Tile(*(OLDER_WEIGHTS if what == "weights" else OLDER))
+    stored = known(problem, capability, what)
     return tiled.Tile(**stored) if stored else None
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def _pack(kernel: str, problem: Problem, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

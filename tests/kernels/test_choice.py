@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -9,15 +12,18 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels import choice, for_graphs, launch, measure
+from lowrank_cnn.kernels import choice, for_graphs, launch, measure, mode, store
+from lowrank_cnn.kernels.choice import Asked, Choice
 from lowrank_cnn.kernels.launch import Plan
-from lowrank_cnn.kernels.measure import Trial, agrees
+from lowrank_cnn.kernels.measure import FAILED, Times, Trial, agrees, times
 from lowrank_cnn.kernels.problem import pose
 from lowrank_cnn.kernels.tiled import Tile
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PADDING = (((1, 1), (0, 0)), ((0, 0), (1, 1)))
 PLAN = Plan("tiled", Tile(pixels=32, filters=16, depth=16))
+OTHER = Plan("tiled", Tile(pixels=64, filters=16, depth=16))
+NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
 
 
 def problem(channels=8, pool=None, relu=True):
@@ -74,6 +80,137 @@ def test_a_wrong_gradient_does_not(monkeypatch):
 def test_a_plan_that_fails_does_not():
     assert not agrees(replace(problem(), stride=(2, 2)), DEVICE, PLAN, training=False)
     assert measure.FAILED.graph == float("inf")
+
+
+def fail_with(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+def in_capture(*_: object) -> None:
+    """Memory runs out while a graph is captured, whose end then fails as well."""
+    try:
+        raise NO_ROOM
+    finally:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+@pytest.mark.parametrize(
+    ("run", "took", "right"),
+    [
+        (fail_with(RuntimeError("no such kernel")), FAILED, False),
+        (fail_with(NO_ROOM), None, None),
+        (in_capture, None, None),
+    ],
+)
+def test_running_out_of_memory_is_no_failure_of_a_plan(monkeypatch, run, took, right):
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(measure, "captured", run)
+    monkeypatch.setattr(Trial, "run", run)
+    assert times(problem(), DEVICE, PLAN, training=False) == took
+    assert agrees(problem(), DEVICE, PLAN, training=False) is right
+
+
+class Bench:
+    """Stands for a GPU: what each path takes on it (None is torch's own), and whether its results are right."""
+
+    def __init__(self) -> None:
+        self.taken: dict[Plan | None, Times | None] = {None: Times(2.0, 2.0), PLAN: Times(1.0, 1.0)}
+        self.right: dict[Plan, bool | None] = {PLAN: True}
+        self.measured = 0
+
+    def times(self, problem: object, device: object, plan: Plan | None, **_: object) -> Times | None:
+        self.measured += 1
+        return self.taken[plan]
+
+    def agrees(self, problem: object, device: object, plan: Plan, **_: object) -> bool | None:
+        return self.right[plan]
+
+    def choose(self) -> Choice:
+        asked = Asked(problem(), torch.device("cuda"))
+        found = choice._stored(asked) or choice._measured(asked)
+        assert found is not None
+        return found
+
+    def tune(self) -> Choice | None:
+        with mode.tuning():
+            return choice._measured(Asked(problem(), torch.device("cuda")))
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path) -> Iterator[Bench]:
+    made = Bench()
+    monkeypatch.setenv("LOWRANK_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(choice, "_plans", lambda *_: tuple(made.right))
+    monkeypatch.setattr(choice, "times", made.times)
+    monkeypatch.setattr(choice, "agrees", made.agrees)
+    start_anew()
+    yield made
+    start_anew()
+
+
+def start_anew() -> None:
+    """As a new process does."""
+    store.entries.cache_clear()
+    store._passing.clear()
+
+
+def test_what_was_measured_holds_in_later_runs(bench):
+    for _ in range(2):
+        assert bench.choose().fused
+        start_anew()
+    assert bench.measured == 2
+
+
+def test_a_plan_that_fails_is_remembered(bench):
+    bench.taken[PLAN] = FAILED
+    for _ in range(2):
+        assert not bench.choose().fused
+        start_anew()
+    assert bench.measured == 2
+
+
+@pytest.mark.parametrize("short", ["torch", "fused", "results"])
+def test_running_out_of_memory_is_forgotten(bench, short):
+    taken, right = dict(bench.taken), dict(bench.right)
+    if short == "results":
+        bench.right[PLAN] = None
+    else:
+        bench.taken[None if short == "torch" else PLAN] = None
+    for _ in range(2):  # once in a run: it does without that path until its end
+        assert bench.choose().fused is (short == "torch")
+    assert bench.measured == 2
+    assert not store.store_path().exists()
+    start_anew()
+    bench.taken, bench.right = taken, right
+    assert bench.choose().fused
+    assert "Infinity" not in store.store_path().read_text()
+
+
+def test_where_nothing_can_be_measured_nothing_is_stored(bench):
+    bench.taken = {None: None, PLAN: FAILED}
+    assert choice._measured(Asked(problem(), torch.device("cuda"))) is None
+    assert not store.entries()
+    assert not store._passing
+
+
+@pytest.mark.parametrize("short", ["taken", "right"])
+def test_tuning_without_memory_leaves_what_was_stored(bench, short):
+    bench.choose()
+    before = json.loads(store.store_path().read_text())
+    bench.taken[OTHER], bench.right[OTHER] = Times(0.5, 0.5), True
+    getattr(bench, short)[OTHER] = None
+    bench.tune()
+    assert json.loads(store.store_path().read_text()) == before
+    assert bench.choose().plan == PLAN
+    bench.taken[OTHER], bench.right[OTHER] = Times(0.5, 0.5), True
+    bench.tune()
+    assert bench.choose().plan == OTHER
+    [entry] = json.loads(store.store_path().read_text()).values()
+    assert entry["tuned"]
 
 
 def test_a_trial_gives_gradients_in_one_order():

@@ -1,0 +1,149 @@
+"""Compile the kernels for a GPU that is not here, and say what each takes: registers, spills, shared memory.
+
+    python tests/kernels/driver.py 90
+
+Every launch is made as ever, on small tensors in host memory; Triton compiles it for the compute capability given,
+and does not run it. Results are a line of JSON per compiled kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from lowrank_cnn.kernels import hopper, launch, norm, pool
+from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
+
+LAYERS = {
+    "lr": ((256, 64, 16, 16), [(3, 1, 64), (1, 3, 64)], "floor"),
+    "wide": ((256, 256, 14, 14), [(3, 1, 256), (1, 3, 256)], None),
+    "wfull": ((256, 128, 14, 14), [(3, 1, 64), (1, 3, 64), (3, 3, 128)], "ceil"),
+    "join": ((256, 128, 16, 16), [(1, 1, 128)], "floor"),
+    "dense": ((256, 128, 16, 16), [(3, 3, 128)], "floor"),
+    "nin": ((128, 192, 30, 30), [(5, 1, 96), (1, 5, 96)], None),
+    "narrow": ((128, 96, 15, 15), [(3, 1, 24), (1, 3, 24)], None),
+}
+FIRST = ((64, 3, 32, 32), [(3, 1, 32), (1, 3, 32)], "floor")
+
+
+class Absent:
+    """What Triton asks of a GPU while it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def compile_only(found: dict[str, Any]) -> None:
+    """From here on a launch compiles; what it compiled goes into `found`, by kernel and constants."""
+    run = JITFunction.run
+
+    def compiled(self, *arguments, warmup, **options):
+        kernel: Any = run(self, *arguments, warmup=True, **options)
+        found[f"{self.fn.__name__} {kernel.hash}"] = kernel
+        return kernel
+
+    JITFunction.run = compiled  # type: ignore[method-assign]
+
+
+def usage(kernel) -> dict[str, int]:
+    """Registers of a thread, its bytes of local memory, and a program's shared memory."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    sizes = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return {
+        "registers": sizes["REG"],
+        "spilled": max(sizes["STACK"], sizes["LOCAL"]),
+        "shared": kernel.metadata.shared,
+        "warps": kernel.metadata.num_warps,
+    }
+
+
+def same(height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    rows, columns = (height - 1) // 2, (width - 1) // 2
+    return (rows, height - 1 - rows), (columns, width - 1 - columns)
+
+
+def posed(layer, dtype, *, stride=(1, 1)) -> tuple[Problem, torch.Tensor, list[torch.Tensor]]:
+    size, groups, rounding = layer
+    x = torch.zeros(size, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    weights = [torch.zeros(f, size[1], h, w, dtype=dtype) for h, w, f in groups]
+    padding = [same(h, w) for h, w, _ in groups]
+    return describe(x, weights, stride=stride, padding=padding, relu=True, pool=rounding), x, weights
+
+
+def forwards(capability: tuple[int, int]) -> None:
+    for layer in (*LAYERS.values(), FIRST):
+        problem, x, weights = posed(layer, torch.bfloat16)
+        bias = torch.zeros(problem.filters)
+        for plan in launch.plans(problem, capability=capability):
+            launch.forward(plan, problem, x, weights, bias, empty_codes(problem, x))
+    problem, x, weights = posed(LAYERS["lr"], torch.float32)
+    launch.forward(launch.plans(problem, capability=capability)[0], problem, x, weights, None)
+    problem, x, weights = posed(LAYERS["lr"], torch.float16, stride=(2, 2))
+    launch.forward(launch.plans(problem, capability=capability)[0], problem, x, weights, None)
+
+
+def backwards() -> None:
+    for layer in (*LAYERS.values(), FIRST):
+        problem, x, weights = posed(layer, torch.bfloat16)
+        y = torch.zeros(problem.batch, problem.filters, *problem.result_size, dtype=x.dtype)
+        codes = empty_codes(problem, x)
+        seen = codes if codes is not None else y.permute(0, 2, 3, 1)
+        launch.gradients(problem, y, x, weights, seen, need_input=layer is not FIRST)
+
+
+def neighbours() -> None:
+    """Batch norm and max-pool, which train beside the composites."""
+    x = torch.zeros(128, 192, 16, 16, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    numbers = torch.zeros(192)
+    mean, rstd = norm.launch_statistics(x, (numbers, numbers), torch.zeros((), dtype=torch.int64), 0.1, 1e-5)
+    norm.launch_normalise(x, mean, rstd, numbers, numbers, True)
+    norm.launch_gradients(x, x, mean, rstd, numbers, numbers, True)
+    window = pool.window(x.shape, (3, 3), (2, 2), (0, 0), True)
+    codes = torch.zeros((128, *window.result, 192), dtype=torch.uint8)
+    pool.launch_backward(pool.launch_forward(x, window, codes), codes, window)
+
+
+def main(capability: int) -> None:
+    driver.set_active(Absent(capability))  # type: ignore[arg-type]
+    hopper._multiprocessors = launch._multiprocessors = lambda device: 132  # type: ignore[assignment]
+    launch._capability = lambda device: divmod(capability, 10)  # type: ignore[assignment]
+    found: dict[str, Any] = {}
+    compile_only(found)
+    forwards(divmod(capability, 10))
+    backwards()
+    neighbours()
+    for name, kernel in found.items():
+        print(json.dumps({"kernel": name.split()[0], **usage(kernel)}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
