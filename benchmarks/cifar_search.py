@@ -25,7 +25,7 @@ from lowrank_cnn.environment import environment
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import fit, get_recipe
-from lowrank_cnn.train.recipe import parse_settings
+from lowrank_cnn.train.settings import parse_settings
 
 HELD_OUT = 5000
 

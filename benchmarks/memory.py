@@ -1,10 +1,12 @@
 """Memory of a training step, by network and batch size, with all maps kept and with stages computed again.
 
-    python benchmarks/memory.py [--networks ...] [--batches 64 256] [--image 224] \
+    python benchmarks/memory.py [--part kept peaks] [--networks ...] [--images 224 56] [--batches 64 256] \
         [--out benchmarks/results/memory.json]
 
-On a GPU: the most that was allocated during a step as `fit` makes it (bf16, fused layers), and its time.
-Anywhere: what the forward pass keeps for the backward pass, per image, which is what the batch size multiplies.
+kept: what the forward pass keeps for the backward pass, per image, which is what the batch size multiplies:
+of the layers as they are, in float32, on a CPU, and so the same whatever machine measures it.
+peaks, on a GPU: the most that was allocated during a step as `fit` makes it (bf16, fused layers), and its time.
+The record holds both parts, each with what it was measured with: a run replaces the parts that it measures.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,8 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lowrank_cnn.environment import environment
+from lowrank_cnn.memory import is_out_of_memory
 from lowrank_cnn.models import create_model, list_models
-from lowrank_cnn.train.failure import is_out_of_memory
 from lowrank_cnn.train.fused import fused_to_train
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recompute import recomputed
@@ -33,11 +36,16 @@ from lowrank_cnn.train.step import Step
 
 STEPS = 5
 WAYS = {"all maps kept": False, "stages computed again": True}
+PARTS = ("kept", "peaks")
+
+Row = dict[str, Any]
 
 
 def network(name: str, image: int, device: torch.device, norm: str | None) -> nn.Module:
     torch.manual_seed(0)
-    net = create_model(name, image_size=image, norm=norm).to(device).train()
+    # As the experiments have them: the first conv of GoogLeNet has stride 1 for small images.
+    stride = 1 if name.startswith("googlenet") and image < 224 else None
+    net = create_model(name, image_size=image, norm=norm, stride=stride).to(device).train()
     return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
@@ -54,7 +62,7 @@ def batch_of(n: int, image: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return images.contiguous(memory_format=torch.channels_last), torch.arange(n, device=device) % 1000
 
 
-def kept_per_image(forward: nn.Module, net: nn.Module, image: int, device: torch.device) -> int:
+def kept_per_image(forward: nn.Module, net: nn.Module, image: int) -> int:
     """Bytes of the distinct tensors that a forward pass keeps for an image, weights apart."""
     own = {parameter.untyped_storage().data_ptr() for parameter in net.parameters()}
     found: dict[int, Tensor] = {}
@@ -64,23 +72,19 @@ def kept_per_image(forward: nn.Module, net: nn.Module, image: int, device: torch
             found[place] = tensor  # held, so that no other takes its place
         return tensor
 
-    images, _ = batch_of(2, image, device)
-    with saved_tensors_hooks(pack, lambda tensor: tensor), autocast(device):
+    images, _ = batch_of(2, image, torch.device("cpu"))
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
         forward(images)
-    # Copies of the weights in another type are kept once, whatever the batch.
+    # The statistics of batch norm are kept once, whatever the batch.
     maps = [tensor for tensor in found.values() if tensor.shape[:1] == (2,)]
     return sum(tensor.untyped_storage().nbytes() for tensor in maps) // 2
 
 
-def autocast(device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-
-
-def peak(net: nn.Module, forward: nn.Module, batch: int, image: int, device: torch.device) -> dict[str, Any]:
+def peak(net: nn.Module, forward: nn.Module, batch: int, image: int, device: torch.device) -> Row:
     """The most that is allocated in a step, and the median time of a few."""
 
     def run(images: Tensor) -> Any:
-        with autocast(device):
+        with torch.autocast(device.type, torch.bfloat16):
             return forward(images)
 
     def pull(loss: Tensor) -> None:
@@ -101,29 +105,32 @@ def peak(net: nn.Module, forward: nn.Module, batch: int, image: int, device: tor
     return {"peak_bytes": torch.cuda.max_memory_allocated(), "ms": median(times[2:])}
 
 
-def measure(name: str, arguments: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    rows = []
+def measure_kept(name: str, image: int, norm: str | None) -> Iterator[Row]:
+    """A row for each way, on a CPU."""
+    net = network(name, image, torch.device("cpu"), norm)
+    weights = sum(4 * parameter.numel() for parameter in net.parameters())
     for way, again in WAYS.items():
-        net = network(name, arguments.image, device, arguments.norm)
-        forward = placed(net, arguments.image, again)
-        weights = sum(4 * parameter.numel() for parameter in net.parameters())
-        base = {"network": name, "way": way, "weight_bytes": weights}
-        base["kept_bytes_per_image"] = kept_per_image(forward, net, arguments.image, device)
-        for batch in arguments.batches if device.type == "cuda" else [None]:
-            rows.append(
-                base | {"batch": batch} | (attempt(net, forward, batch, arguments, device) if batch else {})
-            )
-            print(rows[-1], flush=True)
+        kept = kept_per_image(placed(net, image, again), net, image)
+        yield {"network": name, "image": image, "way": way, "weight_bytes": weights, "kept_bytes_per_image": kept}
+
+
+def measure_peaks(name: str, image: int, norm: str | None, batches: list[int]) -> Iterator[Row]:
+    """A row for each way and batch size, on a GPU."""
+    device = torch.device("cuda")
+    for way, again in WAYS.items():
+        net = network(name, image, device, norm)
+        forward = placed(net, image, again)
+        for batch in batches:
+            row = {"network": name, "image": image, "way": way, "batch": batch}
+            yield row | attempt(net, forward, batch, image, device)
         del net, forward
-    return rows
 
 
-def attempt(
-    net: nn.Module, forward: nn.Module, batch: int, arguments: argparse.Namespace, device: torch.device
-) -> dict[str, Any]:
+def attempt(net: nn.Module, forward: nn.Module, batch: int, image: int, device: torch.device) -> Row:
+    """None for both where the memory does not suffice."""
     torch.cuda.empty_cache()
     try:
-        return peak(net, forward, batch, arguments.image, device)
+        return peak(net, forward, batch, image, device)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -132,19 +139,32 @@ def attempt(
         net.zero_grad(set_to_none=True)
 
 
+def measure(part: str, arguments: argparse.Namespace) -> Row:
+    """A part of the record: its rows, and what they were measured with."""
+    rows = []
+    for image in arguments.images:
+        for name in arguments.networks:
+            peaks = part == "peaks" and measure_peaks(name, image, arguments.norm, arguments.batches)
+            for row in peaks or measure_kept(name, image, arguments.norm):
+                rows.append(row)
+                print(row, flush=True)
+    return {"norm": arguments.norm, "rows": rows, "environment": environment()}
+
+
 def main() -> None:
+    gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="+", default=["kept", "peaks"] if gpu else ["kept"], choices=PARTS)
     parser.add_argument("--networks", nargs="+", default=[n for n in list_models() if not n.startswith("nin")])
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 64, 128, 256, 512])
-    parser.add_argument("--image", type=int, default=224)
+    parser.add_argument("--images", type=int, nargs="+", default=[224, 56])
     parser.add_argument("--norm", default=None)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/memory.json"))
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    rows = [row for name in arguments.networks for row in measure(name, arguments, device)]
-    setting = {"image": arguments.image, "norm": arguments.norm, "device": device.type, "steps": STEPS}
-    record = {"kind": "memory", "setting": setting, "rows": rows, "environment": environment()}
+    record = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    parts = {part: measure(part, arguments) for part in arguments.part}
+    record = {"kind": "memory", "steps": STEPS, **{p: record[p] for p in PARTS if p in record}, **parts}
+    record["environment"] = next(record[part]["environment"] for part in reversed(PARTS) if part in record)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(record, indent=1) + "\n")
 

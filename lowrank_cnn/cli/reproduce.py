@@ -17,7 +17,7 @@ from lowrank_cnn.paper.reproduce import first_process, reproduce
 from lowrank_cnn.paper.table import NOT_BEGUN, Comparison, Row, Table, build_table
 from lowrank_cnn.report import write_report
 from lowrank_cnn.train import Interrupted
-from lowrank_cnn.train.recipe import parse_settings
+from lowrank_cnn.train.settings import parse_settings
 from lowrank_cnn.units import si
 
 Choice = Literal["skip", "refuse"]

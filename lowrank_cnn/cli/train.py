@@ -21,7 +21,8 @@ from lowrank_cnn.evaluation import Trained, evaluate, load_checkpoint, load_pret
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.train import Interrupted, Recipe, Record, fit, get_recipe
 from lowrank_cnn.train.randomness import seed_generators
-from lowrank_cnn.train.recipe import RECIPES, parse_settings
+from lowrank_cnn.train.recipes import RECIPES
+from lowrank_cnn.train.settings import parse_settings
 from lowrank_cnn.units import si
 
 Source = Annotated[

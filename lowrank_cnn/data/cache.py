@@ -10,14 +10,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lowrank_cnn.cache import cache_folder
+
 _LAYOUT = 1
-
-
-def cache_folder() -> Path:
-    """LOWRANK_CACHE, or the place that the system keeps for caches."""
-    if chosen := os.environ.get("LOWRANK_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowrank-cnn"
 
 
 def digest(images: Tensor, *parameters: float) -> str:

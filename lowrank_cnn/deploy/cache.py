@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn._version import __version__
+from lowrank_cnn.cache import cache_folder
 from lowrank_cnn.deploy.blocks import Block
 from lowrank_cnn.environment import environment
 from lowrank_cnn.errors import LowRankError
@@ -31,7 +32,7 @@ class Cache:
         """True is the user's cache directory, False none; a damaged file counts as empty."""
         if where is False:
             return cls(None)
-        path = _default() if where is True else Path(where)
+        path = cache_folder() / "plans.json" if where is True else Path(where)
         try:
             entries = json.loads(path.read_text())
         except (OSError, json.JSONDecodeError):
@@ -58,11 +59,6 @@ class Cache:
             temporary.replace(self.path)
         except OSError as error:
             raise LowRankError(f"the plan cannot be kept in {self.path}: {error.strerror}.") from error
-
-
-def _default() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "lowrank_cnn" / "plans.json"
 
 
 def _key(block: Block, x: Tensor) -> str:

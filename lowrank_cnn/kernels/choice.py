@@ -153,25 +153,35 @@ def _measured(asked: Asked) -> Choice | None:
     problem, device, training = asked.problem, asked.device, asked.training
     if torch.compiler.is_compiling() or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
-    best = _fastest(problem, device)
-    by_torch = times(problem, device, None, training=training)
-    fused = times(problem, device, best, training=training)
-    if min(by_torch.graph, fused.graph) == float("inf"):  # nothing runs here now, as within a tracer's own tensors
-        return None
-    fused = fused if agrees(problem, device, best, training=training) else FAILED
-    entry = {"torch": by_torch._asdict(), "fused": fused._asdict(), "plan": best.to_dict(), "tuned": is_tuning()}
-    store.entries()[_key(asked)] = entry
-    store.save()
+    best, tried = _fastest(problem, device)
+    by_torch, fused = (times(problem, device, plan, training=training) for plan in (None, best))
+    if all(path in (None, FAILED) for path in (by_torch, fused)):
+        return None  # nothing runs here now, as within a tracer's own tensors
+    right = agrees(problem, device, best, training=training)
+    entry = {
+        "torch": (by_torch or FAILED)._asdict(),
+        "fused": (fused if fused and right else FAILED)._asdict(),
+        "plan": best.to_dict(),
+        "tuned": is_tuning(),
+    }
+    # Memory that ran out says nothing of a path: this run does without it, and a later one measures again.
+    store.keep(_key(asked), entry, lasting=tried and None not in (by_torch, fused, right))
     return _choice(entry)
 
 
-def _fastest(problem: Problem, device: torch.device) -> Plan:
-    """Where tuning, the plan whose forward is right and fastest; the backward is the same for all."""
+def _fastest(problem: Problem, device: torch.device) -> tuple[Plan, bool]:
+    """Where tuning, the plan whose forward is right and fastest, and whether memory let all be tried.
+
+    The backward is the same for all.
+    """
     plans = _plans(problem, device)
     if not is_tuning() or len(plans) == 1:
-        return plans[0]
-    right = [plan for plan in plans if agrees(problem, device, plan, training=False)]
-    return min(right or plans, key=lambda plan: times(problem, device, plan, training=False).graph)
+        return plans[0], True
+    right = {plan: agrees(problem, device, plan, training=False) for plan in plans}
+    candidates = [plan for plan in plans if right[plan]] or plans
+    taken = {plan: times(problem, device, plan, training=False) for plan in candidates}
+    tried = None not in (*right.values(), *taken.values())
+    return min(taken, key=lambda plan: (taken[plan] or FAILED).graph), tried
 
 
 def _choice(entry: dict[str, Any]) -> Choice:
@@ -194,7 +204,7 @@ def _key(asked: Asked) -> str:
 
 
 def _entry(asked: Asked) -> dict[str, Any] | None:
-    return store.entries().get(_key(asked)) if asked.device.type == "cuda" else None
+    return store.find(_key(asked)) if asked.device.type == "cuda" else None
 
 
 def _stored(asked: Asked) -> Choice | None:

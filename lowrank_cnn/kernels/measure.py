@@ -14,6 +14,7 @@ from torch import Tensor
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.kernels.problem import Problem, Sides, empty_codes
 from lowrank_cnn.kernels.reference import composite_by_torch
+from lowrank_cnn.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from lowrank_cnn.kernels.launch import Plan
@@ -33,21 +34,24 @@ class Times(NamedTuple):
 FAILED = Times(float("inf"), float("inf"))
 
 
-def times(problem: Problem, device: torch.device, plan: Plan | None, *, training: bool, repeats: int = 7) -> Times:
-    """What one path takes (None: torch's own), infinite where it fails."""
+def times(
+    problem: Problem, device: torch.device, plan: Plan | None, *, training: bool, repeats: int = 7
+) -> Times | None:
+    """What a plan takes (or torch's own path, without one): infinite where it fails, None where memory ran out."""
     try:
         with torch.cuda.device(device), torch.set_grad_enabled(training):
             trial = Trial.random(problem, device, training)
             graph = captured(lambda: trial.run(plan))
             graph.replay()
             return Times(median(_replay(graph) for _ in range(repeats)), _per_call(lambda: trial.run(plan)))
-    except Exception:  # whatever keeps a plan from running on this device keeps it from being chosen
-        return FAILED
+    except Exception as error:  # whatever keeps a plan from running on this device keeps it from being chosen
+        return None if _ran_out(error) else FAILED
 
 
-def agrees(problem: Problem, device: torch.device, plan: Plan, *, training: bool) -> bool:
+def agrees(problem: Problem, device: torch.device, plan: Plan, *, training: bool) -> bool | None:
     """Whether a plan gives what torch gives, gradients too where training; a plan that fails does not.
 
+    None where memory ran out before that was known.
     Gradients are compared without the pool: rounded values tie, and either may win.
     """
     trials = [(problem, False)] + ([(replace(problem, pool=None), True)] if training else [])
@@ -57,8 +61,8 @@ def agrees(problem: Problem, device: torch.device, plan: Plan, *, training: bool
                 trial = Trial.random(each, device, gradients)
                 if not all(_close(*pair) for pair in zip(trial.run(plan), trial.run(None), strict=True)):
                     return False
-    except Exception:
-        return False
+    except Exception as error:
+        return None if _ran_out(error) else False
     return True
 
 
@@ -155,6 +159,11 @@ def _per_call(run: Callable[[], object]) -> float:
         run()
     torch.cuda.synchronize()
     return 1e3 * (time.perf_counter() - began) / CALLS
+
+
+def _ran_out(error: BaseException | None) -> bool:
+    """Whether memory ran out: at once, or behind an error of the graph that was being captured."""
+    return error is not None and (is_out_of_memory(error) or _ran_out(error.__context__))
 
 
 def _close(ours: Tensor, right: Tensor) -> bool:

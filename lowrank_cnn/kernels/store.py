@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 
+from lowrank_cnn.cache import cache_folder
+
 LAYOUT = 2
 """What an entry holds; files of another layout are left alone."""
+_passing: dict[str, Any] = {}
 
 
 @lru_cache(maxsize=1)
@@ -25,7 +28,19 @@ def entries() -> dict[str, Any]:
         return {}
 
 
-def save() -> None:
+def keep(key: str, entry: dict[str, Any], *, lasting: bool) -> None:
+    """Go by an entry from now on; one that is not to last holds in this run alone, where there is no other."""
+    (entries() if lasting else _passing)[key] = entry
+    if lasting:
+        _save()
+
+
+def find(key: str) -> dict[str, Any] | None:
+    """What was measured before, if anything was."""
+    return entries().get(key) or _passing.get(key)
+
+
+def _save() -> None:
     path = store_path()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,12 +50,10 @@ def save() -> None:
 
 
 def store_path() -> Path:
-    folder = os.environ.get("LOWRANK_CACHE") or Path.home() / ".cache" / "lowrank_cnn"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     versions = [torch.__version__, _triton_version()]
-    return Path(folder) / (
-        f"kernels{LAYOUT}-" + "-".join([device, *versions]).replace(" ", "-").replace("/", "-") + ".json"
-    )
+    name = "-".join([f"kernels{LAYOUT}", device, *versions]).replace(" ", "-").replace("/", "-")
+    return cache_folder() / f"{name}.json"
 
 
 def _triton_version() -> str:

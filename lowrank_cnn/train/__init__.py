@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from lowrank_cnn.train.failure import Interrupted, NotFiniteError, OutOfMemoryError
 from lowrank_cnn.train.loop import fit
-from lowrank_cnn.train.recipe import RECIPES, Recipe, get_recipe
+from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.recipes import RECIPES, get_recipe
 from lowrank_cnn.train.record import Record, load_record
 
 __all__ = [

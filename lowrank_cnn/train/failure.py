@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.memory import is_out_of_memory
 
 
 class NotFiniteError(LowRankError):
@@ -67,13 +68,6 @@ def told_out_of_memory(batch_size: int, device: torch.device) -> Iterator[None]:
             f"a batch of {batch_size} images does not fit the memory of {device}: use a smaller "
             "--batch-size, or bf16, or more processes."
         ) from error
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error is an allocator's, on any device."""
-    words = ("out of memory", "can't allocate memory", "not enough memory")
-    known = (MemoryError, torch.OutOfMemoryError)
-    return isinstance(error, known) or any(word in str(error).lower() for word in words)
 
 
 class StopRequest:

@@ -73,15 +73,9 @@ def make_inputs(
 
     test = batches(data.test, train=False)
     watch = batches(kept.test, train=False) if recipe.holdout else test
-    return Inputs(
-        data=data,
-        train=batches(kept.train, train=True),
-        watch=watch,
-        test=test,
-        preprocess=preprocess,
-        watched="holdout" if recipe.holdout else "test",
-        size=input_size(data.test, augment),
-    )
+    train = batches(kept.train, train=True)
+    watched = "holdout" if recipe.holdout else "test"
+    return Inputs(data, train, watch, test, preprocess, watched, input_size(data.test, augment))
 
 
 def held_out(recipe: Recipe, images: int) -> int:

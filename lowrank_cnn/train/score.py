@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.train.failure import is_out_of_memory
+from lowrank_cnn.memory import is_out_of_memory
 
 
 @dataclass(frozen=True)

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from lowrank_cnn.memory import is_out_of_memory
 from lowrank_cnn.train import launch
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory
-from lowrank_cnn.train.failure import (
-    Interrupted,
-    NotFiniteError,
-    StopRequest,
-    all_finite,
-    first_not_finite,
-    is_out_of_memory,
-)
+from lowrank_cnn.train.failure import Interrupted, NotFiniteError, StopRequest, all_finite, first_not_finite
 from lowrank_cnn.train.inputs import Inputs
 from lowrank_cnn.train.progress import Progress
-from lowrank_cnn.train.randomness import generator_states, restore_generators
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.record import Epoch, Record
 from lowrank_cnn.train.schedule import LevelOff, learning_rate, replayed_drops
 from lowrank_cnn.train.score import Evaluation, score
+from lowrank_cnn.train.state import Keeper, Position
 from lowrank_cnn.train.step import GraphedStep, Step, Tally, copy_into
 
 if TYPE_CHECKING:
@@ -35,20 +29,6 @@ if TYPE_CHECKING:
 
 LOOK_EVERY = 10
 """Steps between two looks around where several processes must agree on what they see; alone, each step."""
-
-
-@dataclass
-class Position:
-    """Where a run stands: `epoch` epochs are done, and `batch` batches of the next."""
-
-    epoch: int = 0
-    batch: int = 0
-    stopped: bool = False
-    epoch_seconds: float = 0.0
-    best_epoch: int = 0
-    best_accuracy: float = -1.0
-    history: list[dict[str, Any]] = field(default_factory=list)
-    changes: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Trainer:
@@ -72,11 +52,11 @@ class Trainer:
         self.directory, self.checkpoint_every = directory, checkpoint_every
         self.cuda_graphs = cuda_graphs and fabric.device.type == "cuda" and fabric.world_size == 1
         self.step = Step(network, forward, fabric.backward, recipe, fabric.device)
+        self.keeper = Keeper(fabric, self.step, inputs, record)
         self.update: Callable[[Tensor, Tensor], None] | None = None
         self.levels = LevelOff(recipe.patience, recipe.levels, recipe.min_delta)
         self.position, self.progress = Position(), Progress()
         self.per_epoch = len(inputs.train)
-        self.unsaved_best: dict[str, Tensor] = {}
         self.saved_at = self.epoch_began = time.monotonic()
 
     @property
@@ -111,20 +91,16 @@ class Trainer:
         self._check_finite(self._tally())
         self.position.epoch_seconds = time.monotonic() - self.epoch_began
         self._share_problems()
-        shared = self._random_states() | {"tally.sums": launch.add_up(self.fabric, self.step.sums)}
-        if self.fabric.is_global_zero:
-            self._write(self.directory, shared)
-        self.unsaved_best = {}
+        self.update_record()
+        state = {"position": asdict(self.position), "levels": self.levels.state()}
+        best = self.position.best_epoch * self.per_epoch
+        self.keeper.save(self.directory, state, iteration=self.iteration, best=best)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Pick the state up again, every generator included."""
-        copy_into(self.step.tensors(), {n: checkpoint.tensors[n] for n in self.step.tensors()})
-        if self.fabric.global_rank:
-            self.step.sums.zero_()  # those of all processes, which the first goes on with
+        self.keeper.restore(checkpoint)
         self.position = Position(**checkpoint.state["position"])
         self.levels.restore(checkpoint.state["levels"])
-        if states := checkpoint.part(f"random.{self.fabric.global_rank}"):
-            restore_generators(states, self.fabric.device)
 
     def update_record(self) -> None:
         """Bring the record up to where the run stands."""
@@ -212,7 +188,7 @@ class Trainer:
             if accuracy > self.position.best_accuracy:
                 self.position.best_epoch, self.position.best_accuracy = done, accuracy
                 if self.directory is not None:
-                    self.unsaved_best = {name: t.clone() for name, t in self.step.weights.items()}
+                    self.keeper.hold_best()
         return accuracy
 
     def _judge(self, accuracy: float | None, done: int) -> None:
@@ -254,28 +230,6 @@ class Trainer:
         if self.directory is None or self.directory.store.empty():
             return "Nothing is saved: start anew with a smaller --lr."
         return "What was saved before is whole: go on with --resume and a smaller --lr."
-
-    def _random_states(self) -> dict[str, Tensor]:
-        states = generator_states(self.fabric.device)
-        gathered = {name: launch.gather(self.fabric, state) for name, state in states.items()}
-        return {f"random.{r}.{name}": t for name, tensors in gathered.items() for r, t in enumerate(tensors)}
-
-    def _write(self, directory: RunDirectory, shared: dict[str, Tensor]) -> None:
-        """The best first: the state that names it is written only once it is there."""
-        preprocess = {f"preprocess.{name}": t for name, t in self.inputs.preprocess.to_dict().items()}
-        self.update_record()
-        state = {
-            "position": asdict(self.position),
-            "levels": self.levels.state(),
-            **{key: getattr(self.record, key) for key in ("model", "recipe", "data", "seed", "processes")},
-        }
-        if self.unsaved_best:
-            best = {f"model.{name}": t for name, t in self.unsaved_best.items()}
-            iteration = self.position.best_epoch * self.per_epoch
-            directory.store.save(Checkpoint(best | preprocess, state), iteration, kind="best", keep=1)
-        tensors = self.step.tensors() | preprocess | shared
-        directory.store.save(Checkpoint(tensors, state), self.iteration)
-        directory.write_record(self.record)
 
     def _farewell(self) -> str:
         where = f"Stopped in epoch {self.position.epoch + 1}, after batch {self.position.batch}"

@@ -6,8 +6,9 @@ from torch import nn
 
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.models import create_model
-from lowrank_cnn.train import Recipe, Record, loop
+from lowrank_cnn.train import Recipe, Record, fit
 from lowrank_cnn.train.fused import fused_to_train
+from lowrank_cnn.train.job import Job
 
 
 @pytest.mark.parametrize("name", ["nin-c3-lr", "vgg11-gmp-lr-join", "googlenet-lr"])
@@ -82,10 +83,10 @@ def test_the_look_leaves_no_trace():
 
 def whole_run(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool, **options) -> tuple[nn.Module, Record]:
     """A short run with dropout, batch norm and a moving average, its layers fused as they would be on a GPU."""
-    place = loop._place
+    place = Job.placed
 
-    def fusing(fabric, model, recipe, size, *, say, **_):
-        placed = place(fabric, model, recipe, size, fused=False, say=say)
+    def fusing(job: Job, size: tuple[int, int, int]) -> nn.Module:
+        placed = place(job, size)
         return fused_to_train(placed, size, pytest.fail) if fused else placed
 
     draw = torch.Generator().manual_seed(0)
@@ -95,8 +96,8 @@ def whole_run(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool, **opti
     torch.manual_seed(1)
     network = create_model(name, num_classes=4, width=0.1, norm="batch", stride=1)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_place", fusing)
-        record = loop.fit(
+        patch.setattr(Job, "placed", fusing)
+        record = fit(
             network, Data("noise", tuple("abcd"), split, split), recipe, progress=False, device="cpu", **options
         )
     return network, record

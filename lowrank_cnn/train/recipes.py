@@ -1,0 +1,154 @@
+"""The recipes, by name.
+
+The paper's recipes follow its text and, where it is silent, the published solvers of the networks it starts
+from. Weight decay acts on weights alone; biases and normalisation are left free, as those solvers did.
+"""
+
+from __future__ import annotations
+
+from lowrank_cnn.errors import LowRankError, nearest
+from lowrank_cnn.train.recipe import Recipe, changed
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            name="nin-paper",
+            batch_size=128,
+            epochs=300,
+            lr=0.1,
+            weight_decay=1e-4,
+            schedule="paper",
+            holdout=0.1,
+            patience=25,
+            levels=2,
+            preprocess="whiten",
+            crop=30,
+        ),
+        Recipe(
+            name="vgg-paper",
+            batch_size=256,
+            epochs=90,
+            lr=0.01,
+            weight_decay=5e-4,
+            schedule="paper",
+            holdout=0.02,
+            patience=4,
+            levels=3,
+            resize=256,
+            crop=224,
+        ),
+        Recipe(
+            name="googlenet-paper",
+            batch_size=32,
+            epochs=60,
+            lr=0.01,
+            weight_decay=2e-4,
+            schedule="poly",
+            power=0.5,
+            resize=256,
+            crop=224,
+        ),
+        Recipe(
+            name="modern",
+            batch_size=128,
+            epochs=200,
+            lr=0.1,
+            nesterov=True,
+            weight_decay=5e-4,
+            schedule="cosine",
+            warmup=5.0,
+            label_smoothing=0.1,
+            ema=0.999,
+            pad=4,
+            cutout=8,
+            norm="batch",
+        ),
+        Recipe(
+            name="nin-modern",
+            batch_size=128,
+            epochs=56,
+            lr=0.2,
+            nesterov=True,
+            weight_decay=5e-4,
+            schedule="cosine",
+            warmup=5.0,
+            label_smoothing=0.1,
+            ema=0.999,
+            crop=32,
+            pad=4,
+            norm="batch",
+            dropout=0.0,
+        ),
+        Recipe(
+            name="nin-init",
+            batch_size=128,
+            epochs=10,
+            lr=0.05,
+            weight_decay=5e-4,
+            schedule="cosine",
+            preprocess="whiten",
+            crop=30,
+        ),
+        Recipe(
+            name="digits",
+            batch_size=64,
+            epochs=6,
+            lr=0.1,
+            nesterov=True,
+            weight_decay=5e-4,
+            schedule="cosine",
+            warmup=1.0,
+            crop=28,
+            pad=2,
+            mirror=False,
+            norm="batch",
+            dropout=0.0,
+        ),
+        Recipe(
+            name="tiny-vgg",
+            batch_size=128,
+            epochs=30,
+            lr=0.01,
+            weight_decay=5e-4,
+            schedule="paper",
+            drop_epochs=(20, 26),
+            evaluate_every=5,
+            crop=56,
+        ),
+        Recipe(
+            name="tiny-googlenet",
+            batch_size=128,
+            epochs=30,
+            lr=0.02,
+            weight_decay=2e-4,
+            schedule="poly",
+            power=0.5,
+            warmup=1.0,
+            evaluate_every=5,
+            crop=56,
+        ),
+        Recipe(
+            name="tiny-modern",
+            batch_size=256,
+            epochs=30,
+            lr=0.05,
+            nesterov=True,
+            weight_decay=5e-4,
+            schedule="cosine",
+            warmup=2.0,
+            label_smoothing=0.1,
+            ema=0.999,
+            evaluate_every=5,
+            crop=56,
+            norm="batch",
+        ),
+    )
+}
+
+
+def get_recipe(name: str, /, **overrides: object) -> Recipe:
+    """A recipe of the table, with any field overridden by a value or by the text of one (`lr="0.05"`)."""
+    if name not in RECIPES:
+        raise LowRankError(f"there is no recipe {name!r}: {nearest(name, RECIPES)}")
+    return changed(RECIPES[name], overrides)
