@@ -12,6 +12,7 @@ over pixels, split among programs that add their parts in float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -20,7 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowrank_cnn.kernels.pack import pack_turned, unpack_rows
-from lowrank_cnn.kernels.problem import Problem, empty_maps
+from lowrank_cnn.kernels.problem import Group, Problem, empty_maps
 from lowrank_cnn.kernels.tiled import Tile
 from lowrank_cnn.kernels.tiles import box_count, box_of, power_above
 
@@ -133,6 +134,28 @@ def weight_gradient(
     place = (weight + tap * filters + f)[:, None] * CHANNELS + c[None, :]
     inside = (f < filters)[:, None] & (c < CHANNELS)[None, :]
     tl.atomic_add(dw + place, acc, mask=inside, sem="relaxed")
+
+
+def turned(problem: Problem) -> Problem | None:
+    """The convolution of the gradient that gives the input's, for a single group of stride 1; else None.
+
+    Its weights are the layer's with taps in reverse order, and channels and filters exchanged.
+    """
+    if len(problem.groups) > 1 or problem.stride != (1, 1):
+        return None
+    group = problem.groups[0]
+    top, left = group.height - 1 - group.top, group.width - 1 - group.left
+    return replace(
+        problem,
+        channels=problem.filters,
+        height=problem.out_height,
+        width=problem.out_width,
+        groups=(Group(group.height, group.width, problem.channels, top, left),),
+        out_height=problem.height,
+        out_width=problem.width,
+        relu=False,
+        pool=None,
+    )
 
 
 def launch_undo(

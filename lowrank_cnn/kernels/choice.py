@@ -84,12 +84,12 @@ def unsupported(
     return _unsupported(Asked(problem, device, training, need_input))
 
 
-def plan_for(problem: Problem, device: torch.device) -> Plan:
+def plan_for(problem: Problem, device: torch.device, *, training: bool = False) -> Plan:
     """The plan of a problem that is known to run fused: the measured one, or the default."""
     from lowrank_cnn.kernels.launch import Plan
 
-    for training in (False, True):
-        if entry := _entry(Asked(problem, device, training)):
+    for purpose in (training, not training):
+        if entry := _entry(Asked(problem, device, purpose)):
             return Plan.from_dict(entry["plan"])
     return _plans(problem, device)[0]
 
@@ -134,10 +134,15 @@ def _untrainable(problem: Problem, need_input: bool) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _plans(problem: Problem, device: torch.device) -> tuple[Plan, ...]:
-    from lowrank_cnn.kernels.launch import plans
+    from lowrank_cnn.kernels.launch import capability_of, plans
 
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return tuple(plans(problem, capability=capability))
+    return tuple(plans(problem, capability=capability_of(device)))
+
+
+def _training_plans(plan: Plan, asked: Asked) -> list[Plan]:
+    from lowrank_cnn.kernels.launch import capability_of, training_plans
+
+    return training_plans(plan, asked.problem, capability=capability_of(asked.device))
 
 
 def _default(asked: Asked) -> Choice:
@@ -154,25 +159,35 @@ def _measured(asked: Asked) -> Choice | None:
     if torch.compiler.is_compiling() or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
     best, tried = _fastest(problem, device)
-    by_torch, fused = (times(problem, device, plan, training=training) for plan in (None, best))
-    if all(path in (None, FAILED) for path in (by_torch, fused)):
+    plans = _training_plans(best, asked) if training else [best]
+    taken = {plan: times(problem, device, plan, training=training) for plan in plans}
+    by_torch = times(problem, device, None, training=training)
+    if all(path in (None, FAILED) for path in (by_torch, *taken.values())):
         return None  # nothing runs here now, as within a tracer's own tensors
-    right = agrees(problem, device, best, training=training)
+    plan, right = _first_right(sorted(plans, key=lambda plan: (taken[plan] or FAILED).graph), asked)
     entry = {
         "torch": (by_torch or FAILED)._asdict(),
-        "fused": (fused if fused and right else FAILED)._asdict(),
-        "plan": best.to_dict(),
+        "fused": ((right and taken[plan]) or FAILED)._asdict(),
+        "plan": plan.to_dict(),
         "tuned": is_tuning(),
     }
     # Memory that ran out says nothing of a path: this run does without it, and a later one measures again.
-    store.keep(_key(asked), entry, lasting=tried and None not in (by_torch, fused, right))
+    store.keep(_key(asked), entry, lasting=tried and None not in (by_torch, *taken.values(), right))
     return _choice(entry)
+
+
+def _first_right(plans: list[Plan], asked: Asked) -> tuple[Plan, bool | None]:
+    """The first plan whose results are torch's, or the last with what is known of it."""
+    for plan in plans[:-1]:
+        if agrees(asked.problem, asked.device, plan, training=asked.training):
+            return plan, True
+    return plans[-1], agrees(asked.problem, asked.device, plans[-1], training=asked.training)
 
 
 def _fastest(problem: Problem, device: torch.device) -> tuple[Plan, bool]:
     """Where tuning, the plan whose forward is right and fastest, and whether memory let all be tried.
 
-    The backward is the same for all.
+    The backward is decided later, with all of its kernels.
     """
     plans = _plans(problem, device)
     if not is_tuning() or len(plans) == 1:

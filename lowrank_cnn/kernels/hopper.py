@@ -286,20 +286,19 @@ def launch_hopper(
     taps, box = run_length(problem), run_box(problem, tile)
     run, images, cross = box
     shrink = 1 if problem.pool is None else 2
-    rest = max(taps - 1, 1)
+    block, beyond = (run, images, cross, tile.depth), (max(taps - 1, 1), images, cross, tile.depth)
     out = (run // shrink, images, cross // shrink, tile.filters // tile.parts)
     rows, turned = box_counts(problem, box)
     tiles = filter_tiles(problem, tile.filters)
     total = tiles * box_total(problem, box)
     grid = min(total, _multiprocessors(x.device) * tile.residents)
     composite_hopper[(grid,)](
-        _pixels(pixels, (run, images, cross, tile.depth)), _pixels(pixels, (rest, images, cross, tile.depth)),
-        _pixels(pixels, (run, images, cross, tile.depth), turned=True),
-        _pixels(pixels, (rest, images, cross, tile.depth), turned=True),
+        described_pixels(pixels, block), described_pixels(pixels, beyond),
+        described_pixels(pixels, block, turned=True), described_pixels(pixels, beyond, turned=True),
         _described(packed, packed.shape, packed.stride(), (tile.filters, tile.depth)),
-        _pixels(result, out), _pixels(result, out, turned=True),
-        _pixels(result if codes is None else codes, out),
-        _pixels(result if codes is None else codes, out, turned=True),
+        described_pixels(result, out), described_pixels(result, out, turned=True),
+        described_pixels(result if codes is None else codes, out),
+        described_pixels(result if codes is None else codes, out, turned=True),
         bias if bias is not None else packed, total, *rows, *turned, problem.out_height, problem.out_width,
         GROUPS=run_rows(problem, tile.filters, taps), TILES=tiles, TAPS=taps, RUN=run, IMAGES=images,
         CROSS=cross, STEPS=-(-problem.channels // tile.depth), RELU=problem.relu,
@@ -317,7 +316,7 @@ def _accumulator(tile: HopperTile) -> gl.NVMMADistributedLayout:
     )
 
 
-def _pixels(pixels: Tensor, block: tuple[int, ...], *, turned: bool = False) -> TensorDescriptor:
+def described_pixels(pixels: Tensor, block: tuple[int, ...], *, turned: bool = False) -> TensorDescriptor:
     """[N, H, W, C] memory seen with the run's axis first: rows, images, columns, or columns, images, rows."""
     batch, height, width, channels = pixels.shape
     row, image, column = width * channels, height * width * channels, channels

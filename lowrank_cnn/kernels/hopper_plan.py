@@ -9,6 +9,9 @@ import torch
 from lowrank_cnn.kernels.problem import Problem
 from lowrank_cnn.kernels.tiles import Box, filter_tiles
 
+SHARED = 228 * 1024
+"""Bytes of shared memory of a multiprocessor, of which each program takes one KiB besides its own."""
+
 
 @dataclass(frozen=True)
 class HopperTile:
@@ -145,4 +148,4 @@ def fits(problem: Problem, tile: HopperTile) -> bool:
     """Whether the rings agree and all residents fit a multiprocessor, each with a reserved KiB besides its own."""
     if tile.slabs > run_length(problem) * (tile.boxes - 1) + 1 or (tile.parts > 1 and tile.warp_grid[1] > 1):
         return False
-    return tile.residents * (shared_bytes(problem, tile) + 1024) <= 228 * 1024
+    return tile.residents * (shared_bytes(problem, tile) + 1024) <= SHARED

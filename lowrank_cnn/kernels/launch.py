@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -42,20 +43,23 @@ _TILES: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A kernel by name and its tile."""
+    """A kernel by name and its tile; in training also the kernel of the weights' gradient."""
 
     kernel: str
     tile: Any
+    weights: str = "tiled"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kernel": self.kernel, "tile": asdict(self.tile)}
+        return {"kernel": self.kernel, "tile": asdict(self.tile), "weights": self.weights}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Plan:
-        return cls(stored["kernel"], _TILES[stored["kernel"]](**stored["tile"]))
+        tile = _TILES[stored["kernel"]](**stored["tile"])
+        return cls(stored["kernel"], tile, stored.get("weights", "tiled"))
 
     def __str__(self) -> str:
-        return f"{self.kernel}-" + "-".join(f"{name[0]}{value}" for name, value in asdict(self.tile).items())
+        sizes = "-".join(f"{name[0]}{value}" for name, value in asdict(self.tile).items())
+        return f"{self.kernel}-{sizes}" + ("" if self.weights == "tiled" else f", weights {self.weights}")
 
 
 def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: bool = False) -> list[Plan]:
@@ -74,6 +78,12 @@ def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: b
     elif gather.unsupported(problem) is None:
         found.append(Plan("gather", gather.GatherTile(filters=32 if problem.pool else 64)))
     return list(dict.fromkeys(found))
+
+
+def training_plans(plan: Plan, problem: Problem, *, capability: tuple[int, int]) -> list[Plan]:
+    """A plan with each kernel of the weights' gradient that a device has."""
+    hopper = capability[0] == 9 and problem.channels > 4 and hopper_plan.unsupported(problem) is None
+    return [plan, replace(plan, weights="hopper")] if hopper else [plan]
 
 
 def hopper_tiles(problem: Problem, rings: int = 1) -> list[hopper_plan.HopperTile]:
@@ -133,6 +143,7 @@ def gradients(
     *,
     need_input: bool,
     need_bias: bool = True,
+    plan: Plan | None = None,
 ) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
     """Gradients of input, weights and bias, the latter two in float32; None where not needed."""
     g, pixels, seen = pixels_last(grad), pixels_last(x), seen.contiguous()
@@ -141,21 +152,43 @@ def gradients(
         dw, db = stem.launch_stem_gradient(problem, x, g, seen, programs)
         return None, dw, db
     g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)
-    tile = _gradient_tile(problem, x.device, "input")
-    dx = backward.launch_input_gradient(problem, g, weights, tile) if need_input else None
+    dx = input_gradient(problem, g, weights) if need_input else None
+    if plan is not None and plan.weights == "hopper":
+        from lowrank_cnn.kernels.hopper_weights import launch_weights_hopper
+
+        return dx, launch_weights_hopper(problem, g, pixels, programs), db
     tile = _gradient_tile(problem, x.device, "weights")
     return dx, backward.launch_weight_gradient(problem, g, pixels, programs, tile), db
 
 
+def input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """The gradient of the input from [N, H, W, filters] before pool and ReLU.
+
+    That of a single group is a convolution like any other, and has the kernel of one; groups that run different
+    ways share no fetches, and add up in a kernel of their own.
+    """
+    turned = backward.turned(problem)
+    if turned is not None and (plan := _hopper_plan(turned, capability_of(g.device))) is not None:
+        flipped = weights[0].detach().flip(2, 3).transpose(0, 1)
+        return forward(plan, turned, g.permute(0, 3, 1, 2), [flipped], None)
+    return backward.launch_input_gradient(problem, g, weights, _gradient_tile(problem, g.device, "input"))
+
+
+@lru_cache(maxsize=4096)
+def _hopper_plan(problem: Problem, capability: tuple[int, int]) -> Plan | None:
+    plan = plans(problem, capability=capability)[0] if hopper_plan.unsupported(problem) is None else None
+    return plan if plan is not None and plan.kernel == "hopper" else None
+
+
 def _gradient_tile(problem: Problem, device: torch.device, what: str) -> tiled.Tile | None:
-    capability = _capability(device)
+    capability = capability_of(device)
     if (0, 0) < capability < (9, 0):
         return tiled.Tile(*(OLDER_WEIGHTS if what == "weights" else OLDER))
     stored = known(problem, capability, what)
     return tiled.Tile(**stored) if stored else None
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 

@@ -124,7 +124,7 @@ class Trial:
             return [y]
         seen = codes if codes is not None else y.permute(0, 2, 3, 1)
         need = self.need_input
-        dx, dw, db = launch.gradients(self.problem, y, self.x, self.weights, seen, need_input=need)
+        dx, dw, db = launch.gradients(self.problem, y, self.x, self.weights, seen, need_input=need, plan=plan)
         return [part for part in (*dw, db, dx) if part is not None]
 
     def _by_torch(self) -> list[Tensor]:

@@ -70,11 +70,12 @@ def composite_conv2d_backward(
     need_bias: bool,
 ) -> list[Tensor]:
     """Gradients of input and bias (empty where not needed) and of the weights, in this order."""
-    from lowrank_cnn.kernels import launch
+    from lowrank_cnn.kernels import choice, launch
 
     problem = _problem(x, weights, stride, padding, relu, pool)
-    needs = {"need_input": need_input, "need_bias": need_bias}
-    dx, dw, db = launch.gradients(problem, grad.to(x.dtype), x, weights, seen, **needs)
+    how = {"need_input": need_input, "need_bias": need_bias}
+    plan = choice.plan_for(problem, x.device, training=True)
+    dx, dw, db = launch.gradients(problem, grad.to(x.dtype), x, weights, seen, plan=plan, **how)
     parts = [part.to(weight.dtype).contiguous() for part, weight in zip(dw, weights, strict=True)]
     needed = [(dx, need_input), (db, need_bias)]
     return [*(t if need and t is not None else x.new_empty(0) for t, need in needed), *parts]

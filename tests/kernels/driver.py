@@ -111,13 +111,15 @@ def forwards(capability: tuple[int, int]) -> None:
     launch.forward(launch.plans(problem, capability=capability)[0], problem, x, weights, None)
 
 
-def backwards() -> None:
+def backwards(capability: tuple[int, int]) -> None:
     for layer in (*LAYERS.values(), FIRST):
         problem, x, weights = posed(layer, torch.bfloat16)
         y = torch.zeros(problem.batch, problem.filters, *problem.result_size, dtype=x.dtype)
         codes = empty_codes(problem, x)
         seen = codes if codes is not None else y.permute(0, 2, 3, 1)
-        launch.gradients(problem, y, x, weights, seen, need_input=layer is not FIRST)
+        first = launch.plans(problem, capability=capability)[0]
+        for plan in launch.training_plans(first, problem, capability=capability):
+            launch.gradients(problem, y, x, weights, seen, need_input=layer is not FIRST, plan=plan)
 
 
 def neighbours() -> None:
@@ -135,11 +137,11 @@ def neighbours() -> None:
 def main(capability: int) -> None:
     driver.set_active(Absent(capability))  # type: ignore[arg-type]
     hopper._multiprocessors = launch._multiprocessors = lambda device: 132  # type: ignore[assignment]
-    launch._capability = lambda device: divmod(capability, 10)  # type: ignore[assignment]
+    launch.capability_of = lambda device: divmod(capability, 10)  # type: ignore[assignment]
     found: dict[str, Any] = {}
     compile_only(found)
     forwards(divmod(capability, 10))
-    backwards()
+    backwards(divmod(capability, 10))
     neighbours()
     for name, kernel in found.items():
         print(json.dumps({"kernel": name.split()[0], **usage(kernel)}))

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels import backward, gather, stem, tiled
+from lowrank_cnn.kernels import backward, gather, launch, stem, tiled
 from lowrank_cnn.kernels.pack import pack_rows, pack_union
 from lowrank_cnn.kernels.problem import describe, empty_codes
 from lowrank_cnn.kernels.reference import composite_reference
@@ -105,3 +105,28 @@ def test_first_layer_gradients(pool, stride):
     dw, db = stem.launch_stem_gradient(problem, x.float(), last(grad), seen, 3, stem.StemTile(pixels=32))
     for ours, right in zip([db, *dw], exact, strict=True):
         assert torch.linalg.vector_norm(ours - right) <= LIMIT * torch.linalg.vector_norm(right)
+
+
+@pytest.mark.parametrize(("kernel", "padding"), [((3, 3), 1), ((1, 3), 0), ((5, 1), 2), ((1, 1), 0), ((2, 3), 1)])
+def test_the_gradient_of_a_single_group_is_a_convolution(monkeypatch, kernel, padding):
+    x = torch.randn(2, 16, 9, 7, device=DEVICE, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(24, 16, *kernel, device=DEVICE, dtype=torch.float64)
+    sides = ((padding, 1), (1, padding))
+    y = composite_reference(x, [weight], None, stride=(1, 1), padding=[sides])
+    grad = torch.randn_like(y)
+    (exact,) = torch.autograd.grad(y, x, grad)
+    problem = describe(x.float(), [weight], stride=(1, 1), padding=[sides], relu=True, pool=None)
+
+    asked = []
+    tile = launch.Plan("tiled", Tile(pixels=32, filters=16, depth=16))
+    monkeypatch.setattr(launch, "_hopper_plan", lambda problem, capability: asked.append(problem) or tile)
+    dx = launch.input_gradient(problem, last(grad), [weight.float()])
+    assert len(asked) == 1
+    assert torch.linalg.vector_norm(dx - exact) <= LIMIT * torch.linalg.vector_norm(exact)
+
+
+def test_groups_that_add_up_have_no_single_convolution():
+    weights = [torch.zeros(8, 8, 3, 1), torch.zeros(8, 8, 1, 3)]
+    x = torch.zeros(1, 8, 5, 5)
+    assert backward.turned(describe(x, weights, stride=(1, 1), padding=[same(3, 1), same(1, 3)])) is None
+    assert backward.turned(describe(x, weights[:1], stride=(2, 2), padding=[same(3, 1)])) is None

@@ -1,259 +1,21 @@
-"""The Hopper kernel without a Hopper GPU: its own source, run over a small model of the hardware.
-
-The model is stricter than the device: a fetch poisons its destination until its barrier is waited on, and a
-product reads shared memory as late as it may, so a buffer that is refilled too early shows as NaN, and a
-wait that nothing will satisfy is an error instead of a hang.
-"""
+"""The Hopper kernel without a Hopper GPU: its own source, run over a small model of the hardware."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import types
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("triton")
 
 from lowrank_cnn.kernels.hopper_plan import HopperTile, filters_per_tile
 from lowrank_cnn.kernels.pack import pack_rows
 from lowrank_cnn.kernels.problem import describe
 from lowrank_cnn.kernels.reference import composite_reference
 
-pytest.importorskip("triton")
-
-
-class Values(np.ndarray):
-    """A register tensor."""
-
-    @property
-    def type(self):
-        return types.SimpleNamespace(layout=None)
-
-    def permute(self, *order):
-        return self.transpose(order)
-
-    def split(self):
-        return self[..., 0], self[..., 1]
-
-    def to(self, dtype, bitcast=False):
-        kind = {"int32": np.int32, "uint8": np.uint8}.get(dtype, np.float32)
-        return super().view(kind).view(Values) if bitcast else self.astype(kind)
-
-
-class Shared:
-    """A view of shared memory: flat storage, a beginning and a shape."""
-
-    def __init__(self, flat, start, shape):
-        self.flat, self.start, self.shape = flat, start, list(shape)
-
-    def index(self, i):
-        assert 0 <= i < self.shape[0]
-        return Shared(self.flat, self.start + i * int(np.prod(self.shape[1:])), self.shape[1:])
-
-    def _reinterpret(self, dtype, shape, layout):
-        assert self.start + np.prod(shape) <= len(self.flat), "a view beyond its allocation"
-        return Shared(self.flat, self.start, shape)
-
-    def permute(self, order):
-        assert order == [1, 0]
-        return Turned(self.flat, self.start, self.shape)
-
-    def view(self):
-        return self.flat[self.start : self.start + int(np.prod(self.shape))].reshape(self.shape)
-
-    def store(self, values):
-        self.view()[...] = values
-
-
-class Turned(Shared):
-    def view(self):
-        return super().view().T
-
-
-class Barrier:
-    def __init__(self):
-        self.phase, self.expected, self.copies = 0, None, []
-
-
-class Machine:
-    """One program at a time; fetches land when waited for, products run when they must be done."""
-
-    def __init__(self):
-        self.program, self.programs, self.products, self.fetched = 0, 1, [], 0
-
-    def allocate(self, dtype, shape, layout):
-        if dtype == "int64":
-            return Barriers([Barrier() for _ in range(shape[0])])
-        if dtype == "uint8":
-            return Shared(np.full(int(np.prod(shape)), 99, np.uint8), 0, shape)
-        return Shared(np.full(int(np.prod(shape)), np.nan, np.float32), 0, shape)
-
-    def fetch(self, source, coordinates, barrier, target, pred=True):
-        if pred:
-            assert list(target.shape) == list(source.block_shape)
-            target.view()[...] = np.nan
-            barrier.copies.append((source, list(coordinates), target))
-
-    def expect(self, barrier, size, pred=True):
-        if pred:
-            assert barrier.expected is None, "a second fetch was announced before the first was waited for"
-            barrier.expected = size
-
-    def wait(self, barrier, parity):
-        if barrier.phase & 1 != parity:
-            return
-        assert barrier.expected is not None, "a wait that nothing will end"
-        size = sum(4 * int(np.prod(target.shape)) for _, _, target in barrier.copies)
-        assert size == barrier.expected, "announced and fetched bytes differ"
-        for source, coordinates, target in barrier.copies:
-            target.view()[...] = source.read(coordinates)
-            self.fetched += 1
-        barrier.phase, barrier.expected, barrier.copies = barrier.phase + 1, None, []
-
-    def multiply(self, a, b, acc, is_async):
-        self.products.append((a, b, acc))
-        return acc
-
-    def wait_products(self, left, deps):
-        while len(self.products) > left:
-            a, b, acc = self.products.pop(0)
-            acc += a.view() @ b.view()
-        return deps[0]
-
-
-class Barriers:
-    def __init__(self, barriers):
-        self.barriers, self.shape = barriers, [len(barriers), 1]
-
-    def index(self, i):
-        return self.barriers[i]
-
-
-class Float32:
-    primitive_bitwidth = 32
-
-
-class Descriptor:
-    """A tensor map: boxes of a strided tensor; zeros are read and nothing is written outside."""
-
-    def __init__(self, base, shape, strides, block_shape, layout, padding="zero"):
-        self.array = torch.as_strided(base, shape, strides).numpy()
-        self.block_shape, self.layout = block_shape, layout
-        self.dtype = Float32()
-
-    def _overlap(self, coordinates):
-        spans = list(zip(coordinates, self.block_shape, self.array.shape, strict=True))
-        inside = tuple(slice(max(c, 0), max(min(c + b, s), 0)) for c, b, s in spans)
-        block = tuple(
-            slice(i.start - c, max(i.stop - c, i.start - c)) for i, (c, _, _) in zip(inside, spans, strict=True)
-        )
-        return inside, block
-
-    def read(self, coordinates):
-        values = np.zeros(self.block_shape, np.float32)
-        inside, block = self._overlap(coordinates)
-        if all(i.start < i.stop for i in inside):
-            values[block] = self.array[inside]
-        return values
-
-    def write(self, coordinates, values):
-        inside, block = self._overlap(coordinates)
-        if all(i.start < i.stop for i in inside):
-            self.array[inside] = values[block]
-
-
-class Kernel:
-    def __init__(self, function, machine):
-        self.function, self.machine = function, machine
-
-    def __call__(self, *arguments):
-        return self.function(*arguments)
-
-    def __getitem__(self, grid):
-        def launch(*arguments, num_warps, **options):
-            self.machine.programs = grid[0]
-            for program in range(grid[0]):
-                self.machine.program, self.machine.products = program, []
-                self.function(*arguments, **options)
-
-        return launch
-
-
-def _register(value):
-    return np.asarray(value, np.float32).view(Values)
-
-
-def _where(condition, a, b):
-    chosen = np.where(condition, a, b)
-    return chosen.view(Values) if chosen.ndim else int(chosen)
-
-
-def _language(machine):
-    return types.SimpleNamespace(
-        constexpr=None, int64="int64", int32="int32", uint8="uint8", float32="float32",
-        bfloat16="bfloat16", float16="float16", static_range=range, where=_where, minimum=min,
-        maximum=np.maximum, max=lambda x, axis: x.max(axis), thread_barrier=lambda: None,
-        program_id=lambda _: machine.program, num_programs=lambda _: machine.programs,
-        allocate_shared_memory=machine.allocate, load=lambda pointer: _register(pointer.read()),
-        zeros=lambda shape, dtype, layout: _register(np.zeros(shape)),
-        arange=lambda a, b, layout: np.arange(a, b, dtype=np.int32).view(Values),
-        SliceLayout=lambda axis, parent: None, NVMMADistributedLayout=lambda **_: None,
-        NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda block, kind: "layout"),
-    )  # fmt: skip
-
-
-class Pointer:
-    def __init__(self, array, offset=0):
-        self.array, self.offset = array, offset
-
-    def __add__(self, offset):
-        return Pointer(self.array, self.offset + offset)
-
-    def read(self):
-        return self.array[self.offset]
-
 
 @pytest.fixture
-def emulated(monkeypatch):
-    """The kernel's module, executed with the model in the place of Gluon."""
-    machine = Machine()
-    language = _language(machine)
-    gluon = types.ModuleType("triton.experimental.gluon")
-    gluon.jit = lambda function: Kernel(function, machine)
-    gluon.language = language
-    hopper = types.ModuleType("triton.experimental.gluon.language.nvidia.hopper")
-    hopper.fence_async_shared = lambda: None
-    hopper.mbarrier = types.SimpleNamespace(
-        MBarrierLayout=lambda: None, init=lambda barrier, count: None, expect=machine.expect, wait=machine.wait
-    )
-    hopper.tma = types.SimpleNamespace(
-        async_copy_global_to_shared=machine.fetch, store_wait=lambda _: None,
-        async_copy_shared_to_global=lambda target, place, staged: target.write(place, staged.view()),
-    )  # fmt: skip
-    hopper.warpgroup_mma, hopper.warpgroup_mma_wait = machine.multiply, machine.wait_products
-    host = types.ModuleType("triton.experimental.gluon.nvidia.hopper")
-    host.TensorDescriptor = Descriptor
-    experimental = types.ModuleType("triton.experimental")
-    experimental.gluon = gluon
-    for module in (experimental, gluon, hopper, host):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    path = Path(describe.__code__.co_filename).parent / "hopper.py"
-    spec = importlib.util.spec_from_file_location("lowrank_cnn.kernels.hopper_emulated", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "_multiprocessors", lambda device: 3)
-    module.machine = machine
-    return module
-
-
-def _same(height, width):
-    rows, columns = (height - 1) // 2, (width - 1) // 2
-    return (rows, height - 1 - rows), (columns, width - 1 - columns)
+def emulated(monkeypatch, hopper_model):
+    return hopper_model.emulate(monkeypatch)
 
 
 CASES = [
@@ -266,12 +28,19 @@ CASES = [
 
 
 @pytest.mark.parametrize(("size", "groups", "pool", "parts", "boxes", "slabs"), CASES)
-def test_the_kernel_and_its_ring_of_buffers_are_right(emulated, size, groups, pool, parts, boxes, slabs):
+def test_the_kernel_and_its_ring_of_buffers_are_right(
+    emulated, hopper_model, size, groups, pool, parts, boxes, slabs
+):
     torch.manual_seed(1)
     x = torch.randn(size)
     weights = [torch.randn(f, size[1], h, w) for h, w, f in groups]
     bias = torch.randn(sum(f for _, _, f in groups))
-    options = {"stride": (1, 1), "padding": [_same(h, w) for h, w, _ in groups], "relu": True, "pool": pool}
+    options = {
+        "stride": (1, 1),
+        "padding": [hopper_model.same(h, w) for h, w, _ in groups],
+        "relu": True,
+        "pool": pool,
+    }
     problem = describe(x, weights, **options)
     tile = HopperTile(
         pixels=32, filters=filters_per_tile(problem, 16), depth=16, boxes=boxes, slabs=slabs, parts=parts
@@ -280,16 +49,16 @@ def test_the_kernel_and_its_ring_of_buffers_are_right(emulated, size, groups, po
         (size[0], *problem.result_size, problem.filters), torch.nan
     ).permute(0, 3, 1, 2)
     packed = pack_rows(weights, x.dtype)
-    y = emulated.launch_hopper(problem, x, packed, _as_pointer(bias), tile)
+    y = emulated.launch_hopper(problem, x, packed, bias, tile)
     expected = composite_reference(x.double(), [w.double() for w in weights], bias.double(), **options)
     assert torch.linalg.norm(y - expected) < 1e-5 * torch.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("pool", ["floor", "ceil"])
-def test_the_codes_of_a_fused_pool_name_the_winners(emulated, pool):
+def test_the_codes_of_a_fused_pool_name_the_winners(emulated, hopper_model, pool):
     torch.manual_seed(2)
     x, weights = torch.randn(1, 16, 9, 7), [torch.randn(16, 16, 3, 1), torch.randn(16, 16, 1, 3)]
-    options = {"stride": (1, 1), "padding": [_same(3, 1), _same(1, 3)]}
+    options = {"stride": (1, 1), "padding": [hopper_model.same(3, 1), hopper_model.same(1, 3)]}
     problem = describe(x, weights, **options, relu=True, pool=pool)
     codes = torch.full((1, *problem.result_size, 32), 77, dtype=torch.uint8)
     tile = HopperTile(pixels=32, filters=16, depth=16, boxes=2, slabs=3, parts=1)
@@ -299,7 +68,3 @@ def test_the_codes_of_a_fused_pool_name_the_winners(emulated, pool):
     whole = torch.nn.functional.pad(before, (0, 1, 0, 1), value=-torch.inf)[:, :, : 2 * height, : 2 * width]
     value, place = whole.unfold(2, 2, 2).unfold(3, 2, 2).flatten(-2).max(-1)
     assert torch.equal(codes.permute(0, 3, 1, 2).long(), torch.where(value > 0, place, 4))
-
-
-def _as_pointer(bias):
-    return Pointer(bias.numpy())
