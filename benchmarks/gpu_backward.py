@@ -15,9 +15,9 @@ import torch
 from gpu_clock import milliseconds
 from torch import Tensor
 
-from lowrank_cnn.kernels import backward
-from lowrank_cnn.kernels.launch import Plan, forward, gradients
-from lowrank_cnn.kernels.problem import describe, empty_codes, pixels_last
+from lowrank_cnn.kernels import backward, hopper_plan
+from lowrank_cnn.kernels.launch import Plan, forward, gradients, input_gradient
+from lowrank_cnn.kernels.problem import Problem, describe, empty_codes, pixels_last
 from lowrank_cnn.kernels.reference import composite_reference
 from lowrank_cnn.kernels.tiled import Tile
 
@@ -47,11 +47,40 @@ def measure_backward(
         row["weights"] = _best(
             backward.WEIGHT_TILES, lambda tile: backward.launch_weight_gradient(problem, g, pixels, 264, tile)
         )
+        row |= _by_hopper(problem, g, pixels, weights)
     row["naive composite"] = _by_torch(x, weights, bias, grad, options)
     dense = torch.randn((problem.filters, x.shape[1], kernel, kernel), device=x.device, dtype=x.dtype)
     side = (kernel // 2, kernel // 2)
     row["dense"] = _by_torch(x, [dense], bias, grad, {**options, "padding": [(side, side)]})
     return row
+
+
+def _by_hopper(problem: Problem, g: Tensor, pixels: Tensor, weights: list[Tensor]) -> dict[str, Any]:
+    """The Hopper kernels of both gradients, where the device has them: their times, and how far they are off."""
+    if torch.cuda.get_device_capability()[0] != 9 or hopper_plan.unsupported(problem):
+        return {}
+    from lowrank_cnn.kernels.hopper_weights import launch_weights_hopper
+
+    launches = {
+        "weights, Hopper": (
+            lambda: launch_weights_hopper(problem, g, pixels, 264),
+            lambda: backward.launch_weight_gradient(problem, g, pixels, 264),
+        )
+    }
+    if backward.turned(problem):
+        launches["input, Hopper"] = (
+            lambda: input_gradient(problem, g, weights),
+            lambda: backward.launch_input_gradient(problem, g, weights),
+        )
+    found = {}
+    for name, (ours, plain) in launches.items():
+        try:
+            right = _flat(plain())
+            off = float((_flat(ours()) - right).norm() / right.norm())
+            found[name] = milliseconds(ours) | {"off": off}
+        except Exception as failure:  # a kernel that fails says so and the rest go on
+            found[name] = {"failed": repr(failure)[:200]}
+    return found
 
 
 def run_backward(x: Tensor, weights: list[Tensor], options: dict[str, Any]) -> None:
@@ -69,6 +98,7 @@ def run_backward(x: Tensor, weights: list[Tensor], options: dict[str, Any]) -> N
         backward.launch_input_gradient(problem, g, weights, tile)
     for tile in backward.WEIGHT_TILES:
         backward.launch_weight_gradient(problem, g, pixels_last(x), 264, tile)
+    _by_hopper(problem, g, pixels_last(x), weights)
 
 
 def _best(tiles: Sequence[Tile], launch: Callable[[Tile], Any]) -> dict[str, Any]:

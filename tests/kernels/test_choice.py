@@ -213,6 +213,29 @@ def test_tuning_without_memory_leaves_what_was_stored(bench, short):
     assert entry["tuned"]
 
 
+@pytest.mark.parametrize(("right", "expected"), [(True, "hopper"), (False, "tiled"), (None, "tiled")])
+def test_training_takes_the_fastest_gradient_of_the_weights_that_is_right(bench, monkeypatch, right, expected):
+    other = replace(PLAN, weights="hopper")
+    bench.taken[other], bench.right[other] = Times(0.5, 0.5), right
+    monkeypatch.setattr(choice, "_plans", lambda *_: (PLAN,))
+    monkeypatch.setattr(choice, "_training_plans", lambda plan, asked: [plan, other])
+    asked = Asked(problem(), torch.device("cuda"), training=True)
+    found = choice._measured(asked)
+    assert found is not None
+    assert found.plan is not None
+    assert found.plan.weights == expected
+    assert choice.plan_for(asked.problem, asked.device, training=True) == found.plan
+
+
+def test_only_hopper_has_a_second_gradient_of_the_weights():
+    wide = pose((2, 16, 6, 5), [(16, 16, 3, 1), (16, 16, 1, 3)], torch.bfloat16, stride=(1, 1), padding=PADDING)
+    plans = launch.training_plans(PLAN, wide, capability=(9, 0))
+    assert [plan.weights for plan in plans] == ["tiled", "hopper"]
+    assert [Plan.from_dict(plan.to_dict()) for plan in plans] == plans
+    assert launch.training_plans(PLAN, wide, capability=(10, 0)) == [PLAN]
+    assert launch.training_plans(PLAN, problem(), capability=(9, 0)) == [PLAN]
+
+
 def test_a_trial_gives_gradients_in_one_order():
     trial = Trial.random(problem(), DEVICE, True)
     shapes = [[tuple(t.shape) for t in trial.run(plan)] for plan in (PLAN, None)]
