@@ -1,13 +1,14 @@
 """Weak points of a network: how gradients fade or grow with depth, and filters and branches that do nothing.
 
-    python benchmarks/depth_flow.py --data FOLDER [--networks vgg11-gmp vgg11-gmp-lr ...] [--norm batch] \
-        [--run RUN_DIRECTORY ...] [--images 256] [--out benchmarks/results/depth_flow.json]
+    python benchmarks/depth_flow.py --data FOLDER [--networks vgg11-gmp vgg11-gmp-lr ...] [--norms none batch] \
+        [--seeds 3] [--run RUN_DIRECTORY ...] [--images 256] [--out benchmarks/results/depth_flow.json]
 
-Networks as initialised, by name, and as trained, by the directory of a run. For every layer the norm of the
-gradient at its output, which pools pass on whole and good initialisation keeps level, and that of its weights'
-gradient relative to the weights. For every filter group (and every branch of an inception module, whose convs
-are its groups) the share of dead filters: those that answer none of the images, or less than a ten-thousandth
-of the layer's most active one. Basis filters, behind which no ReLU stands, are judged alike.
+Networks as initialised, by name and over seeds, and as trained, by the directory of a run. For every layer the
+norm of the gradient at its output, which pools pass on whole and good initialisation keeps level, and that of its
+weights' gradient relative to the weights. For every filter group (and every branch of an inception module, whose
+convs are its groups) the share of dead filters: those that answer none of the images, or less than a
+ten-thousandth of the layer's most active one. Basis filters, behind which no ReLU stands, are judged alike.
+Layers are recorded for the first seed, the rest of a row for each.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -32,36 +34,27 @@ from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.evaluation import load_checkpoint
 from lowrank_cnn.init import weight_layers
 from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
-from lowrank_cnn.models import create_model
+from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.train import get_recipe
 from lowrank_cnn.train.inputs import augmentation, input_size, preprocessing
 from lowrank_cnn.train.recipe import Recipe
 
 DEAD = 1e-4
 BATCH = 64
-
-
-@dataclass
-class Layer:
-    """What passed through a layer: sums over batches."""
-
-    gradient: float = 0.0
-    batches: int = 0
-    relative: float = 0.0
+SUMMARY = ("first_to_last", "least", "most", "dead_share", "worst_group", "dead_groups")
+"""What is recorded for every seed."""
 
 
 @dataclass
 class Watch:
     """Gradients at the outputs of weight layers, and how much every filter answered."""
 
-    layers: dict[str, Layer] = field(default_factory=dict)
+    gradients: dict[str, list[float]] = field(default_factory=dict)
     activity: dict[str, Tensor] = field(default_factory=dict)
 
     def see_gradient(self, name: str, _module: nn.Module, _inputs: object, output: Tensor) -> None:
         def note(gradient: Tensor) -> None:
-            layer = self.layers.setdefault(name, Layer())
-            layer.gradient += float(gradient.float().norm())
-            layer.batches += 1
+            self.gradients.setdefault(name, []).append(float(gradient.float().norm()))
 
         if output.requires_grad:
             output.register_hook(note)
@@ -109,9 +102,6 @@ def watched(network: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> Wat
         weights = (1.0, *(0.3,) * (len(outputs) - 1))
         losses = (w * nn.functional.cross_entropy(out, labels) for w, out in zip(weights, outputs, strict=True))
         sum(losses, torch.zeros((), device=images.device)).backward()
-    for name, module in weight_layers(network):
-        if name in watch.layers:
-            watch.layers[name].relative = relative_gradient(module)
     for hook in hooks:
         hook.remove()
     return watch
@@ -126,30 +116,42 @@ def relative_gradient(module: nn.Module) -> float:
 
 
 def examined(label: str, network: nn.Module, batches: Iterator[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """How gradients flow through the convs, relative to the last one, and which filters are dead."""
     watch = watched(network, batches)
     flow = {
-        name: {"gradient": watch.layers[name].gradient / watch.layers[name].batches}
-        | {"relative": watch.layers[name].relative}
-        for name, _ in weight_layers(network)
-        if name in watch.layers
+        name: {"gradient": rounded(mean(watch.gradients[name])), "relative": rounded(relative_gradient(module))}
+        for name, module in weight_layers(network)
+        if name in watch.gradients
     }
     dead = {site: dead_filters(network, site, answered) for site, answered in watch.activity.items()}
     aside = tuple(getattr(network, "auxiliary", ()))
     convs = [name for name in flow if is_conv(network.get_submodule(name)) and not name.startswith(aside or "?")]
+    norms = [flow[name]["gradient"] / flow[convs[-1]]["gradient"] for name in convs]
+    groups = {f"{site} {shape}".strip(): n / of for site, row in dead.items() for shape, n, of in parts(row)}
+    worst = max(groups, key=lambda name: groups[name])
     filters, lost = (sum(row[key] for row in dead.values()) for key in ("filters", "dead"))
-    worst = max(dead, key=lambda site: dead[site]["dead"] / dead[site]["filters"])
-    branches = [
-        f"{site} {shape}" for site, row in dead.items() for shape, (n, of) in row["groups"].items() if n == of
-    ]
     return {
         "network": label,
-        "first_to_last": flow[convs[0]]["gradient"] / flow[convs[-1]]["gradient"],
-        "dead_share": lost / filters,
-        "worst_layer": [worst, dead[worst]["dead"] / dead[worst]["filters"]],
-        "dead_groups": branches,
+        "first_to_last": rounded(norms[0]),
+        "least": rounded(min(norms)),
+        "most": rounded(max(norms)),
+        "dead_share": rounded(lost / filters),
+        "worst_group": [worst, rounded(groups[worst])],
+        "dead_groups": [group for group, share in groups.items() if share == 1],
         "flow": flow,
         "dead": dead,
     }
+
+
+def parts(row: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
+    """The groups of a layer, or the layer where it has none: shape, dead filters, filters."""
+    yield from ((shape, n, of) for shape, (n, of) in row["groups"].items())
+    if not row["groups"]:
+        yield "", row["dead"], row["filters"]
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 def is_conv(module: nn.Module) -> bool:
@@ -179,18 +181,21 @@ def batches_of(data: Data, recipe: Recipe, preprocess: Preprocess, device: str) 
     return loader.epoch(0)
 
 
-def fresh(name: str, data: Data, arguments: argparse.Namespace) -> dict[str, Any]:
-    """A network as initialised."""
+def fresh(name: str, norm: str | None, data: Data, arguments: argparse.Namespace) -> dict[str, Any]:
+    """A network as initialised, once for every seed."""
     recipe = get_recipe(arguments.recipe)
     channels, height, _ = input_size(data.test, augmentation(recipe))
-    torch.manual_seed(0)
     options = {"num_classes": len(data.classes), "in_channels": channels, "image_size": height, "dropout": 0.0}
-    stride = 1 if name.startswith("googlenet") and height < 224 else None
-    network = create_model(name, norm=arguments.norm, stride=stride, width=arguments.width, **options)
+    options["stride"] = 1 if name.startswith("googlenet") and height < 224 else None
     preprocess = preprocessing(data.train, recipe)
-    batches = batches_of(data, recipe, preprocess, arguments.device)
-    norm = "batch norm" if arguments.norm else "no norm"
-    return examined(f"{name}, {norm}, initialised", network.to(arguments.device), batches)
+    found = []
+    for seed in range(arguments.seeds):
+        torch.manual_seed(seed)
+        network = create_model(name, norm=norm, width=arguments.width, **options)
+        batches = batches_of(data, recipe, preprocess, arguments.device)
+        found.append(examined(name, network.to(arguments.device), batches))
+        say(found[-1])
+    return {"norm": norm, **found[0], "seeds": [{key: row[key] for key in SUMMARY} for row in found]}
 
 
 def trained(run: Path, data: Data, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -202,17 +207,27 @@ def trained(run: Path, data: Data, arguments: argparse.Namespace) -> dict[str, A
     for module in found.network.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return examined(f"{run.parent.name}/{run.name}", found.network.to(arguments.device), batches)
+    row = examined(f"{run.parent.name}/{run.name}", found.network.to(arguments.device), batches)
+    say(row)
+    return row
+
+
+def say(row: dict[str, Any]) -> None:
+    group, share = row["worst_group"]
+    print(
+        f"{row['network']}: gradient of the first conv x{row['first_to_last']:.2g} that of the last; "
+        f"{row['dead_share']:.1%} of filters dead, {share:.1%} in {group}; dead groups: {row['dead_groups']}",
+        flush=True,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True)
-    parser.add_argument(
-        "--networks", nargs="*", default=["vgg11-gmp", "vgg11-gmp-lr", "vgg11-gmp-lr-join", "googlenet"]
-    )
+    parser.add_argument("--networks", nargs="*", default=[n for n in list_models() if not n.startswith("nin")])
     parser.add_argument("--run", type=Path, nargs="*", default=[])
-    parser.add_argument("--norm", default=None)
+    parser.add_argument("--norms", nargs="*", default=["none"], choices=["none", "batch"])
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--recipe", default="tiny-vgg")
     parser.add_argument("--width", type=float, default=1.0)
     parser.add_argument("--images", type=int, default=256)
@@ -220,18 +235,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/depth_flow.json"))
     arguments = parser.parse_args()
     data = open_data(arguments.data, limit=arguments.images)
-    rows = [fresh(name, data, arguments) for name in arguments.networks]
+    norms = [None if norm == "none" else norm for norm in arguments.norms]
+    rows = [fresh(name, norm, data, arguments) for norm in norms for name in arguments.networks]
     rows += [trained(run, data, arguments) for run in arguments.run]
-    for row in rows:
-        worst, share = row["worst_layer"]
-        print(
-            f"{row['network']}: gradient of the first conv x{row['first_to_last']:.2g} that of the last; "
-            f"{row['dead_share']:.1%} of filters dead, {share:.1%} in {worst}; dead groups: {row['dead_groups']}"
-        )
     setting = {"images": arguments.images, "batch": BATCH, "dead_below": DEAD, "width": arguments.width}
-    record = {"kind": "depth-flow", "setting": setting, "rows": rows, "environment": environment()}
+    about = {"kind": "depth-flow", "setting": setting, "environment": environment()}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    arguments.out.write_text(f'{json.dumps(about, indent=1)[:-2]},\n "rows": [\n  {lines}\n ]\n}}\n')
 
 
 if __name__ == "__main__":

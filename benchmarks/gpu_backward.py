@@ -61,7 +61,7 @@ def _by_hopper(problem: Problem, g: Tensor, pixels: Tensor, weights: list[Tensor
         return {}
     from lowrank_cnn.kernels.hopper_weights import launch_weights_hopper
 
-    launches = {
+    launches: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "weights, Hopper": (
             lambda: launch_weights_hopper(problem, g, pixels, 264),
             lambda: backward.launch_weight_gradient(problem, g, pixels, 264),

@@ -11,10 +11,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lowrank_cnn.errors import LowRankError
+import torch
+
+from lowrank_cnn.errors import LowRankError, nearest
+from lowrank_cnn.models import create_model
+from lowrank_cnn.paper.experiments import EXPERIMENTS
+from lowrank_cnn.train import get_recipe
 
 IMAGES = {"ilsvrc": 1_281_167, "places": 2_448_873}
 """Training images."""
+CLASSES = {"ilsvrc": 1000, "places": 205}
+GPUS = (1, 8, 64)
+CORES = 16
+"""That decode for each device."""
 NODE = 8
 """Devices of one machine."""
 WITHIN, BETWEEN = 300e9, 40e9
@@ -56,6 +65,18 @@ class FullRun:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def demand_of(experiment: str, network: str) -> Demand:
+    """What the paper's recipe asks for, at most: its epochs on the images that are not held out."""
+    if experiment not in IMAGES:
+        raise LowRankError(f"{experiment!r} is not a full run; {nearest(experiment, IMAGES)}")
+    part = EXPERIMENTS[experiment]["paper"]
+    recipe = get_recipe(str(part.own.get(network, {}).get("recipe", part.recipe)))
+    with torch.device("meta"):
+        net = create_model(network, num_classes=CLASSES[experiment])
+    params = sum(parameter.numel() for parameter in net.parameters())
+    return Demand(round(IMAGES[experiment] * (1 - recipe.holdout)), recipe.epochs, recipe.batch_size, params)
 
 
 def full_run(demand: Demand, supply: Supply, gpus: int) -> FullRun:

@@ -35,7 +35,7 @@ def test_a_group_that_answers_nothing_is_named(depth_flow):
     row = depth_flow.examined("net", net, batches())
     assert row["dead_groups"] == ["features.conv3_1 1x3"]
     assert row["dead"]["features.conv3_1"]["groups"]["1x3"] == [16, 16]
-    assert row["worst_layer"][0] == "features.conv3_1"
+    assert row["worst_group"] == ["features.conv3_1 1x3", 1.0]
 
 
 def test_basis_filters_are_judged_though_no_relu_follows(depth_flow):
@@ -55,6 +55,7 @@ def test_a_layer_that_swallows_gradients_shows(depth_flow):
     assert next(iter(plain["flow"])) == "features.conv1_1"
     assert 0.05 < plain["first_to_last"] < 20
     assert faint["first_to_last"] < 0.05 * plain["first_to_last"]
+    assert faint["least"] <= faint["first_to_last"] <= faint["most"]
 
 
 def test_auxiliary_heads_are_not_the_last_layers(depth_flow):
@@ -78,40 +79,49 @@ def test_a_run_can_be_examined(depth_flow, tmp_path, monkeypatch):
     assert row["dead"]["features.conv1_1"]["groups"].keys() == {"3x1", "1x3"}
 
 
+def memory_record(benchmark_module, monkeypatch, out, *words):
+    monkeypatch.setattr(sys, "argv", ["memory.py", "--part", "kept", "--out", str(out), *words])
+    benchmark_module("memory").main()
+    return json.loads(out.read_text())
+
+
 def test_less_memory_is_kept_where_stages_are_computed_again(benchmark_module, tmp_path, monkeypatch):
-    memory = benchmark_module("memory")
-    arguments = [
-        "--networks",
-        "vgg11-gmp-lr",
-        "--image",
-        "32",
-        "--device",
-        "cpu",
-        "--out",
-        tmp_path / "memory.json",
-    ]
-    monkeypatch.setattr(sys, "argv", ["memory.py", *map(str, arguments)])
-    memory.main()
-    kept, again = json.loads((tmp_path / "memory.json").read_text())["rows"]
-    assert again["kept_bytes_per_image"] < 0.3 * kept["kept_bytes_per_image"]
-    # Inputs, maps behind ReLUs and pools, and places of maxima, in stages of 32 to 2 pixels.
-    maps = [64 * 32**2, 128 * 16**2, 2 * 256 * 8**2, 2 * 512 * 4**2, 2 * 512 * 2**2]
-    assert kept["kept_bytes_per_image"] > 4 * sum(maps)
+    words = ["--networks", "vgg11-gmp", "--images", "32"]
+    record = memory_record(benchmark_module, monkeypatch, tmp_path / "memory.json", *words)
+    kept, again = (row["kept_bytes_per_image"] for row in record["kept"]["rows"])
+    # Filters, sides and convs of the stages; a pool keeps its output and the places of maxima.
+    stages = [(64, 32, 1), (128, 16, 1), (256, 8, 2), (512, 4, 2), (512, 2, 2)]
+    maps = sum(4 * n * side**2 * convs for n, side, convs in stages) + 4 * 3 * 32**2
+    ends = [n * (side // 2) ** 2 for n, side, _ in stages[:-1]]
+    head = 4 * (512 + 6 * 4096)
+    assert kept == pytest.approx(maps + 12 * sum(ends) + head, rel=0.02)
+    assert again == pytest.approx(4 * 3 * 32**2 + 4 * sum(ends) + 4 * 512 * 2**2 + head, rel=0.02)
+
+
+def test_what_a_gpu_gave_stays_in_the_record(benchmark_module, tmp_path, monkeypatch):
+    peaks = {"rows": [{"network": "vgg11-gmp", "peak_bytes": 1}], "environment": {"gpu": "some"}}
+    (tmp_path / "memory.json").write_text(json.dumps({"peaks": peaks}))
+    words = ["--networks", "googlenet-lr", "--images", "32", "40"]
+    record = memory_record(benchmark_module, monkeypatch, tmp_path / "memory.json", *words)
+    assert record["peaks"] == peaks
+    assert record["environment"] == {"gpu": "some"}
+    assert [row["image"] for row in record["kept"]["rows"]] == [32, 32, 40, 40]
 
 
 def test_photographs_of_ilsvrcs_size_are_framed_by_every_way(benchmark_module, write_shards, photo, tmp_path):
-    pipeline = benchmark_module("input_pipeline")
+    pipeline, ways = benchmark_module("input_pipeline"), benchmark_module("jpeg_ways")
     rows = [(photo(number, size=(64, 64)), 0) for number in range(48)]
     write_shards(tmp_path, "train", [rows[:2]])
     write_shards(tmp_path, "test", [rows])
-    made = pipeline.photographs(tmp_path, 1)
+    made = ways.photographs(tmp_path, 1)
     assert made.keys() == {"upscaled", "mosaic", "shrunk"}
     for kind, size in (("upscaled", (500, 375)), ("mosaic", (500, 375)), ("shrunk", (341, 256))):
         (image,) = made[kind]
-        assert pipeline.pillow_drafted(image).size == size
-        for _, way in pipeline.ways():
+        decode = dict(ways.decoders())["Pillow"]
+        assert decode(image).size == size
+        for _, way in ways.ways():
             assert len(way(image)) == 224 * 224 * 3
-    rate = pipeline.per_core(pipeline.whole_then_crop, made["shrunk"], 1)
+    rate = pipeline.per_core(ways.whole_then_crop, made["shrunk"], 1)
     assert rate["lowest"] > 0
 
 
@@ -121,3 +131,23 @@ def test_the_loader_is_measured_as_training_sees_it(benchmark_module, photo, tmp
     split = pipeline.shards([photo(0, size=(30, 40), format="JPEG")], 16, tmp_path)
     assert len(split) == 16
     assert pipeline.loader_rate(split, workers, 4) > 0
+    assert pipeline.worker_rate(split, 4)["lowest"] > 0
+
+
+def test_a_record_keeps_what_other_processors_gave(benchmark_module, write_shards, photo, tmp_path, monkeypatch):
+    pipeline = benchmark_module("input_pipeline")
+    rows = [(photo(number, size=(64, 64)), 0) for number in range(48)]
+    write_shards(tmp_path, "train", [rows[:2]])
+    write_shards(tmp_path, "test", [rows])
+    other = {"environment": {"cpu": "another"}, "rows": {}}
+    (tmp_path / "out.json").write_text(json.dumps({"machines": [other]}))
+    words = ["--data", tmp_path, "--out", tmp_path / "out.json", "--photographs", "1", "--repeats", "1"]
+    words += ["--images", "16", "--batch", "4", "--workers", "0", "--train-rate", "vgg11-gmp=1e9"]
+    monkeypatch.setattr(sys, "argv", ["input_pipeline.py", *map(str, words)])
+    for _ in range(2):
+        pipeline.main()
+    kept, ours = json.loads((tmp_path / "out.json").read_text())["machines"]
+    assert kept == other
+    assert ours["rows"]["shrunk"]["worker"]["lowest"] > 0
+    assert ours["rows"]["shrunk"]["loader"]["0"] > 0
+    assert ours["idle"]["vgg11-gmp"] > 0.99

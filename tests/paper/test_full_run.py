@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.paper.full_run import Demand, Supply, exchange_seconds, full_run, idle_share
+from lowrank_cnn.paper.full_run import GPUS, Demand, Supply, demand_of, exchange_seconds, full_run, idle_share
 
 ILSVRC = Demand(images=1_281_167, epochs=74, batch=256, params=32_200_040)
 
@@ -43,6 +43,18 @@ def test_the_slowest_part_is_the_time(gpus: int, train: float, decode: float, co
     assert run.hours == max(run.compute, run.decode, run.exchange)
     assert getattr(run, run.bound) == run.hours
     assert 0 <= run.idle < 1
+
+
+def test_a_demand_is_that_of_the_papers_recipe():
+    found = demand_of("ilsvrc", "vgg11-gmp")
+    assert (found.images, found.epochs, found.batch) == (round(0.98 * 1_281_167), 90, 256)
+    assert found.params == ILSVRC.params
+    assert demand_of("ilsvrc", "googlenet").batch == 32
+    places = demand_of("places", "vgg11-gmp")
+    assert found.params - places.params == (1000 - 205) * 4097
+    assert all(full_run(places, Supply(9000, 300, 64), gpus).hours > 0 for gpus in GPUS)
+    with pytest.raises(LowRankError, match="'cifar10' is not a full run"):
+        demand_of("cifar10", "nin")
 
 
 def test_what_cannot_be_is_refused():
