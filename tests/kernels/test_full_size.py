@@ -1,0 +1,72 @@
+"""Every plan of a GPU at the sizes it is made for, forward and gradients, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from lowrank_cnn.kernels import launch
+from lowrank_cnn.kernels.problem import Problem, describe
+from lowrank_cnn.kernels.reference import composite_reference
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ROUNDED = 5e-3
+"""What rounding one result to bfloat16 may cost, relative to the norm."""
+SUMMED = 1e-3
+
+CASES = [
+    pytest.param((32, 64, 56, 56), [(3, 1, 64), (1, 3, 64)], id="low-rank"),
+    pytest.param((16, 128, 27, 29), [(3, 1, 64), (1, 3, 64), (3, 3, 128)], id="mixture of odd size"),
+    pytest.param((16, 256, 14, 14), [(3, 3, 256)], id="dense"),
+    pytest.param((16, 128, 28, 28), [(1, 1, 192)], id="join"),
+    pytest.param((16, 192, 30, 30), [(5, 1, 96), (1, 5, 96)], id="five taps"),
+    pytest.param((1, 40, 45, 33), [(3, 1, 24), (1, 3, 56)], id="one image, ragged groups"),
+    pytest.param((64, 96, 8, 8), [(1, 3, 192)], id="half of a separable pair"),
+]
+
+
+def posed(size, groups, pool=None, dtype=torch.bfloat16):
+    x = torch.randn(size, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
+    weights = [torch.randn(f, size[1], h, w, device="cuda", dtype=dtype) / size[1] ** 0.5 for h, w, f in groups]
+    bias = torch.randn(sum(f for *_, f in groups), device="cuda")
+    padding = [((h // 2, (h - 1) // 2), (w // 2, (w - 1) // 2)) for h, w, _ in groups]
+    options = {"stride": (1, 1), "padding": padding, "relu": True, "pool": pool}
+    exact = [x.double().requires_grad_(), *(w.double().requires_grad_() for w in weights), bias.double()]
+    y = composite_reference(exact[0], exact[1:-1], exact[-1], **options)
+    return describe(x, weights, **options), x, weights, bias, exact, y
+
+
+def plans(problem: Problem) -> list[launch.Plan]:
+    return launch.plans(problem, capability=torch.cuda.get_device_capability(), thorough=True)
+
+
+def off(ours, right) -> float:
+    return float(torch.linalg.vector_norm(ours - right) / torch.linalg.vector_norm(right))
+
+
+@pytest.mark.parametrize("pool", [None, "floor", "ceil"])
+@pytest.mark.parametrize(("size", "groups"), CASES)
+def test_every_plan_gives_the_result(size, groups, pool):
+    problem, x, weights, bias, _, y = posed(size, groups, pool)
+    for plan in plans(problem):
+        assert off(launch.forward(plan, problem, x, weights, bias), y) < ROUNDED, str(plan)
+
+
+@pytest.mark.parametrize(("size", "groups"), CASES)
+def test_every_plan_gives_the_gradients(size, groups):
+    problem, x, weights, bias, exact, y = posed(size, groups)
+    grad = torch.randn_like(y).to(x.dtype)
+    right = torch.autograd.grad(y, exact[:-1], grad.double())
+    capability = torch.cuda.get_device_capability()
+    for plan in launch.training_plans(plans(problem)[0], problem, capability=capability):
+        seen = launch.forward(plan, problem, x, weights, bias).permute(0, 2, 3, 1)
+        dx, dw, db = launch.gradients(problem, grad, x, weights, seen, need_input=True, plan=plan)
+        assert dx is not None
+        assert db is not None
+        assert off(dx, right[0]) < ROUNDED, str(plan)
+        for ours, expected in zip(dw, right[1:], strict=True):
+            assert off(ours, expected) < SUMMED, str(plan)
+        cut = grad.double() * (y > 0)
+        assert off(db, cut.sum((0, 2, 3))) < SUMMED, str(plan)
