@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lowrank_cnn.kernels.pack import pack_turned, unpack_rows
 from lowrank_cnn.kernels.problem import Group, Problem, empty_maps
 from lowrank_cnn.kernels.tiled import Tile
-from lowrank_cnn.kernels.tiles import box_count, box_of, power_above
+from lowrank_cnn.kernels.tiles import box_count, box_of, power_above, shares
 
 INPUT_TILES = (Tile(), Tile(128, 128, 64, 4, 4), Tile(128, 64, 64, 4, 4))
 """Pixels, channels, filters per step, warps and stages worth measuring for the input's gradient; default first."""
@@ -220,7 +220,7 @@ def launch_weight_gradient(
     filters = min(tile.filters, power_above(max(group.filters for group in problem.groups)))
     groups, tiles = _weight_rows(problem, filters, depth)
     boxes = counts[0] * counts[1] * counts[2]
-    splits = max(1, min(boxes, -(-programs // tiles)))
+    splits = shares(tiles, boxes, programs)
     total = sum(group.taps * group.filters for group in problem.groups)
     dw = torch.zeros((total, problem.channels), device=g.device)
     weight_gradient[(tiles * splits,)](

@@ -30,6 +30,7 @@ from lowrank_cnn.kernels.hopper import described_pixels
 from lowrank_cnn.kernels.hopper_plan import box_counts, box_total, run_length
 from lowrank_cnn.kernels.hopper_weights_plan import WeightTile, weight_box, weight_rows, weight_tile
 from lowrank_cnn.kernels.problem import Problem
+from lowrank_cnn.kernels.tiles import shares
 
 
 @gluon.jit
@@ -199,7 +200,7 @@ def launch_weights_hopper(
     rows, turned = box_counts(problem, box)
     boxes = box_total(problem, box)
     groups, tiles = weight_rows(problem, tile)
-    splits = max(1, min(boxes, programs // tiles))
+    splits = shares(tiles, boxes, programs)
     dw = torch.zeros(
         problem.channels * sum(group.taps * group.filters for group in problem.groups), device=g.device
     )

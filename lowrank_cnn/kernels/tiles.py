@@ -8,6 +8,7 @@ from itertools import product
 from lowrank_cnn.kernels.problem import Problem
 
 Box = tuple[int, int, int]
+BESIDES = 16
 
 
 @lru_cache(maxsize=4096)
@@ -54,6 +55,17 @@ def group_rows(problem: Problem, block: int) -> tuple[tuple[int, ...], ...]:
         weight += group.taps * group.filters
         channel += group.filters
     return tuple(rows)
+
+
+@lru_cache(maxsize=4096)
+def shares(tiles: int, boxes: int, programs: int) -> int:
+    """Into how many shares `boxes` are cut, a program for each of `tiles` in each share, so that all end soonest.
+
+    `programs` run at once; a few more would take as long again for the few. To begin, and to add up what was found
+    at the end, takes a program about as long as `BESIDES` boxes.
+    """
+    most = min(boxes, max(1, 4 * programs // tiles))
+    return min(range(1, most + 1), key=lambda count: _up(tiles * count, programs) * (_up(boxes, count) + BESIDES))
 
 
 def power_above(value: int, least: int = 16) -> int:
