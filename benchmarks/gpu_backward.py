@@ -15,7 +15,7 @@ import torch
 from gpu_clock import milliseconds
 from torch import Tensor
 
-from lowrank_cnn.kernels import backward, hopper_plan
+from lowrank_cnn.kernels import backward, backward_plan, hopper_plan
 from lowrank_cnn.kernels.launch import Plan, forward, gradients, input_gradient
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes, pixels_last
 from lowrank_cnn.kernels.reference import composite_reference
@@ -42,10 +42,10 @@ def measure_backward(
         g, _ = backward.launch_undo(problem, last, seen, 264)
         row["undo"] = milliseconds(lambda: backward.launch_undo(problem, last, seen, 264))
         row["input"] = _best(
-            backward.INPUT_TILES, lambda tile: backward.launch_input_gradient(problem, g, weights, tile)
+            backward_plan.INPUT_TILES, lambda tile: backward.launch_input_gradient(problem, g, weights, tile)
         )
         row["weights"] = _best(
-            backward.WEIGHT_TILES, lambda tile: backward.launch_weight_gradient(problem, g, pixels, 264, tile)
+            backward_plan.WEIGHT_TILES, lambda tile: backward.launch_weight_gradient(problem, g, pixels, 264, tile)
         )
         row |= _by_hopper(problem, g, pixels, weights)
     row["naive composite"] = _by_torch(x, weights, bias, grad, options)
@@ -67,7 +67,7 @@ def _by_hopper(problem: Problem, g: Tensor, pixels: Tensor, weights: list[Tensor
             lambda: backward.launch_weight_gradient(problem, g, pixels, 264),
         )
     }
-    if backward.turned(problem):
+    if backward_plan.turned(problem):
         launches["input, Hopper"] = (
             lambda: input_gradient(problem, g, weights),
             lambda: backward.launch_input_gradient(problem, g, weights),
@@ -94,9 +94,9 @@ def run_backward(x: Tensor, weights: list[Tensor], options: dict[str, Any]) -> N
     if not need_input:
         return
     g, _ = backward.launch_undo(problem, grad, seen, 264)
-    for tile in backward.INPUT_TILES:
+    for tile in backward_plan.INPUT_TILES:
         backward.launch_input_gradient(problem, g, weights, tile)
-    for tile in backward.WEIGHT_TILES:
+    for tile in backward_plan.WEIGHT_TILES:
         backward.launch_weight_gradient(problem, g, pixels_last(x), 264, tile)
     _by_hopper(problem, g, pixels_last(x), weights)
 

@@ -12,7 +12,6 @@ over pixels, split among programs that add their parts in float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import triton
@@ -20,15 +19,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lowrank_cnn.kernels.backward_plan import gradient_rows, input_tile, weight_rows, weight_tile
 from lowrank_cnn.kernels.pack import pack_turned, unpack_rows
-from lowrank_cnn.kernels.problem import Group, Problem, empty_maps
+from lowrank_cnn.kernels.problem import Problem, empty_maps
 from lowrank_cnn.kernels.tiled import Tile
 from lowrank_cnn.kernels.tiles import box_count, box_of, power_above, shares
 
-INPUT_TILES = (Tile(), Tile(128, 128, 64, 4, 4), Tile(128, 64, 64, 4, 4))
-"""Pixels, channels, filters per step, warps and stages worth measuring for the input's gradient; default first."""
-WEIGHT_TILES = (Tile(64, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(128, 128, 128, 4, 2))
-"""Pixels per step, filters, channels, warps and stages worth measuring for the weights' gradient."""
 DEAD = 4
 """The code of a result that ReLU cut; 0 to 3 name the pixel of the 2x2 window that won."""
 
@@ -78,7 +74,7 @@ def input_gradient(
     GROUPS: tl.constexpr, TILES: tl.constexpr, CHANNELS: tl.constexpr, IMAGES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, FILTERS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One box of input pixels for one tile of input channels; `GROUPS` holds `_gradient_rows`."""
+    """One box of input pixels for one tile of input channels; `GROUPS` holds `gradient_rows`."""
     first = tl.program_id(0) % TILES * FILTERS
     box = tl.program_id(0) // TILES
     column = box % column_boxes * COLUMNS
@@ -136,28 +132,6 @@ def weight_gradient(
     tl.atomic_add(dw + place, acc, mask=inside, sem="relaxed")
 
 
-def turned(problem: Problem) -> Problem | None:
-    """The convolution of the gradient that gives the input's, for a single group of stride 1; else None.
-
-    Its weights are the layer's with taps in reverse order, and channels and filters exchanged.
-    """
-    if len(problem.groups) > 1 or problem.stride != (1, 1):
-        return None
-    group = problem.groups[0]
-    top, left = group.height - 1 - group.top, group.width - 1 - group.left
-    return replace(
-        problem,
-        channels=problem.filters,
-        height=problem.out_height,
-        width=problem.out_width,
-        groups=(Group(group.height, group.width, problem.channels, top, left),),
-        out_height=problem.height,
-        out_width=problem.width,
-        relu=False,
-        pool=None,
-    )
-
-
 def launch_undo(
     problem: Problem, grad: Tensor, seen: Tensor, programs: int, *, need_bias: bool = True
 ) -> tuple[Tensor, Tensor | None]:
@@ -188,7 +162,7 @@ def launch_input_gradient(
     problem: Problem, g: Tensor, weights: Sequence[Tensor], tile: Tile | None = None
 ) -> Tensor:
     """[N, channels, H, W] gradient of the input, from the gradient before pool and ReLU."""
-    tile = tile or INPUT_TILES[0]
+    tile = tile or input_tile(problem)
     packed = pack_turned(weights, g.dtype)
     maps = empty_maps((problem.batch, problem.channels, problem.height, problem.width), g)
     dx = maps.permute(0, 2, 3, 1)
@@ -201,7 +175,7 @@ def launch_input_gradient(
         TensorDescriptor.from_tensor(g, [images, rows, columns, depth]),
         TensorDescriptor.from_tensor(packed, [filters, depth]),
         TensorDescriptor.from_tensor(dx, [images, rows, columns, filters]),
-        counts[1], counts[2], GROUPS=_gradient_rows(problem, depth), TILES=tiles, CHANNELS=problem.channels,
+        counts[1], counts[2], GROUPS=gradient_rows(problem, depth), TILES=tiles, CHANNELS=problem.channels,
         IMAGES=images, ROWS=rows, COLUMNS=columns, FILTERS=filters, DEPTH=depth,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -212,13 +186,13 @@ def launch_weight_gradient(
     problem: Problem, g: Tensor, pixels: Tensor, programs: int, tile: Tile | None = None
 ) -> list[Tensor]:
     """Gradients of the groups' weights, in float32; `programs` is how many should run at once."""
-    tile = tile or WEIGHT_TILES[0]
+    tile = tile or weight_tile(problem)
     box = box_of(problem.batch, problem.out_height, problem.out_width, tile.pixels)
     images, rows, columns = box
     counts = box_count(problem, box)
     depth = min(tile.depth, power_above(problem.channels))
     filters = min(tile.filters, power_above(max(group.filters for group in problem.groups)))
-    groups, tiles = _weight_rows(problem, filters, depth)
+    groups, tiles = weight_rows(problem, filters, depth)
     boxes = counts[0] * counts[1] * counts[2]
     splits = shares(tiles, boxes, programs)
     total = sum(group.taps * group.filters for group in problem.groups)
@@ -231,25 +205,3 @@ def launch_weight_gradient(
         ROWS=rows, COLUMNS=columns, FILTERS=filters, DEPTH=depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return unpack_rows(dw, problem)
-
-
-def _gradient_rows(problem: Problem, depth: int) -> tuple[tuple[int, ...], ...]:
-    """Per group: packed row, gradient channel, steps of a tap, taps, width, and offsets."""
-    rows, weight, channel = [], 0, 0
-    for group in problem.groups:
-        steps = -(-group.filters // depth)
-        rows.append((weight, channel, steps, group.taps, group.width, group.top, group.left))
-        weight += group.taps * problem.channels
-        channel += group.filters
-    return tuple(rows)
-
-
-def _weight_rows(problem: Problem, filters: int, depth: int) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """Per group: first tile, packed row, gradient channel, filters, width and offsets; and the tiles in all."""
-    rows, tile, weight, channel = [], 0, 0, 0
-    for group in problem.groups:
-        rows.append((tile, weight, channel, group.filters, group.width, group.top, group.left))
-        tile += group.taps * -(-group.filters // filters) * -(-problem.channels // depth)
-        weight += group.taps * group.filters
-        channel += group.filters
-    return tuple(rows), tile

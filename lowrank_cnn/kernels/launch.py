@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowrank_cnn.kernels import backward, gather, hopper_plan, stem, tiled
+from lowrank_cnn.kernels import backward, backward_plan, gather, hopper_plan, stem, tiled
 from lowrank_cnn.kernels.known import known
 from lowrank_cnn.kernels.pack import pack_rows, pack_union
 from lowrank_cnn.kernels.problem import Problem, pixels_last
@@ -167,7 +167,7 @@ def input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tensor]) -> Te
     That of a single group is a convolution like any other, and has the kernel of one; groups that run different
     ways share no fetches, and add up in a kernel of their own.
     """
-    turned = backward.turned(problem)
+    turned = backward_plan.turned(problem)
     if turned is not None and (plan := _hopper_plan(turned, capability_of(g.device))) is not None:
         flipped = weights[0].detach().flip(2, 3).transpose(0, 1)
         return forward(plan, turned, g.permute(0, 3, 1, 2), [flipped], None)

@@ -73,6 +73,11 @@ def power_above(value: int, least: int = 16) -> int:
     return max(least, 1 << (value - 1).bit_length())
 
 
+def round_up(value: int, step: int) -> int:
+    """The least multiple of `step` that is not below `value`."""
+    return _up(value, step) * step
+
+
 def lanes_of(channels: int) -> int:
     """Channels per program where there is no matrix product: a power of two that divides them, if large enough."""
     whole = min(128, channels & -channels)
