@@ -30,15 +30,15 @@ DEAD = 4
 
 
 @triton.jit
-def undo(
-    grad, seen, out, bias_grad, pixels, height, width, result_height, result_width,
-    TOTAL: tl.constexpr, POOL: tl.constexpr, RELU: tl.constexpr, PIXELS: tl.constexpr, FILTERS: tl.constexpr,
-    ROUNDS: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
+def undo_pool(
+    grad, codes, out, bias_grad, pixels, height, width, result_height, result_width,
+    TOTAL: tl.constexpr, PIXELS: tl.constexpr, FILTERS: tl.constexpr, ROUNDS: tl.constexpr, BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Gradient before pool and ReLU. `seen` holds the codes where a pool was fused, else the results.
+    """Gradient before a 2x2 max-pool and ReLU: each pooled value goes to the pixel of its window that won, if any.
 
-    Sums stay with their threads until the end: adding them up across threads in each turn took longer than the
-    memory.
+    Pooled pixels are read once, and their four written. Sums stay with their threads until the end: adding them
+    up across threads in each turn took longer than the memory.
     """
     lane = tl.program_id(1) * FILTERS + tl.arange(0, FILTERS)
     summed = tl.zeros((PIXELS, FILTERS), tl.float32)
@@ -47,23 +47,43 @@ def undo(
         if WIDE:
             pixel = pixel.to(tl.int64)
         inside = (pixel < pixels)[:, None] & (lane < TOTAL)[None, :]
-        target = pixel[:, None] * TOTAL + lane[None, :]
-        if POOL:
-            x, y, n = pixel % width, pixel // width % height, pixel // (width * height)
-            seen_there = (y // 2 < result_height) & (x // 2 < result_width)
-            source = ((n * result_height + y // 2) * result_width + x // 2)[:, None] * TOTAL + lane[None, :]
-            keep = inside & seen_there[:, None]
-            g = tl.load(grad + source, mask=keep, other=0.0)
-            won = tl.load(seen + source, mask=keep, other=4) == (y % 2 * 2 + x % 2).to(tl.uint8)[:, None]
-            g = tl.where(won, g, 0.0)
-        else:
-            g = tl.load(grad + target, mask=inside, other=0.0)
-            if RELU:
-                g = tl.where(tl.load(seen + target, mask=inside, other=0.0) > 0, g, 0.0)
+        source = pixel[:, None] * TOTAL + lane[None, :]
+        g = tl.load(grad + source, mask=inside, other=0.0)
+        won = tl.load(codes + source, mask=inside, other=4)
+        if BIAS:
+            summed += tl.where(won < 4, g.to(tl.float32), 0.0)
+        row = pixel // result_width % result_height * 2
+        column = pixel % result_width * 2
+        first = (pixel // (result_width * result_height) * height + row) * width + column
+        for place in tl.static_range(4):
+            there = (row + place // 2 < height) & (column + place % 2 < width)
+            target = (first + (place // 2 * width + place % 2))[:, None] * TOTAL + lane[None, :]
+            tl.store(out + target, tl.where(won == place, g, 0.0), mask=inside & there[:, None])
+    if BIAS:
+        tl.atomic_add(bias_grad + lane, tl.sum(summed, 0), mask=lane < TOTAL, sem="relaxed")
+
+
+@triton.jit
+def undo_relu(
+    grad, results, out, bias_grad, pixels,
+    TOTAL: tl.constexpr, RELU: tl.constexpr, PIXELS: tl.constexpr, FILTERS: tl.constexpr, ROUNDS: tl.constexpr,
+    BIAS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Gradient before a ReLU; without one, the bias's gradient alone."""
+    lane = tl.program_id(1) * FILTERS + tl.arange(0, FILTERS)
+    summed = tl.zeros((PIXELS, FILTERS), tl.float32)
+    for turn in range(ROUNDS):
+        pixel = (tl.program_id(0) + turn * tl.num_programs(0)) * PIXELS + tl.arange(0, PIXELS)
+        if WIDE:
+            pixel = pixel.to(tl.int64)
+        inside = (pixel < pixels)[:, None] & (lane < TOTAL)[None, :]
+        place = pixel[:, None] * TOTAL + lane[None, :]
+        g = tl.load(grad + place, mask=inside, other=0.0)
+        if RELU:
+            g = tl.where(tl.load(results + place, mask=inside, other=0.0) > 0, g, 0.0)
+            tl.store(out + place, g, mask=inside)
         if BIAS:
             summed += g.to(tl.float32)
-        if POOL or RELU:
-            tl.store(out + target, g, mask=inside)
     if BIAS:
         tl.atomic_add(bias_grad + lane, tl.sum(summed, 0), mask=lane < TOTAL, sem="relaxed")
 
@@ -138,23 +158,32 @@ def launch_undo(
     """[N, H, W, filters] gradient before pool and ReLU, and the bias gradient in float32 where needed.
 
     Where nothing is to be undone the gradient is given back as it came; `programs` is how many should run at once.
+    `seen` holds the codes where a pool was fused, else the results.
     """
-    changes = problem.relu or problem.pool is not None
-    if not changes and not need_bias:
+    pool = problem.pool is not None
+    if not pool and not problem.relu and not need_bias:
         return grad, None
     shape = (problem.batch, problem.out_height, problem.out_width, problem.filters)
-    out = torch.empty(shape, device=grad.device, dtype=grad.dtype) if changes else grad
+    # Where windows round down, the last row or column is in none.
+    make = torch.zeros if problem.pool == "floor" and not problem.even else torch.empty
+    out = make(shape, device=grad.device, dtype=grad.dtype) if pool or problem.relu else grad
     bias_grad = torch.zeros(problem.filters, device=grad.device)
     filters = min(128, power_above(problem.filters))
-    block, tiles = 4096 // filters, -(-problem.filters // filters)
-    count = problem.batch * problem.out_height * problem.out_width
+    # So many values that four programs reside together, in registers, and each has enough under way.
+    block, tiles = (2048 if pool else 4096) // filters, -(-problem.filters // filters)
+    count = problem.batch * problem.result_size[0] * problem.result_size[1]
     blocks = -(-count // block)
     across = max(1, min(blocks, 2 * programs // tiles))
-    undo[(across, tiles)](
-        grad, seen, out, bias_grad, count, problem.out_height, problem.out_width, *problem.result_size,
-        TOTAL=problem.filters, POOL=problem.pool is not None, RELU=problem.relu, PIXELS=block,
-        FILTERS=filters, ROUNDS=-(-blocks // across), BIAS=need_bias, WIDE=out.numel() >= 1 << 31,
-    )  # fmt: skip
+    options = {
+        "TOTAL": problem.filters, "PIXELS": block, "FILTERS": filters, "ROUNDS": -(-blocks // across),
+        "BIAS": need_bias, "WIDE": out.numel() >= 1 << 31,
+    }  # fmt: skip
+    grid = (across, tiles)
+    if pool:
+        size = (problem.out_height, problem.out_width, *problem.result_size)
+        undo_pool[grid](grad, seen, out, bias_grad, count, *size, **options)
+    else:
+        undo_relu[grid](grad, seen, out, bias_grad, count, RELU=problem.relu, **options)
     return out, bias_grad if need_bias else None
 
 
