@@ -67,7 +67,7 @@ def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: b
     best = known(problem, capability)
     found = [Plan.from_dict(best)] if best else []
     if stem.unsupported(problem) is None:
-        found += [Plan("stem", stem.StemTile(*size)) for size in ((128, 4), (256, 8))]
+        found += [Plan("stem", tile) for tile in stem.tiles(problem)]
         return list(dict.fromkeys(found))
     hopper = capability[0] == 9 and not _small(problem)
     found += [Plan("hopper", tile) for tile in hopper_tiles(problem, 2 if thorough else 1)] if hopper else []

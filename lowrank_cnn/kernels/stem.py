@@ -30,10 +30,21 @@ MOST_VALUES = 64
 
 @dataclass(frozen=True)
 class StemTile:
-    """What is tuned: result pixels per program, warps."""
+    """What is tuned: result pixels per program, and warps."""
 
-    pixels: int = 128
+    pixels: int
     warps: int = 4
+
+
+def tiles(problem: Problem) -> list[StemTile]:
+    """Tiles whose threads hold so many results as fit their registers beside the values gathered.
+
+    Programs of two warps leave room for more of them at once, which hide each other's loads.
+    """
+    filters = power_above(problem.filters)
+    results = 4096 if len(union_taps(problem.groups)) * problem.channels <= 16 else 2048
+    small = [StemTile(min(128, results // filters), 2)] if filters <= 128 else []
+    return [*small, StemTile(min(128, 2 * results // filters), 4)]
 
 
 @triton.jit
@@ -63,6 +74,7 @@ def composite_stem(
     TAPS: tl.constexpr, CHANNELS: tl.constexpr, TOTAL: tl.constexpr, VALUES: tl.constexpr,
     STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr, POOL: tl.constexpr, RELU: tl.constexpr,
     HAS_BIAS: tl.constexpr, PIXELS: tl.constexpr, FILTERS: tl.constexpr, WIDE: tl.constexpr, CODES: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One block of result pixels for all filters; with `CODES`, as in `tiled.pooled`, the winners as well."""
     lane = tl.arange(0, FILTERS)
@@ -74,7 +86,6 @@ def composite_stem(
         image = image.to(tl.int64)
     k = tl.arange(0, VALUES)
     b = tl.load(w + k[:, None] * TOTAL + lane[None, :], mask=(lane < TOTAL)[None, :], other=0.0)
-    best = tl.full((PIXELS, FILTERS), -3.0e38, tl.float32)
     for quad in tl.static_range(4 if POOL else 1):
         down = row * 2 + quad // 2 if POOL else row
         right = column * 2 + quad % 2 if POOL else column
@@ -84,11 +95,12 @@ def composite_stem(
         acc = tl.dot(a, b)
         if CODES:
             acc = (acc.to(tl.int32, bitcast=True) & ~3 | 3 - quad).to(tl.float32, bitcast=True)
-        if POOL:
-            seen = (down < out_height) & (right < out_width)
-            best = tl.where(seen[:, None], tl.maximum(best, acc), best)
-        else:
+        if quad == 0:  # of every window this pixel lies in the image
             best = acc
+        else:
+            if not WHOLE:
+                acc = tl.where(((down < out_height) & (right < out_width))[:, None], acc, -3.0e38)
+            best = tl.maximum(best, acc)
     code = 3 - (best.to(tl.int32, bitcast=True) & 3)
     if HAS_BIAS:
         best += tl.load(bias + lane, mask=lane < TOTAL, other=0.0).to(tl.float32)[None, :]
@@ -154,14 +166,14 @@ def launch_stem(
     codes: Tensor | None = None,
 ) -> Tensor:
     """Run the kernel on `pack.pack_union` weights; the result is channels-last."""
-    tile, pixels, maps = tile or StemTile(), pixels_last(x), empty_result(problem, x)
+    tile, pixels, maps = tile or tiles(problem)[0], pixels_last(x), empty_result(problem, x)
     result = maps.permute(0, 2, 3, 1)
     count = problem.batch * problem.result_size[0] * problem.result_size[1]
     composite_stem[(-(-count // tile.pixels),)](
         pixels, packed, bias if bias is not None else packed, result, codes if codes is not None else result,
         count, problem.height, problem.width, problem.out_height, problem.out_width, *problem.result_size,
-        HAS_BIAS=bias is not None, CODES=codes is not None, num_warps=tile.warps,
-        **_constants(problem, pixels, packed.shape[0], tile),
+        HAS_BIAS=bias is not None, CODES=codes is not None, WHOLE=problem.pool != "ceil" or problem.even,
+        num_warps=tile.warps, **_constants(problem, pixels, packed.shape[0], tile),
     )  # fmt: skip
     return maps
 
@@ -176,11 +188,10 @@ def launch_stem_gradient(
 ) -> tuple[list[Tensor], Tensor]:
     """Gradients of the groups' weights and of the bias, in float32, from [N, H, W, filters] `grad` and `seen`."""
     # Gradients and results of more pixels at so many filters would not stay in registers.
-    crowded = problem.filters > 128 and (problem.relu or problem.pool is not None)
-    tile, pixels = tile or StemTile(pixels=32 if crowded else 64), pixels_last(x)
+    tile, pixels = tile or StemTile(16 if problem.filters > 128 else 32), pixels_last(x)
     count = problem.batch * problem.result_size[0] * problem.result_size[1]
     blocks = -(-count // tile.pixels)
-    programs = min(programs, blocks)
+    programs = min(2 * programs, blocks)  # small ones, of which four reside together
     gathered_values = len(union_taps(problem.groups)) * problem.channels
     values = max(16, power_above(gathered_values + 1))
     dw = torch.zeros((problem.filters, values), device=x.device)

@@ -34,7 +34,12 @@ LAYERS = {
     "nin": ((128, 192, 30, 30), [(5, 1, 96), (1, 5, 96)], None),
     "narrow": ((128, 96, 15, 15), [(3, 1, 24), (1, 3, 24)], None),
 }
-FIRST = ((64, 3, 32, 32), [(3, 1, 32), (1, 3, 32)], "floor")
+FIRST = {
+    "lr": ((64, 3, 32, 32), [(3, 1, 32), (1, 3, 32)], "floor"),
+    "dense": ((64, 3, 32, 32), [(3, 3, 64)], "floor"),
+    "nin": ((128, 3, 32, 32), [(3, 1, 96), (1, 3, 96)], None),
+    "crowded": ((128, 3, 33, 33), [(3, 1, 80), (1, 3, 80)], "ceil"),
+}
 
 
 class Absent:
@@ -82,7 +87,6 @@ def usage(kernel) -> dict[str, int]:
         "registers": sizes["REG"],
         "spilled": max(sizes["STACK"], sizes["LOCAL"]),
         "shared": kernel.metadata.shared,
-        "warps": kernel.metadata.num_warps,
     }
 
 
@@ -100,7 +104,7 @@ def posed(layer, dtype, *, stride=(1, 1)) -> tuple[Problem, torch.Tensor, list[t
 
 
 def forwards(capability: tuple[int, int]) -> None:
-    for layer in (*LAYERS.values(), FIRST):
+    for layer in (*LAYERS.values(), *FIRST.values()):
         problem, x, weights = posed(layer, torch.bfloat16)
         bias = torch.zeros(problem.filters)
         for plan in launch.plans(problem, capability=capability):
@@ -112,14 +116,14 @@ def forwards(capability: tuple[int, int]) -> None:
 
 
 def backwards(capability: tuple[int, int]) -> None:
-    for layer in (*LAYERS.values(), FIRST):
+    for layer in (*LAYERS.values(), *FIRST.values()):
         problem, x, weights = posed(layer, torch.bfloat16)
         y = torch.zeros(problem.batch, problem.filters, *problem.result_size, dtype=x.dtype)
         codes = empty_codes(problem, x)
         seen = codes if codes is not None else y.permute(0, 2, 3, 1)
         first = launch.plans(problem, capability=capability)[0]
         for plan in launch.training_plans(first, problem, capability=capability):
-            launch.gradients(problem, y, x, weights, seen, need_input=layer is not FIRST, plan=plan)
+            launch.gradients(problem, y, x, weights, seen, need_input=x.shape[1] > 3, plan=plan)
 
 
 def neighbours() -> None:
