@@ -104,6 +104,18 @@ def times_pixels(
 
 
 @gluon.jit
+def all_but(LEFT: gl.constexpr, acc0, acc1, acc2, acc3, acc4, TAPS: gl.constexpr):
+    """Wait until no more than the last `LEFT` products are under way."""
+    if TAPS == 1:
+        acc0 = warpgroup_mma_wait(LEFT, deps=(acc0,))
+    elif TAPS == 3:
+        acc0, acc1, acc2 = warpgroup_mma_wait(LEFT, deps=(acc0, acc1, acc2))
+    else:
+        acc0, acc1, acc2, acc3, acc4 = warpgroup_mma_wait(LEFT, deps=(acc0, acc1, acc2, acc3, acc4))
+    return acc0, acc1, acc2, acc3, acc4
+
+
+@gluon.jit
 def add_up(dw, acc, channels, filters, width):
     """Add a tap's [channels, filters] to what other shares found, `width` filters to a row."""
     c = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
@@ -165,22 +177,12 @@ def weights_hopper(
             acc3 = times_pixels(pixels, grad, acc3, row, 3, PIXELS, DEPTH, PIXEL_LAYOUT)
             acc4 = times_pixels(pixels, grad, acc4, row, 4, PIXELS, DEPTH, PIXEL_LAYOUT)
         # The products of the step before are done: what they read may be overwritten.
-        if TAPS == 1:
-            acc0 = warpgroup_mma_wait(1, deps=(acc0,))
-        elif TAPS == 3:
-            acc0, acc1, acc2 = warpgroup_mma_wait(3, deps=(acc0, acc1, acc2))
-        else:
-            acc0, acc1, acc2, acc3, acc4 = warpgroup_mma_wait(5, deps=(acc0, acc1, acc2, acc3, acc4))
+        acc0, acc1, acc2, acc3, acc4 = all_but(TAPS, acc0, acc1, acc2, acc3, acc4, TAPS)
         gl.thread_barrier()
         ahead = step + STAGES - 1
         fetch_step(xs, gs, pixels, grads, ready, ahead, steps, place, origin, turned, SPAN, RUN, TAPS, STAGES)
         place = next_box(place, limits, RUN, IMAGES, CROSS)
-    if TAPS == 1:
-        acc0 = warpgroup_mma_wait(0, deps=(acc0,))
-    elif TAPS == 3:
-        acc0, acc1, acc2 = warpgroup_mma_wait(0, deps=(acc0, acc1, acc2))
-    else:
-        acc0, acc1, acc2, acc3, acc4 = warpgroup_mma_wait(0, deps=(acc0, acc1, acc2, acc3, acc4))
+    acc0, acc1, acc2, acc3, acc4 = all_but(0, acc0, acc1, acc2, acc3, acc4, TAPS)
     add_up(target, acc0, inside[0], inside[1], inside[2])
     if TAPS > 1:
         add_up(target + tap, acc1, inside[0], inside[1], inside[2])
