@@ -139,13 +139,18 @@ def attempt(net: nn.Module, forward: nn.Module, batch: int, image: int, device: 
         net.zero_grad(set_to_none=True)
 
 
+def rows_of(part: str, name: str, image: int, arguments: argparse.Namespace) -> Iterator[Row]:
+    if part == "peaks":
+        return measure_peaks(name, image, arguments.norm, arguments.batches)
+    return measure_kept(name, image, arguments.norm)
+
+
 def measure(part: str, arguments: argparse.Namespace) -> Row:
     """A part of the record: its rows, and what they were measured with."""
     rows = []
     for image in arguments.images:
         for name in arguments.networks:
-            peaks = part == "peaks" and measure_peaks(name, image, arguments.norm, arguments.batches)
-            for row in peaks or measure_kept(name, image, arguments.norm):
+            for row in rows_of(part, name, image, arguments):
                 rows.append(row)
                 print(row, flush=True)
     return {"norm": arguments.norm, "rows": rows, "environment": environment()}

@@ -1,0 +1,133 @@
+"""JPEGs of ILSVRC's size, and the ways to decode and to frame them that `input_pipeline.py` measures."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import io
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowrank_cnn.data import open_data
+from lowrank_cnn.data.decode import crop_at, decode_image, resize_shorter
+from lowrank_cnn.data.framing import Framing, frame_by_pillow, frame_by_simplejpeg, frame_by_torch, framer
+
+WIDTH, HEIGHT, TILE, QUALITY = 500, 375, 64, 90
+FRAMING = Framing((224, 224), None, 256, 0, True, (0, 0, 0))
+DRAWS = [0.3, 0.6, 0.2]
+LIBRARIES = ("pillow", "simplejpeg", "PyTurboJPEG", "opencv-python-headless", "torchvision")
+
+Decoder = Callable[[bytes], Any]
+
+
+def photographs(folder: Path, n: int) -> dict[str, list[bytes]]:
+    """Three kinds of JPEGs made from the images of a set of small ones."""
+    from PIL import Image
+
+    images = open_data(folder).test.subset(torch.arange(48 * n))
+    small = (Image.fromarray(pixels.permute(1, 2, 0).numpy()) for part in images.pixels() for pixels in part)
+    tiles = [next(small) for _ in range(48 * n)]
+    mosaics = []
+    for number in range(n):
+        canvas = Image.new("RGB", (8 * TILE, 6 * TILE))
+        for place in range(48):
+            canvas.paste(tiles[48 * number + place], (place % 8 * TILE, place // 8 * TILE))
+        mosaics.append(canvas.crop((0, 0, WIDTH, HEIGHT)))
+    upscaled = [tile.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC) for tile in tiles[:n]]
+    return {
+        "upscaled": [jpeg(image) for image in upscaled],
+        "mosaic": [jpeg(image) for image in mosaics],
+        "shrunk": [jpeg(resize_shorter(image, 256)) for image in mosaics],
+    }
+
+
+def jpeg(image: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, "JPEG", quality=QUALITY)
+    return out.getvalue()
+
+
+def decoders() -> Iterator[tuple[str, Decoder]]:
+    """Pillow, and those of other libraries, where they import."""
+    yield "Pillow", lambda data: decode_image(data, channels=3)
+    if jpeg_ := found("simplejpeg"):
+        yield "simplejpeg", lambda data: jpeg_.decode_jpeg(data, "RGB")
+        yield "simplejpeg, fast DCT", lambda data: jpeg_.decode_jpeg(data, "RGB", fastdct=True, fastupsample=True)
+    if (turbo := found("turbojpeg")) and (reader := attempt(turbo.TurboJPEG)):
+        yield "PyTurboJPEG", lambda data: reader.decode(data, pixel_format=turbo.TJPF_RGB)
+    if cv2 := found("cv2"):
+        cv2.setNumThreads(1)
+        yield "OpenCV", lambda data: cv2.imdecode(as_array(data), cv2.IMREAD_COLOR)
+    if vision := found("torchvision.io"):
+        yield "torchvision", lambda data: vision.decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def ways() -> Iterator[tuple[str, Decoder]]:
+    """Decode, scale to a shorter side of 256, crop 224, mirror."""
+    yield "Pillow, whole image scaled", whole_then_crop
+    yield "Pillow, window scaled", lambda data: frame_by_pillow(data, FRAMING, 3, DRAWS)
+    if jpeg_ := found("simplejpeg"):
+        yield "simplejpeg, window scaled by Pillow", partial(window_by_pillow, jpeg_)
+        cut = partial(frame_by_simplejpeg, otherwise=frame_by_pillow)
+        yield "simplejpeg cut out at the right scale, else Pillow", lambda data: cut(data, FRAMING, 3, DRAWS)
+    fast = " with simplejpeg" if found("simplejpeg") else ""
+    yield f"torch, whole image scaled{fast}", lambda data: frame_by_torch(data, FRAMING, 3, DRAWS)
+    if cv2 := found("cv2"):
+        yield "OpenCV, not antialiased", partial(scaled_by_opencv, cv2)
+    yield "chosen here", lambda data: framer()(data, FRAMING, 3, DRAWS)
+
+
+def whole_then_crop(data: bytes) -> bytes:
+    """Every pixel scaled, the window cropped from them: what framing did before it scaled the window alone."""
+    image = resize_shorter(decode_image(data, channels=3, at_least=256), 256)
+    top, left = FRAMING.corner(image.height, image.width, DRAWS)
+    return crop_at(image, top, left, 224, 224, fill=(0, 0, 0)).tobytes()
+
+
+def window_by_pillow(jpeg_: Any, data: bytes) -> bytes:
+    """Pillow keeps four bytes per pixel, so that it has to copy what it is given."""
+    from PIL import Image
+
+    pixels = jpeg_.decode_jpeg(data, "RGB")
+    size = pixels.shape[1], pixels.shape[0]
+    return FRAMING(Image.frombuffer("RGB", size, pixels, "raw", "RGB", 0, 1), DRAWS).tobytes()
+
+
+def scaled_by_opencv(cv2: Any, data: bytes) -> bytes:
+    whole = cv2.resize(cv2.imdecode(as_array(data), cv2.IMREAD_COLOR), (341, 256), interpolation=cv2.INTER_LINEAR)
+    return whole[16:240, 58:282].tobytes()
+
+
+def as_array(data: bytes) -> Any:
+    import numpy as np
+
+    return np.frombuffer(data, np.uint8)
+
+
+def found(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError):  # a build that does not fit torch's fails as it likes
+        return None
+
+
+def attempt(make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except (OSError, RuntimeError):  # the C library behind it is missing
+        return None
+
+
+def versions() -> dict[str, str]:
+    """The libraries that are installed."""
+    known = {}
+    for library in LIBRARIES:
+        try:
+            known[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return known

@@ -1,0 +1,40 @@
+"""Decomposing trained filters beside training low-rank ones from scratch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tables.form import NO_RUNS, markdown, record, recorded, source
+
+
+def decompose() -> str:
+    """Decomposing and fine-tuning beside training from scratch: a row per scheme and share of the MACs."""
+    if not recorded("decompose.json"):
+        return NO_RUNS
+    found = record("decompose.json")
+    dense = next(line for line in found["table"] if line["way"] == "dense")
+    ways = list(dict.fromkeys((line["way"], line["epochs"]) for line in found["table"] if line["scheme"]))
+    lines = {(row["scheme"], row["share"], row["way"], row["epochs"]): row for row in found["table"]}
+    rows: list[list[object]] = [
+        [found["setting"]["network"], "1", f"{dense['params'] / 1e6:.2f} M", _accuracy(dense), *[""] * len(ways)]
+    ]
+    for scheme, share in dict.fromkeys((row["scheme"], row["share"]) for row in found["table"] if row["scheme"]):
+        made = [lines.get((scheme, share, *way)) for way in ways]
+        first = next(row for row in made if row)
+        macs, params = f"{first['macs'] / dense['macs']:.3f}", f"{first['params'] / 1e6:.2f} M"
+        rows.append([f"`{scheme}`", macs, params, "", *map(_accuracy, made)])
+    columns = ["", "of the MACs", "parameters", f"dense, {dense['epochs']} epochs"]
+    columns += [way if way == "decomposed" else f"{way}, {epochs} epochs" for way, epochs in ways]
+    setting = found["setting"]
+    images = "the test set" if "test" in dense else f"{setting['held_out']:,} training images held out"
+    note = f"\nTop-1 on {images}: mean and standard deviation over {dense['n']} seeds.\n"
+    note += f"Recipe `{setting['recipe']}`; fine-tuning starts at a learning rate of {setting['tune_lr']}.\n"
+    return markdown(columns, rows) + note + source("decompose.json", found["environment"])
+
+
+def _accuracy(line: dict[str, Any] | None) -> str:
+    """Of the test set where it was looked at, else of the images held out."""
+    if line is None:
+        return ""
+    value, spread = (line["test"], line["test_stdev"]) if "test" in line else (line["top1"], line["stdev"])
+    return f"{100 * value:.2f}" + ("%" if spread is None else f" ± {100 * spread:.2f}%")

@@ -1,0 +1,54 @@
+"""What depth does to gradients, and which filters do nothing."""
+
+from __future__ import annotations
+
+from statistics import geometric_mean, mean
+from typing import Any
+
+from tables.form import NO_RUNS, markdown, record, recorded, source
+
+
+def init_depth() -> str:
+    found = record("init_depth.json")
+    by_name: dict[str, list[str]] = {}
+    for row in found["rows"]:
+        spread = f"{min(row['gradients']):.2g} to {max(row['gradients']):.2g}"
+        by_name.setdefault(row["initialisation"], []).extend([f"{row['gradient']:.2g}", spread])
+    columns = ["initialisation", "circular padding", "spread", "zero padding", "spread"]
+    seeds = len(found["setting"]["seeds"])
+    note = f"\nGeometric mean and range over {seeds} seeds.\n"
+    table = markdown(columns, [[name, *values] for name, values in by_name.items()])
+    return table + note + source("init_depth.json", found["environment"])
+
+
+def depth_flow() -> str:
+    """Networks as initialised: how gradients change on their way down, and the filters that answer nothing."""
+    if not recorded("depth_flow.json"):
+        return NO_RUNS
+    found = record("depth_flow.json")
+    columns = ["network", "<batch norm", "first / last", "least", "most", "dead filters", "<most of one group"]
+    rows = [_flow(row) for row in found["rows"]]
+    setting, seeds = found["setting"], max(len(row.get("seeds", [row])) for row in found["rows"])
+    note = (
+        "\nNorm of the gradient at the output of a conv over that of the last conv: of the first one (geometric "
+        f"mean and range of\n{seeds} seeds), and the least and the most of all convs and seeds. Dead: answers "
+        f"none of {setting['images']} images with\n{setting['dead_below']:g} of the largest answer in its layer; "
+        "mean over seeds, and the group with the largest share in any.\n"
+    )
+    return markdown(columns, rows) + note + source("depth_flow.json", found["environment"])
+
+
+def _flow(row: dict[str, Any]) -> list[object]:
+    seeds = row.get("seeds", [row])
+    ratios = [seed["first_to_last"] for seed in seeds]
+    first = _ratio(geometric_mean(ratios))
+    first += f" ({_ratio(min(ratios))} to {_ratio(max(ratios))})" if len(ratios) > 1 else ""
+    ends = _ratio(min(seed["least"] for seed in seeds)), _ratio(max(seed["most"] for seed in seeds))
+    group, share = max((seed["worst_group"] for seed in seeds), key=lambda worst: worst[1])
+    worst = f"{share:.1%}: `{group}`" if share else "none"
+    norm = {None: "no", "batch": "yes"}[row["norm"]] if "norm" in row else ""
+    return [f"`{row['network']}`", norm, first, *ends, f"{mean(seed['dead_share'] for seed in seeds):.1%}", worst]
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2g}" if value < 100 else f"{value:,.0f}"

@@ -1,0 +1,47 @@
+"""The networks as counted now, and the weights that come with them."""
+
+from __future__ import annotations
+
+from tables.form import markdown
+
+
+def networks() -> str:
+    """Every network with its cost, counted now, beside the dense network of its family."""
+    import torch
+
+    from lowrank_cnn.count import count
+    from lowrank_cnn.models import create_model, family_of, list_models
+    from lowrank_cnn.paper.published import published
+
+    rows: list[list[object]] = []
+    with torch.device("meta"):
+        for name in list_models():
+            dense = "vgg11-gmp" if name.startswith("vgg11-") else next(iter(family_of(name).VARIANTS))
+            net, twin = create_model(name), create_model(dense)
+            macs = count(net, net.input_size).macs
+            ratio = macs / count(twin, twin.input_size).macs
+            accuracy = published()[name].top5 or published()[name].top1
+            params = count(net, net.input_size).params
+            rows.append(
+                [f"`{name}`", f"{macs / 1e9:.3f} G", f"{ratio:.3f}", f"{params / 1e6:.2f} M", f"{accuracy:.1%}"]
+            )
+    columns = ["network", "MACs", "of the dense twin", "parameters", "published accuracy"]
+    return (
+        markdown(columns, rows)
+        + "\nTop-5 on ILSVRC for VGG and GoogLeNet, top-1 on CIFAR-10 for NiN, all as published.\n"
+    )
+
+
+def weights() -> str:
+    """The cards of the weights that come with the package."""
+    from lowrank_cnn.models.pretrained import list_pretrained, read_pretrained
+
+    rows: list[list[object]] = []
+    for name, data in list_pretrained():
+        card = read_pretrained(name, data).card
+        trained, halved = card["trained"], card["halved"]
+        shares = f"{trained['top1']:.2%}", f"{halved['top1']:.2%}"
+        made = f"`{card['recipe']['name']}`", trained["epochs"], card["seed"], card["environment"]["commit"]
+        rows.append([f"`{name}`", data, *made, *shares])
+    columns = ["network", "<data", "<recipe", "epochs", "seed", "commit", "as trained, GPU", "as shipped, CPU"]
+    return markdown(columns, rows) + "\nTop-1 on the 10,000 test images.\n"

@@ -1,0 +1,24 @@
+"""The list of all records."""
+
+from __future__ import annotations
+
+import ast
+
+from tables.form import RESULTS, ROOT, markdown, record
+
+
+def records() -> str:
+    """Every record, what made it, and what it was made with."""
+    rows: list[list[object]] = []
+    for path in sorted(RESULTS.glob("*.json")):
+        known = record(path.name).get("environment", {})
+        where, date = known.get("gpu") or known.get("cpu"), str(known.get("date", ""))[:10]
+        rows.append([f"`{path.name}`", _purpose(path.stem), where or "", known.get("torch", ""), date])
+    return markdown(["record", "<what is measured", "on", "torch", "date"], rows)
+
+
+def _purpose(name: str) -> str:
+    """The first sentence of the benchmark that writes a record of this name."""
+    script = ROOT / "benchmarks" / f"{name}.py"
+    text = ast.get_docstring(ast.parse(script.read_text())) if script.exists() else ""
+    return (text or "").partition("\n")[0].rstrip(".")

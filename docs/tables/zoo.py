@@ -1,0 +1,77 @@
+"""Every network of timm and torchvision, converted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from tables.form import NO_RUNS, markdown, record, recorded, source
+
+WELL_KNOWN = (
+    "torchvision:alexnet",
+    "torchvision:vgg16",
+    "torchvision:googlenet",
+    "torchvision:inception_v3",
+    "torchvision:resnet18",
+    "torchvision:resnet50",
+    "torchvision:wide_resnet50_2",
+    "torchvision:densenet121",
+    "torchvision:squeezenet1_1",
+    "torchvision:regnet_y_8gf",
+    "timm:darknet53",
+    "timm:hrnet_w18",
+    "timm:dla34",
+    "timm:res2net50_26w_4s",
+    "timm:efficientnetv2_s",
+)
+OUTCOMES = ("converted", "counted", "nothing to convert", "failed", "not reached")
+"""Converted ones ran; those that were only counted are too large for that."""
+
+
+def zoo() -> str:
+    """Every network of timm and torchvision in short: what became of them, some by name, and all that failed."""
+    if not recorded("zoo.json"):
+        return NO_RUNS
+    found = record("zoo.json")
+    parts = [_outcomes(found["networks"]), _known(found["networks"]), *_failures(found["networks"])]
+    versions = ", ".join(f"{name} {found['environment'][name]}" for name in ("timm", "torchvision"))
+    note = f"\nScheme `{found['scheme']}`; {versions}. Every network has a line in the record.\n"
+    return "\n".join(parts) + note + source("zoo.json", found["environment"])
+
+
+def _outcomes(networks: list[dict[str, Any]]) -> str:
+    counts = Counter((row["network"].partition(":")[0], row["outcome"]) for row in networks)
+    there = [outcome for outcome in OUTCOMES if any(found == outcome for _, found in counts)]
+    families = dict.fromkeys(row["network"].partition(":")[0] for row in networks)
+    rows: list[list[object]] = []
+    for family in families:
+        mine = [counts[family, outcome] for outcome in there]
+        rows.append([family, sum(mine), *mine])
+    return markdown(["", "networks", *there], rows)
+
+
+def _known(networks: list[dict[str, Any]]) -> str:
+    by_name = {row["network"]: row for row in networks if "macs_after" in row}
+    rows: list[list[object]] = []
+    for row in (by_name[name] for name in WELL_KNOWN if name in by_name):
+        before, after = row["macs_before"], row["macs_after"]
+        cost = f"{before / 1e9:.2f} G", f"{after / 1e9:.2f} G", f"{after / before:.3f}"
+        rows.append([f"`{row['network']}`", row["input"], *cost, row["changed"]])
+    return markdown(["network", "input", "MACs before", "after", "ratio", "layers changed"], rows)
+
+
+def _failures(networks: list[dict[str, Any]]) -> Iterator[str]:
+    """Networks that failed for the same reason share a line."""
+    reasons: dict[str, list[str]] = {}
+    for row in networks:
+        if row["outcome"] == "failed":
+            reasons.setdefault(row["why"], []).append(f"`{row['network']}`")
+    if reasons:
+        rows: list[list[object]] = [[", ".join(names), f"`{_escaped(why)}`"] for why, names in reasons.items()]
+        yield markdown(["failed", "<why"], rows)
+
+
+def _escaped(text: str) -> str:
+    """In a cell, a bar would end it and a backtick the code."""
+    return text.replace("|", "\\|").replace("`", "'")
