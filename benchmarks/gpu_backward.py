@@ -8,7 +8,7 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,11 @@ def measure_backward(
         "forward with codes": milliseconds(lambda: forward(plan, problem, x, weights, bias, codes)),
         "all": milliseconds(lambda: gradients(problem, grad, x, weights, seen, need_input=need_input)),
     }
+    if hopper_plan.unsupported(problem) is None and need_input and torch.cuda.get_device_capability()[0] == 9:
+        hopper = replace(plan, weights="hopper")
+        row["all, weights by Hopper"] = _tried(
+            lambda: milliseconds(lambda: gradients(problem, grad, x, weights, seen, need_input=True, plan=hopper))
+        )
     ours = gradients(problem, grad, x, weights, seen, need_input=need_input)
     row["error"] = _errors(ours, x, weights, bias, grad, options)
     if need_input:
@@ -48,10 +53,11 @@ def measure_backward(
             backward_plan.WEIGHT_TILES, lambda tile: backward.launch_weight_gradient(problem, g, pixels, 264, tile)
         )
         row |= _by_hopper(problem, g, pixels, weights)
-    row["naive composite"] = _by_torch(x, weights, bias, grad, options)
+    row["naive composite"] = _tried(lambda: _by_torch(x, weights, bias, grad, options))
     dense = torch.randn((problem.filters, x.shape[1], kernel, kernel), device=x.device, dtype=x.dtype)
     side = (kernel // 2, kernel // 2)
-    row["dense"] = _by_torch(x, [dense], bias, grad, {**options, "padding": [(side, side)]})
+    padded = {**options, "padding": [(side, side)]}
+    row["dense"] = _tried(lambda: _by_torch(x, [dense], bias, grad, padded))
     return row
 
 
@@ -74,13 +80,22 @@ def _by_hopper(problem: Problem, g: Tensor, pixels: Tensor, weights: list[Tensor
         )
     found = {}
     for name, (ours, plain) in launches.items():
-        try:
-            right = _flat(plain())
-            off = float((_flat(ours()) - right).norm() / right.norm())
-            found[name] = milliseconds(ours) | {"off": off}
-        except Exception as failure:  # a kernel that fails says so and the rest go on
-            found[name] = {"failed": repr(failure)[:200]}
+        found[name] = _tried(lambda ours=ours, plain=plain: _compared(ours, plain))
     return found
+
+
+def _compared(ours: Callable[[], Any], plain: Callable[[], Any]) -> dict[str, float]:
+    right = _flat(plain())
+    off = float((_flat(ours()) - right).norm() / right.norm())
+    return milliseconds(ours) | {"off": off}
+
+
+def _tried(measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What is measured, or why it failed: the rest goes on."""
+    try:
+        return measured()
+    except Exception as failure:
+        return {"failed": repr(failure)[:200]}
 
 
 def run_backward(x: Tensor, weights: list[Tensor], options: dict[str, Any]) -> None:
@@ -157,7 +172,9 @@ def _errors(
 
 
 def show_backward(row: dict[str, Any]) -> None:
-    print("    backward", {k: round(v["ms"], 3) if "ms" in v else v for k, v in row.items()})
+    times = {name: value["ms"] for name, value in row.items() if isinstance(value, dict) and "ms" in value}
+    others = {name: value for name, value in row.items() if name not in times}
+    print("    backward", {name: round(ms, 3) for name, ms in times.items()}, others)
     for what in ("input", "weights"):
         if what in row:
             print(f"      {what}", {name: round(ms, 3) for name, ms in row[what]["tiles"].items()})

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from lowrank_cnn.deploy.candidates import CANDIDATES
 from lowrank_cnn.deploy.plan import plan
 from lowrank_cnn.kernels.fuse import FusedComposite, freeze, fuse
+from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.network import Network
 
@@ -100,7 +101,8 @@ def way(net: nn.Module, how: str, x: Tensor) -> nn.Module:
     """The network as a way runs it on such images; compiled ones compile at their first step."""
     ours = fuse if net.training else freeze
     if how == "planned":
-        return plan(net, x, cache=False, candidates={name: CANDIDATES[name] for name in PLANNED}, repeats=5)
+        with for_graphs():  # as the whole is captured, so its parts are chosen
+            return plan(net, x, cache=False, candidates={name: CANDIDATES[name] for name in PLANNED}, repeats=5)
     if how in ("ours", "fused"):
         return ours(net)
     if how == "fused-compiled":

@@ -21,7 +21,9 @@ from lowrank_cnn.kernels.mode import asked_for, mode
 from lowrank_cnn.kernels.problem import Pair, Problem, Sides, pose
 
 MACS_PER_MS, BYTES_PER_MS = 3e11, 4e9
-"""What a large GPU does at least in a millisecond: only their ratio matters where nothing was measured."""
+"""What a large GPU does at least in a millisecond, for where nothing was measured."""
+MERGING_MS = 0.05
+"""What it takes to make the dense weight, forward and backward: some fifteen small launches in a graph."""
 
 
 def enclosing(shapes: Sequence[Sequence[int]], padding: Sequence[Sides]) -> tuple[Pair, Sides]:
@@ -95,10 +97,13 @@ class FusedChain(nn.Module):
         if off or not (x.is_cuda or asked_for()):
             return False
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        training = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())):
+            return False  # `merge` folds a chain once and for all, not at every call
         apart, whole = self._problems(tuple(x.shape), dtype)
-        asked = {"training": training, "need_input": x.requires_grad}
-        return _ms([whole], x.device, **asked) < _ms(apart, x.device, **asked)
+        ours, theirs = (_measured_ms(way, x.device, need_input=x.requires_grad) for way in ([whole], apart))
+        if ours is None or theirs is None:
+            ours, theirs = _counted_ms([whole]), _counted_ms(apart)
+        return ours + MERGING_MS < theirs
 
     def _problems(self, size: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Problem], Problem]:
         basis: Any = self.basis
@@ -114,14 +119,16 @@ class FusedChain(nn.Module):
         return [first, second], pose(size, dense, dtype, stride=basis.stride, padding=[sides], **last)
 
 
-def _ms(problems: Sequence[Problem], device: torch.device, *, training: bool, need_input: bool) -> float:
-    """Milliseconds of launches one after the other: measured where all were, else counted."""
+def _measured_ms(problems: Sequence[Problem], device: torch.device, *, need_input: bool) -> float | None:
+    """Milliseconds of training launches one after the other, or None where one was not measured."""
     needs = [need_input, *[True] * (len(problems) - 1)]
     measured = [
-        choice.fastest(problem, device, training=training, need_input=need)
+        choice.fastest(problem, device, training=True, need_input=need)
         for problem, need in zip(problems, needs, strict=True)
     ]
     known = [ms for ms in measured if ms is not None]
-    if len(known) == len(problems):
-        return sum(known)
+    return sum(known) if len(known) == len(problems) else None
+
+
+def _counted_ms(problems: Sequence[Problem]) -> float:
     return sum(max(problem.macs / MACS_PER_MS, problem.bytes / BYTES_PER_MS) for problem in problems)

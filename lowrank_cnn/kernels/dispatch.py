@@ -33,8 +33,8 @@ def composite_conv2d(
     that rounds so, or None.
     """
     options: dict[str, Any] = {"stride": stride, "padding": padding, "relu": relu, "pool": pool}
-    asked_for, fuses = _deciders()
-    if torch.compiler.is_exporting() or not (x.is_cuda or asked_for()):
+    exporting, asked_for, fuses = _deciders()
+    if exporting() or not (x.is_cuda or asked_for()):
         return composite_by_torch(x, weights, bias, **options)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -64,10 +64,10 @@ def tune(model: torch.nn.Module, example: Tensor, *, training: bool = False) -> 
         model(example)
 
 
-def _deciders() -> tuple[Any, Any]:
+def _deciders() -> tuple[Any, Any, Any]:
     """Who is asked: the functions themselves, or what stands for them while torch.compile traces."""
     if torch.compiler.is_compiling():
         from lowrank_cnn.kernels import tracing
 
-        return tracing.asked_for, tracing.fuses
-    return mode.asked_for, choice.fuses
+        return tracing.exporting, tracing.asked_for, tracing.fuses
+    return torch.compiler.is_exporting, mode.asked_for, choice.fuses

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lowrank_cnn.kernels.mode import for_graphs
+from lowrank_cnn.kernels.mode import for_graphs, forced
 from lowrank_cnn.kernels.problem import Problem, Sides, empty_codes
 from lowrank_cnn.kernels.reference import composite_by_torch
 from lowrank_cnn.memory import is_out_of_memory
@@ -43,7 +43,7 @@ def times(
             trial = Trial.random(problem, device, training)
             graph = captured(lambda: trial.run(plan))
             graph.replay()
-            return Times(median(_replay(graph) for _ in range(repeats)), _per_call(lambda: trial.run(plan)))
+            return Times(median(_replay(graph) for _ in range(repeats)), _per_call(lambda: trial.call(plan)))
     except Exception as error:  # whatever keeps a plan from running on this device keeps it from being chosen
         return None if _ran_out(error) else FAILED
 
@@ -54,16 +54,26 @@ def agrees(problem: Problem, device: torch.device, plan: Plan, *, training: bool
     None where memory ran out before that was known.
     Gradients are compared without the pool: rounded values tie, and either may win.
     """
-    trials = [(problem, False)] + ([(replace(problem, pool=None), True)] if training else [])
+    trials = [(problem, plan, False)] + ([(*_without_pool(problem, device, plan), True)] if training else [])
     try:
-        for each, gradients in trials:
+        for each, its_plan, gradients in trials:
             with torch.set_grad_enabled(gradients):
                 trial = Trial.random(each, device, gradients)
-                if not all(_close(*pair) for pair in zip(trial.run(plan), trial.run(None), strict=True)):
+                if not all(_close(*pair) for pair in zip(trial.run(its_plan), trial.run(None), strict=True)):
                     return False
     except Exception as error:
         return None if _ran_out(error) else False
     return True
+
+
+def _without_pool(problem: Problem, device: torch.device, plan: Plan) -> tuple[Problem, Plan]:
+    """The problem without its pool, with a plan that fits: results four times as many may not fit the same one."""
+    from lowrank_cnn.kernels.launch import capability_of, plans
+
+    if problem.pool is None:
+        return problem, plan
+    whole = replace(problem, pool=None)
+    return whole, replace(plans(whole, capability=capability_of(device))[0], weights=plan.weights)
 
 
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -115,6 +125,13 @@ class Trial:
         """The result, or the gradients of weights, bias and input; None is torch's own path."""
         return self._fused(plan) if plan else self._by_torch()
 
+    def call(self, plan: Plan | None) -> list[Tensor]:
+        """The same as a layer calls it: with what an operator, autograd and the choice cost the host."""
+        from lowrank_cnn.kernels.dispatch import composite_conv2d
+
+        with forced("off" if plan is None else "on"):
+            return self._differentiated(composite_conv2d)
+
     def _fused(self, plan: Plan) -> list[Tensor]:
         from lowrank_cnn.kernels import launch
 
@@ -128,6 +145,9 @@ class Trial:
         return [part for part in (*dw, db, dx) if part is not None]
 
     def _by_torch(self) -> list[Tensor]:
+        return self._differentiated(composite_by_torch)
+
+    def _differentiated(self, convolve: Callable[..., Tensor]) -> list[Tensor]:
         problem = self.problem
         options = {
             "stride": problem.stride,
@@ -138,7 +158,7 @@ class Trial:
         inputs = [*self.weights, self.bias, *([self.x] if self.need_input else [])]
         for tensor in inputs:
             tensor.requires_grad_(self.training)
-        y = composite_by_torch(self.x, self.weights, self.bias, **options)
+        y = convolve(self.x, self.weights, self.bias, **options)
         return list(torch.autograd.grad(y, inputs, y.detach())) if self.training else [y]
 
 

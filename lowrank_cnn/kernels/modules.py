@@ -6,7 +6,6 @@ know, and where torch.compile or torch.export trace, which fuse such steps thems
 
 from __future__ import annotations
 
-from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,10 +15,12 @@ from torch.nn import functional as F
 
 from lowrank_cnn.kernels.mode import asked_for, mode
 from lowrank_cnn.kernels.problem import Pair
+from lowrank_cnn.memory import is_out_of_memory
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST = 2**30
 """The kernels count values in 32 bits."""
+_ABLE: dict[torch.device, bool] = {}
 WIDEST = 15
 """Rows or columns of the largest window: a place in it fits in a byte."""
 
@@ -88,20 +89,27 @@ def kernels_take(x: Tensor) -> bool:
     return x.dim() == 4 and x.dtype in TYPES and 0 < x.numel() <= LARGEST and _able(x.device)
 
 
-@lru_cache(maxsize=64)
 def _able(device: torch.device) -> bool:
+    """Whether Triton can build and launch a kernel here: without a C compiler, say, it cannot."""
+    if device not in _ABLE:
+        try:
+            _ABLE[device] = _is_recent(device) and _runs(device)
+        except Exception as error:  # whatever the reason, torch's own operations remain
+            if is_out_of_memory(error):
+                return False  # now; later there may be some
+            _ABLE[device] = False
+    return _ABLE[device]
+
+
+def _is_recent(device: torch.device) -> bool:
     recent = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
-    return recent and find_spec("triton") is not None and _runs(device)
+    return recent and find_spec("triton") is not None
 
 
 def _runs(device: torch.device) -> bool:
-    """Whether Triton can build and launch a kernel here: without a C compiler, say, it cannot."""
-    try:
-        from lowrank_cnn.kernels.norm import launch_statistics
+    from lowrank_cnn.kernels.norm import launch_statistics
 
-        launch_statistics(torch.zeros(2, 8, 2, 2, device=device), None, None, 0.1, 1e-5)
-    except Exception:  # whatever the reason, torch's own operations remain
-        return False
+    launch_statistics(torch.zeros(2, 8, 2, 2, device=device), None, None, 0.1, 1e-5)
     return True
 
 

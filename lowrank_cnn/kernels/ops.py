@@ -76,7 +76,11 @@ def composite_conv2d_backward(
     how = {"need_input": need_input, "need_bias": need_bias}
     plan = choice.plan_for(problem, x.device, training=True)
     dx, dw, db = launch.gradients(problem, grad.to(x.dtype), x, weights, seen, plan=plan, **how)
-    parts = [part.to(weight.dtype).contiguous() for part, weight in zip(dw, weights, strict=True)]
+    # Copies, for what an operator gives must not share memory, and the groups' gradients lie in one.
+    parts = [
+        part.to(weight.dtype, copy=True, memory_format=torch.contiguous_format)
+        for part, weight in zip(dw, weights, strict=True)
+    ]
     needed = [(dx, need_input), (db, need_bias)]
     return [*(t if need and t is not None else x.new_empty(0) for t, need in needed), *parts]
 

@@ -199,7 +199,7 @@ def launch_stem_gradient(
         pixels, grad, seen, dw, count, problem.height, problem.width, *problem.result_size,
         ROUNDS=-(-blocks // programs), num_warps=tile.warps, **_constants(problem, pixels, values, tile),
     )  # fmt: skip
-    return unpack_union(dw, problem), dw[:, gathered_values]
+    return unpack_union(dw, problem), dw[:, gathered_values].contiguous()
 
 
 def _constants(problem: Problem, pixels: Tensor, values: int, tile: StemTile) -> dict[str, Any]:

@@ -22,10 +22,7 @@ _passing: dict[str, Any] = {}
 @lru_cache(maxsize=1)
 def entries() -> dict[str, Any]:
     """What was measured on this device with these versions."""
-    try:
-        return json.loads(store_path().read_text())
-    except (OSError, ValueError):
-        return {}
+    return _read()
 
 
 def keep(key: str, entry: dict[str, Any], *, lasting: bool) -> None:
@@ -40,12 +37,20 @@ def find(key: str) -> dict[str, Any] | None:
     return entries().get(key) or _passing.get(key)
 
 
+def _read() -> dict[str, Any]:
+    try:
+        return json.loads(store_path().read_text())
+    except (OSError, ValueError):
+        return {}
+
+
 def _save() -> None:
+    """Write what this process knows beside what others have written since it began."""
     path = store_path()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps(entries(), indent=1))
+        part.write_text(json.dumps({**_read(), **entries()}, indent=1))
         part.replace(path)
 
 

@@ -138,7 +138,8 @@ class GraphedStep:
                 _run_aside(step, self.images, self.labels)
             step.optimizer.zero_grad(set_to_none=True)
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            # Threads that only load data may call CUDA meanwhile: "thread_local" leaves them alone.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 step(self.images, self.labels)
 
     def __call__(self, images: Tensor, labels: Tensor) -> None:

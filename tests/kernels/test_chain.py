@@ -71,8 +71,7 @@ def test_counts_decide_where_nothing_was_measured():
     deep = fused(build_conv(512, 512, 3, "mixture(kx1=3, 1xk=3, kxk=2, join)"))
     for layer, size, better in ((first, (256, 3, 224, 224), True), (deep, (256, 512, 14, 14), False)):
         apart, whole = layer._problems(size, torch.bfloat16)
-        asked = {"device": torch.device("cpu"), "training": False, "need_input": True}
-        assert (chain._ms([whole], **asked) < chain._ms(apart, **asked)) is better
+        assert (chain._counted_ms([whole]) < chain._counted_ms(apart)) is better
 
 
 def test_measured_times_decide_where_there_are_any(monkeypatch):
@@ -87,6 +86,17 @@ def test_measured_times_decide_where_there_are_any(monkeypatch):
                 lambda problem, *_, dense=dense, whole=whole, **__: whole if problem == dense else 1.0,
             )
             assert layer.merges(x) is better
+            with torch.no_grad():
+                assert not layer.merges(x)
+
+
+def test_what_was_measured_is_not_held_against_what_was_counted(monkeypatch):
+    layer = fused(build_conv(512, 512, 3, "mixture(kx1=3, 1xk=3, kxk=2, join)").to(DEVICE))
+    x = torch.empty(1, 512, 14, 14, device=DEVICE)
+    dense = layer._problems((1, 512, 14, 14), torch.float32)[1]
+    monkeypatch.setattr(choice, "fastest", lambda problem, *_, **__: 0.0 if problem == dense else None)
+    with forced("on"):
+        assert not layer.merges(x)
 
 
 def test_switched_off_it_is_two_layers():

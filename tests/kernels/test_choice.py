@@ -66,6 +66,17 @@ def test_a_plan_that_is_wrong_does_not(monkeypatch):
     assert not agrees(problem(), DEVICE, PLAN, training=False)
 
 
+def test_gradients_are_compared_by_a_plan_that_fits_the_unpooled_result(monkeypatch):
+    used = []
+    forward = launch.forward
+    monkeypatch.setattr(launch, "forward", lambda plan, *rest: used.append(plan) or forward(plan, *rest))
+    plan = replace(PLAN, weights="hopper")
+    monkeypatch.setattr(launch, "plans", lambda problem, **_: [OTHER])
+    monkeypatch.setattr(launch, "gradients", lambda *arguments, **_: (None, [], None))
+    agrees(problem(pool="floor"), DEVICE, plan, training=True)
+    assert used == [plan, replace(OTHER, weights="hopper")]
+
+
 def test_a_wrong_gradient_does_not(monkeypatch):
     gradients = launch.gradients
 
@@ -234,6 +245,25 @@ def test_only_hopper_has_a_second_gradient_of_the_weights():
     assert [Plan.from_dict(plan.to_dict()) for plan in plans] == plans
     assert launch.training_plans(PLAN, wide, capability=(10, 0)) == [PLAN]
     assert launch.training_plans(PLAN, problem(), capability=(9, 0)) == [PLAN]
+
+
+def test_a_tuned_plan_is_not_looked_for_again(bench, monkeypatch):
+    monkeypatch.setattr(choice, "_training_plans", lambda plan, asked: [plan])
+    bench.taken[OTHER], bench.right[OTHER] = Times(0.5, 0.5), True
+    bench.tune()
+    before = bench.measured
+    with mode.tuning():
+        found = choice._measured(Asked(problem(), torch.device("cuda"), training=True))
+    assert found is not None
+    assert found.plan == OTHER
+    assert bench.measured == before + 2  # itself and torch, in training
+
+
+def test_processes_keep_what_others_stored(bench):
+    bench.choose()
+    store.store_path().write_text(json.dumps({**store.entries(), "another": {"tuned": True}}))
+    store.keep("third", {"tuned": False}, lasting=True)
+    assert {"another", "third"} <= json.loads(store.store_path().read_text()).keys()
 
 
 def test_a_trial_gives_gradients_in_one_order():

@@ -188,3 +188,22 @@ def test_a_training_step_in_a_cuda_graph_at_full_size(size, pool):
     exact = [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
     for ours, right in zip(found, exact, strict=True):
         assert torch.linalg.vector_norm(ours - right) <= 2e-2 * torch.linalg.vector_norm(right)
+
+
+@pytest.mark.parametrize(
+    ("channels", "kernels"), [(3, [(3, 1), (1, 3)]), (16, [(3, 1), (1, 3)]), (16, [(1, 1), (1, 1)])]
+)
+def test_gradients_are_as_tracing_expects_them(channels, kernels):
+    """Strides as well as shapes; and no two share memory."""
+    from lowrank_cnn.kernels.ops import composite_conv2d_backward
+
+    x = torch.randn(2, channels, 6, 5, device=DEVICE).contiguous(memory_format=torch.channels_last)
+    weights = [torch.randn(8, channels, *kernel, device=DEVICE) for kernel in kernels]
+    padding = [side for h, w in kernels for side in (h // 2, h // 2, w // 2, w // 2)]
+    y = torch.rand(2, 16, 6, 5, device=DEVICE)
+    arguments = (y, x, weights, y.permute(0, 2, 3, 1), [1, 1], padding, True, "", channels > 4, True)
+    torch.library.opcheck(composite_conv2d_backward, arguments, test_utils=("test_schema", "test_faketensor"))
+    found = composite_conv2d_backward(*arguments)
+    assert len({part.untyped_storage().data_ptr() for part in found if part.numel()}) == sum(
+        part.numel() > 0 for part in found
+    )

@@ -292,10 +292,21 @@ def test_where_triton_cannot_build_torch_runs(monkeypatch):
         raise RuntimeError("Failed to find C compiler.")
 
     monkeypatch.setattr(norm, "launch_statistics", fails)
-    modules._able.cache_clear()
-    try:
-        chain, x = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)), torch.randn(2, 8, 4, 4)
-        with forced("on"):
-            assert torch.equal(fuse(chain)(x), chain(x))
-    finally:
-        modules._able.cache_clear()
+    monkeypatch.setattr(modules, "_ABLE", {})
+    chain, x = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)), torch.randn(2, 8, 4, 4)
+    with forced("on"):
+        assert torch.equal(fuse(chain)(x), chain(x))
+    assert list(modules._ABLE.values()) == [False]
+
+
+def test_triton_is_asked_again_where_memory_ran_out(monkeypatch):
+    pytest.importorskip("triton")
+    from lowrank_cnn.kernels import modules, norm
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(norm, "launch_statistics", fails)
+    monkeypatch.setattr(modules, "_ABLE", {})
+    assert not modules._able(torch.device("cpu"))
+    assert modules._ABLE == {}
