@@ -41,6 +41,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cifar10-modern": cifar10.cifar10_modern,
     "cpu-layout": cpu.cpu_layout,
     "cpu-speed": cpu.cpu_speed,
+    "cpu-filtered": cpu.cpu_filtered,
     "decompose": decompose.decompose,
     "depth-flow": depth.depth_flow,
     "full-run": full_run.full_run,

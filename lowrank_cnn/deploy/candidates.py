@@ -14,6 +14,7 @@ from lowrank_cnn.convert import copy_with, laid_out_as
 from lowrank_cnn.deploy.blocks import Block, find_blocks, finish
 from lowrank_cnn.deploy.chains import InexactError, merge_chain
 from lowrank_cnn.deploy.matrix import MatrixConv2d
+from lowrank_cnn.deploy.winograd import WinogradConv2d
 from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d, conv_of
 from lowrank_cnn.spec import Composite
 
@@ -88,6 +89,18 @@ def matrix_products(block: Block) -> nn.Module | None:
     return nn.Sequential(*map(MatrixConv2d, front), MatrixConv2d(last, relu=block.relu, pool=block.pool))
 
 
+def minimal_filtering(block: Block) -> nn.Module | None:
+    """On the CPU: three taps by Winograd's F(4, 3), the other layers of a chain as they are."""
+    stages = list(block.layer) if isinstance(block.layer, FactoredConv2d) else [block.layer]
+    if next(block.layer.parameters()).device.type != "cpu" or not any(map(WinogradConv2d.takes, stages)):
+        return None
+    *front, last = stages
+    made = [WinogradConv2d(stage) if WinogradConv2d.takes(stage) else stage for stage in front]
+    if WinogradConv2d.takes(last):
+        return nn.Sequential(*made, WinogradConv2d(last, relu=block.relu, pool=block.pool))
+    return nn.Sequential(*made, last, *block.modules[1:])
+
+
 def fused(block: Block) -> nn.Module | None:
     """On a GPU: one kernel per layer of a chain for filters and bias, ReLU and pool within the last."""
     if not next(block.layer.parameters()).is_cuda:
@@ -112,6 +125,7 @@ CANDIDATES: dict[str, Candidate] = {
     "by group": by_group,
     "merged": merged,
     "matrix products": matrix_products,
+    "minimal filtering": minimal_filtering,
     "fused": fused,
     "merged, fused": merged_and_fused,
 }

@@ -39,7 +39,7 @@ class MatrixConv2d(nn.Module):
 
     def __init__(self, layer: nn.Module, *, relu: bool = False, pool: nn.MaxPool2d | None = None) -> None:
         super().__init__()
-        parts = _parts(layer)
+        parts = parts_of(layer)
         if parts is None:
             raise ValueError("not a convolution of stride one whose output is as large as its input")
         weights, steps = parts
@@ -54,7 +54,7 @@ class MatrixConv2d(nn.Module):
 
     @staticmethod
     def takes(layer: nn.Module) -> bool:
-        return _parts(layer) is not None
+        return parts_of(layer) is not None
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ Products = list[tuple[list[_Tap], Tensor]]
 """Matrices, and the taps that each stands for."""
 
 
-def _parts(layer: nn.Module) -> tuple[list[Tensor], list[tuple[list[int], list[int]]]] | None:
+def parts_of(layer: nn.Module) -> tuple[list[Tensor], list[tuple[list[int], list[int]]]] | None:
     """Each group's weight, and how far each of its rows and columns looks; None for a layer of another kind."""
     if isinstance(layer, CompositeConv2d):
         weights, sides, groups = list(layer.weights), list(layer.group_padding), layer.channel_groups
