@@ -10,7 +10,7 @@ round, on two images at most, finds each network's fastest few; a second runs th
 their medians are compared: each network at its best against its dense twin at its best. float32, the same threads
 for all.
 
-Minimal filtering, which neither runtime has here, saves products of its own, also those of dense networks: so there
+Minimal filtering, which neither runtime has here, saves products of its own, of dense networks as well: so there
 are three ratios, without it, with it on both sides, and with it on ours alone.
 """
 
