@@ -67,7 +67,7 @@ def ways(network: nn.Module, image: Tensor, folder: Path, threads: int, compiled
     for label, layout in LAYOUTS.items():
         laid_out = merge(network, chains=False).to(memory_format=layout)  # type: ignore[call-overload]
         example = image.contiguous(memory_format=layout)
-        others = {name: candidate for name, candidate in CANDIDATES.items() if name != FILTERED}
+        others = {name: candidate for name, candidate in CANDIDATES.items() if FILTERED not in name}
         found[f"torch, {label}"] = _in_layout(laid_out, layout)
         for name, candidates in (("planned", others), (f"planned with {FILTERED}", CANDIDATES)):
             planned = plan(laid_out, example, cache=False, candidates=candidates, repeats=5)

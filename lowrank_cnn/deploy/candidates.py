@@ -101,6 +101,14 @@ def minimal_filtering(block: Block) -> nn.Module | None:
     return nn.Sequential(*made, last, *block.modules[1:])
 
 
+def merged_and_filtered(block: Block) -> nn.Module | None:
+    """On the CPU: the whole layer as one dense conv, by minimal filtering."""
+    dense = _dense(block.layer)
+    if dense is None or next(dense.parameters()).device.type != "cpu" or not WinogradConv2d.takes(dense):
+        return None
+    return WinogradConv2d(dense, relu=block.relu, pool=block.pool)
+
+
 def fused(block: Block) -> nn.Module | None:
     """On a GPU: one kernel per layer of a chain for filters and bias, ReLU and pool within the last."""
     if not next(block.layer.parameters()).is_cuda:
@@ -126,6 +134,7 @@ CANDIDATES: dict[str, Candidate] = {
     "merged": merged,
     "matrix products": matrix_products,
     "minimal filtering": minimal_filtering,
+    "merged, minimal filtering": merged_and_filtered,
     "fused": fused,
     "merged, fused": merged_and_fused,
 }

@@ -4,8 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from lowrank_cnn.deploy.blocks import find_blocks
+from lowrank_cnn.deploy.candidates import CANDIDATES
 from lowrank_cnn.deploy.winograd import WinogradConv2d
-from lowrank_cnn.layers import CompositeConv2d
+from lowrank_cnn.layers import CompositeConv2d, build_conv
 
 KERNELS = st.sampled_from([(3, 1), (1, 3), (3, 3), (1, 1)])
 
@@ -41,6 +43,19 @@ def test_in_float32_it_stays_close():
     exact = conv.double()(x.double()).detach()
     found = WinogradConv2d(conv.float())(x)
     assert torch.linalg.vector_norm(found - exact) < 5e-6 * torch.linalg.vector_norm(exact)
+
+
+@pytest.mark.parametrize("scheme", ["lr-join", "mixture(kx1=3, 1xk=3, kxk=2, join)", "lr"])
+@pytest.mark.parametrize("name", ["minimal filtering", "merged, minimal filtering"])
+def test_chains_are_filtered_apart_and_as_one(scheme: str, name: str):
+    torch.manual_seed(0)
+    net = nn.Sequential(build_conv(32, 32, 3, scheme), nn.ReLU(), nn.MaxPool2d(2)).double().eval()
+    x = torch.randn(2, 32, 10, 6, dtype=torch.float64)
+    for block in find_blocks(net):
+        way = CANDIDATES[name](block)
+        assert way is not None
+        assert any(isinstance(part, WinogradConv2d) for part in way.modules())
+        torch.testing.assert_close(way(x), net(x))
 
 
 @pytest.mark.parametrize(
