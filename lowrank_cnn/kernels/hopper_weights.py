@@ -104,6 +104,22 @@ def times_pixels(
 
 
 @gluon.jit
+def times_all(
+    pixels, grad, row, acc0, acc1, acc2, acc3, acc4,
+    TAPS: gl.constexpr, PIXELS: gl.constexpr, DEPTH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The products of all taps; those that a run does not have stay as they are."""
+    acc0 = times_pixels(pixels, grad, acc0, row, 0, PIXELS, DEPTH, LAYOUT)
+    if TAPS > 1:
+        acc1 = times_pixels(pixels, grad, acc1, row, 1, PIXELS, DEPTH, LAYOUT)
+        acc2 = times_pixels(pixels, grad, acc2, row, 2, PIXELS, DEPTH, LAYOUT)
+    if TAPS > 3:
+        acc3 = times_pixels(pixels, grad, acc3, row, 3, PIXELS, DEPTH, LAYOUT)
+        acc4 = times_pixels(pixels, grad, acc4, row, 4, PIXELS, DEPTH, LAYOUT)
+    return acc0, acc1, acc2, acc3, acc4
+
+
+@gluon.jit
 def all_but(LEFT: gl.constexpr, acc0, acc1, acc2, acc3, acc4, TAPS: gl.constexpr):
     """Wait until no more than the last `LEFT` products are under way."""
     if TAPS == 1:
@@ -122,6 +138,19 @@ def add_up(dw, acc, channels, filters, width):
     f = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
     inside = (c < channels)[:, None] & (f < filters)[None, :]
     gl.atomic_add(dw + c[:, None] * width + f[None, :], acc, mask=inside, sem="relaxed")
+
+
+@gluon.jit
+def add_all(target, tap, inside, acc0, acc1, acc2, acc3, acc4, TAPS: gl.constexpr):
+    """Add all taps to what other shares found; they lie `tap` values apart."""
+    channels, filters, width = inside
+    add_up(target, acc0, channels, filters, width)
+    if TAPS > 1:
+        add_up(target + tap, acc1, channels, filters, width)
+        add_up(target + 2 * tap, acc2, channels, filters, width)
+    if TAPS > 3:
+        add_up(target + 3 * tap, acc3, channels, filters, width)
+        add_up(target + 4 * tap, acc4, channels, filters, width)
 
 
 @gluon.jit
@@ -169,13 +198,9 @@ def weights_hopper(
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), step // STAGES & 1)
         grad, row = grads.index(stage), stage * SPAN
-        acc0 = times_pixels(pixels, grad, acc0, row, 0, PIXELS, DEPTH, PIXEL_LAYOUT)
-        if TAPS > 1:
-            acc1 = times_pixels(pixels, grad, acc1, row, 1, PIXELS, DEPTH, PIXEL_LAYOUT)
-            acc2 = times_pixels(pixels, grad, acc2, row, 2, PIXELS, DEPTH, PIXEL_LAYOUT)
-        if TAPS > 3:
-            acc3 = times_pixels(pixels, grad, acc3, row, 3, PIXELS, DEPTH, PIXEL_LAYOUT)
-            acc4 = times_pixels(pixels, grad, acc4, row, 4, PIXELS, DEPTH, PIXEL_LAYOUT)
+        acc0, acc1, acc2, acc3, acc4 = times_all(
+            pixels, grad, row, acc0, acc1, acc2, acc3, acc4, TAPS, PIXELS, DEPTH, PIXEL_LAYOUT
+        )
         # The products of the step before are done: what they read may be overwritten.
         acc0, acc1, acc2, acc3, acc4 = all_but(TAPS, acc0, acc1, acc2, acc3, acc4, TAPS)
         gl.thread_barrier()
@@ -183,13 +208,7 @@ def weights_hopper(
         fetch_step(xs, gs, pixels, grads, ready, ahead, steps, place, origin, turned, SPAN, RUN, TAPS, STAGES)
         place = next_box(place, limits, RUN, IMAGES, CROSS)
     acc0, acc1, acc2, acc3, acc4 = all_but(0, acc0, acc1, acc2, acc3, acc4, TAPS)
-    add_up(target, acc0, inside[0], inside[1], inside[2])
-    if TAPS > 1:
-        add_up(target + tap, acc1, inside[0], inside[1], inside[2])
-        add_up(target + 2 * tap, acc2, inside[0], inside[1], inside[2])
-    if TAPS > 3:
-        add_up(target + 3 * tap, acc3, inside[0], inside[1], inside[2])
-        add_up(target + 4 * tap, acc4, inside[0], inside[1], inside[2])
+    add_all(target, tap, inside, acc0, acc1, acc2, acc3, acc4, TAPS)
 
 
 def launch_weights_hopper(
