@@ -165,7 +165,7 @@ class Helper:
     process: Any = None
     pipe: Any = None
 
-    def ask(self, text: str, seconds: float) -> Row:
+    def ask(self, text: str, seconds: float, *, again: bool = True) -> Row:
         """The row of a network; a process that gives none in time is ended."""
         start = time.monotonic()
         try:
@@ -176,7 +176,11 @@ class Helper:
                 return self.pipe.recv()
             why = f"took more than {seconds:.0f} s"
         except (EOFError, OSError):
-            why = f"its process ended with {self._exit_code()}"
+            code = self._exit_code()
+            if code == 0 and again:  # it had grown too large, and went before it looked at this one
+                self.end()
+                return self.ask(text, seconds, again=False)
+            why = f"its process ended with {code}"
         self.end()
         return {"network": text, "outcome": "failed", "why": why, "seconds": round(time.monotonic() - start, 1)}
 
