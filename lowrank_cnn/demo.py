@@ -52,7 +52,8 @@ def _train(name: str, directory: Path, epochs: int | None, device: str) -> Recor
     torch.manual_seed(0)
     options = {"num_classes": len(digits.classes), "in_channels": 1, "width": WIDTH, "norm": "batch"}
     network = create_model("nin", scheme=TWINS[name], **options)
-    return fit(network, digits, "digits", epochs=epochs, device=device, out=directory, resume=True)
+    again = directory.exists()  # a demo that was cut goes on
+    return fit(network, digits, "digits", epochs=epochs, device=device, out=directory, resume=again)
 
 
 def _time(out: Path) -> dict[str, Timing]:
