@@ -55,7 +55,9 @@ def attempt(network: str, recipe_name: str, settings: str, data: Data, arguments
     recipe = get_recipe(recipe_name, **{"holdout": 0, "levels": 0, **parse_settings(settings.split())})
     recipe = get_recipe(recipe_name, **{**recipe.to_dict(), "epochs": arguments.epochs or recipe.epochs})
     torch.manual_seed(arguments.seed)
-    model = create_model(network, num_classes=len(data.classes), image_size=recipe.crop or 32, norm=recipe.norm, init=arguments.init)
+    model = create_model(
+        network, num_classes=len(data.classes), image_size=recipe.crop or 32, norm=recipe.norm, init=arguments.init
+    )
     row = {"network": network, "recipe": recipe_name, "settings": settings, "seed": arguments.seed}
     row |= {"epochs": recipe.epochs, "init": arguments.init, "start": arguments.start, "images": len(data.train)}
     STARTS[arguments.start](model)
