@@ -15,8 +15,8 @@ import torch
 from gpu_clock import milliseconds
 from torch import Tensor
 
-from lowrank_cnn.kernels import backward, backward_plan, hopper_plan
-from lowrank_cnn.kernels.launch import Plan, forward, gradients, input_gradient
+from lowrank_cnn.kernels import backward, backward_plan
+from lowrank_cnn.kernels.launch import Plan, forward, gradients, input_gradient, weight_gradient
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes, pixels_last
 from lowrank_cnn.kernels.reference import composite_reference
 from lowrank_cnn.kernels.tiled import Tile
@@ -35,59 +35,36 @@ def measure_backward(
         "forward with codes": milliseconds(lambda: forward(plan, problem, x, weights, bias, codes)),
         "all": milliseconds(lambda: gradients(problem, grad, x, weights, seen, need_input=need_input)),
     }
-    if hopper_plan.unsupported(problem) is None and need_input and torch.cuda.get_device_capability()[0] == 9:
-        hopper = replace(plan, weights="hopper")
-        row["all, weights by Hopper"] = _tried(
-            lambda: milliseconds(lambda: gradients(problem, grad, x, weights, seen, need_input=True, plan=hopper))
-        )
     ours = gradients(problem, grad, x, weights, seen, need_input=need_input)
     row["error"] = _errors(ours, x, weights, bias, grad, options)
     if need_input:
         last, pixels = pixels_last(grad), pixels_last(x)
         g, _ = backward.launch_undo(problem, last, seen, 264)
         row["undo"] = milliseconds(lambda: backward.launch_undo(problem, last, seen, 264))
-        row["input"] = _best(
+        row["input"] = milliseconds(lambda: input_gradient(problem, g, weights))
+        row["input, plain"] = _best(
             backward_plan.INPUT_TILES, lambda tile: backward.launch_input_gradient(problem, g, weights, tile)
         )
-        row["weights"] = _best(
-            backward_plan.WEIGHT_TILES, lambda tile: backward.launch_weight_gradient(problem, g, pixels, 264, tile)
-        )
-        row |= _by_hopper(problem, g, pixels, weights)
-    row["naive composite"] = _tried(lambda: _by_torch(x, weights, bias, grad, options))
+        row["weights"] = milliseconds(lambda: weight_gradient(problem, g, pixels))
+        row["weights, plain"] = _plain_weights(problem, g, pixels)
     dense = torch.randn((problem.filters, x.shape[1], kernel, kernel), device=x.device, dtype=x.dtype)
     side = (kernel // 2, kernel // 2)
     padded = {**options, "padding": [(side, side)]}
+    row["naive composite"] = _tried(lambda: _by_torch(x, weights, bias, grad, options))
     row["dense"] = _tried(lambda: _by_torch(x, [dense], bias, grad, padded))
     return row
 
 
-def _by_hopper(problem: Problem, g: Tensor, pixels: Tensor, weights: list[Tensor]) -> dict[str, Any]:
-    """The Hopper kernels of both gradients, where the device has them: their times, and how far they are off."""
-    if torch.cuda.get_device_capability()[0] != 9 or hopper_plan.unsupported(problem):
-        return {}
-    from lowrank_cnn.kernels.hopper_weights import launch_weights_hopper
+def _plain_weights(problem: Problem, g: Tensor, pixels: Tensor) -> dict[str, float]:
+    """The plain kernel of the weights' gradient: its time, and how far the one that is taken is off it."""
+    tile = replace(backward_plan.weight_tile(problem), stages=1)
 
-    launches: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-        "weights, Hopper": (
-            lambda: launch_weights_hopper(problem, g, pixels, 264),
-            lambda: backward.launch_weight_gradient(problem, g, pixels, 264),
-        )
-    }
-    if backward_plan.turned(problem):
-        launches["input, Hopper"] = (
-            lambda: input_gradient(problem, g, weights),
-            lambda: backward.launch_input_gradient(problem, g, weights),
-        )
-    found = {}
-    for name, (ours, plain) in launches.items():
-        found[name] = _tried(lambda ours=ours, plain=plain: _compared(ours, plain))
-    return found
+    def plain() -> list[Tensor]:
+        return backward.launch_weight_gradient(problem, g, pixels, 264, tile)
 
-
-def _compared(ours: Callable[[], Any], plain: Callable[[], Any]) -> dict[str, float]:
     right = _flat(plain())
-    off = float((_flat(ours()) - right).norm() / right.norm())
-    return milliseconds(ours) | {"off": off}
+    off = float((_flat(weight_gradient(problem, g, pixels)) - right).norm() / right.norm())
+    return milliseconds(plain) | {"off": off}
 
 
 def _tried(measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -111,9 +88,8 @@ def run_backward(x: Tensor, weights: list[Tensor], options: dict[str, Any]) -> N
     g, _ = backward.launch_undo(problem, grad, seen, 264)
     for tile in backward_plan.INPUT_TILES:
         backward.launch_input_gradient(problem, g, weights, tile)
-    for tile in backward_plan.WEIGHT_TILES:
-        backward.launch_weight_gradient(problem, g, pixels_last(x), 264, tile)
-    _by_hopper(problem, g, pixels_last(x), weights)
+    weight_gradient(problem, g, pixels_last(x))
+    _plain_weights(problem, g, pixels_last(x))
 
 
 def _best(tiles: Sequence[Tile], launch: Callable[[Tile], Any]) -> dict[str, Any]:
@@ -175,6 +151,5 @@ def show_backward(row: dict[str, Any]) -> None:
     times = {name: value["ms"] for name, value in row.items() if isinstance(value, dict) and "ms" in value}
     others = {name: value for name, value in row.items() if name not in times}
     print("    backward", {name: round(ms, 3) for name, ms in times.items()}, others)
-    for what in ("input", "weights"):
-        if what in row:
-            print(f"      {what}", {name: round(ms, 3) for name, ms in row[what]["tiles"].items()})
+    if "input, plain" in row:
+        print("      input", {name: round(ms, 3) for name, ms in row["input, plain"]["tiles"].items()})

@@ -87,12 +87,12 @@ def tiles(options: argparse.Namespace) -> list[tuple[Any, bool]]:
 
 def compile_tiles(options: argparse.Namespace, shard: int, shards: int) -> None:
     """Child: run every plan of a share of the convs, for the sake of Triton's cache alone."""
-    from lowrank_cnn.kernels.launch import plans, training_plans
+    from lowrank_cnn.kernels.launch import plans
 
     capability = torch.cuda.get_device_capability()
     for problem, training in tiles(options)[shard::shards]:
         found = plans(problem, capability=capability)
-        for plan in training_plans(found[0], problem, capability=capability) if training else found:
+        for plan in found[:1] if training else found:
             times(problem, torch.device("cuda"), plan, training=training, repeats=1)
         torch.cuda.empty_cache()
 

@@ -94,13 +94,16 @@ def input_gradient(
     GROUPS: tl.constexpr, TILES: tl.constexpr, CHANNELS: tl.constexpr, IMAGES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, FILTERS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One box of input pixels for one tile of input channels; `GROUPS` holds `gradient_rows`."""
+    """One box of input pixels for one tile of input channels; `GROUPS` holds `gradient_rows`.
+
+    Pixels are the second factor, as in `composite_tiled`.
+    """
     first = tl.program_id(0) % TILES * FILTERS
     box = tl.program_id(0) // TILES
     column = box % column_boxes * COLUMNS
     row = box // column_boxes % row_boxes * ROWS
     image = box // (column_boxes * row_boxes) * IMAGES
-    acc = tl.zeros((IMAGES * ROWS * COLUMNS, FILTERS), tl.float32)
+    acc = tl.zeros((FILTERS, IMAGES * ROWS * COLUMNS), tl.float32)
     for i in tl.static_range(len(GROUPS)):
         for step in range(GROUPS[i][3] * GROUPS[i][2]):
             tap = step // GROUPS[i][2]
@@ -108,8 +111,8 @@ def input_gradient(
             down, right = GROUPS[i][5] - tap // GROUPS[i][4], GROUPS[i][6] - tap % GROUPS[i][4]
             a = g.load([image, row + down, column + right, GROUPS[i][1] + depth])
             b = w.load([GROUPS[i][0] + tap * CHANNELS + first, depth])
-            acc = tl.dot(a.reshape(IMAGES * ROWS * COLUMNS, DEPTH), b.T, acc)
-    out = acc.reshape(IMAGES, ROWS, COLUMNS, FILTERS).to(dx.dtype)
+            acc = tl.dot(b, a.reshape(IMAGES * ROWS * COLUMNS, DEPTH).T, acc)
+    out = acc.to(dx.dtype).T.reshape(IMAGES, ROWS, COLUMNS, FILTERS)
     dx.store([image, row, column, first], out)
 
 

@@ -8,10 +8,16 @@ from lowrank_cnn.kernels.problem import Group, Problem
 from lowrank_cnn.kernels.tiled import Tile
 from lowrank_cnn.kernels.tiles import round_up
 
-INPUT_TILES = (Tile(), Tile(128, 128, 64, 4, 4), Tile(128, 64, 64, 4, 4), Tile(128, 64, 32, 4, 4))
+INPUT_TILES = (
+    Tile(),
+    Tile(256, 128, 64, 8, 3),
+    Tile(256, 128, 64, 8, 4),
+    Tile(128, 64, 64, 4, 4),
+    Tile(128, 64, 32, 4, 4),
+)
 """Pixels, channels, filters per step, warps and stages worth measuring for the input's gradient."""
-WEIGHT_TILES = (Tile(64, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(64, 128, 64, 4, 4))
-"""Pixels per step, filters, channels, warps and stages worth measuring for the weights' gradient."""
+WEIGHT_TILES = (Tile(64, 128, 128, 4, 3), Tile(64, 128, 64, 4, 4))
+"""Pixels per step, filters, channels, warps and stages for the weights' gradient."""
 NARROW = {128: 1.0, 64: 0.8, 32: 0.65}
 """What a tile so wide makes of the matrix unit, about."""
 

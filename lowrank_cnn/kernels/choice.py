@@ -8,7 +8,7 @@ are not torch's is never chosen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -139,12 +139,6 @@ def _plans(problem: Problem, device: torch.device) -> tuple[Plan, ...]:
     return tuple(plans(problem, capability=capability_of(device)))
 
 
-def _training_plans(plan: Plan, asked: Asked) -> list[Plan]:
-    from lowrank_cnn.kernels.launch import capability_of, training_plans
-
-    return training_plans(plan, asked.problem, capability=capability_of(asked.device))
-
-
 def _default(asked: Asked) -> Choice:
     """Unmeasured: fused on Hopper where the work is large enough to hide a launch, else torch."""
     hopper = asked.device.type == "cuda" and torch.cuda.get_device_capability(asked.device)[0] == 9
@@ -158,37 +152,24 @@ def _measured(asked: Asked) -> Choice | None:
     problem, device, training = asked.problem, asked.device, asked.training
     if torch.compiler.is_compiling() or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
-    best, tried = _fastest(problem, device)
-    plans = _training_plans(best, asked) if training else [best]
-    taken = {plan: times(problem, device, plan, training=training) for plan in plans}
-    by_torch = times(problem, device, None, training=training)
-    if all(path in (None, FAILED) for path in (by_torch, *taken.values())):
+    plan, tried = _fastest(problem, device)
+    ours, by_torch = (times(problem, device, path, training=training) for path in (plan, None))
+    if all(path in (None, FAILED) for path in (ours, by_torch)):
         return None  # nothing runs here now, as within a tracer's own tensors
-    plan, right = _first_right(sorted(plans, key=lambda plan: (taken[plan] or FAILED).graph), asked)
+    right = agrees(problem, device, plan, training=training)
     entry = {
         "torch": (by_torch or FAILED)._asdict(),
-        "fused": ((right and taken[plan]) or FAILED)._asdict(),
+        "fused": ((right and ours) or FAILED)._asdict(),
         "plan": plan.to_dict(),
         "tuned": is_tuning(),
     }
     # Memory that ran out says nothing of a path: this run does without it, and a later one measures again.
-    store.keep(_key(asked), entry, lasting=tried and None not in (by_torch, *taken.values(), right))
+    store.keep(_key(asked), entry, lasting=tried and None not in (by_torch, ours, right))
     return _choice(entry)
 
 
-def _first_right(plans: list[Plan], asked: Asked) -> tuple[Plan, bool | None]:
-    """The first plan whose results are torch's, or the last with what is known of it."""
-    for plan in plans[:-1]:
-        if agrees(asked.problem, asked.device, plan, training=asked.training):
-            return plan, True
-    return plans[-1], agrees(asked.problem, asked.device, plans[-1], training=asked.training)
-
-
 def _fastest(problem: Problem, device: torch.device) -> tuple[Plan, bool]:
-    """Where tuning, the plan whose forward is right and fastest, and whether memory let all be tried.
-
-    The backward is decided later, with all of its kernels.
-    """
+    """Where tuning, the plan whose forward is right and fastest, and whether memory let all be tried."""
     plans = _plans(problem, device)
     if not is_tuning() or len(plans) == 1:
         return plans[0], True
@@ -208,7 +189,7 @@ def _tuned(problem: Problem, device: torch.device) -> Plan | None:
     for training in (False, True):
         entry = _entry(Asked(problem, device, training))
         if entry and entry["tuned"]:
-            return replace(Plan.from_dict(entry["plan"]), weights="tiled")
+            return Plan.from_dict(entry["plan"])
     return None
 
 

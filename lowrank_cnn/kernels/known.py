@@ -23,7 +23,7 @@ def table() -> dict[str, dict[str, Any]]:
 
 
 def known(problem: Problem, capability: tuple[int, int], what: str = "forward") -> dict[str, Any] | None:
-    """The stored plan ("forward") or tile ("input", "weights") of a shape, or None."""
+    """The stored plan ("forward") or tile ("input") of a shape, or None."""
     if problem.batch < LEAST_BATCH:
         return None
     return table().get(f"{capability[0]}.{capability[1]}", {}).get(shape_of(problem), {}).get(what)

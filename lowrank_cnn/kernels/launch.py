@@ -20,7 +20,6 @@ from lowrank_cnn.kernels.problem import Problem, pixels_last
 
 HOPPER = ((128, 128, 4, 2), (256, 128, 8, 1), (128, 256, 8, 1), (128, 64, 4, 3))
 """Pixels, filters, warps and resident programs of the Hopper tiles worth measuring."""
-# Eight warps gave wrong results on an H200 (Triton 3.6: errors of 0.01 to 0.16), four never.
 TILED = ((128, 128, 64, 4, 3),)
 """Pixels, filters, depth, warps and stages of the plain tiles worth measuring."""
 MORE_TILED = ((128, 128, 64, 4, 4), (128, 64, 64, 4, 4))
@@ -43,23 +42,21 @@ _TILES: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A kernel by name and its tile; in training also the kernel of the weights' gradient."""
+    """A kernel by name and its tile."""
 
     kernel: str
     tile: Any
-    weights: str = "tiled"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kernel": self.kernel, "tile": asdict(self.tile), "weights": self.weights}
+        return {"kernel": self.kernel, "tile": asdict(self.tile)}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Plan:
-        tile = _TILES[stored["kernel"]](**stored["tile"])
-        return cls(stored["kernel"], tile, stored.get("weights", "tiled"))
+        return cls(stored["kernel"], _TILES[stored["kernel"]](**stored["tile"]))
 
     def __str__(self) -> str:
         sizes = "-".join(f"{name[0]}{value}" for name, value in asdict(self.tile).items())
-        return f"{self.kernel}-{sizes}" + ("" if self.weights == "tiled" else f", weights {self.weights}")
+        return f"{self.kernel}-{sizes}"
 
 
 def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: bool = False) -> list[Plan]:
@@ -78,12 +75,6 @@ def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: b
     elif gather.unsupported(problem) is None:
         found.append(Plan("gather", gather.GatherTile(filters=32 if problem.pool else 64)))
     return list(dict.fromkeys(found))
-
-
-def training_plans(plan: Plan, problem: Problem, *, capability: tuple[int, int]) -> list[Plan]:
-    """A plan with each kernel of the weights' gradient that a device has."""
-    hopper = capability[0] == 9 and problem.channels > 4 and hopper_plan.unsupported(problem) is None
-    return [plan, replace(plan, weights="hopper")] if hopper else [plan]
 
 
 def hopper_tiles(problem: Problem, rings: int = 1) -> list[hopper_plan.HopperTile]:
@@ -143,22 +134,16 @@ def gradients(
     *,
     need_input: bool,
     need_bias: bool = True,
-    plan: Plan | None = None,
 ) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
     """Gradients of input, weights and bias, the latter two in float32; None where not needed."""
     g, pixels, seen = pixels_last(grad), pixels_last(x), seen.contiguous()
-    programs = 2 * _multiprocessors(x.device)
+    programs = programs_at_once(x.device)
     if stem.unsupported(problem) is None and not need_input:
         dw, db = stem.launch_stem_gradient(problem, x, g, seen, programs)
         return None, dw, db
     g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)
     dx = input_gradient(problem, g, weights) if need_input else None
-    if plan is not None and plan.weights == "hopper":
-        from lowrank_cnn.kernels.hopper_weights import launch_weights_hopper
-
-        return dx, launch_weights_hopper(problem, g, pixels, programs), db
-    tile = _gradient_tile(problem, x.device, "weights")
-    return dx, backward.launch_weight_gradient(problem, g, pixels, programs, tile), db
+    return dx, weight_gradient(problem, g, pixels), db
 
 
 def input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -171,7 +156,17 @@ def input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tensor]) -> Te
     if turned is not None and (plan := _hopper_plan(turned, capability_of(g.device))) is not None:
         flipped = weights[0].detach().flip(2, 3).transpose(0, 1)
         return forward(plan, turned, g.permute(0, 3, 1, 2), [flipped], None)
-    return backward.launch_input_gradient(problem, g, weights, _gradient_tile(problem, g.device, "input"))
+    return backward.launch_input_gradient(problem, g, weights, _input_tile(problem, g.device))
+
+
+def weight_gradient(problem: Problem, g: Tensor, pixels: Tensor) -> list[Tensor]:
+    """The groups' gradients in float32, from [N, H, W, filters] before pool and ReLU and [N, H, W, channels]."""
+    programs, capability = programs_at_once(g.device), capability_of(g.device)
+    if capability[0] == 9 and hopper_plan.unsupported(problem) is None:
+        from lowrank_cnn.kernels.hopper_weights import launch_weights_hopper
+
+        return launch_weights_hopper(problem, g, pixels, programs)
+    return backward.launch_weight_gradient(problem, g, pixels, programs, _weight_tile(problem, capability))
 
 
 @lru_cache(maxsize=4096)
@@ -180,12 +175,23 @@ def _hopper_plan(problem: Problem, capability: tuple[int, int]) -> Plan | None:
     return plan if plan is not None and plan.kernel == "hopper" else None
 
 
-def _gradient_tile(problem: Problem, device: torch.device, what: str) -> tiled.Tile | None:
+def _input_tile(problem: Problem, device: torch.device) -> tiled.Tile | None:
     capability = capability_of(device)
     if (0, 0) < capability < (9, 0):
-        return tiled.Tile(*(OLDER_WEIGHTS if what == "weights" else OLDER))
-    stored = known(problem, capability, what)
+        return tiled.Tile(*OLDER)
+    stored = known(problem, capability, "input")
     return tiled.Tile(**stored) if stored else None
+
+
+def _weight_tile(problem: Problem, capability: tuple[int, int]) -> tiled.Tile:
+    """Turned, the gradient goes to the matrix unit through registers.
+
+    Triton 3.6, pipelining that for Hopper, loads the next step's into registers that products under way still
+    read: a few pixels in a million come out wrong. One stage waits for every product.
+    """
+    if (0, 0) < capability < (9, 0):
+        return tiled.Tile(*OLDER_WEIGHTS)
+    return replace(backward_plan.weight_tile(problem), stages=1)
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
@@ -209,6 +215,11 @@ def _launcher(kernel: str) -> Callable[..., Tensor]:
 
         return launch_hopper
     return {"tiled": tiled.launch_tiled, "stem": stem.launch_stem, "gather": gather.launch_gather}[kernel]
+
+
+def programs_at_once(device: torch.device) -> int:
+    """Programs of the gradients' kernels that run together: two on a multiprocessor."""
+    return 2 * _multiprocessors(device)
 
 
 def _multiprocessors(device: torch.device) -> int:

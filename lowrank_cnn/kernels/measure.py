@@ -73,7 +73,7 @@ def _without_pool(problem: Problem, device: torch.device, plan: Plan) -> tuple[P
     if problem.pool is None:
         return problem, plan
     whole = replace(problem, pool=None)
-    return whole, replace(plans(whole, capability=capability_of(device))[0], weights=plan.weights)
+    return whole, plans(whole, capability=capability_of(device))[0]
 
 
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -141,7 +141,7 @@ class Trial:
             return [y]
         seen = codes if codes is not None else y.permute(0, 2, 3, 1)
         need = self.need_input
-        dx, dw, db = launch.gradients(self.problem, y, self.x, self.weights, seen, need_input=need, plan=plan)
+        dx, dw, db = launch.gradients(self.problem, y, self.x, self.weights, seen, need_input=need)
         return [part for part in (*dw, db, dx) if part is not None]
 
     def _by_torch(self) -> list[Tensor]:

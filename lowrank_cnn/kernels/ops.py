@@ -70,12 +70,11 @@ def composite_conv2d_backward(
     need_bias: bool,
 ) -> list[Tensor]:
     """Gradients of input and bias (empty where not needed) and of the weights, in this order."""
-    from lowrank_cnn.kernels import choice, launch
+    from lowrank_cnn.kernels import launch
 
     problem = _problem(x, weights, stride, padding, relu, pool)
     how = {"need_input": need_input, "need_bias": need_bias}
-    plan = choice.plan_for(problem, x.device, training=True)
-    dx, dw, db = launch.gradients(problem, grad.to(x.dtype), x, weights, seen, plan=plan, **how)
+    dx, dw, db = launch.gradients(problem, grad.to(x.dtype), x, weights, seen, **how)
     # Copies, for what an operator gives must not share memory, and the groups' gradients lie in one.
     parts = [
         part.to(weight.dtype, copy=True, memory_format=torch.contiguous_format)

@@ -85,21 +85,25 @@ def composite_tiled(
     FILTERS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, RELU: tl.constexpr, POOL: tl.constexpr,
     HAS_BIAS: tl.constexpr, WHOLE_POOL: tl.constexpr, WHOLE_FILTERS: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """One box of pixels for one tile of filters; `STEPS` blocks of `DEPTH` channels make up one tap."""
+    """One box of pixels for one tile of filters; `STEPS` blocks of `DEPTH` channels make up one tap.
+
+    Pixels are the second factor: the first, coming from a block of four axes, would go through registers, where
+    Triton 3.6 lets the next step overwrite what a product under way still reads (Hopper).
+    """
     tile = tl.program_id(0) % TILES
     box = tl.program_id(0) // TILES
     column = box % column_boxes * COLUMNS
     row = box // column_boxes % row_boxes * ROWS
     image = box // (column_boxes * row_boxes) * IMAGES
     offset, weight, channel, filters, taps, across, top, left = group_of(tile, GROUPS, FILTERS)
-    acc = tl.zeros((IMAGES * ROWS * COLUMNS, FILTERS), tl.float32)
+    acc = tl.zeros((FILTERS, IMAGES * ROWS * COLUMNS), tl.float32)
     for step in range(taps * STEPS):
         tap = step // STEPS
         depth = step % STEPS * DEPTH
         a = x.load([image, row + tap // across - top, column + tap % across - left, depth])
         b = w.load([weight + tap * filters + offset, depth])
-        acc = tl.dot(a.reshape(IMAGES * ROWS * COLUMNS, DEPTH), b.T, acc)
-    out = acc.reshape(IMAGES, ROWS, COLUMNS, FILTERS)
+        acc = tl.dot(b, a.reshape(IMAGES * ROWS * COLUMNS, DEPTH).T, acc)
+    out = acc.T.reshape(IMAGES, ROWS, COLUMNS, FILTERS)
     if POOL:
         out = pooled(out, row, column, out_height, out_width, WHOLE_POOL, CODES)
         row, column = row // 2, column // 2

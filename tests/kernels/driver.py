@@ -87,7 +87,14 @@ def usage(kernel) -> dict[str, int]:
         "registers": sizes["REG"],
         "spilled": max(sizes["STACK"], sizes["LOCAL"]),
         "shared": kernel.metadata.shared,
+        "overtaken": overtaken(kernel.asm["ptx"]),
     }
+
+
+def overtaken(ptx: str) -> bool:
+    """Whether products whose first factor lies in registers are left under way: the next may overwrite it."""
+    from_registers = re.search(r"wgmma\.mma_async\S* \{[^}]*\}, *\{", ptx) is not None
+    return from_registers and re.search(r"wgmma\.wait_group\S* [1-9]", ptx) is not None
 
 
 def same(height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -121,9 +128,10 @@ def backwards(capability: tuple[int, int]) -> None:
         y = torch.zeros(problem.batch, problem.filters, *problem.result_size, dtype=x.dtype)
         codes = empty_codes(problem, x)
         seen = codes if codes is not None else y.permute(0, 2, 3, 1)
-        first = launch.plans(problem, capability=capability)[0]
-        for plan in launch.training_plans(first, problem, capability=capability):
-            launch.gradients(problem, y, x, weights, seen, need_input=x.shape[1] > 3, plan=plan)
+        launch.gradients(problem, y, x, weights, seen, need_input=x.shape[1] > 3)
+    problem, x, weights = posed((*LAYERS["lr"][:2], None), torch.float16, stride=(2, 2))
+    y = torch.zeros(problem.batch, problem.filters, *problem.result_size, dtype=x.dtype)
+    launch.gradients(problem, y, x, weights, y.permute(0, 2, 3, 1), need_input=False)
 
 
 def neighbours() -> None:

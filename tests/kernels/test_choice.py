@@ -70,11 +70,10 @@ def test_gradients_are_compared_by_a_plan_that_fits_the_unpooled_result(monkeypa
     used = []
     forward = launch.forward
     monkeypatch.setattr(launch, "forward", lambda plan, *rest: used.append(plan) or forward(plan, *rest))
-    plan = replace(PLAN, weights="hopper")
     monkeypatch.setattr(launch, "plans", lambda problem, **_: [OTHER])
     monkeypatch.setattr(launch, "gradients", lambda *arguments, **_: (None, [], None))
-    agrees(problem(pool="floor"), DEVICE, plan, training=True)
-    assert used == [plan, replace(OTHER, weights="hopper")]
+    agrees(problem(pool="floor"), DEVICE, PLAN, training=True)
+    assert used == [PLAN, OTHER]
 
 
 def test_a_wrong_gradient_does_not(monkeypatch):
@@ -224,31 +223,20 @@ def test_tuning_without_memory_leaves_what_was_stored(bench, short):
     assert entry["tuned"]
 
 
-@pytest.mark.parametrize(("right", "expected"), [(True, "hopper"), (False, "tiled"), (None, "tiled")])
-def test_training_takes_the_fastest_gradient_of_the_weights_that_is_right(bench, monkeypatch, right, expected):
-    other = replace(PLAN, weights="hopper")
-    bench.taken[other], bench.right[other] = Times(0.5, 0.5), right
-    monkeypatch.setattr(choice, "_plans", lambda *_: (PLAN,))
-    monkeypatch.setattr(choice, "_training_plans", lambda plan, asked: [plan, other])
-    asked = Asked(problem(), torch.device("cuda"), training=True)
-    found = choice._measured(asked)
-    assert found is not None
-    assert found.plan is not None
-    assert found.plan.weights == expected
-    assert choice.plan_for(asked.problem, asked.device, training=True) == found.plan
+def test_only_hopper_has_its_own_gradient_of_the_weights(monkeypatch):
+    from lowrank_cnn.kernels import backward, hopper_weights
 
-
-def test_only_hopper_has_a_second_gradient_of_the_weights():
+    taken = []
+    monkeypatch.setattr(hopper_weights, "launch_weights_hopper", lambda *_: taken.append("hopper"))
+    monkeypatch.setattr(backward, "launch_weight_gradient", lambda *rest: taken.append(rest[-1].stages))
     wide = pose((2, 16, 6, 5), [(16, 16, 3, 1), (16, 16, 1, 3)], torch.bfloat16, stride=(1, 1), padding=PADDING)
-    plans = launch.training_plans(PLAN, wide, capability=(9, 0))
-    assert [plan.weights for plan in plans] == ["tiled", "hopper"]
-    assert [Plan.from_dict(plan.to_dict()) for plan in plans] == plans
-    assert launch.training_plans(PLAN, wide, capability=(10, 0)) == [PLAN]
-    assert launch.training_plans(PLAN, problem(), capability=(9, 0)) == [PLAN]
+    for capability, posed in [((9, 0), wide), ((9, 0), problem()), ((10, 0), wide), ((8, 0), wide)]:
+        monkeypatch.setattr(launch, "capability_of", lambda _, capability=capability: capability)
+        launch.weight_gradient(posed, torch.zeros(1), torch.zeros(1))
+    assert taken == ["hopper", 1, 1, 3]
 
 
-def test_a_tuned_plan_is_not_looked_for_again(bench, monkeypatch):
-    monkeypatch.setattr(choice, "_training_plans", lambda plan, asked: [plan])
+def test_a_tuned_plan_is_not_looked_for_again(bench):
     bench.taken[OTHER], bench.right[OTHER] = Times(0.5, 0.5), True
     bench.tune()
     before = bench.measured

@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.kernels.driver import overtaken
+
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that a program may take, by compute capability."""
 
@@ -38,3 +40,12 @@ def test_every_kernel_compiles_without_spilling(compiled, capability: int):
     assert ({"composite_hopper", "weights_hopper"} <= names) == (capability == 90)
     assert [row for row in kernels if row["spilled"]] == []
     assert [row for row in kernels if row["shared"] > SHARED[capability]] == []
+    assert [row for row in kernels if row["overtaken"]] == []
+
+
+def test_an_overtaken_product_is_seen():
+    """As Triton 3.6 pipelines a product of two fetched blocks, the first of them turned."""
+    product = "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%r1,%r2}, {%r3,%r4}, %rd5, 1;"
+    assert overtaken(f"{product}\nwgmma.wait_group.sync.aligned 3;")
+    assert not overtaken(f"{product}\nwgmma.wait_group.sync.aligned 0;")
+    assert not overtaken(product.replace("{%r3,%r4}", "%rd3") + "\nwgmma.wait_group.sync.aligned 3;")

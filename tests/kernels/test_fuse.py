@@ -293,7 +293,8 @@ def test_where_triton_cannot_build_torch_runs(monkeypatch):
 
     monkeypatch.setattr(norm, "launch_statistics", fails)
     monkeypatch.setattr(modules, "_ABLE", {})
-    chain, x = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)), torch.randn(2, 8, 4, 4)
+    chain = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)).to(DEVICE)
+    x = torch.randn(2, 8, 4, 4, device=DEVICE).contiguous(memory_format=torch.channels_last)
     with forced("on"):
         assert torch.equal(fuse(chain)(x), chain(x))
     assert list(modules._ABLE.values()) == [False]
