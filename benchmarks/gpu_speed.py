@@ -4,8 +4,8 @@
 
 Inference runs in bf16, a training step (forward, backward, SGD) under bf16 autocast; channels_last; every way is
 a captured CUDA graph. The fastest dense twin is the best of torch.compile, max-autotune and cuDNN with bias and
-ReLU inside and the rest compiled. What else speeds a dense network up (our own kernels on it, input channels
-padded for cuDNN) stands in a column of its own. Child processes first compile what they can, side by side, into
+ReLU inside (with and without padding the input channels) and the rest compiled. What our own kernels make of the
+dense network stands in a column of its own. Child processes first compile what they can, side by side, into
 the compilers' caches on disk; then this process measures alone. Results are written after each measurement.
 """
 
@@ -68,7 +68,7 @@ def dense_settings(options: argparse.Namespace) -> list[Setting]:
     asked = list(settings(options))
     found = [
         Setting(TWINS[name], mode, batch, ways[mode][rank])
-        for ways, ranks in ((RIVALS, (0, 1)), (TRICKS, (0, 1)), (RIVALS, (2,)))
+        for ways, ranks in ((RIVALS, (0, 1, 3)), (TRICKS, (0,)), (RIVALS, (2,)))
         for rank in ranks
         for name, mode, batch in asked
         if rank < len(ways[mode])

@@ -24,13 +24,13 @@ from lowrank_cnn.models.network import Network
 Step = Callable[[], object]
 
 RIVALS = {
-    "inference": ("compile", "cudnn", "max-autotune"),
+    "inference": ("compile", "cudnn", "max-autotune", "cudnn-padded"),
     "training": ("compile", "graph", "max-autotune"),
 }
 """Ways of the dense twin, the quickest to compile first."""
 
-TRICKS = {"inference": ("cudnn-padded", "ours"), "training": ("ours",)}
-"""Ways of the dense twin that need more than torch.compile or cuDNN: our kernels, or padded input channels."""
+TRICKS = {"inference": ("ours",), "training": ("ours",)}
+"""The dense twin by our own kernels."""
 
 OURS = ("fused", "planned", "fused-compiled")
 PLANNED = ("as given", "fused", "merged, fused")
@@ -48,6 +48,21 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, stride: list[int], padding: list[
     height, width = ((x.shape[2 + i] + 2 * padding[i] - weight.shape[2 + i]) // stride[i] + 1 for i in range(2))
     y = x.new_empty((x.shape[0], height, width, weight.shape[0]))
     return y.permute(0, 3, 1, 2)
+
+
+class TorchConv(nn.Module):
+    """A conv of few channels, its ReLU and its pool as torch's own operations, for the compiler to fuse."""
+
+    def __init__(self, layer: FusedComposite) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weights[0], layer.bias
+        self.stride, self.pool = list(layer.stride), layer.pool
+        rows, columns = layer.padding[0]
+        self.padding = [rows[0], columns[0]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(F.conv2d(x, self.weight, self.bias, self.stride, self.padding))
+        return F.max_pool2d(y, 2, 2, ceil_mode=self.pool == "ceil") if self.pool else y
 
 
 class CudnnConv(nn.Module):
@@ -72,16 +87,14 @@ class CudnnConv(nn.Module):
 
 
 def with_cudnn(model: nn.Module, *, padded: bool) -> nn.Module:
-    """A fused copy of a dense network whose convs with a ReLU are cuDNN's; few channels are padded or left."""
+    """A copy of a dense network whose convs with a ReLU are cuDNN's; few channels are padded, or left to torch."""
     twin = fuse(model)
     for parent in list(twin.modules()):
         for name, child in parent.named_children():
             if not isinstance(child, FusedComposite) or not child.relu or child.bias is None:
                 continue
             ragged = -child.weights[0].shape[1] % 8
-            if ragged and not padded:
-                continue
-            parent._modules[name] = CudnnConv(child, ragged)
+            parent._modules[name] = TorchConv(child) if ragged and not padded else CudnnConv(child, ragged)
     return twin
 
 

@@ -17,6 +17,7 @@ from lowrank_cnn.cache import cache_folder
 from lowrank_cnn.deploy.blocks import Block
 from lowrank_cnn.environment import environment
 from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.kernels.mode import is_for_graphs
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Cache:
 def _key(block: Block, x: Tensor) -> str:
     last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
     parts = [str(module) for module in block.modules]
-    where = [_machine(), torch.get_num_threads(), str(x.device)]
+    where = [_machine(), torch.get_num_threads(), str(x.device), is_for_graphs()]
     text = json.dumps([__version__, where, str(x.dtype), list(x.shape), last, parts])
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -2,7 +2,8 @@
 
 Blocks are planned in the order of definition, each on the very tensor that reaches it, in the memory format that
 the choices before it leave. A way that does not give the same output is not chosen. At the end the whole network
-is measured against the one that was given, and that one is returned where nothing was gained.
+is measured against the one that was given, and that one is returned where nothing was gained. Within
+`kernels.for_graphs` all is measured as CUDA graphs, for a network that will be captured.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from lowrank_cnn.deploy.blocks import LAYERS, Block, find_blocks
 from lowrank_cnn.deploy.cache import Cache
 from lowrank_cnn.deploy.candidates import CANDIDATES, Candidate
 from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.kernels.measure import captured
+from lowrank_cnn.kernels.mode import is_for_graphs
 from lowrank_cnn.selection import check_module
 from lowrank_cnn.units import si, text_table
 
@@ -90,14 +93,22 @@ def plan(
         _decide(planned, block, example_input, candidates, store, repeats) for block in find_blocks(planned)
     ]
     store.save()
-    runs = {"before": lambda: given(example_input), "after": lambda: planned(example_input)}
-    totals = measure(runs, repeats=repeats, cuda=example_input.is_cuda)
+    totals = timed({"before": given, "after": planned}, example_input, repeats)
     used = totals["after"].ms < totals["before"].ms and any(d.choice != GIVEN for d in decisions)
     result = planned if used else given
     device = str(example_input.device)
     shape = tuple(example_input.shape)
     result.plan = Plan(shape, device, tuple(decisions), totals["before"], totals["after"], used)  # type: ignore[assignment]
     return result
+
+
+@torch.no_grad()
+def timed(modules: Mapping[str, nn.Module], x: Tensor, repeats: int) -> dict[str, Sample]:
+    """Several modules on one input, in turns; within `for_graphs` as CUDA graphs, whose launches cost nothing."""
+    runs = {name: lambda m=m: m(x) for name, m in modules.items()}
+    if x.is_cuda and is_for_graphs():
+        runs = {name: captured(run).replay for name, run in runs.items()}
+    return measure(runs, repeats=repeats, cuda=x.is_cuda)
 
 
 def check_ready(model: nn.Module, example_input: Tensor) -> None:
@@ -138,10 +149,7 @@ def _decide(
     ways = _ways(block, seen, candidates)
     times = store.times(block, seen, list(ways))
     if times is None:
-        samples = measure(
-            {name: lambda m=m: m(seen) for name, m in ways.items()}, repeats=repeats, cuda=seen.is_cuda
-        )
-        times = {name: sample.ms for name, sample in samples.items()}
+        times = {name: sample.ms for name, sample in timed(ways, seen, repeats).items()}
         store.keep(block, seen, times)
     best = min(times, key=lambda name: times[name])
     choice = best if times[best] <= _GAIN * times[GIVEN] else GIVEN

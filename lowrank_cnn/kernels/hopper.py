@@ -291,11 +291,11 @@ def launch_hopper(
     rows, turned = box_counts(problem, box)
     tiles = filter_tiles(problem, tile.filters)
     total = tiles * box_total(problem, box)
-    grid = min(total, _multiprocessors(x.device) * tile.residents)
+    grid = min(total, multiprocessors(x.device) * tile.residents)
     composite_hopper[(grid,)](
         described_pixels(pixels, block), described_pixels(pixels, beyond),
         described_pixels(pixels, block, turned=True), described_pixels(pixels, beyond, turned=True),
-        _described(packed, packed.shape, packed.stride(), (tile.filters, tile.depth)),
+        described(packed, packed.shape, packed.stride(), (tile.filters, tile.depth)),
         described_pixels(result, out), described_pixels(result, out, turned=True),
         described_pixels(result if codes is None else codes, out),
         described_pixels(result if codes is None else codes, out, turned=True),
@@ -321,11 +321,11 @@ def described_pixels(pixels: Tensor, block: tuple[int, ...], *, turned: bool = F
     batch, height, width, channels = pixels.shape
     row, image, column = width * channels, height * width * channels, channels
     if turned:
-        return _described(pixels, (width, batch, height, channels), (column, image, row, 1), block)
-    return _described(pixels, (height, batch, width, channels), (row, image, column, 1), block)
+        return described(pixels, (width, batch, height, channels), (column, image, row, 1), block)
+    return described(pixels, (height, batch, width, channels), (row, image, column, 1), block)
 
 
-def _described(
+def described(
     base: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]
 ) -> TensorDescriptor:
     kind = getattr(gl, str(base.dtype).removeprefix("torch."))
@@ -334,5 +334,5 @@ def _described(
 
 
 @lru_cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

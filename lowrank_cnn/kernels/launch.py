@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowrank_cnn.kernels import backward, backward_plan, gather, hopper_plan, stem, tiled
+from lowrank_cnn.kernels import backward, backward_plan, gather, hopper_plan, stem, tiled, window_plan
 from lowrank_cnn.kernels.known import known
 from lowrank_cnn.kernels.pack import pack_rows, pack_union
 from lowrank_cnn.kernels.problem import Problem, pixels_last
@@ -37,6 +37,7 @@ _TILES: dict[str, type] = {
     "tiled": tiled.Tile,
     "stem": stem.StemTile,
     "gather": gather.GatherTile,
+    "window": window_plan.WindowTile,
 }
 
 
@@ -63,6 +64,8 @@ def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: b
     """Plans for a problem on a device of a compute capability, the default first; more where `thorough`."""
     best = known(problem, capability)
     found = [Plan.from_dict(best)] if best else []
+    if capability[0] == 9 and window_plan.unsupported(problem) is None:
+        found.append(Plan("window", window_plan.WindowTile()))
     if stem.unsupported(problem) is None:
         found += [Plan("stem", tile) for tile in stem.tiles(problem)]
         return list(dict.fromkeys(found))
@@ -204,6 +207,8 @@ def _pack(kernel: str, problem: Problem, weights: Sequence[Tensor], dtype: torch
     Nothing tells that a replayed graph has changed a parameter (its version stays), so a packed copy cannot be
     kept safely; `fuse.freeze` lays weights out so that packing them costs nothing.
     """
+    if kernel == "window":
+        return window_plan.pack_windows(weights, problem, dtype)
     if kernel in ("stem", "gather"):
         return pack_union(weights, problem, gather.gathered_values(problem), dtype)
     return pack_rows(weights, dtype)
@@ -214,6 +219,10 @@ def _launcher(kernel: str) -> Callable[..., Tensor]:
         from lowrank_cnn.kernels.hopper import launch_hopper
 
         return launch_hopper
+    if kernel == "window":
+        from lowrank_cnn.kernels.window import launch_window
+
+        return launch_window
     return {"tiled": tiled.launch_tiled, "stem": stem.launch_stem, "gather": gather.launch_gather}[kernel]
 
 

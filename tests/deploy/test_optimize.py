@@ -1,5 +1,7 @@
+import copy
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,3 +57,29 @@ def test_other_layouts_and_gradients_do_not_disturb_it(network: nn.Module):
 def test_training_mode_is_refused(network: nn.Module):
     with pytest.raises(LowRankError, match="inference"):
         optimize(network.train(), IMAGE)
+
+
+def test_a_recorded_run_is_replayed_for_inputs_of_its_size(network: nn.Module, monkeypatch: pytest.MonkeyPatch):
+    module = sys.modules[optimize.__module__]
+    replayed = []
+    graph = SimpleNamespace(replay=lambda: replayed.append(True))
+    monkeypatch.setattr(module, "captured", lambda run: run() or graph)
+    fast = module.Optimized(network, torch.channels_last)
+    fast.record(IMAGE)
+    assert torch.equal(fast(IMAGE), network(IMAGE.contiguous(memory_format=torch.channels_last)))
+    assert torch.equal(fast.recorded.input, IMAGE)
+    assert len(replayed) == 1
+    fast(IMAGE[:1])
+    copy.deepcopy(fast)(IMAGE)
+    assert len(replayed) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_a_graph_is_recorded():
+    net = create_model("nin-c3-lr").cuda().eval()
+    images = torch.randn(3, 2, 3, 32, 32, device="cuda")
+    fast = optimize(net, images[0], compile=False, cache=False, repeats=3)
+    assert "planned, recorded" in fast.report.times, fast.report.failed
+    assert fast.report.times[fast.report.choice].ms == min(time.ms for time in fast.report.times.values())
+    for x in images:
+        torch.testing.assert_close(fast(x), net(x), rtol=1e-2, atol=1e-2)

@@ -148,7 +148,7 @@ def neighbours() -> None:
 
 def main(capability: int) -> None:
     driver.set_active(Absent(capability))  # type: ignore[arg-type]
-    hopper._multiprocessors = launch._multiprocessors = lambda device: 132  # type: ignore[assignment]
+    hopper.multiprocessors = launch._multiprocessors = lambda device: 132  # type: ignore[assignment]
     launch.capability_of = lambda device: divmod(capability, 10)  # type: ignore[assignment]
     found: dict[str, Any] = {}
     compile_only(found)

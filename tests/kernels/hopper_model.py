@@ -39,16 +39,16 @@ class Values(np.ndarray):
 class Shared:
     """A view of shared memory: flat storage, a beginning and a shape."""
 
-    def __init__(self, flat, start, shape):
-        self.flat, self.start, self.shape = flat, start, list(shape)
+    def __init__(self, flat, start, shape, layout=None):
+        self.flat, self.start, self.shape, self.layout = flat, start, list(shape), layout
 
     def index(self, i):
         assert 0 <= i < self.shape[0]
-        return Shared(self.flat, self.start + i * int(np.prod(self.shape[1:])), self.shape[1:])
+        return Shared(self.flat, self.start + i * int(np.prod(self.shape[1:])), self.shape[1:], self.layout)
 
     def _reinterpret(self, dtype, shape, layout):
         assert self.start + np.prod(shape) <= len(self.flat), "a view beyond its allocation"
-        return Shared(self.flat, self.start, shape)
+        return Shared(self.flat, self.start, shape, layout)
 
     def permute(self, order):
         assert order == [1, 0]
@@ -59,10 +59,29 @@ class Shared:
         return Float32()
 
     def view(self):
-        return self.flat[self.start : self.start + int(np.prod(self.shape))].reshape(self.shape)
+        values = self.flat[self.start : self.start + int(np.prod(self.shape))]
+        return (
+            values[self.layout.places(self.shape)]
+            if isinstance(self.layout, Linear)
+            else values.reshape(self.shape)
+        )
 
     def store(self, values):
         self.view()[...] = values
+
+
+class Linear:
+    """A layout by bases: what each bit of a place in memory adds to row and column."""
+
+    def __init__(self, *, offset_bases, alignment):
+        self.bases = offset_bases
+
+    def places(self, shape):
+        found = np.zeros(shape, int)
+        for place in range(int(np.prod(shape))):
+            bits = [basis for i, basis in enumerate(self.bases) if place >> i & 1]
+            found[sum(row for row, _ in bits), sum(column for _, column in bits)] = place
+        return found
 
 
 class Turned(Shared):
@@ -86,7 +105,7 @@ class Machine:
             return Barriers([Barrier() for _ in range(shape[0])])
         if dtype == "uint8":
             return Shared(np.full(int(np.prod(shape)), 99, np.uint8), 0, shape)
-        return Shared(np.full(int(np.prod(shape)), np.nan, np.float32), 0, shape)
+        return Shared(np.full(int(np.prod(shape)), np.nan, np.float32), 0, shape, layout)
 
     def fetch(self, source, coordinates, barrier, target, pred=True):
         if pred:
@@ -110,14 +129,14 @@ class Machine:
             self.fetched += 1
         barrier.phase, barrier.expected, barrier.copies = barrier.phase + 1, None, []
 
-    def multiply(self, a, b, acc, is_async):
-        self.products.append((a, b, acc))
+    def multiply(self, a, b, acc, *, use_acc=True, is_async):
+        self.products.append((a, b, acc, use_acc))
         return acc
 
     def wait_products(self, left, deps):
         while len(self.products) > left:
-            a, b, acc = self.products.pop(0)
-            acc += a.view() @ b.view()
+            a, b, acc, added = self.products.pop(0)
+            acc[...] = (acc if added else 0) + a.view() @ b.view()
         return deps[0] if len(deps) == 1 else deps
 
 
@@ -199,8 +218,15 @@ def _language(machine):
         atomic_add=_add, zeros=lambda shape, dtype, layout: _register(np.zeros(shape)),
         arange=lambda a, b, layout: np.arange(a, b, dtype=np.int32).view(Values),
         SliceLayout=lambda axis, parent: None, NVMMADistributedLayout=lambda **_: None,
-        NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda block, kind: "layout"),
+        NVMMASharedLayout=_shared_layout, SharedLinearLayout=Linear,
     )  # fmt: skip
+
+
+def _shared_layout(**_):
+    return "layout"
+
+
+_shared_layout.get_default_for = lambda block, kind: "layout"
 
 
 class Pointer:
@@ -243,7 +269,7 @@ def emulate(monkeypatch, name="hopper"):
     for module in (experimental, gluon, hopper, host):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     module = _executed(monkeypatch, "hopper")
-    monkeypatch.setattr(module, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
     if name != "hopper":
         module = _executed(monkeypatch, name)
     module.machine = machine

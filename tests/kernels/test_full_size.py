@@ -9,13 +9,13 @@ pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import launch
 from lowrank_cnn.kernels.backward import launch_weight_gradient
-from lowrank_cnn.kernels.problem import Problem, describe
+from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
 from lowrank_cnn.kernels.reference import composite_reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ROUNDED = 5e-3
 """What rounding one result to bfloat16 may cost, relative to the norm."""
-SUMMED = 1e-3
+SUMMED = 1e-4
 
 CASES = [
     pytest.param((32, 64, 56, 56), [(3, 1, 64), (1, 3, 64)], id="low-rank"),
@@ -69,20 +69,39 @@ def test_every_plan_gives_the_result(size, groups, pool):
         assert worst(found, y.detach()) < ROUNDED, str(plan)
 
 
+FIRST = [
+    pytest.param((16, 3, 224, 224), [(3, 1, 32), (1, 3, 32)], id="first low-rank"),
+    pytest.param((16, 3, 224, 224), [(3, 3, 64)], id="first dense"),
+    pytest.param((8, 3, 45, 38), [(3, 1, 64), (1, 3, 64)], id="first wide, odd size"),
+    pytest.param((64, 1, 28, 28), [(3, 3, 16)], id="first grey"),
+]
+
+
+@pytest.mark.parametrize(("size", "groups"), FIRST)
+def test_every_plan_of_a_first_layer_gives_the_result_and_the_winners(size, groups):
+    problem, x, weights, bias, exact, y = posed(size, groups, "floor")
+    before = composite_reference(exact[0], exact[1:-1], exact[-1], stride=(1, 1), padding=sides(groups)).detach()
+    quads = before[:, :, : 2 * y.shape[2], : 2 * y.shape[3]].unfold(2, 2, 2).unfold(3, 2, 2).flatten(-2)
+    for plan in plans(problem):
+        codes = empty_codes(problem, x)
+        found = launch.forward(plan, problem, x, weights, bias, codes)
+        assert worst(found, y.detach()) < ROUNDED, str(plan)
+        code = codes.permute(0, 3, 1, 2).long()
+        won = quads.gather(-1, code.clamp(max=3).unsqueeze(-1)).squeeze(-1)
+        assert worst(torch.where(code == 4, 0, won), y.detach()) < 1e-5, str(plan)
+
+
 @pytest.mark.parametrize(("size", "groups"), CASES)
 def test_the_gradients(size, groups):
     problem, x, weights, bias, exact, y = posed(size, groups)
     grad = torch.randn_like(y).to(x.dtype)
-    right = torch.autograd.grad(y, exact[:-1], grad.double())
-    seen = launch.forward(plans(problem)[0], problem, x, weights, bias).permute(0, 2, 3, 1)
-    dx, dw, db = launch.gradients(problem, grad, x, weights, seen, need_input=True)
-    assert dx is not None
-    assert db is not None
-    assert off(dx, right[0]) < ROUNDED
+    seen = launch.forward(plans(problem)[0], problem, x, weights, bias)
+    linear = composite_reference(exact[0], exact[1:-1], None, stride=(1, 1), padding=sides(groups))
+    cut = grad.double() * (seen > 0)  # results next to zero may be rounded to either side
+    right = torch.autograd.grad(linear, exact[:-1], cut)
+    dx, dw, db = launch.gradients(problem, grad, x, weights, seen.permute(0, 2, 3, 1), need_input=True)
     assert worst(dx, right[0]) < ROUNDED
-    for ours, expected in zip(dw, right[1:], strict=True):
-        assert off(ours, expected) < SUMMED
-    cut = grad.double() * (y > 0)
+    assert off(flat(dw), flat(right[1:])) < SUMMED
     assert off(db, cut.sum((0, 2, 3))) < SUMMED
 
 
@@ -96,4 +115,4 @@ def test_the_weights_gradient_of_other_devices(size, groups):
     tile = launch._weight_tile(problem, torch.cuda.get_device_capability())
     for _ in range(10):
         found = launch_weight_gradient(problem, g, x.permute(0, 2, 3, 1), 264, tile)
-        assert off(flat(found), right) < 1e-4
+        assert off(flat(found), right) < SUMMED

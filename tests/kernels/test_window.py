@@ -1,0 +1,65 @@
+"""The window kernel without a Hopper GPU: its own source, run over a small model of the hardware."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+pytest.importorskip("triton")
+
+from lowrank_cnn.kernels.problem import describe
+from lowrank_cnn.kernels.reference import composite_reference
+from lowrank_cnn.kernels.window_plan import WindowTile, pack_windows
+
+
+def spread(pixels, size, beyond):
+    """As `spread.launch_spread`, which the model cannot run."""
+    _, height, width, channels = pixels.shape
+    padded = F.pad(pixels, (0, 4 - channels, 1, size[1] - width - 1, 1, size[0] - height - 1))
+    return F.pad(padded.flatten(0, 1), (0, 0, 0, 0, 0, beyond))
+
+
+@pytest.fixture
+def emulated(monkeypatch, hopper_model):
+    module = hopper_model.emulate(monkeypatch, "window")
+    module.launch_spread = spread
+    return module
+
+
+CASES = [
+    pytest.param((2, 3, 12, 34), [(3, 1, 8), (1, 3, 8)], "floor", id="low-rank"),
+    pytest.param((1, 3, 17, 21), [(3, 3, 32)], "floor", id="dense, odd size"),
+    pytest.param((2, 4, 10, 6), [(3, 3, 32), (1, 1, 16)], "ceil", id="four channels, three tiles of filters"),
+    pytest.param((3, 1, 4, 4), [(1, 3, 16)], "floor", id="one channel"),
+]
+
+
+def posed(hopper_model, size, groups, pool):
+    torch.manual_seed(3)
+    x = torch.randn(size)
+    weights = [torch.randn(f, size[1], h, w) for h, w, f in groups]
+    options = {"stride": (1, 1), "padding": [hopper_model.same(h, w) for h, w, _ in groups]}
+    return x, weights, options, describe(x, weights, **options, relu=True, pool=pool)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize(("size", "groups", "pool"), CASES)
+def test_the_kernel_and_its_ring_of_buffers_are_right(emulated, hopper_model, size, groups, pool, stages):
+    x, weights, options, problem = posed(hopper_model, size, groups, pool)
+    bias = torch.randn(problem.filters)
+    packed = pack_windows(weights, problem, x.dtype)
+    y = emulated.launch_window(problem, x, packed, bias, WindowTile(stages, residents=1))
+    exact = [x.double(), [w.double() for w in weights], bias.double()]
+    expected = composite_reference(*exact, **options, relu=True, pool=pool)
+    assert y.shape == expected.shape
+    assert torch.linalg.norm(y - expected) < 1e-5 * torch.linalg.norm(expected)
+
+
+def test_the_codes_name_the_winners(emulated, hopper_model):
+    x, weights, options, problem = posed(hopper_model, (2, 3, 8, 10), [(3, 1, 8), (1, 3, 8)], "floor")
+    codes = torch.full((2, *problem.result_size, 16), 77, dtype=torch.uint8)
+    emulated.launch_window(problem, x, pack_windows(weights, problem, x.dtype), None, None, codes)
+    before = composite_reference(x.double(), [w.double() for w in weights], None, **options)
+    value, place = before.unfold(2, 2, 2).unfold(3, 2, 2).flatten(-2).max(-1)
+    assert torch.equal(codes.permute(0, 3, 1, 2).long(), torch.where(value > 0, place, 4))
