@@ -141,12 +141,23 @@ def gradients(
     """Gradients of input, weights and bias, the latter two in float32; None where not needed."""
     g, pixels, seen = pixels_last(grad), pixels_last(x), seen.contiguous()
     programs = programs_at_once(x.device)
+    if _has_windows(problem, x) and not need_input:
+        from lowrank_cnn.kernels.window_gradient import launch_window_gradient
+
+        dw, db = launch_window_gradient(problem, pixels, g, seen)
+        return None, dw, db
     if stem.unsupported(problem) is None and not need_input:
         dw, db = stem.launch_stem_gradient(problem, x, g, seen, programs)
         return None, dw, db
     g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)
     dx = input_gradient(problem, g, weights) if need_input else None
     return dx, weight_gradient(problem, g, pixels), db
+
+
+def _has_windows(problem: Problem, x: Tensor) -> bool:
+    """Whether the gradient over windows takes a problem: it needs a spare channel."""
+    hopper = capability_of(x.device)[0] == 9 and problem.channels < window_plan.PLACES
+    return hopper and window_plan.unsupported(problem) is None
 
 
 def input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tensor]) -> Tensor:

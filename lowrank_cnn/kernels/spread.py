@@ -1,4 +1,8 @@
-"""Pixels of few channels copied to four channels each, zeros around every image: what the window kernel reads."""
+"""Pixels of few channels copied to four channels each, zeros around every image: what the window kernels read.
+
+The channel after the last is one in every pixel of an image, if there is room: weights of zero leave it out of the
+results, and its gradient is that of a bias.
+"""
 
 # ruff: noqa: N803
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -27,6 +31,7 @@ def spread(
     channel = tl.arange(0, 4)
     source = ((image * height + row) * width + column)[:, None] * CHANNELS + channel[None, :]
     value = tl.load(x + source, mask=inside[:, None] & (channel < CHANNELS)[None, :], other=0.0)
+    value = tl.where(inside[:, None] & (channel == CHANNELS)[None, :], 1.0, value)
     tl.store(out + place[:, None] * 4 + channel[None, :], value, mask=(place < places)[:, None])
 
 

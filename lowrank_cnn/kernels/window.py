@@ -30,7 +30,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lowrank_cnn.kernels.hopper import described, multiprocessors
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
 from lowrank_cnn.kernels.spread import launch_spread
-from lowrank_cnn.kernels.window_plan import WINDOWS, WindowTile, filters_per_tile, padded_size, window_shape
+from lowrank_cnn.kernels.window_plan import (
+    WINDOWS,
+    WindowTile,
+    filters_per_tile,
+    padded_size,
+    tile_counts,
+    window_shape,
+)
 
 
 @gluon.jit
@@ -159,25 +166,25 @@ def launch_window(
     (rows, columns), filters = window_shape(problem), filters_per_tile(problem)
     size = padded_size(problem)
     padded = launch_spread(pixels_last(x), size, beyond=2 * rows)
-    counts = (-(-problem.result_size[0] // rows), -(-problem.result_size[1] // columns))
+    counts = tile_counts(problem)
     total, tiles = problem.batch * counts[0] * counts[1], problem.filters // filters
     programs = max(1, multiprocessors(x.device) * tile.residents // tiles)
     block, winners = (1, rows, columns, filters), result if codes is None else codes
     composite_window[(tiles * min(total, programs),)](
-        _windows_of(padded, problem.batch * size[0], rows, columns),
+        windows_of(padded, problem.batch * size[0], rows, columns),
         described(packed, packed.shape, packed.stride(), (filters, 16)),
         described(result, result.shape, result.stride(), block),
         described(winners, winners.shape, winners.stride(), block),
         bias if bias is not None else packed, total, size[0],
         COUNTS=counts, TOTAL=problem.filters, FILTERS=filters, ROWS=rows, COLUMNS=columns, RELU=problem.relu,
-        HAS_BIAS=bias is not None, CODES=codes is not None, STAGES=tile.stages, VIEW=_halves(),
+        HAS_BIAS=bias is not None, CODES=codes is not None, STAGES=tile.stages, VIEW=halves(),
         ACC=gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, filters, 16]),
         num_warps=4,
     )  # fmt: skip
     return maps
 
 
-def _windows_of(padded: Tensor, rows_of_images: int, rows: int, columns: int) -> TensorDescriptor:
+def windows_of(padded: Tensor, rows_of_images: int, rows: int, columns: int) -> TensorDescriptor:
     """Padded images seen as rows of the image, halves of windows, rows of windows, and values along a row."""
     pitch = padded.shape[1] * 4
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=4)
@@ -185,7 +192,7 @@ def _windows_of(padded: Tensor, rows_of_images: int, rows: int, columns: int) ->
     return TensorDescriptor(padded, shape, strides, [4, 2, rows, columns * 8], layout)
 
 
-def _halves() -> Any:
+def halves() -> Any:
     """[windows, 16] in memory: the first eight values of every window, then the others."""
     row = [[0, 1], [0, 2], [0, 4]] + [[2**i, 0] for i in range(WINDOWS.bit_length() - 1)] + [[0, 8]]
     return gl.SharedLinearLayout(offset_bases=row, alignment=1024)

@@ -65,6 +65,12 @@ def window_shape(problem: Problem) -> tuple[int, int]:
     return min(SHAPES, key=lambda shape: -(-rows // shape[0]) * -(-columns // shape[1]))
 
 
+def tile_counts(problem: Problem) -> tuple[int, int]:
+    """Tiles of windows along the rows and the columns of an image."""
+    (rows, columns), (height, width) = window_shape(problem), problem.result_size
+    return -(-height // rows), -(-width // columns)
+
+
 def pack_windows(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype) -> Tensor:
     """[2 * 3 * filters, 16]: for either column of a pool, each row of taps, each filter: places by channels."""
     around = weights[0].new_zeros((ROWS_READ, ROWS_READ, PLACES, problem.filters), dtype=dtype)
@@ -79,3 +85,18 @@ def pack_windows(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype
     for column in range(2):
         packed[column, :, :, column : column + ROWS_READ] = rows
     return packed.view(-1, PLACES * PLACES)
+
+
+def unpack_windows(dw: Tensor, problem: Problem) -> tuple[list[Tensor], Tensor]:
+    """The groups' [filters, channels, height, width] and the bias's gradient, out of gradients as weights lie.
+
+    Pixels have ones in the channel after their own.
+    """
+    packed = dw.view(2, ROWS_READ, problem.filters, PLACES, PLACES)
+    around = packed[0, :, :, :ROWS_READ] + packed[1, :, :, 1:]
+    parts = around.permute(1, 3, 0, 2).split([group.filters for group in problem.groups])
+    found = [
+        part[:, : problem.channels, 1 - g.top : 1 - g.top + g.height, 1 - g.left : 1 - g.left + g.width]
+        for part, g in zip(parts, problem.groups, strict=True)
+    ]
+    return found, around[1, :, 1, problem.channels]

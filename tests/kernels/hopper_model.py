@@ -214,7 +214,7 @@ def _language(machine):
         bfloat16="bfloat16", float16="float16", static_range=range, where=_where, minimum=min,
         maximum=np.maximum, max=lambda x, axis: x.max(axis), thread_barrier=lambda: None,
         program_id=lambda _: machine.program, num_programs=lambda _: machine.programs,
-        allocate_shared_memory=machine.allocate, load=lambda pointer: _register(pointer.read()),
+        allocate_shared_memory=machine.allocate, load=_load, BlockedLayout=lambda *_: None,
         atomic_add=_add, zeros=lambda shape, dtype, layout: _register(np.zeros(shape)),
         arange=lambda a, b, layout: np.arange(a, b, dtype=np.int32).view(Values),
         SliceLayout=lambda axis, parent: None, NVMMADistributedLayout=lambda **_: None,
@@ -236,8 +236,11 @@ class Pointer:
     def __add__(self, offset):
         return Pointer(self.array, self.offset + offset)
 
-    def read(self):
-        return self.array[self.offset]
+
+def _load(pointer, mask=True, other=0.0):
+    places = np.where(mask, pointer.offset, 0)
+    values = np.where(mask, pointer.array[places], other)
+    return values.astype(pointer.array.dtype).view(Values)
 
 
 def _add(pointer, values, mask, sem):
@@ -245,8 +248,8 @@ def _add(pointer, values, mask, sem):
     np.add.at(pointer.array, places, values[mask])
 
 
-def emulate(monkeypatch, name="hopper"):
-    """A kernel's module, executed with the model in the place of Gluon; its `machine` is the model."""
+def emulate(monkeypatch, *names):
+    """The last module named, after `hopper` and those before, with the model in place of Gluon; it has `machine`."""
     machine = Machine()
     language = _language(machine)
     gluon = types.ModuleType("triton.experimental.gluon")
@@ -270,7 +273,7 @@ def emulate(monkeypatch, name="hopper"):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     module = _executed(monkeypatch, "hopper")
     monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
-    if name != "hopper":
+    for name in names:
         module = _executed(monkeypatch, name)
     module.machine = machine
     return module

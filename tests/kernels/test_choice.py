@@ -236,6 +236,24 @@ def test_only_hopper_has_its_own_gradient_of_the_weights(monkeypatch):
     assert taken == ["hopper", 1, 1, 3]
 
 
+def test_only_hopper_has_the_gradient_over_windows(monkeypatch):
+    from lowrank_cnn.kernels import stem, window_gradient
+
+    taken = []
+    found = ([], torch.zeros(1))
+    monkeypatch.setattr(window_gradient, "launch_window_gradient", lambda *_: taken.append("window") or found)
+    monkeypatch.setattr(stem, "launch_stem_gradient", lambda *_: taken.append("stem") or found)
+    for capability, channels in [((9, 0), 3), ((9, 0), 4), ((8, 0), 3)]:
+        monkeypatch.setattr(launch, "capability_of", lambda _, capability=capability: capability)
+        first = pose(
+            (1, channels, 4, 4), [(16, channels, 3, 3)], torch.bfloat16,
+            stride=(1, 1), padding=[((1, 1), (1, 1))], relu=True, pool="floor",
+        )  # fmt: skip
+        x, grad = torch.zeros(1, channels, 4, 4), torch.zeros(1, 16, 2, 2)
+        launch.gradients(first, grad, x, [], torch.zeros(1, 2, 2, 16), need_input=False)
+    assert taken == ["window", "stem", "stem"]
+
+
 def test_a_tuned_plan_is_not_looked_for_again(bench):
     bench.taken[OTHER], bench.right[OTHER] = Times(0.5, 0.5), True
     bench.tune()

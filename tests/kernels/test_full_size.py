@@ -91,6 +91,24 @@ def test_every_plan_of_a_first_layer_gives_the_result_and_the_winners(size, grou
         assert worst(torch.where(code == 4, 0, won), y.detach()) < 1e-5, str(plan)
 
 
+@pytest.mark.parametrize(("size", "groups"), FIRST)
+def test_the_gradients_of_a_first_layer(size, groups):
+    problem, x, weights, bias, exact, y = posed(size, groups, "floor")
+    codes = empty_codes(problem, x)
+    launch.forward(plans(problem)[0], problem, x, weights, bias, codes)
+    linear = composite_reference(exact[0], exact[1:-1], None, stride=(1, 1), padding=sides(groups))
+    quads = linear[:, :, : 2 * y.shape[2], : 2 * y.shape[3]].unfold(2, 2, 2).unfold(3, 2, 2).flatten(-2)
+    code = codes.permute(0, 3, 1, 2).long()
+    won = quads.gather(-1, code.clamp(max=3).unsqueeze(-1)).squeeze(-1)
+    grad = torch.randn_like(y).to(x.dtype)
+    cut = grad.double() * (code < 4)
+    right = torch.autograd.grad(won, exact[1:-1], cut)
+    dx, dw, db = launch.gradients(problem, grad, x, weights, codes, need_input=False)
+    assert dx is None
+    assert off(flat(dw), flat(right)) < SUMMED
+    assert off(db, cut.sum((0, 2, 3))) < SUMMED
+
+
 @pytest.mark.parametrize(("size", "groups"), CASES)
 def test_the_gradients(size, groups):
     problem, x, weights, bias, exact, y = posed(size, groups)
