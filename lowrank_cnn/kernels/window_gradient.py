@@ -1,8 +1,9 @@
 """The weights' gradient of a pooled first layer for Hopper, over the windows of `window`.
 
-Of each window one pixel won, and got its gradient. The gradients are laid out four times in shared memory, once for
-each pixel of a pool, zero where another won; times the rows of the windows they are the gradients of the weights for
-either column of the pool. Pixels have a spare channel of ones: its gradient at the middle tap is the bias's.
+Of each window one pixel won, and got its gradient. The gradients are laid out four times in shared memory, once
+for each pixel of a pool, zero where another won; times the rows of the windows they are the gradients of the
+weights for either column of the pool. Pixels have a spare channel of ones: its gradient at the middle tap is the
+bias's.
 """
 
 # ruff: noqa: N803, N806
@@ -137,7 +138,7 @@ def window_gradient(
 def launch_window_gradient(
     problem: Problem, pixels: Tensor, grad: Tensor, codes: Tensor, tile: WindowTile = GRADIENT
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradients of the groups' weights and of the bias, in float32, from [N, H, W, filters] and the pool's codes."""
+    """Gradients of the groups' weights and of the bias, in float32, from [N, H, W, filters] and the codes."""
     (rows, columns), size = window_shape(problem), padded_size(problem)
     padded = launch_spread(pixels, size, beyond=2 * rows)
     counts, tiles = tile_counts(problem), -(-problem.filters // FILTERS)

@@ -249,7 +249,7 @@ def _add(pointer, values, mask, sem):
 
 
 def emulate(monkeypatch, *names):
-    """The last module named, after `hopper` and those before, with the model in place of Gluon; it has `machine`."""
+    """The last module named, those before it and `hopper` with the model in place of Gluon; it has `machine`."""
     machine = Machine()
     language = _language(machine)
     gluon = types.ModuleType("triton.experimental.gluon")
