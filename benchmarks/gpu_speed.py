@@ -6,7 +6,8 @@ Inference runs in bf16, a training step (forward, backward, SGD) under bf16 auto
 a captured CUDA graph. The fastest dense twin is the best of torch.compile, max-autotune and cuDNN with bias and
 ReLU inside (with and without padding the input channels) and the rest compiled. What our own kernels make of the
 dense network stands in a column of its own. Child processes first compile what they can, side by side, into
-the compilers' caches on disk; then this process measures alone. Results are written after each measurement.
+the compilers' caches on disk; then this process measures alone. Results are written after each measurement: the
+file keeps the runs that it holds, oldest first, and this one stands last.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from lowrank_cnn.models import vgg
 TWINS = {**dict.fromkeys(vgg.VARIANTS, "vgg11-gmp"), "nin-c3-lr": "nin", "googlenet-lr": "googlenet"}
 NETWORKS = [name for name in TWINS if name not in ("vgg11", "vgg11-gmp")]
 FIRST = ("vgg11-gmp-lr", "vgg11-gmp-lr-2x", "vgg11-gmp-lr-join")
+KIND = "gpu-speed"
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,14 @@ def _replayed(graph: torch.cuda.CUDAGraph, repeats: int) -> list[float]:
     return [start.elapsed_time(stop) for start, stop in zip(marks[::2], marks[1::2], strict=True)]
 
 
+def earlier_runs(path: Path) -> list[dict[str, Any]]:
+    """The runs that a record holds already, oldest first."""
+    found = json.loads(path.read_text()) if path.exists() else {"kind": KIND, "runs": []}
+    if found.get("kind") != KIND:
+        sys.exit(f"{path} is no record of whole networks: name another file by --out.")
+    return found["runs"]
+
+
 class Book:
     """What was measured, once each, written as it grows."""
 
@@ -181,6 +191,7 @@ class Book:
         self.options, self.deadline = options, start + options.budget
         self.found: dict[str, Any] = {"environment": environment(), "undone": [], "limits": {}}
         self.found |= {"ways": {}, "rows": []}
+        self.earlier = earlier_runs(options.out)
 
     def get(self, setting: Setting) -> dict[str, Any]:
         if str(setting) not in self.found["ways"]:
@@ -196,7 +207,14 @@ class Book:
         return self.found["ways"][str(setting)]
 
     def write(self) -> None:
-        self.options.out.write_text(json.dumps(self.found, indent=1))
+        """The record with this run last; of what it skipped the names alone. The file is whole at every moment."""
+        ways = {name: row for name, row in self.found["ways"].items() if "skipped" not in row}
+        undone = dict.fromkeys([*self.found["undone"], *(name for name in self.found["ways"] if name not in ways)])
+        run = {**self.found, "undone": list(undone), "ways": ways}
+        whole = {"kind": KIND, "runs": [*self.earlier, run]}
+        scratch = self.options.out.with_suffix(".part")
+        scratch.write_text(json.dumps(whole, indent=1) + "\n")
+        scratch.replace(self.options.out)
 
     def best(self, name: str, mode: str, batch: int, ways: tuple[str, ...]) -> tuple[str, dict[str, Any]] | None:
         rows = {how: self.get(Setting(name, mode, batch, how)) for how in ways}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,8 +130,12 @@ def test_a_full_run_is_bound_by_its_slowest_part(blocks: ModuleType, put: Put):
     put("input_pipeline.json", {"machines": [pipeline(), on_a_gpu]})
     ways = {"vgg11-gmp|training|256|graph": {"ms": 128.0}, "vgg11-gmp|training|256|ours": {"ms": 64.0}}
     ways |= {"vgg11-gmp|training|1|ours": {"ms": 0.001}, "vgg11-gmp|inference|256|ours": {"ms": 1.0}}
-    ways |= {"vgg11-gmp-lr|training|256|fused": {"skipped": "no time left"}}
-    put("gpu_speed.json", {"ways": ways, "environment": {**ENVIRONMENT, "gpu": "a GPU"}})
+    ways |= {"vgg11-gmp-lr|training|256|fused": {"failed": "out of memory"}}
+    before = {"vgg11-gmp|training|256|graph": {"ms": 32.0}}  # an older run, though it was faster
+    after = {"nin|training|256|graph": {"ms": 1.0}}
+    environment = {**ENVIRONMENT, "gpu": "a GPU"}
+    runs = [{"ways": each, "rows": [], "environment": environment} for each in (before, ways, after)]
+    put("gpu_speed.json", {"runs": runs})
     text = blocks.TABLES["full-run"]()
     lines = [cells(line, "ilsvrc") for line in text.splitlines() if line.startswith("| ilsvrc | `vgg11-gmp` |")]
     assert [line[2] for line in lines] == ["1", "8", "64"]
@@ -151,7 +156,7 @@ def test_a_full_run_is_bound_by_its_slowest_part(blocks: ModuleType, put: Put):
 
 def test_a_full_run_invents_no_rate(blocks: ModuleType, put: Put):
     put("input_pipeline.json", {"machines": [pipeline()]})
-    put("gpu_speed.json", {"ways": {}})
+    put("gpu_speed.json", {"runs": []})
     text = blocks.TABLES["full-run"]()
     assert "no training rate at 224x224 is recorded" in text
     assert all(
@@ -191,3 +196,121 @@ def test_gradients_and_dead_filters_are_shown_over_seeds(blocks: ModuleType, put
     shown = ["no", "0.5 (0.25 to 1)", "0.12", "3", "15.0%", "40.0%: `conv5 1x3`"]
     assert cells(text, "`vgg11`")[1:] == shown
     assert cells(text, "`paper/run`")[1:] == ["", "0.5", "0.25", "3", "0.0%", "none"]
+
+
+def speed_run(commit: str, dense_ms: float, mode: str = "inference", **networks: float) -> dict[str, Any]:
+    """A run of a dense network by two ways and ours, and of low-rank networks beside it, by their milliseconds."""
+    place = f"{mode}|256|"
+    times = {f"dense|{place}compile": dense_ms, f"dense|{place}cudnn": 2 * dense_ms, f"dense|{place}ours": 1.0}
+    times |= {f"{name}|{place}fused": ms for name, ms in networks.items()}
+    row = {"mode": mode, "batch": 256, "way": "fused", "dense": "dense", "dense_way": "compile", "mac_ratio": 0.3}
+    row |= {"dense_ms": dense_ms, "tricks_way": "ours", "tricks_ms": 1.0, "tflops": 400.0, "floor_ms": 0.5}
+    ratios = {name: {"ratio": ms / dense_ms, "tricks_ratio": ms / 1.0} for name, ms in networks.items()}
+    return {
+        "environment": {**ENVIRONMENT, "gpu": "a GPU", "commit": commit, "date": commit},
+        "undone": [f"dense|{place}max-autotune", "other|inference|256|max-autotune"],
+        "limits": {"tflops": 800.0, "tb_per_s": 4.0},
+        "ways": {k: {"ms": ms, "least": 0.9 * ms, "most": 1.1 * ms, "repeats": 21} for k, ms in times.items()},
+        "rows": [{"network": name, "ms": ms, **row, **ratios[name]} for name, ms in networks.items()],
+    }
+
+
+def test_the_newest_run_of_a_network_is_shown_with_the_dense_one_beside_it(blocks: ModuleType, put: Put):
+    put("gpu_speed.json", {"runs": [speed_run("1old", 10.0, a=5.0, b=4.0), speed_run("2new", 20.0, a=6.0)]})
+    text = blocks.TABLES["gpu-speed"]()
+    shown = ["0.300", "**0.300**", "6.000", "6.00 (5.40 to 6.60)", "20.00 (18.00 to 22.00) compile"]
+    assert cells(text, "`a`")[1:6] == shown
+    shown = ["0.300", "**0.400**", "4.000", "4.00 (3.60 to 4.40)", "10.00 (9.00 to 11.00) compile"]
+    assert cells(text, "`b`")[1:6] == shown
+    assert "commits 1old, 2new" in text
+    assert "No time was left for a rival: max-autotune." in text
+
+
+def test_runs_that_are_not_shown_are_not_named(blocks: ModuleType, put: Put):
+    runs = [
+        speed_run("1old", 10.0, a=5.0),
+        speed_run("2new", 20.0, a=6.0),
+        speed_run("3train", 9.0, "training", a=3.0),
+    ]
+    runs[0]["note"], runs[1]["note"] = "The old note.", "The new note."
+    put("gpu_speed.json", {"runs": runs})
+    text = blocks.TABLES["gpu-speed"]()
+    assert "commit 2new" in text
+    assert "1old" not in text
+    assert "The new note." in text
+    assert "The old note." not in text
+    assert cells(blocks.TABLES["gpu-training"](), "`a`")[2] == "**0.333**"
+
+
+def test_inference_and_training_stand_beside_each_other(blocks: ModuleType, put: Put):
+    runs = [speed_run("1inf", 10.0, a=5.0, b=4.0), speed_run("2train", 30.0, "training", a=6.0, c=9.0)]
+    put("gpu_speed.json", {"runs": runs})
+    text = blocks.TABLES["gpu-ratios"]()
+    assert cells(text, "`a`")[2:] == ["**0.500**", "**0.200**"]
+    assert cells(text, "`b`")[2:] == ["**0.400**", "not measured yet"]
+    assert cells(text, "`c`")[2:] == ["not measured yet", "**0.300**"]
+
+
+def test_every_recorded_row_is_made_of_its_own_run():
+    """The dense time is that of the fastest way without our kernels, in the run that measured ours."""
+    for run in json.loads((ROOT / "benchmarks" / "results" / "gpu_speed.json").read_text())["runs"]:
+        assert not [name for name, way in run["ways"].items() if "skipped" in way]
+        for row in run["rows"]:
+            start = f"{row['dense']}|{row['mode']}|{row['batch']}|"
+            dense = {
+                name.removeprefix(start): way["ms"] for name, way in run["ways"].items() if name.startswith(start)
+            }
+            rivals = {way: ms for way, ms in dense.items() if "ours" not in way}
+            assert row["dense_way"] == min(rivals, key=rivals.__getitem__)
+            assert row["dense_ms"] == rivals[row["dense_way"]]
+            ours = run["ways"][f"{row['network']}|{row['mode']}|{row['batch']}|{row['way']}"]["ms"]
+            assert row["ms"] == ours
+            assert row["ratio"] == pytest.approx(ours / row["dense_ms"])
+            assert row["tricks_way"] == "ours"
+            assert row["tricks_ratio"] == pytest.approx(ours / dense["ours"])
+
+
+def test_a_measurement_adds_its_run_to_the_record(blocks: ModuleType, put: Put, tmp_path: Path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    speed = importlib.import_module("gpu_speed")
+    put("gpu_speed.json", {"kind": "gpu-speed", "runs": [speed_run("1old", 10.0, a=5.0)]})
+    book = speed.Book(SimpleNamespace(out=tmp_path / "gpu_speed.json", budget=9), 0.0)
+    book.found["ways"] = {"a|inference|256|fused": {"ms": 4.0}, "dense|inference|256|cudnn": {"skipped": "late"}}
+    for _ in range(2):  # a run written twice is there once
+        book.write()
+    old, new = json.loads((tmp_path / "gpu_speed.json").read_text())["runs"]
+    assert old["environment"]["commit"] == "1old"
+    assert new["ways"] == {"a|inference|256|fused": {"ms": 4.0}}
+    assert new["undone"] == ["dense|inference|256|cudnn"]
+    put("other.json", {"kind": "train-speed"})
+    with pytest.raises(SystemExit, match="no record of whole networks"):
+        speed.earlier_runs(tmp_path / "other.json")
+
+
+def test_a_rival_that_failed_leaves_an_empty_cell(blocks: ModuleType, put: Put):
+    def layer(naive: dict[str, Any], **more: str) -> dict[str, Any]:
+        return {"backward": {"all": {"ms": 2.0}, "naive composite": naive, "dense": {"ms": 5.0}}, **more}
+
+    layers = {"one": layer({"failed": "CUDA error"}), "two": layer({"ms": 3.0}, commit="def")}
+    put("gpu_kernels.json", {"layers": layers | {"none": {"backward": {"failed": "all of it"}}}})
+    text = blocks.TABLES["gpu-backward"]()
+    assert cells(text, "one") == ["one", "2.00", "", "2.50"]
+    assert cells(text, "two") == ["two", "2.00", "1.50", "2.50"]
+    assert "none" not in text
+    assert "commits abc, def" in text
+
+
+def test_a_record_of_runs_is_listed_with_its_newest(blocks: ModuleType, put: Put, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("tables.records.RESULTS", tmp_path)
+    runs = [speed_run("2025-01-01T10", 10.0, a=5.0), speed_run("2026-02-03T10", 10.0, a=5.0)]
+    put("gpu_speed.json", {"runs": runs})
+    assert cells(blocks.TABLES["records"](), "`gpu_speed.json`")[2:] == ["a GPU", "9.9", "2026-02-03"]
+
+
+def test_long_hashes_are_shown_in_twelve_digits(blocks: ModuleType):
+    source = importlib.import_module("tables.form").source
+    known = [
+        {**ENVIRONMENT, "commit": commit} for commit in ("0123456789ab" * 3 + "+", "0123456789ab+", "fedcba987654")
+    ]
+    assert "commits 0123456789ab+, fedcba987654." in source("x.json", *known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,18 @@ def record(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text())
 
 
-def source(path: str, environment: dict[str, Any]) -> str:
-    """The line under a table: what it was measured with, and where the record is."""
-    device = environment.get("gpu") or environment["cpu"]
-    where = f"record: `benchmarks/results/{path}`, commit {environment['commit']}"
-    return f"\n*{device}, torch {environment['torch']}; {where}.*\n"
+def source(path: str, *environments: dict[str, Any]) -> str:
+    """The line under a table: what it was measured with, oldest first, and where the record is."""
+    devices = dict.fromkeys(known.get("gpu") or known["cpu"] for known in environments)
+    versions = dict.fromkeys(known["torch"] for known in environments)
+    commits = dict.fromkeys(_short(known["commit"]) for known in environments)
+    where = f"record: `benchmarks/results/{path}`, commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
+    return f"\n*{', '.join(devices)}, torch {', '.join(versions)}; {where}.*\n"
+
+
+def _short(commit: str) -> str:
+    """Twelve digits of a hash, and what follows it."""
+    return re.sub(r"^([0-9a-f]{12})[0-9a-f]+", r"\1", commit)
 
 
 def recorded(name: str) -> bool:
@@ -34,3 +42,4 @@ def recorded(name: str) -> bool:
 
 
 NO_RUNS = "No runs recorded yet.\n"
+NOT_MEASURED = "not measured yet"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from tables.form import markdown, record, source
+from tables.form import NOT_MEASURED, markdown, record, source
 
 BATCH = 256
+COLUMNS = ["network", "MAC ratio", "time ratio", "with our kernels", "ms", "fastest dense ms", "TFLOP/s", "floor"]
+
+Run = dict[str, Any]
+Row = dict[str, Any]
 
 
 def gpu_layers() -> str:
@@ -23,52 +27,127 @@ def gpu_layers() -> str:
         dense = f"{rivals['dense conv+bias+relu']['ms']:.2f}{pool}"
         rows.append([name, f"{ms:.3f}", right[best]["kernel"], f"{rate:.0f}", f"{layer['floor_ms']:.3f}", dense])
     columns = ["layer", "ms", "kernel", "TFLOP/s", "floor ms", "dense conv + pool ms"]
-    return markdown(columns, rows) + source("gpu_kernels.json", found["environment"])
+    return markdown(columns, rows) + _layers_source(found)
 
 
 def gpu_backward() -> str:
+    """The backward of each layer beside torch's own; a rival that could not be measured is an empty cell."""
     found = record("gpu_kernels.json")
     rows: list[list[object]] = []
     for name, layer in found["layers"].items():
         times = layer.get("backward", {})
         if "all" in times:
-            ours, naive, dense = (times[way]["ms"] for way in ("all", "naive composite", "dense"))
-            rows.append([name, f"{ours:.2f}", f"{naive / ours:.2f}", f"{dense / ours:.2f}"])
+            ours, rivals = times["all"]["ms"], (times.get(way, {}) for way in ("naive composite", "dense"))
+            ratios = [f"{rival['ms'] / ours:.2f}" if "ms" in rival else "" for rival in rivals]
+            rows.append([name, f"{ours:.2f}", *ratios])
     columns = ["layer", "ours ms", "torch, same layer / ours", "torch, dense layer / ours"]
-    return markdown(columns, rows) + source("gpu_kernels.json", found["environment"])
+    return markdown(columns, rows) + _layers_source(found)
+
+
+def _layers_source(found: dict[str, Any]) -> str:
+    """Layers may be measured again one by one: each then names its commit."""
+    known = found["environment"]
+    commits = [layer.get("commit", known["commit"]) for layer in found["layers"].values()]
+    return source("gpu_kernels.json", known, *({**known, "commit": commit} for commit in commits))
 
 
 def gpu_speed() -> str:
-    """Ours against the strongest dense rival of the run, and against the dense network with our own kernels."""
-    found = record("gpu_speed.json")
-    rows: list[list[object]] = []
-    for row in (row for row in found["rows"] if row["mode"] == "inference" and row["batch"] == BATCH):
-        place = f"{row['dense']}|{row['mode']}|{row['batch']}|"
-        ways = {k.removeprefix(place): v for k, v in found["ways"].items() if k.startswith(place) and "ms" in v}
-        rival = min(ways.keys() - {"ours"}, key=lambda way, ways=ways: ways[way]["ms"])
-        ratio, own = row["ms"] / ways[rival]["ms"], row["ms"] / ways["ours"]["ms"]
-        ours, dense = _range(found, row["network"], row, row["way"]), _range(found, row["dense"], row, rival)
-        cells = [f"`{row['network']}`", f"{row['mac_ratio']:.3f}", f"**{ratio:.3f}**", f"{own:.3f}", ours]
-        rows.append([*cells, f"{dense} {rival}", f"{row['tflops']:.0f}", f"{row['floor_ms']:.2f}"])
-    columns = [
-        "network",
-        "MAC ratio",
-        "time ratio",
-        "with our kernels",
-        "ms",
-        "fastest dense ms",
-        "TFLOP/s",
-        "floor",
+    """Inference, against the strongest dense rival of the run and the dense network with our own kernels."""
+    return _networks("inference", BATCH)
+
+
+def gpu_training() -> str:
+    return _networks("training", BATCH)
+
+
+def gpu_small() -> str:
+    return _networks("inference", 1)
+
+
+def gpu_ratios() -> str:
+    """Inference and training beside each other: ratios alone."""
+    modes = [
+        {row["network"]: (run, row) for run, row in newest(mode, BATCH)} for mode in ("inference", "training")
     ]
-    limits = found["limits"]
-    note = f"\nInference, bf16, batch {BATCH}, 224x224; medians (least to most) of 21 replays, one run.\n"
-    note += f"Floors: {limits['tflops']:.0f} TFLOP/s and {limits['tb_per_s']:.2f} TB/s. {found['note']}\n"
-    return markdown(columns, rows) + note + source("gpu_speed.json", found["environment"])
+    shown = {name: found for mode in modes for name, found in mode.items()}
+    rows: list[list[object]] = []
+    for name, (_, row) in sorted(shown.items(), key=_place):
+        ratios = [f"**{mode[name][1]['ratio']:.3f}**" if name in mode else NOT_MEASURED for mode in modes]
+        rows.append([f"`{name}`", f"{row['mac_ratio']:.3f}", *ratios])
+    used = [run for mode in modes for run, _ in mode.values()]
+    note = f"\nTime over that of the fastest dense network without our kernels; bf16, batch {BATCH}, 224x224.\n"
+    return markdown(["network", "MAC ratio", "inference", "training"], rows) + note + _source(used)
 
 
-def _range(found: dict[str, Any], network: str, row: dict[str, Any], way: str) -> str:
-    taken = found["ways"][f"{network}|{row['mode']}|{row['batch']}|{way}"]
-    return f"{taken['ms']:.2f} ({taken['least']:.2f} to {taken['most']:.2f})"
+def newest(mode: str, batch: int) -> list[tuple[Run, Row]]:
+    """For each network the row of the newest run that has it, with that run: no ratio is made of two."""
+    found: dict[str, tuple[Run, Row]] = {}
+    for run in record("gpu_speed.json")["runs"]:
+        found |= {r["network"]: (run, r) for r in run["rows"] if (r["mode"], r["batch"]) == (mode, batch)}
+    return [taken for _, taken in sorted(found.items(), key=_place)]
+
+
+def _place(item: tuple[str, tuple[Run, Row]]) -> tuple[str, float]:
+    """Families together, and within one by the ratio of MACs."""
+    _, (_, row) = item
+    return row["dense"], row["mac_ratio"]
+
+
+def _networks(mode: str, batch: int) -> str:
+    rows, found = [], newest(mode, batch)
+    for run, row in found:
+        ours, dense = (
+            _range(run, row, row[who], row[way]) for who, way in (("network", "way"), ("dense", "dense_way"))
+        )
+        own = f"{row['tricks_ratio']:.3f}" if "tricks_ratio" in row else ""
+        cells = [f"`{row['network']}`", f"{row['mac_ratio']:.3f}", f"**{row['ratio']:.3f}**", own, ours]
+        rows.append([*cells, f"{dense} {row['dense_way']}", f"{row['tflops']:.0f}", _ms(row["floor_ms"])])
+    return markdown(COLUMNS, rows) + _note(mode, batch, found) + _source([run for run, _ in found])
+
+
+def _note(mode: str, batch: int, found: list[tuple[Run, Row]]) -> str:
+    """How it was measured, what bounds the floors, and which rivals are missing."""
+    what = "Inference" if mode == "inference" else "Training steps (forward, backward, SGD)"
+    limits = [run["limits"] for run, _ in found]
+    tflops, bandwidth = (
+        _span([limit[key] for limit in limits], digits) for key, digits in (("tflops", 0), ("tb_per_s", 2))
+    )
+    replays = _span([run["ways"][_key(row, row["network"], row["way"])]["repeats"] for run, row in found], 0)
+    text = f"\n{what}, bf16, batch {batch}, 224x224; medians (least to most) of {replays} replays of a graph,\n"
+    text += f"ours and dense in one run. Floors: {tflops} TFLOP/s and {bandwidth} TB/s."
+    missing = dict.fromkeys(way for run, row in found for way in _missing(run, row))
+    text += f" No time was left for a rival: {', '.join(missing)}." if missing else ""
+    notes = dict.fromkeys(run["note"] for run, _ in found if "note" in run)
+    return text + "".join(f"\n{note}" for note in notes) + "\n"
+
+
+def _missing(run: Run, row: Row) -> list[str]:
+    """The ways of the dense network that were to be measured beside this row, and were not."""
+    place = _key(row, row["dense"], "")
+    late = [name for name in run["undone"] if name.startswith(place) and name not in run["ways"]]
+    return [name.removeprefix(place) for name in late]
+
+
+def _span(values: list[float], digits: int) -> str:
+    ends = dict.fromkeys(f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return " to ".join(ends)
+
+
+def _source(runs: list[Run]) -> str:
+    return source("gpu_speed.json", *sorted((run["environment"] for run in runs), key=lambda known: known["date"]))
+
+
+def _key(row: Row, network: str, way: str) -> str:
+    return f"{network}|{row['mode']}|{row['batch']}|{way}"
+
+
+def _range(run: Run, row: Row, network: str, way: str) -> str:
+    taken = run["ways"][_key(row, network, way)]
+    return f"{_ms(taken['ms'])} ({_ms(taken['least'])} to {_ms(taken['most'])})"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2f}" if value >= 1 else f"{value:.3f}"
 
 
 def train_speed() -> str:
@@ -76,7 +155,8 @@ def train_speed() -> str:
     rows: list[list[object]] = []
     for net, ways in found["rows"].items():
         for way, row in ways.items():
-            rates = f"{row['images_per_second']:,.0f} ({row['lowest']:,.0f} to {row['highest']:,.0f})"
+            spread = f" ({row['lowest']:,.0f} to {row['highest']:,.0f})" if row["epochs"] > 1 else ", one epoch"
+            rates = f"{row['images_per_second']:,.0f}{spread}"
             epoch = f"{found['setting']['images'] / row['images_per_second']:.2f}"
             share = f"{row['device_share']:.1%}" if "device_share" in row else ""
             rows.append([f"`{net}`", way, rates, epoch, share])

@@ -11,7 +11,8 @@ def records() -> str:
     """Every record, what made it, and what it was made with."""
     rows: list[list[object]] = []
     for path in sorted(RESULTS.glob("*.json")):
-        known = record(path.name).get("environment", {})
+        found = record(path.name)
+        known = found["runs"][-1]["environment"] if "runs" in found else found.get("environment", {})
         where, date = known.get("gpu") or known.get("cpu"), str(known.get("date", ""))[:10]
         rows.append([f"`{path.name}`", _purpose(path.stem), where or "", known.get("torch", ""), date])
     return markdown(["record", "<what is measured", "on", "torch", "date"], rows)
