@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,6 +28,7 @@ from tables import (
     networks,
     pipeline,
     records,
+    search,
     tiny_imagenet,
     zoo,
 )
@@ -36,7 +37,8 @@ from tables.form import ROOT
 BLOCK = re.compile(r"(<!-- begin ([\w-]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 TABLES: dict[str, Callable[[], str]] = {
-    "cifar-search": cifar10.cifar_search,
+    "cifar-search": partial(search.search, "cifar10"),
+    "tiny-search": partial(search.search, "tiny-imagenet"),
     "cifar10-init": cifar10.cifar10_init,
     "cifar10-modern": cifar10.cifar10_modern,
     "cpu-layout": cpu.cpu_layout,

@@ -6,7 +6,7 @@ import json
 from statistics import mean, stdev
 from typing import Any
 
-from tables.form import RESULTS, markdown, record, source
+from tables.form import RESULTS, markdown, source
 
 
 def cifar10_modern() -> str:
@@ -45,19 +45,6 @@ def cifar10_init() -> str:
     rows.sort(key=lambda row: (row[1] != "no", row[0]))
     columns = ["initialisation", "batch norm", "loss after 1", "3", "10 epochs", "top-1 % then", "seeds"]
     return markdown(columns, rows) + source("cifar10/init/", runs[0]["environment"])
-
-
-def cifar_search() -> str:
-    """Every setting that was tried, in the order in which they were."""
-    found = record("cifar_search.json")
-    rows: list[list[object]] = []
-    for r in found["rows"]:
-        shown = " ".join(word for word in r["settings"].split() if not word.startswith("evaluate_every"))
-        what = [f"`{r['network']}`", f"`{r['recipe']}`", r["start"], f"`{shown}`" if shown else ""]
-        rows.append([*what, f"{r['images']:,}", r["epochs"], f"{r['top1']:.1%}", r["commit"]])
-    note = f"\n{found['note']} One run each, seed {found['rows'][0]['seed']}.\n"
-    columns = ["network", "<recipe", "<start", "<with", "images", "epochs", "top-1, held out", "commit"]
-    return markdown(columns, rows) + note + source("cifar_search.json", found["environment"])
 
 
 def _runs(part: str) -> dict[tuple[str, str], list[dict[str, Any]]]:

@@ -1,6 +1,6 @@
-"""Try settings of a recipe on CIFAR-10, judged on 5,000 training images held out; the test set is not opened.
+"""Try settings of a recipe, judged on 5,000 training images held out; the test set is not opened.
 
-    python benchmarks/cifar_search.py --data FOLDER --network nin-c3-lr --recipe nin-paper \
+    python benchmarks/recipe_search.py --data FOLDER --network nin-c3-lr --recipe nin-paper \
         --try "lr=0.1" --try "lr=0.05 weight_decay=1e-4" [--epochs 60] [--budget 300] [--out results.json]
 
 Every try is one run of one seed; the record keeps all of them, the poor ones too.
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--missing", choices=("refuse", "skip"), default="refuse", help="Shards that are missing.")
     parser.add_argument("--budget", type=float, default=1e9, help="Start nothing new after so many seconds.")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cifar_search.json"))
+    parser.add_argument("--out", type=Path, default=Path("search.json"))
     arguments = parser.parse_args()
     data = open_data(arguments.data, limit=arguments.limit, missing=arguments.missing)
     data = data.holdout(HELD_OUT if not arguments.limit else 100, 0)
