@@ -24,7 +24,7 @@ def gpu_layers() -> str:
         rate = 2 * layer["macs"] / ms / 1e9
         rivals = layer["rivals"]
         pool = f" + {rivals['max-pool']['ms']:.2f}" if "max-pool" in rivals else ""
-        dense = f"{rivals['dense conv+bias+relu']['ms']:.2f}{pool}"
+        dense = f"{min(way['ms'] for name, way in rivals.items() if 'relu' in name):.2f}{pool}"
         rows.append([name, f"{ms:.3f}", right[best]["kernel"], f"{rate:.0f}", f"{layer['floor_ms']:.3f}", dense])
     columns = ["layer", "ms", "kernel", "TFLOP/s", "floor ms", "dense conv + pool ms"]
     return markdown(columns, rows) + _layers_source(found)

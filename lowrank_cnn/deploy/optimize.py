@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowrank_cnn.clock import Sample, measure
 from lowrank_cnn.deploy.merge import merge
 from lowrank_cnn.deploy.plan import GIVEN, check_ready, plan
-from lowrank_cnn.kernels.measure import captured
+from lowrank_cnn.deploy.recorded import Recorded, recorded
 from lowrank_cnn.kernels.mode import for_graphs
 
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -32,23 +32,6 @@ class Report:
         return asdict(self)
 
 
-@dataclass
-class Recorded:
-    """A run of a network as a CUDA graph: where it reads, and where it leaves its result."""
-
-    graph: torch.cuda.CUDAGraph
-    input: Tensor
-    output: Tensor
-
-    def takes(self, x: Tensor) -> bool:
-        return (x.shape, x.dtype, x.device) == (self.input.shape, self.input.dtype, self.input.device)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        self.input.copy_(x)
-        self.graph.replay()
-        return self.output.clone()
-
-
 class Optimized(nn.Module):
     """A network for inference in its fastest form; inputs are brought into its memory format.
 
@@ -63,22 +46,22 @@ class Optimized(nn.Module):
         self.eval()
 
     @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        if self.recorded is not None and self.recorded.takes(x) and not torch.compiler.is_compiling():
+    def forward(self, x: Tensor) -> Any:
+        if self.recorded is not None and self.recorded.takes(x):
             return self.recorded(x)
         return self.network(x.contiguous(memory_format=self.memory_format))
 
-    @torch.no_grad()
     def record(self, x: Tensor) -> None:
         """Keep a run on inputs like this one as a CUDA graph."""
-        given = x.clone(memory_format=self.memory_format)
-        results: list[Tensor] = []
-        graph = captured(lambda: results.append(self.network(given)))
-        self.recorded = Recorded(graph, given, results[-1])
+        self.recorded = recorded(self.network, x, self.memory_format)
 
+    # A graph is bound to its memory: a copy of the network, or weights that move, leave it behind.
     def __getstate__(self) -> dict[str, Any]:
-        # A graph is bound to its memory: a copy of the network has none.
         return {**self.__dict__, "recorded": None}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Optimized:
+        self.recorded = None
+        return super()._apply(fn, recurse)
 
 
 def optimize(

@@ -106,9 +106,12 @@ def plan(
 def timed(modules: Mapping[str, nn.Module], x: Tensor, repeats: int) -> dict[str, Sample]:
     """Several modules on one input, in turns; within `for_graphs` as CUDA graphs, whose launches cost nothing."""
     runs = {name: lambda m=m: m(x) for name, m in modules.items()}
-    if x.is_cuda and is_for_graphs():
-        runs = {name: captured(run).replay for name, run in runs.items()}
-    return measure(runs, repeats=repeats, cuda=x.is_cuda)
+    if not x.is_cuda:
+        return measure(runs, repeats=repeats)
+    with torch.cuda.device(x.device):
+        if is_for_graphs():
+            runs = {name: captured(run).replay for name, run in runs.items()}
+        return measure(runs, repeats=repeats, cuda=True)
 
 
 def check_ready(model: nn.Module, example_input: Tensor) -> None:

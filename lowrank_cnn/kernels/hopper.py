@@ -169,19 +169,30 @@ def send(targets, staged, values, turned, place):
 
 
 @gluon.jit
-def write(
-    ys, cs, staged, staged_codes, out, bias, channel, turned, run, image, cross,
-    RELU: gl.constexpr, HAS_BIAS: gl.constexpr, PARTS: gl.constexpr, CODES: gl.constexpr,
-):  # fmt: skip
-    """Bias, ReLU and rounding, then out through shared memory, in parts so that little of it is taken."""
+def finished(out, bias, channel, RELU: gl.constexpr, HAS_BIAS: gl.constexpr, CODES: gl.constexpr):
+    """Bias and ReLU; with `CODES` also each pool's winner, from the values' lowest bits, 4 where ReLU cut it."""
     FILTERS: gl.constexpr = out.shape[1]
-    code = 3 - (out.to(gl.int32, bitcast=True) & 3)
+    bits = out.to(gl.int32, bitcast=True)
+    code = 3 - (bits & 3)
+    if CODES:  # with its place left in it, a zero would be above zero
+        out = (bits & ~3).to(gl.float32, bitcast=True)
     if HAS_BIAS:
         lanes = gl.arange(0, FILTERS, layout=gl.SliceLayout(0, out.type.layout))
         out = out + gl.load(bias + channel + lanes).to(gl.float32)[None, :]
     if RELU:
         out = gl.maximum(out, 0.0)
         code = gl.where(out > 0, code, 4)
+    return out, code
+
+
+@gluon.jit
+def write(
+    ys, cs, staged, staged_codes, out, bias, channel, turned, run, image, cross,
+    RELU: gl.constexpr, HAS_BIAS: gl.constexpr, PARTS: gl.constexpr, CODES: gl.constexpr,
+):  # fmt: skip
+    """Bias, ReLU and rounding, then out through shared memory, in parts so that little of it is taken."""
+    FILTERS: gl.constexpr = out.shape[1]
+    out, code = finished(out, bias, channel, RELU, HAS_BIAS, CODES)
     if CODES:
         send(cs, staged_codes, code.to(gl.uint8), turned, [run, image, cross, channel])
     out = out.to(ys[0].dtype)

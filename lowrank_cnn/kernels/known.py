@@ -14,7 +14,7 @@ from lowrank_cnn.kernels.problem import Problem
 
 PATH = Path(__file__).with_suffix(".json")
 LEAST_BATCH = 16
-"""Measured at large batches; smaller ones are cut into other tiles."""
+"""Measured at large batches, in 16 bits; smaller ones are cut into other tiles."""
 
 
 @lru_cache(maxsize=1)
@@ -24,7 +24,7 @@ def table() -> dict[str, dict[str, Any]]:
 
 def known(problem: Problem, capability: tuple[int, int], what: str = "forward") -> dict[str, Any] | None:
     """The stored plan ("forward") or tile ("input") of a shape, or None."""
-    if problem.batch < LEAST_BATCH:
+    if problem.batch < LEAST_BATCH or problem.dtype.itemsize != 2:
         return None
     return table().get(f"{capability[0]}.{capability[1]}", {}).get(shape_of(problem), {}).get(what)
 

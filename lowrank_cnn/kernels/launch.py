@@ -39,6 +39,13 @@ _TILES: dict[str, type] = {
     "gather": gather.GatherTile,
     "window": window_plan.WindowTile,
 }
+_UNSUPPORTED: dict[str, Callable[[Problem], str | None]] = {
+    "hopper": hopper_plan.unsupported,
+    "tiled": tiled.unsupported,
+    "stem": stem.unsupported,
+    "gather": gather.unsupported,
+    "window": window_plan.unsupported,
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,8 @@ class Plan:
 def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: bool = False) -> list[Plan]:
     """Plans for a problem on a device of a compute capability, the default first; more where `thorough`."""
     best = known(problem, capability)
-    found = [Plan.from_dict(best)] if best else []
+    # Shapes are known without their padding, by which a kernel may refuse them.
+    found = [Plan.from_dict(best)] if best and _UNSUPPORTED[best["kernel"]](problem) is None else []
     if capability[0] == 9 and window_plan.unsupported(problem) is None:
         found.append(Plan("window", window_plan.WindowTile()))
     if stem.unsupported(problem) is None:

@@ -1,7 +1,7 @@
 """Pixels of few channels copied to four channels each, zeros around every image: what the window kernels read.
 
-The channel after the last is one in every pixel of an image, if there is room: weights of zero leave it out of the
-results, and its gradient is that of a bias.
+The channel after the last is one everywhere, if there is room: weights of zero leave it out of the results, and
+its gradient is that of a bias.
 """
 
 # ruff: noqa: N803
@@ -22,7 +22,7 @@ def spread(
     x, out, places, batch, height, width, padded_height, padded_width,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of padded pixels; those beyond the last image are zeros as well."""
+    """One block of padded pixels; those beyond the last image are as those around it."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = place % padded_width - 1
     row = place // padded_width % padded_height - 1
@@ -31,7 +31,7 @@ def spread(
     channel = tl.arange(0, 4)
     source = ((image * height + row) * width + column)[:, None] * CHANNELS + channel[None, :]
     value = tl.load(x + source, mask=inside[:, None] & (channel < CHANNELS)[None, :], other=0.0)
-    value = tl.where(inside[:, None] & (channel == CHANNELS)[None, :], 1.0, value)
+    value = tl.where((channel == CHANNELS)[None, :], 1.0, value)
     tl.store(out + place[:, None] * 4 + channel[None, :], value, mask=(place < places)[:, None])
 
 

@@ -101,7 +101,10 @@ def composite_stem(
             if not WHOLE:
                 acc = tl.where(((down < out_height) & (right < out_width))[:, None], acc, -3.0e38)
             best = tl.maximum(best, acc)
-    code = 3 - (best.to(tl.int32, bitcast=True) & 3)
+    bits = best.to(tl.int32, bitcast=True)
+    code = 3 - (bits & 3)
+    if CODES:  # with its place left in it, a zero would be above zero
+        best = (bits & ~3).to(tl.float32, bitcast=True)
     if HAS_BIAS:
         best += tl.load(bias + lane, mask=lane < TOTAL, other=0.0).to(tl.float32)[None, :]
     if RELU:

@@ -107,7 +107,10 @@ def composite_tiled(
     if POOL:
         out = pooled(out, row, column, out_height, out_width, WHOLE_POOL, CODES)
         row, column = row // 2, column // 2
-    place = 3 - (out.to(tl.int32, bitcast=True) & 3)
+    bits = out.to(tl.int32, bitcast=True)
+    place = 3 - (bits & 3)
+    if CODES:  # with its place left in it, a zero would be above zero
+        out = (bits & ~3).to(tl.float32, bitcast=True)
     if HAS_BIAS:
         lane = tl.arange(0, FILTERS)
         added = tl.load(bias + channel + offset + lane, mask=lane < filters - offset, other=0.0)

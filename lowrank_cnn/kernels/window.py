@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lowrank_cnn.kernels.hopper import described, multiprocessors
+from lowrank_cnn.kernels.hopper import described, finished, multiprocessors, send
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
 from lowrank_cnn.kernels.spread import launch_spread
 from lowrank_cnn.kernels.window_plan import (
@@ -84,17 +84,6 @@ def coded(acc, QUAD: gl.constexpr, CODES: gl.constexpr):
 
 
 @gluon.jit
-def send(target, staged, values, place):
-    """Write a tile through shared memory, once what was sent through it before has left."""
-    tma.store_wait(0)
-    gl.thread_barrier()
-    staged.store(values.reshape(staged.shape))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(target, place, staged)
-
-
-@gluon.jit
 def composite_window(
     x, w, y, codes, bias, total, padded_height,
     COUNTS: gl.constexpr, TOTAL: gl.constexpr, FILTERS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
@@ -137,18 +126,11 @@ def composite_window(
         done += 1  # noqa: SIM113
         above = gl.maximum(coded(acc0, 0, CODES), coded(acc1, 1, CODES))
         below = gl.maximum(coded(acc2, 2, CODES), coded(acc3, 3, CODES))
-        out = gl.maximum(above, below)
-        code = 3 - (out.to(gl.int32, bitcast=True) & 3)
-        if HAS_BIAS:
-            lanes = gl.arange(0, FILTERS, layout=gl.SliceLayout(0, out.type.layout))
-            out = out + gl.load(bias + channel + lanes).to(gl.float32)[None, :]
-        if RELU:
-            out = gl.maximum(out, 0.0)
-            code = gl.where(out > 0, code, 4)
+        out, code = finished(gl.maximum(above, below), bias, channel, RELU, HAS_BIAS, CODES)
         image, row, column = place_of(box, COUNTS, ROWS, COLUMNS)
         if CODES:
-            send(codes, staged_codes, code.to(gl.uint8), [image, row, column, channel])
-        send(y, staged, out.to(y.dtype), [image, row, column, channel])
+            send((codes, codes), staged_codes, code.to(gl.uint8), 0, [image, row, column, channel])
+        send((y, y), staged, out.to(y.dtype), 0, [image, row, column, channel])
     tma.store_wait(0)
 
 

@@ -49,6 +49,7 @@ def read_tile(
 ):  # fmt: skip
     """Gradients and winners of a tile of windows; beyond the borders nobody won."""
     image, row, column = place_of(box, COUNTS, ROWS, COLUMNS)
+    image = image.to(gl.int64)  # a large batch has more results than 32 bits count
     window = gl.arange(0, ROWS * COLUMNS, layout=gl.SliceLayout(1, LAYOUT))
     lane = gl.arange(0, FILTERS, layout=gl.SliceLayout(0, LAYOUT))
     row, column = row + window // COLUMNS, column + window % COLUMNS

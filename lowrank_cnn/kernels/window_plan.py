@@ -40,10 +40,12 @@ def unsupported(problem: Problem) -> str | None:
         return f"{problem.channels} channels of {problem.dtype} (the window kernel takes up to 4 of 16 bits)"
     if any(abs(place) > 1 for tap in union_taps(problem.groups) for place in tap):
         return "taps beyond the neighbouring pixels"
-    if problem.filters % 16 or 0 in problem.result_size:
+    if problem.filters % 16:
         return f"{problem.filters} filters, no multiple of 16"
+    if 0 in problem.result_size:
+        return "no window at all"
     height, width = padded_size(problem)
-    if PLACES * problem.batch * height * width >= 1 << 31:
+    if PLACES * (problem.batch + 1) * height * width >= 1 << 31:
         return "more values than 32 bits count"
     return None
 
@@ -99,4 +101,4 @@ def unpack_windows(dw: Tensor, problem: Problem) -> tuple[list[Tensor], Tensor]:
         part[:, : problem.channels, 1 - g.top : 1 - g.top + g.height, 1 - g.left : 1 - g.left + g.width]
         for part, g in zip(parts, problem.groups, strict=True)
     ]
-    return found, around[1, :, 1, problem.channels]
+    return found, around[1, :, 1, problem.channels].contiguous()

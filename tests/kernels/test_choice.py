@@ -15,9 +15,10 @@ pytest.importorskip("triton")
 from lowrank_cnn.kernels import choice, for_graphs, launch, measure, mode, store
 from lowrank_cnn.kernels.choice import Asked, Choice
 from lowrank_cnn.kernels.launch import Plan
-from lowrank_cnn.kernels.measure import FAILED, Times, Trial, agrees, times
+from lowrank_cnn.kernels.measure import FAILED, Times, agrees, times
 from lowrank_cnn.kernels.problem import pose
 from lowrank_cnn.kernels.tiled import Tile
+from lowrank_cnn.kernels.trial import Trial
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PADDING = (((1, 1), (0, 0)), ((0, 0), (1, 1)))
@@ -48,7 +49,7 @@ def test_graphs_and_calls_choose_by_their_own_times():
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("pool", [None, "floor"])
+@pytest.mark.parametrize("pool", [None, "floor", "ceil"])
 def test_a_plan_that_is_right_agrees(pool, training):
     assert agrees(problem(pool=pool), DEVICE, PLAN, training=training)
 
@@ -66,14 +67,18 @@ def test_a_plan_that_is_wrong_does_not(monkeypatch):
     assert not agrees(problem(), DEVICE, PLAN, training=False)
 
 
-def test_gradients_are_compared_by_a_plan_that_fits_the_unpooled_result(monkeypatch):
-    used = []
+def test_codes_that_name_another_do_not(monkeypatch):
     forward = launch.forward
-    monkeypatch.setattr(launch, "forward", lambda plan, *rest: used.append(plan) or forward(plan, *rest))
-    monkeypatch.setattr(launch, "plans", lambda problem, **_: [OTHER])
-    monkeypatch.setattr(launch, "gradients", lambda *arguments, **_: (None, [], None))
-    agrees(problem(pool="floor"), DEVICE, PLAN, training=True)
-    assert used == [PLAN, OTHER]
+
+    def mistaken(plan, problem, x, weights, bias, codes=None):
+        y = forward(plan, problem, x, weights, bias, codes)
+        if codes is not None:
+            codes[codes == 0] = 1
+        return y
+
+    monkeypatch.setattr(launch, "forward", mistaken)
+    assert agrees(problem(pool="floor"), DEVICE, PLAN, training=False)
+    assert not agrees(problem(pool="floor"), DEVICE, PLAN, training=True)
 
 
 def test_a_wrong_gradient_does_not(monkeypatch):

@@ -1,0 +1,68 @@
+"""A network's run as a CUDA graph: launches cost nothing, for inputs of one size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.kernels.measure import captured
+
+_CLOSE = 0.05
+"""How far a replay may be off the network, relative to the largest value: kernels may add up in another order."""
+
+
+@dataclass
+class Recorded:
+    """A graph, where it reads, and where it leaves its results; callers take turns."""
+
+    graph: torch.cuda.CUDAGraph
+    input: Tensor
+    output: Any
+    done: torch.cuda.Event
+    lock: Any = field(default_factory=Lock)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether such an input can be replayed here and now: not within a tracer or another graph."""
+        alike = (x.shape, x.dtype, x.device) == (self.input.shape, self.input.dtype, self.input.device)
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        return alike and not traced and not torch.cuda.is_current_stream_capturing()
+
+    def __call__(self, x: Tensor) -> Any:
+        """The results for an input, in memory of their own."""
+        with self.lock, torch.cuda.device(self.input.device):
+            torch.cuda.current_stream().wait_event(self.done)
+            self.input.copy_(x)
+            self.graph.replay()
+            results = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, self.output)
+            self.done.record()
+        return results
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def recorded(network: nn.Module, x: Tensor, memory_format: torch.memory_format) -> Recorded:
+    """A run on inputs like this one, checked on another: a network that waits for the host cannot be recorded."""
+    given = x.clone(memory_format=memory_format)
+    results: list[Any] = []
+    with torch.cuda.device(x.device):
+        graph = captured(lambda: results.append(network(given)))
+    found = Recorded(graph, given, results[-1], torch.cuda.Event())
+    other = x.roll(1, -1)
+    expected = tree_leaves(network(other.contiguous(memory_format=memory_format)))
+    for ours, right in zip(tree_leaves(found(other)), expected, strict=True):
+        if isinstance(right, Tensor) and not _close(ours, right):
+            raise LowRankError("the recorded graph does not follow its input.")
+    return found
+
+
+def _close(ours: Tensor, right: Tensor) -> bool:
+    if not right.numel():
+        return True
+    error, largest = (ours.double() - right.double()).abs().max(), right.double().abs().max()
+    return bool(error <= _CLOSE * largest)

@@ -1,0 +1,86 @@
+"""A recorded run gives what the network gives, whatever has been asked of it before."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.deploy import recorded as module
+from lowrank_cnn.deploy.recorded import recorded
+from lowrank_cnn.errors import LowRankError
+
+IMAGES = torch.randn(3, 2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+LAST = torch.channels_last
+
+
+class Two(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return x + 1, {"twice": 2 * x}
+
+
+class Graph:
+    """What a CUDA graph does, without one: the run again, into the same memory."""
+
+    def __init__(self, run) -> None:
+        self.run = run
+        run()
+
+    def replay(self) -> None:
+        [results] = (cell.cell_contents for cell in self.run.__closure__ if isinstance(cell.cell_contents, list))
+        kept = results[-1]
+        self.run()
+        for target, value in zip(*map(torch.utils._pytree.tree_leaves, (kept, results.pop())), strict=True):
+            target.copy_(value)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = SimpleNamespace(wait_event=lambda event: None)
+    monkeypatch.setattr(module, "captured", Graph)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def test_results_follow_the_input_and_stay(host):
+    run = recorded(Two(), IMAGES[0], LAST)
+    first, second = run(IMAGES[1]), run(IMAGES[2])
+    for (ours, more), x in zip((first, second), IMAGES[1:], strict=True):
+        assert torch.equal(ours, x + 1)
+        assert torch.equal(more["twice"], 2 * x)
+
+
+def test_made_in_inference_mode_it_runs_outside(host):
+    with torch.inference_mode():
+        run = recorded(Two(), IMAGES[0].clone(), LAST)
+    assert torch.equal(run(IMAGES[1])[0], IMAGES[1] + 1)
+
+
+def test_what_does_not_follow_its_input_is_refused(host, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Graph, "replay", lambda self: None)
+    with pytest.raises(LowRankError, match="does not follow"):
+        recorded(Two(), IMAGES[0], LAST)
+
+
+def test_other_inputs_and_tracers_are_not_taken(host, monkeypatch: pytest.MonkeyPatch):
+    run = recorded(Two(), IMAGES[0], LAST)
+    assert run.takes(IMAGES[1])
+    assert run.takes(IMAGES[1].contiguous(memory_format=LAST))
+    assert not run.takes(IMAGES[1][:1])
+    assert not run.takes(IMAGES[1].double())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not run.takes(IMAGES[1])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu():
+    images = IMAGES.cuda()
+    run = recorded(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), Two()).cuda(), images[0], LAST)
+    first, second = run(images[1]), run(images[2])
+    assert not torch.equal(first[0], second[0])
+    assert torch.equal(run(images[1])[0], first[0])
