@@ -213,7 +213,8 @@ def _weight_tile(problem: Problem, capability: tuple[int, int]) -> tiled.Tile:
     """
     if (0, 0) < capability < (9, 0):
         return tiled.Tile(*OLDER_WEIGHTS)
-    return replace(backward_plan.weight_tile(problem), stages=1)
+    tile = tiled.Tile(*OLDER_WEIGHTS) if problem.dtype.itemsize > 2 else backward_plan.weight_tile(problem)
+    return replace(tile, stages=1)
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:

@@ -49,12 +49,12 @@ def read_tile(
 ):  # fmt: skip
     """Gradients and winners of a tile of windows; beyond the borders nobody won."""
     image, row, column = place_of(box, COUNTS, ROWS, COLUMNS)
-    image = image.to(gl.int64)  # a large batch has more results than 32 bits count
     window = gl.arange(0, ROWS * COLUMNS, layout=gl.SliceLayout(1, LAYOUT))
     lane = gl.arange(0, FILTERS, layout=gl.SliceLayout(0, LAYOUT))
     row, column = row + window // COLUMNS, column + window % COLUMNS
     inside = ((row < height) & (column < width) & (box < total))[:, None] & (channel + lane < TOTAL)[None, :]
-    place = ((image * height + row) * width + column)[:, None] * TOTAL + (channel + lane)[None, :]
+    start = (image * height + row).to(gl.int64)  # a large batch has more results than 32 bits count
+    place = (start * width + column)[:, None] * TOTAL + (channel + lane)[None, :]
     return gl.load(grad + place, mask=inside, other=0.0), gl.load(codes + place, mask=inside, other=4)
 
 

@@ -129,9 +129,10 @@ def backwards(capability: tuple[int, int]) -> None:
         codes = empty_codes(problem, x)
         seen = codes if codes is not None else y.permute(0, 2, 3, 1)
         launch.gradients(problem, y, x, weights, seen, need_input=x.shape[1] > 3)
-    problem, x, weights = posed((*LAYERS["lr"][:2], None), torch.float16, stride=(2, 2))
-    y = torch.zeros(problem.batch, problem.filters, *problem.result_size, dtype=x.dtype)
-    launch.gradients(problem, y, x, weights, y.permute(0, 2, 3, 1), need_input=False)
+    for dtype, stride in ((torch.float16, (2, 2)), (torch.float32, (1, 1))):
+        problem, x, weights = posed((*LAYERS["lr"][:2], None), dtype, stride=stride)
+        y = torch.zeros(problem.batch, problem.filters, *problem.result_size, dtype=dtype)
+        launch.gradients(problem, y, x, weights, y.permute(0, 2, 3, 1), need_input=stride == (1, 1))
 
 
 def neighbours() -> None:

@@ -1,8 +1,9 @@
 """A small model of a Hopper GPU, over which the source of the Gluon kernels is run where there is none.
 
 The model is stricter than the device: a fetch poisons its destination until its barrier is waited on, and a
-product reads shared memory as late as it may, so a buffer that is refilled too early shows as NaN, and a
-wait that nothing will satisfy is an error instead of a hang.
+product or a copy to device memory reads shared memory as late as it may, so a buffer that is refilled too early
+shows. What threads write may not be read by products and copies before a fence, and a wait that nothing will
+satisfy is an error instead of a hang. Barriers between threads are not modelled: there is one.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import importlib.util
 import sys
 import types
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from lowrank_cnn.kernels.problem import describe
 
@@ -32,12 +35,14 @@ class Values(np.ndarray):
         return self[..., 0], self[..., 1]
 
     def to(self, dtype, bitcast=False):
-        kind = {"int32": np.int32, "uint8": np.uint8}.get(dtype, np.float32)
+        kind = {"int32": np.int32, "int64": np.int64, "uint8": np.uint8}.get(dtype, np.float32)
         return super().view(kind).view(Values) if bitcast else self.astype(kind)
 
 
 class Shared:
     """A view of shared memory: flat storage, a beginning and a shape."""
+
+    unfenced: ClassVar[list[tuple[int, int]]] = []
 
     def __init__(self, flat, start, shape, layout=None):
         self.flat, self.start, self.shape, self.layout = flat, start, list(shape), layout
@@ -68,6 +73,17 @@ class Shared:
 
     def store(self, values):
         self.view()[...] = values
+        self.unfenced.append(self.span())
+
+    def span(self):
+        start = self.flat.__array_interface__["data"][0] + self.start * self.flat.itemsize
+        return start, start + int(np.prod(self.shape)) * self.flat.itemsize
+
+    def seen(self):
+        """As products and copies see it: not what threads have written since the last fence."""
+        begin, end = self.span()
+        assert not any(a < end and begin < b for a, b in self.unfenced), "read before a fence"
+        return self.view()
 
 
 class Linear:
@@ -98,7 +114,7 @@ class Machine:
     """One program at a time; fetches land when waited for, products run when they must be done."""
 
     def __init__(self):
-        self.program, self.programs, self.products, self.fetched = 0, 1, [], 0
+        self.program, self.programs, self.products, self.fetched, self.copies = 0, 1, [], 0, []
 
     def allocate(self, dtype, shape, layout):
         if dtype == "int64":
@@ -129,6 +145,15 @@ class Machine:
             self.fetched += 1
         barrier.phase, barrier.expected, barrier.copies = barrier.phase + 1, None, []
 
+    def copy(self, target, place, staged):
+        self.copies.append((target, list(place), staged))
+
+    def wait_copies(self, left):
+        assert left == 0
+        for target, place, staged in self.copies:
+            target.write(place, staged.seen())
+        self.copies = []
+
     def multiply(self, a, b, acc, *, use_acc=True, is_async):
         self.products.append((a, b, acc, use_acc))
         return acc
@@ -136,7 +161,7 @@ class Machine:
     def wait_products(self, left, deps):
         while len(self.products) > left:
             a, b, acc, added = self.products.pop(0)
-            acc[...] = (acc if added else 0) + a.view() @ b.view()
+            acc[...] = (acc if added else 0) + a.seen() @ b.seen()
         return deps[0] if len(deps) == 1 else deps
 
 
@@ -195,6 +220,7 @@ class Kernel:
             for program in range(grid[0]):
                 self.machine.program, self.machine.products = program, []
                 self.function(*arguments, **options)
+                assert not self.machine.copies, "a program ended before its copies"
 
         return launch
 
@@ -256,13 +282,13 @@ def emulate(monkeypatch, *names):
     gluon.jit = lambda function: Kernel(function, machine)
     gluon.language = language
     hopper = types.ModuleType("triton.experimental.gluon.language.nvidia.hopper")
-    hopper.fence_async_shared = lambda: None
+    hopper.fence_async_shared = Shared.unfenced.clear
     hopper.mbarrier = types.SimpleNamespace(
         MBarrierLayout=lambda: None, init=lambda barrier, count: None, expect=machine.expect, wait=machine.wait
     )
     hopper.tma = types.SimpleNamespace(
-        async_copy_global_to_shared=machine.fetch, store_wait=lambda _: None,
-        async_copy_shared_to_global=lambda target, place, staged: target.write(place, staged.view()),
+        async_copy_global_to_shared=machine.fetch, store_wait=machine.wait_copies,
+        async_copy_shared_to_global=machine.copy,
     )  # fmt: skip
     hopper.warpgroup_mma, hopper.warpgroup_mma_wait = machine.multiply, machine.wait_products
     host = types.ModuleType("triton.experimental.gluon.nvidia.hopper")
@@ -288,6 +314,15 @@ def _executed(monkeypatch, name):
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     return module
+
+
+def spread(pixels, size, beyond):
+    """As `spread.launch_spread`, which the model cannot run."""
+    _, height, width, channels = pixels.shape
+    padded = F.pad(pixels, (0, 4 - channels, 1, size[1] - width - 1, 1, size[0] - height - 1))
+    padded = F.pad(padded.flatten(0, 1), (0, 0, 0, 0, 0, beyond))
+    padded[..., channels : channels + 1] = 1
+    return padded
 
 
 def same(height, width):

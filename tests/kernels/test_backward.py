@@ -87,6 +87,20 @@ def test_the_codes_of_a_fused_pool_name_the_winners(pool):
     assert (found != right).float().mean() < (1e-3 if GPU else 1e-9)
 
 
+def test_a_zero_is_cut():
+    """The place of a winner in a value's lowest bits must not lift it above zero."""
+    x, weights = torch.zeros(1, 8, 4, 4, device=DEVICE), [torch.randn(8, 8, 3, 3, device=DEVICE)]
+    problem = describe(x, weights, stride=(1, 1), padding=[same(3, 3)], relu=True, pool="floor")
+    bias, union = torch.zeros(8, device=DEVICE), pack_union(weights, problem, 128, x.dtype)
+    for run in (
+        lambda found: tiled.launch_tiled(problem, x, pack_rows(weights, x.dtype), bias, Tile(32, 16, 16), found),
+        lambda found: stem.launch_stem(problem, x, union, bias, stem.StemTile(pixels=32), found),
+    ):
+        found = empty_codes(problem, x)
+        assert not run(found).any()
+        assert (found == 4).all()
+
+
 @pytest.mark.parametrize(("pool", "stride"), [("floor", 1), ("ceil", 2), (None, 1), (None, 2)])
 def test_first_layer_gradients(pool, stride):
     x = torch.randn(2, 3, 9, 11, device=DEVICE, dtype=torch.float64)

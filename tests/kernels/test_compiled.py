@@ -37,9 +37,8 @@ def test_every_kernel_compiles_without_spilling(compiled, capability: int):
         "undo_pool",
         "undo_relu",
     } <= names
-    assert ({"composite_hopper", "weights_hopper", "composite_window", "window_gradient"} <= names) == (
-        capability == 90
-    )
+    hopper = {"composite_hopper", "weights_hopper", "composite_window", "window_gradient"}
+    assert hopper <= names if capability == 90 else hopper.isdisjoint(names)
     assert [row for row in kernels if row["spilled"]] == []
     assert [row for row in kernels if row["shared"] > SHARED[capability]] == []
     assert [row for row in kernels if row["overtaken"]] == []

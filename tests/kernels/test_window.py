@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
@@ -13,17 +12,10 @@ from lowrank_cnn.kernels.reference import composite_reference
 from lowrank_cnn.kernels.window_plan import WindowTile, pack_windows
 
 
-def spread(pixels, size, beyond):
-    """As `spread.launch_spread`, which the model cannot run."""
-    _, height, width, channels = pixels.shape
-    padded = F.pad(pixels, (0, 4 - channels, 1, size[1] - width - 1, 1, size[0] - height - 1))
-    return F.pad(padded.flatten(0, 1), (0, 0, 0, 0, 0, beyond))
-
-
 @pytest.fixture
 def emulated(monkeypatch, hopper_model):
     module = hopper_model.emulate(monkeypatch, "window")
-    module.launch_spread = spread
+    module.launch_spread = hopper_model.spread
     return module
 
 
@@ -63,3 +55,13 @@ def test_the_codes_name_the_winners(emulated, hopper_model):
     before = composite_reference(x.double(), [w.double() for w in weights], None, **options)
     value, place = before.unfold(2, 2, 2).unfold(3, 2, 2).flatten(-2).max(-1)
     assert torch.equal(codes.permute(0, 3, 1, 2).long(), torch.where(value > 0, place, 4))
+
+
+def test_a_zero_is_cut(emulated, hopper_model):
+    """The place of a winner in a value's lowest bits must not lift it above zero."""
+    x, weights, _, problem = posed(hopper_model, (1, 3, 4, 4), [(3, 3, 16)], "floor")
+    codes = torch.full((1, 2, 2, 16), 77, dtype=torch.uint8)
+    packed = pack_windows(weights, problem, x.dtype)
+    y = emulated.launch_window(problem, torch.zeros_like(x), packed, torch.zeros(16), None, codes)
+    assert not y.any()
+    assert (codes == 4).all()

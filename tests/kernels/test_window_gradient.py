@@ -13,35 +13,31 @@ from lowrank_cnn.kernels.reference import composite_reference
 from lowrank_cnn.kernels.window_plan import WindowTile
 
 
-def spread(pixels, size, beyond):
-    """As `spread.launch_spread`, which the model cannot run."""
-    _, height, width, channels = pixels.shape
-    with_one = torch.cat([pixels, torch.ones_like(pixels[..., :1])], 3)
-    padded = F.pad(with_one, (0, 3 - channels, 1, size[1] - width - 1, 1, size[0] - height - 1))
-    return F.pad(padded.flatten(0, 1), (0, 0, 0, 0, 0, beyond))
-
-
 @pytest.fixture
 def emulated(monkeypatch, hopper_model):
     module = hopper_model.emulate(monkeypatch, "window", "window_gradient")
-    module.launch_spread = spread
+    module.launch_spread = hopper_model.spread
     return module
+
+
+WIDE = [((1, 3), (1, 3))]
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize(
-    ("size", "groups"),
+    ("size", "groups", "padding"),
     [
-        pytest.param((2, 3, 12, 34), [(3, 1, 8), (1, 3, 8)], id="low-rank"),
-        pytest.param((1, 3, 17, 21), [(3, 3, 80)], id="dense, odd size, two tiles of filters"),
-        pytest.param((3, 1, 4, 4), [(1, 3, 16)], id="one channel"),
+        pytest.param((2, 3, 12, 34), [(3, 1, 8), (1, 3, 8)], None, id="low-rank"),
+        pytest.param((1, 3, 17, 21), [(3, 3, 80)], None, id="dense, odd size, two tiles of filters"),
+        pytest.param((3, 1, 4, 4), [(1, 3, 16)], None, id="one channel"),
+        pytest.param((1, 3, 8, 8), [(3, 3, 16)], WIDE, id="results beyond the image"),
     ],
 )
-def test_weights_and_bias(emulated, hopper_model, size, groups, stages):
+def test_weights_and_bias(emulated, hopper_model, size, groups, padding, stages):
     torch.manual_seed(4)
     x = torch.randn(size)
     weights = [torch.randn(f, size[1], h, w, requires_grad=True) for h, w, f in groups]
-    options = {"stride": (1, 1), "padding": [hopper_model.same(h, w) for h, w, _ in groups]}
+    options = {"stride": (1, 1), "padding": padding or [hopper_model.same(h, w) for h, w, _ in groups]}
     problem = describe(x, weights, **options, relu=True, pool="floor")
     bias = torch.randn(problem.filters, requires_grad=True)
     y = composite_reference(x, weights, bias, **options)
@@ -55,4 +51,6 @@ def test_weights_and_bias(emulated, hopper_model, size, groups, stages):
     dw, db = emulated.launch_window_gradient(problem, pixels, grad, codes, WindowTile(stages, residents=1))
     for ours, expected in zip((*dw, db), right, strict=True):
         assert ours.shape == expected.shape
+    assert db.is_contiguous()  # as the operator promises
+    for ours, expected in zip((*dw, db), right, strict=True):
         assert torch.linalg.norm(ours - expected) < 1e-5 * torch.linalg.norm(expected)
