@@ -200,7 +200,7 @@ def _hopper_plan(problem: Problem, capability: tuple[int, int]) -> Plan | None:
 def _input_tile(problem: Problem, device: torch.device) -> tiled.Tile | None:
     capability = capability_of(device)
     if (0, 0) < capability < (9, 0):
-        return tiled.Tile(*OLDER)
+        return replace(tiled.Tile(*OLDER), filters=OLDER[1] * 2 // problem.dtype.itemsize)
     stored = known(problem, capability, "input")
     return tiled.Tile(**stored) if stored else None
 
