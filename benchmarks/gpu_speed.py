@@ -89,7 +89,7 @@ def tiles(options: argparse.Namespace) -> list[tuple[Any, bool]]:
 
 def compile_tiles(options: argparse.Namespace, shard: int, shards: int) -> None:
     """Child: run every plan of a share of the convs, for the sake of Triton's cache alone."""
-    from lowrank_cnn.kernels.launch import plans
+    from lowrank_cnn.kernels.plans import plans
 
     capability = torch.cuda.get_device_capability()
     for problem, training in tiles(options)[shard::shards]:

@@ -21,7 +21,7 @@ from lowrank_cnn.kernels.mode import is_for_graphs, is_tuning, mode
 from lowrank_cnn.kernels.problem import Pair, Problem, Sides, pose
 
 if TYPE_CHECKING:
-    from lowrank_cnn.kernels.launch import Plan
+    from lowrank_cnn.kernels.plans import Plan
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def unsupported(
 
 def plan_for(problem: Problem, device: torch.device, *, training: bool = False) -> Plan:
     """The plan of a problem that is known to run fused: the measured one, or the default."""
-    from lowrank_cnn.kernels.launch import Plan
+    from lowrank_cnn.kernels.plans import Plan
 
     for purpose in (training, not training):
         if entry := _entry(Asked(problem, device, purpose)):
@@ -134,7 +134,8 @@ def _untrainable(problem: Problem, need_input: bool) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _plans(problem: Problem, device: torch.device) -> tuple[Plan, ...]:
-    from lowrank_cnn.kernels.launch import capability_of, plans
+    from lowrank_cnn.kernels.launch import capability_of
+    from lowrank_cnn.kernels.plans import plans
 
     return tuple(plans(problem, capability=capability_of(device)))
 
@@ -184,7 +185,7 @@ def _fastest(problem: Problem, device: torch.device) -> tuple[Plan, bool]:
 
 def _tuned(problem: Problem, device: torch.device) -> Plan | None:
     """The plan that was found fastest before, be it for inference or for training: forwards are alike."""
-    from lowrank_cnn.kernels.launch import Plan
+    from lowrank_cnn.kernels.plans import Plan
 
     for training in (False, True):
         entry = _entry(Asked(problem, device, training))
@@ -194,7 +195,7 @@ def _tuned(problem: Problem, device: torch.device) -> Plan | None:
 
 
 def _choice(entry: dict[str, Any]) -> Choice:
-    from lowrank_cnn.kernels.launch import Plan
+    from lowrank_cnn.kernels.plans import Plan
 
     way = _way()
     ours, theirs = entry["fused"][way], entry["torch"][way]

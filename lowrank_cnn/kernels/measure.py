@@ -16,7 +16,7 @@ from lowrank_cnn.kernels.trial import Trial
 from lowrank_cnn.memory import is_out_of_memory
 
 if TYPE_CHECKING:
-    from lowrank_cnn.kernels.launch import Plan
+    from lowrank_cnn.kernels.plans import Plan
 
 TOLERANCE = 2e-2
 """Between two ways to round a layer in half precision, relative to the norm of the result."""

@@ -15,7 +15,7 @@ from lowrank_cnn.kernels.problem import Problem, Sides, empty_codes
 from lowrank_cnn.kernels.reference import composite_by_torch
 
 if TYPE_CHECKING:
-    from lowrank_cnn.kernels.launch import Plan
+    from lowrank_cnn.kernels.plans import Plan
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lowrank_cnn.kernels import hopper, launch, norm, pool
+from lowrank_cnn.kernels.plans import plans
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
 
 LAYERS = {
@@ -114,12 +115,12 @@ def forwards(capability: tuple[int, int]) -> None:
     for layer in (*LAYERS.values(), *FIRST.values()):
         problem, x, weights = posed(layer, torch.bfloat16)
         bias = torch.zeros(problem.filters)
-        for plan in launch.plans(problem, capability=capability):
+        for plan in plans(problem, capability=capability):
             launch.forward(plan, problem, x, weights, bias, empty_codes(problem, x))
     problem, x, weights = posed(LAYERS["lr"], torch.float32)
-    launch.forward(launch.plans(problem, capability=capability)[0], problem, x, weights, None)
+    launch.forward(plans(problem, capability=capability)[0], problem, x, weights, None)
     problem, x, weights = posed(LAYERS["lr"], torch.float16, stride=(2, 2))
-    launch.forward(launch.plans(problem, capability=capability)[0], problem, x, weights, None)
+    launch.forward(plans(problem, capability=capability)[0], problem, x, weights, None)
 
 
 def backwards(capability: tuple[int, int]) -> None:

@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import backward, backward_plan, gather, launch, stem, tiled
 from lowrank_cnn.kernels.pack import pack_rows, pack_union
+from lowrank_cnn.kernels.plans import Plan
 from lowrank_cnn.kernels.problem import describe, empty_codes
 from lowrank_cnn.kernels.reference import composite_reference
 from lowrank_cnn.kernels.tiled import Tile
@@ -132,7 +133,7 @@ def test_the_gradient_of_a_single_group_is_a_convolution(monkeypatch, kernel, pa
     problem = describe(x.float(), [weight], stride=(1, 1), padding=[sides], relu=True, pool=None)
 
     asked = []
-    tile = launch.Plan("tiled", Tile(pixels=32, filters=16, depth=16))
+    tile = Plan("tiled", Tile(pixels=32, filters=16, depth=16))
     monkeypatch.setattr(launch, "_hopper_plan", lambda problem, capability: asked.append(problem) or tile)
     dx = launch.input_gradient(problem, last(grad), [weight.float()])
     assert len(asked) == 1

@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import choice, for_graphs, launch, measure, mode, store
 from lowrank_cnn.kernels.choice import Asked, Choice
-from lowrank_cnn.kernels.launch import Plan
 from lowrank_cnn.kernels.measure import FAILED, Times, agrees, times
+from lowrank_cnn.kernels.plans import Plan
 from lowrank_cnn.kernels.problem import pose
 from lowrank_cnn.kernels.tiled import Tile
 from lowrank_cnn.kernels.trial import Trial

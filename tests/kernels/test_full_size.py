@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import launch
 from lowrank_cnn.kernels.backward import launch_weight_gradient
+from lowrank_cnn.kernels.plans import Plan
+from lowrank_cnn.kernels.plans import plans as plans_of
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
 from lowrank_cnn.kernels.reference import composite_reference
 
@@ -42,8 +44,8 @@ def posed(size, groups, pool=None, dtype=torch.bfloat16):
     return describe(x, weights, **options), x, weights, bias, exact, y
 
 
-def plans(problem: Problem) -> list[launch.Plan]:
-    return launch.plans(problem, capability=torch.cuda.get_device_capability(), thorough=True)
+def plans(problem: Problem) -> list[Plan]:
+    return plans_of(problem, capability=torch.cuda.get_device_capability(), thorough=True)
 
 
 def off(ours, right) -> float:

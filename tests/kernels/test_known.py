@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels import launch
 from lowrank_cnn.kernels.known import known, shape_of
+from lowrank_cnn.kernels.plans import Plan, plans
 from lowrank_cnn.kernels.problem import pose
 
 SIDES = [((1, 1), (0, 0)), ((0, 0), (1, 1))]
@@ -23,7 +23,7 @@ def problem(batch=256, dtype=torch.bfloat16, size=56):
 def test_a_known_plan_comes_first():
     best = known(problem(), (9, 0))
     assert best is not None
-    assert launch.plans(problem(), capability=(9, 0))[0] == launch.Plan.from_dict(best)
+    assert plans(problem(), capability=(9, 0))[0] == Plan.from_dict(best)
 
 
 @pytest.mark.parametrize("other", [{"batch": 1}, {"dtype": torch.float32}, {"size": 55}])
@@ -36,4 +36,4 @@ def test_a_plan_whose_kernel_refuses_is_left_out(monkeypatch):
     first = pose((32, 3, 8, 8), [(16, 3, 3, 3)], torch.bfloat16, stride=(1, 1), padding=[((1, 1), (1, 1))])
     stored = {"9.0": {shape_of(first): {"forward": {"kernel": "window", "tile": {"stages": 3, "residents": 3}}}}}
     monkeypatch.setattr("lowrank_cnn.kernels.known.table", lambda: stored)
-    assert {plan.kernel for plan in launch.plans(first, capability=(9, 0))} == {"stem"}
+    assert {plan.kernel for plan in plans(first, capability=(9, 0))} == {"stem"}
