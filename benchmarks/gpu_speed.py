@@ -90,8 +90,10 @@ def compile_way(setting: Setting) -> None:
 def compile_all(options: argparse.Namespace, deadline: float) -> list[str]:
     """Run the children, so many at a time; what is not done by the deadline is stopped, and named."""
     waiting = [f"tiles|{i}" for i in range(options.jobs)]
-    rivals = [str(s) for s in dense_settings(options) if s.way not in ("ours", "graph")]
-    waiting = [*waiting[: options.jobs * 2 // 3], *rivals[:4], *waiting[options.jobs * 2 // 3 :], *rivals[4:]]
+    rivals = [s for s in dense_settings(options) if s.way not in ("ours", "graph")]
+    rivals.sort(key=lambda setting: setting.way != "max-autotune")  # which takes longest
+    some, first = options.jobs * 2 // 3, [str(setting) for setting in rivals[:4]]
+    waiting = [*first, *waiting[:some], *(str(setting) for setting in rivals[4:]), *waiting[some:]]
     running: dict[str, subprocess.Popen[bytes]] = {}
     undone = []
     with tempfile.TemporaryDirectory() as scratch:
