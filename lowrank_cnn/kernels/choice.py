@@ -120,16 +120,17 @@ def _unable(asked: Asked) -> str | None:
         return f"{problem.dtype} is not bfloat16, float16 or float32"
     if not _plans(problem, asked.device):
         return "no kernel takes this stride, these channels or these taps"
-    return _untrainable(problem, asked.need_input) if asked.training else None
+    return _untrainable(asked) if asked.training else None
 
 
-def _untrainable(problem: Problem, need_input: bool) -> str | None:
+def _untrainable(asked: Asked) -> str | None:
     from lowrank_cnn.kernels import stem, tiled
+    from lowrank_cnn.kernels.launch import capability_of, has_windows
 
+    problem = asked.problem
     reason = tiled.unsupported(problem)
-    if reason is None or (stem.unsupported(problem) is None and not need_input):
-        return None
-    return f"no gradient for {reason}"
+    first = stem.unsupported(problem) is None or has_windows(problem, capability_of(asked.device))
+    return None if reason is None or (first and not asked.need_input) else f"no gradient for {reason}"
 
 
 @lru_cache(maxsize=4096)

@@ -45,7 +45,7 @@ def gradients(
     """Gradients of input, weights and bias, the latter two in float32; None where not needed."""
     g, pixels, seen = pixels_last(grad), pixels_last(x), seen.contiguous()
     programs = programs_at_once(x.device)
-    if _has_windows(problem, x) and not need_input:
+    if has_windows(problem, capability_of(x.device)) and not need_input:
         from lowrank_cnn.kernels.window_gradient import launch_window_gradient
 
         dw, db = launch_window_gradient(problem, pixels, g, seen)
@@ -58,10 +58,10 @@ def gradients(
     return dx, weight_gradient(problem, g, pixels), db
 
 
-def _has_windows(problem: Problem, x: Tensor) -> bool:
+def has_windows(problem: Problem, capability: tuple[int, int]) -> bool:
     """Whether the gradient over windows takes a problem: it needs a spare channel."""
-    hopper = capability_of(x.device)[0] == 9 and problem.channels < window_plan.PLACES
-    return hopper and window_plan.unsupported(problem) is None
+    spare = capability[0] == 9 and problem.channels < window_plan.PLACES
+    return spare and window_plan.unsupported(problem) is None
 
 
 def input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tensor]) -> Tensor:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels import launch
+from lowrank_cnn.kernels import forced, launch
 from lowrank_cnn.kernels.backward import launch_weight_gradient
+from lowrank_cnn.kernels.fuse import fuse
 from lowrank_cnn.kernels.plans import Plan
 from lowrank_cnn.kernels.plans import plans as plans_of
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
@@ -109,6 +111,21 @@ def test_the_gradients_of_a_first_layer(size, groups):
     assert dx is None
     assert off(flat(dw), flat(right)) < SUMMED
     assert off(db, cut.sum((0, 2, 3))) < SUMMED
+
+
+def test_a_compiled_first_layer_trains_alike():
+    """The compiler believes what the operators promise of their results' memory."""
+    torch.manual_seed(0)
+    chain = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)).cuda()
+    layer = fuse(chain.to(memory_format=torch.channels_last))
+    x = torch.randn(8, 3, 64, 64, device="cuda").contiguous(memory_format=torch.channels_last)
+    found = []
+    for run in (layer, torch.compile(layer)):
+        with forced("on"), torch.autocast("cuda", dtype=torch.bfloat16):
+            y = run(x)
+        found.append(torch.autograd.grad(y.float().square().sum(), list(chain.parameters())))
+    for eager, compiled in zip(*found, strict=True):
+        assert off(compiled, eager) < ROUNDED
 
 
 @pytest.mark.parametrize(("size", "groups"), CASES)
