@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from tables.form import markdown
 
+NOTE = """
+Top-5 on ILSVRC for VGG and GoogLeNet, top-1 on CIFAR-10 for NiN, all as published. MACs are counted here, for the
+images that each network trains on (NiN: crops of 30x30); for `lde` and the low-rank GoogLeNets the paper prints
+others, which `lowrank audit` names.
+"""
+
 
 def networks() -> str:
     """Every network with its cost, counted now, beside the dense network of its family."""
@@ -26,10 +32,7 @@ def networks() -> str:
                 [f"`{name}`", f"{macs / 1e9:.3f} G", f"{ratio:.3f}", f"{params / 1e6:.2f} M", f"{accuracy:.1%}"]
             )
     columns = ["network", "MACs", "of the dense twin", "parameters", "published accuracy"]
-    return (
-        markdown(columns, rows)
-        + "\nTop-5 on ILSVRC for VGG and GoogLeNet, top-1 on CIFAR-10 for NiN, all as published.\n"
-    )
+    return markdown(columns, rows) + NOTE
 
 
 def weights() -> str:

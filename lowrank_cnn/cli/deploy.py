@@ -22,7 +22,9 @@ from lowrank_cnn.units import si
 
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 Input = Annotated[str | None, typer.Option("--input", help="Image size, as 3x224x224.")]
-Pretrained = Annotated[bool, typer.Option("--pretrained", help="Trained weights, from timm or torchvision.")]
+Pretrained = Annotated[
+    bool, typer.Option("--pretrained", help="Trained weights: timm's, torchvision's, or the package's own.")
+]
 Width = Annotated[float | None, typer.Option(help="Scale the filters of one of our networks.")]
 Norm = Annotated[str | None, typer.Option(help="batch, for one of our networks.")]
 Batch = Annotated[int, typer.Option(help="Images at a time.")]

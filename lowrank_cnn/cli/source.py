@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from lowrank_cnn.errors import LowRankError, nearest, require
-from lowrank_cnn.models import create_model, list_models
+from lowrank_cnn.models import create_model, list_models, list_pretrained
 
 MODEL_HELP = (
     "A network's name (`lowrank models`), timm:NAME, torchvision:NAME, an exported .safetensors, a run's "
@@ -47,16 +47,27 @@ def find_model(text: str, *, pretrained: bool = False, into: str | None = None, 
     given = {key: value for key, value in options.items() if value is not None}
     kind, colon, rest = text.partition(":")
     if not is_path(text):
-        network = create_model(text, **given)
+        network = create_model(text, pretrained=_weights_of(text) if pretrained else None, **given)
         return Source(text, network, network.input_size)
     if given:
         raise LowRankError(f"{text} is taken as it is; {' and '.join(given)} can be set for our own networks.")
     makers: dict[str, Callable[[str, bool], Source]] = {"timm": _from_timm, "torchvision": _from_torchvision}
     if colon and kind in makers:
         return makers[kind](rest, pretrained)
+    if pretrained:
+        raise LowRankError(f"{text} is taken with the weights it has; --pretrained is for networks by name.")
     if colon and kind.endswith(".py"):
         return _from_file(Path(kind), rest)
     return _from_weights(Path(text), find_model(into).network if into else None)
+
+
+def _weights_of(name: str) -> str:
+    """The data set on which the package's own weights of a network were trained."""
+    found = [data for known, data in list_pretrained() if known == name]
+    if not found:
+        known = ", ".join(dict.fromkeys(known for known, _ in list_pretrained()))
+        raise LowRankError(f"there are no trained weights of {name}; there are those of {known}.")
+    return found[0]
 
 
 def _from_weights(path: Path, into: nn.Module | None) -> Source:

@@ -37,6 +37,10 @@ from lowrank_cnn.selection import check_module
 
 _KEY = "lowrank_cnn"
 _TOLERANCE = 1e-3
+CHANGED = (
+    "the network no longer is what its configuration builds (merged or changed by hand): "
+    "export it before that, or to .onnx or .pt2."
+)
 _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
 
@@ -165,6 +169,8 @@ def _write_weights(model: nn.Module, path: Path, input_size: Sequence[int] | Non
     description = describe(model)
     if description["model"] is not None:
         _check_description(model, description)
+    elif any(row.parts and not row.reason for row in getattr(model, "merging", ())):
+        raise LowRankError(CHANGED)
     text = json.dumps({**description, "dtype": str(_dtype(model))})
     safetensors.torch.save_model(model, str(path), metadata={"format": "pt", _KEY: text})
 
@@ -174,10 +180,7 @@ def _check_description(model: nn.Module, description: dict[str, object]) -> None
         again = rebuild(description).state_dict()
     stored = model.state_dict()
     if {name: t.shape for name, t in stored.items()} != {name: t.shape for name, t in again.items()}:
-        raise LowRankError(
-            "the network no longer is what its configuration builds (merged or changed by hand): "
-            "export it before that, or to .onnx or .pt2."
-        )
+        raise LowRankError(CHANGED)
 
 
 def _load_weights(path: Path, into: nn.Module | None) -> nn.Module:

@@ -10,7 +10,7 @@ from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.report.records import Problem, Records, read_record
 
 LARGEST_FILE = 64 * 2**20
-FIRST_STEP = "lowrank train nin-c3-lr --data digits --out runs/first"
+FIRST_STEP = "lowrank train nin-c3-lr --data digits --recipe digits --width 0.25 --out runs/first"
 
 
 def read_records(paths: Iterable[str | Path]) -> Records:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from lowrank_cnn.cli import deploy
 from lowrank_cnn.count import count
+from lowrank_cnn.deploy.export import load
 from lowrank_cnn.errors import LowRankError, MissingExtra
 from lowrank_cnn.models import create_model
 
@@ -190,6 +191,14 @@ def test_export_writes_and_reports(tmp_path):
     assert "MiB" in lowrank("export", "nin", path, "--overwrite", *SMALL)
 
 
+def test_export_writes_the_packages_own_weights(tmp_path):
+    lowrank("export", "nin-c3-lr", tmp_path / "net.safetensors", "--pretrained")
+    ours, right = load(tmp_path / "net.safetensors"), create_model("nin-c3-lr", pretrained="cifar10")
+    assert ours.state_dict().keys() == right.state_dict().keys()
+    for name, value in right.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -210,6 +219,8 @@ def test_export_writes_and_reports(tmp_path):
         (["plan", "nin", "--batch", "0"], "batch must be positive"),
         (["time", "nin", "--runtime", "onnx", "--device", "cuda"], "timed on the CPU"),
         (["export", "nin", "net.bin"], "ends in .onnx"),
+        (["export", "vgg11-gmp", "net.onnx", "--pretrained"], "no trained weights of vgg11-gmp"),
+        (["export", "net.safetensors", "net.onnx", "--pretrained"], "taken with the weights it has"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: list[str], says: str):

@@ -221,3 +221,11 @@ def plain(path):
 
     save_file({"weight": torch.ones(2)}, path)
     return path
+
+
+def test_a_merged_network_of_the_users_own_does_not_go_to_safetensors(tmp_path):
+    own = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    with pytest.raises(LowRankError, match="merged or changed by hand"):
+        export(merge(own), tmp_path / "own.safetensors")
+    assert not list(tmp_path.iterdir())
+    export(merge(nn.Sequential(nn.Conv2d(3, 4, 3)).eval()), tmp_path / "nothing-merged.safetensors")
