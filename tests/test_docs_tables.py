@@ -273,9 +273,9 @@ def test_every_recorded_row_is_made_of_its_own_run():
 def test_a_measurement_adds_its_run_to_the_record(blocks: ModuleType, put: Put, tmp_path: Path, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    speed = importlib.import_module("gpu_speed")
+    book_of = importlib.import_module("gpu_book")
     put("gpu_speed.json", {"kind": "gpu-speed", "runs": [speed_run("1old", 10.0, a=5.0)]})
-    book = speed.Book(SimpleNamespace(out=tmp_path / "gpu_speed.json", budget=9), 0.0)
+    book = book_of.Book(SimpleNamespace(out=tmp_path / "gpu_speed.json", budget=9), 0.0)
     book.found["ways"] = {"a|inference|256|fused": {"ms": 4.0}, "dense|inference|256|cudnn": {"skipped": "late"}}
     for _ in range(2):  # a run written twice is there once
         book.write()
@@ -285,7 +285,7 @@ def test_a_measurement_adds_its_run_to_the_record(blocks: ModuleType, put: Put, 
     assert new["undone"] == ["dense|inference|256|cudnn"]
     put("other.json", {"kind": "train-speed"})
     with pytest.raises(SystemExit, match="no record of whole networks"):
-        speed.earlier_runs(tmp_path / "other.json")
+        book_of.earlier_runs(tmp_path / "other.json")
 
 
 def test_a_rival_that_failed_leaves_an_empty_cell(blocks: ModuleType, put: Put):
