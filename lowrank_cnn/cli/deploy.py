@@ -96,6 +96,7 @@ def time_command(
     input_text: Input = None,
     width: Width = None,
     norm: Norm = None,
+    into: Into = None,
     as_json: Json = False,
 ) -> None:
     """Time networks and their layers beside their MACs and their dense twins."""
@@ -104,7 +105,7 @@ def time_command(
     options = {"batch": batch, "device": device, "threads": threads, "runtime": runtime, "repeats": repeats}
     timings = []
     for text in models:
-        source = find_model(text, width=width, norm=norm, scheme=scheme if is_ours(text) else None)
+        source = find_model(text, into=into, width=width, norm=norm, scheme=scheme if is_ours(text) else None)
         twin = source.network if scheme and not is_ours(text) else None
         network = convert(twin, scheme) if twin is not None and scheme else source.network
         timings.append(time_model(network, source.size(parse_size(input_text)), twin=twin, **options))
@@ -128,6 +129,7 @@ def plan_command(
     input_text: Input = None,
     width: Width = None,
     norm: Norm = None,
+    into: Into = None,
     as_json: Json = False,
 ) -> None:
     """Measure the ways to run each layer on this machine, and the network as a whole."""
@@ -135,7 +137,7 @@ def plan_command(
     from lowrank_cnn.deploy import optimize
     from lowrank_cnn.train.launch import resolve_device
 
-    source = find_model(model, width=width, norm=norm)
+    source = find_model(model, into=into, width=width, norm=norm)
     device = resolve_device(device)
     network = source.network.eval().to(device)
     if batch < 1:

@@ -8,7 +8,7 @@ import torch
 import typer
 
 from lowrank_cnn.cli.show import print_json, print_table
-from lowrank_cnn.cli.source import MODEL_HELP, find_model, is_ours, parse_size
+from lowrank_cnn.cli.source import INTO_HELP, MODEL_HELP, find_model, is_ours, parse_size
 from lowrank_cnn.convert import convert
 from lowrank_cnn.count import Count, count
 from lowrank_cnn.models import create_model, list_models
@@ -47,6 +47,7 @@ def count_command(
     norm: Annotated[str | None, typer.Option(help="batch, for batch norm.")] = None,
     stride: Annotated[int | None, typer.Option(help="Stride of the first conv.")] = None,
     num_classes: Annotated[int | None, typer.Option("--classes", help="Number of classes.")] = None,
+    into: Annotated[str | None, typer.Option(help=INTO_HELP)] = None,
     as_json: Json = False,
 ) -> None:
     """Count multiply-accumulates, parameters and activation memory, per layer and in total."""
@@ -56,7 +57,7 @@ def count_command(
         net = _build(model, asked, **options, scheme=scheme)
         size = asked or net.input_size
     else:
-        source = find_model(model, **options)
+        source = find_model(model, into=into, **options)
         net, size = convert(source.network, scheme) if scheme else source.network, source.size(asked)
     result = count(net, size, convention=convention)
     if as_json:

@@ -8,7 +8,7 @@ import typer
 from torch import nn
 from typer.testing import CliRunner
 
-from lowrank_cnn.cli import deploy
+from lowrank_cnn.cli import deploy, models
 from lowrank_cnn.count import count
 from lowrank_cnn.deploy.export import load
 from lowrank_cnn.errors import LowRankError, MissingExtra
@@ -21,6 +21,7 @@ def lowrank(*arguments: str) -> str:
     """Run a command and give what it prints; errors come through."""
     app = typer.Typer()
     deploy.add_to(app)
+    models.add_to(app)
     done = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.output
@@ -189,6 +190,16 @@ def test_export_writes_and_reports(tmp_path):
     with pytest.raises(LowRankError, match="exists"):
         lowrank("export", "nin", path, *SMALL)
     assert "MiB" in lowrank("export", "nin", path, "--overwrite", *SMALL)
+
+
+def test_weights_of_ones_own_network_are_counted_timed_and_planned(tmp_path):
+    own, weights = tmp_path / "own.py", tmp_path / "own.safetensors"
+    own.write_text("from torch import nn\ndef make():\n    return nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU())\n")
+    lowrank("export", f"{own}:make", weights, "--scheme", "lr", "--input", "1x9x9")
+    named = ("--into", f"{own}:make", "--input", "1x9x9", "--json")
+    assert json.loads(lowrank("count", weights, *named))["macs"] == 7 * 7 * 6 * 3
+    assert json.loads(lowrank("time", weights, "--repeats", "3", *named))["timings"][0]["macs"] == 7 * 7 * 6 * 3
+    assert json.loads(lowrank("plan", weights, "--no-cache", *named))["input"] == [1, 1, 9, 9]
 
 
 def test_export_writes_the_packages_own_weights(tmp_path):
