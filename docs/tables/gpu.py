@@ -72,11 +72,22 @@ def gpu_ratios() -> str:
     shown = {name: found for mode in modes for name, found in mode.items()}
     rows: list[list[object]] = []
     for name, (_, row) in sorted(shown.items(), key=_place):
-        ratios = [f"**{mode[name][1]['ratio']:.3f}**" if name in mode else NOT_MEASURED for mode in modes]
+        ratios = [_ratio(*mode[name]) if name in mode else NOT_MEASURED for mode in modes]
         rows.append([f"`{name}`", f"{row['mac_ratio']:.3f}", *ratios])
     used = [run for mode in modes for run, _ in mode.values()]
     note = f"\nTime over that of the fastest dense network without our kernels; bf16, batch {BATCH}, 224x224.\n"
+    note += "Medians of 21 replays of a graph, ours and dense in one run; in brackets our least over its most,\n"
+    note += "and our most over its least.\n"
     return markdown(["network", "MAC ratio", "inference", "training"], rows) + note + _source(used)
+
+
+def _ratio(run: Run, row: Row) -> str:
+    """The ratio, and how far it could lie apart by the spread of both sides."""
+    setting = f"{row['mode']}|{row['batch']}"
+    ours = run["ways"][f"{row['network']}|{setting}|{row['way']}"]
+    dense = run["ways"][f"{row['dense']}|{setting}|{row['dense_way']}"]
+    low, high = ours["least"] / dense["most"], ours["most"] / dense["least"]
+    return f"**{row['ratio']:.3f}** ({low:.3f} to {high:.3f})"
 
 
 def newest(mode: str, batch: int) -> list[tuple[Run, Row]]:

@@ -68,11 +68,10 @@ def test_an_image_of_the_right_scale_is_only_cropped(way: Framer) -> None:
     assert (window == np.asarray(Image.open(io.BytesIO(data)))[2:16, :14]).all()
 
 
-@pytest.mark.parametrize("format", ["JPEG", "PNG"])
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize(
+    ("format", "mode"), [("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "L")]
+)
 def test_ways_agree_on_every_kind_of_image(format: str, mode: str) -> None:
-    if (format, mode) == ("PNG", "CMYK"):
-        pytest.skip("there is no such file")
     data = smooth(40, 31, format, mode)
     for channels in (1, 3):
         one, other = (np.frombuffer(way(data, FRAMING, channels, None), np.uint8).astype(int) for way in WAYS)
