@@ -6,8 +6,10 @@ Inference runs in bf16, a training step (forward, backward, SGD) under bf16 auto
 a captured CUDA graph. The fastest dense twin is the best of torch.compile, max-autotune and cuDNN with bias and
 ReLU inside (with and without padding the input channels) and the rest compiled. What our own kernels make of the
 dense network stands in a column of its own. Child processes first compile what they can, side by side, into
-the compilers' caches on disk; then this process measures alone. Results are written after each measurement: the
-file keeps the runs that it holds, oldest first, and this one stands last.
+the compilers' caches on disk; then this process measures alone. `--only-compile` ends there, so that compiling can
+go on beside other work; max-autotune measures while it compiles, and wants `--compile autotune` on a GPU at rest.
+Results are written after each measurement: the file keeps the runs that it holds, oldest first, and this one
+stands last.
 """
 
 from __future__ import annotations
@@ -67,14 +69,14 @@ def tiles(options: argparse.Namespace) -> list[tuple[Any, bool]]:
 
 
 def compile_tiles(options: argparse.Namespace, shard: int, shards: int) -> None:
-    """Child: run every plan of a share of the convs, for the sake of Triton's cache alone."""
+    """Child: run every plan of a share of the convs, as tuning will, for the sake of Triton's cache alone."""
     from lowrank_cnn.kernels.plans import plans
 
     capability = torch.cuda.get_device_capability()
     for problem, training in tiles(options)[shard::shards]:
-        found = plans(problem, capability=capability)
-        for plan in found[:1] if training else found:
-            times(problem, torch.device("cuda"), plan, training=training, repeats=1)
+        for plan in plans(problem, capability=capability):
+            for purpose in (False, True)[: 1 + training]:
+                times(problem, torch.device("cuda"), plan, training=purpose, repeats=1)
         torch.cuda.empty_cache()
 
 
@@ -87,13 +89,20 @@ def compile_way(setting: Setting) -> None:
     torch.cuda.synchronize()
 
 
+def jobs(options: argparse.Namespace) -> list[str]:
+    """What children compile, the longest first: max-autotune, then our kernels and the other rivals."""
+    compiled = [setting for setting in dense_settings(options) if setting.way not in ("ours", "graph")]
+    kinds = {
+        "autotune": [str(setting) for setting in compiled if setting.way == "max-autotune"],
+        "tiles": [f"tiles|{i}" for i in range(options.jobs)],
+        "rivals": [str(setting) for setting in compiled if setting.way != "max-autotune"],
+    }
+    return [job for kind, found in kinds.items() if kind in options.compile for job in found]
+
+
 def compile_all(options: argparse.Namespace, deadline: float) -> list[str]:
     """Run the children, so many at a time; what is not done by the deadline is stopped, and named."""
-    waiting = [f"tiles|{i}" for i in range(options.jobs)]
-    rivals = [s for s in dense_settings(options) if s.way not in ("ours", "graph")]
-    rivals.sort(key=lambda setting: setting.way != "max-autotune")  # which takes longest
-    some, first = options.jobs * 2 // 3, [str(setting) for setting in rivals[:4]]
-    waiting = [*first, *waiting[:some], *(str(setting) for setting in rivals[4:]), *waiting[some:]]
+    waiting = jobs(options)
     running: dict[str, subprocess.Popen[bytes]] = {}
     undone = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -118,7 +127,8 @@ def _child(options: argparse.Namespace, job: str, scratch: str) -> subprocess.Po
     for name in ("networks", "modes", "batches"):
         command += [f"--{name}", ",".join(map(str, getattr(options, name)))]
     log = options.out.with_suffix(".log").open("ab")
-    extra = {"LOWRANK_CACHE": scratch, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    threads = max(2, (os.cpu_count() or 1) // options.jobs)
+    extra = {"LOWRANK_CACHE": scratch, "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
     return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **extra})
 
 
@@ -131,11 +141,15 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=500, help="seconds in all")
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
+    parser.add_argument("--compile", default="autotune,tiles,rivals", help="what children compile first")
+    parser.add_argument("--compile-budget", type=float, help="seconds of it for that; half if not given")
+    parser.add_argument("--only-compile", action="store_true", help="fill the compilers' caches, measure nothing")
     parser.add_argument("--out", type=Path, default=Path("gpu_speed.json"))
     parser.add_argument("--verbose", action="store_true", help="print every measurement")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    for name in ("networks", "modes", "ways"):
+    options.compile_budget = options.budget if options.only_compile else options.compile_budget
+    for name in ("networks", "modes", "ways", "compile"):
         setattr(options, name, getattr(options, name).split(","))
     options.batches = [int(batch) for batch in options.batches.split(",")]
     if unknown := [name for name in options.networks if name not in TWINS]:
@@ -151,9 +165,12 @@ def main() -> None:
     if options.child:
         name, mode, batch, how = options.child.split("|")
         return compile_way(Setting(name, mode, int(batch), how))
+    undone = compile_all(options, start + (options.compile_budget or 0.5 * options.budget))
+    print(f"compiled in {time.monotonic() - start:.0f} s; undone: {undone}", flush=True)
+    if options.only_compile:
+        return None
     book = Book(options, start)
-    book.found["undone"] = compile_all(options, start + 0.5 * options.budget)
-    print(f"compiled in {time.monotonic() - start:.0f} s; undone: {book.found['undone']}", flush=True)
+    book.found["undone"] = undone
     limit = limits()
     book.found["limits"] = asdict(limit)
     for name, mode, batch in settings(options):
