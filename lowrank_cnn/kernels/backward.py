@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lowrank_cnn.kernels.backward_plan import gradient_rows, input_tile, weight_rows, weight_tile
 from lowrank_cnn.kernels.pack import pack_turned, unpack_rows
 from lowrank_cnn.kernels.problem import Problem, empty_maps
+from lowrank_cnn.kernels.start import start
 from lowrank_cnn.kernels.tiled import Tile
 from lowrank_cnn.kernels.tiles import box_count, box_of, power_above, shares
 
@@ -184,9 +185,9 @@ def launch_undo(
     grid = (across, tiles)
     if pool:
         size = (problem.out_height, problem.out_width, *problem.result_size)
-        undo_pool[grid](grad, seen, out, bias_grad, count, *size, **options)
+        start(undo_pool, grid)(grad, seen, out, bias_grad, count, *size, **options)
     else:
-        undo_relu[grid](grad, seen, out, bias_grad, count, RELU=problem.relu, **options)
+        start(undo_relu, grid)(grad, seen, out, bias_grad, count, RELU=problem.relu, **options)
     return out, bias_grad if need_bias else None
 
 
@@ -203,7 +204,7 @@ def launch_input_gradient(
     depth = min(tile.depth, power_above(max(group.filters for group in problem.groups)))
     filters = min(tile.filters, power_above(problem.channels))
     tiles = -(-problem.channels // filters)
-    input_gradient[(tiles * counts[0] * counts[1] * counts[2],)](
+    start(input_gradient, (tiles * counts[0] * counts[1] * counts[2],))(
         TensorDescriptor.from_tensor(g, [images, rows, columns, depth]),
         TensorDescriptor.from_tensor(packed, [filters, depth]),
         TensorDescriptor.from_tensor(dx, [images, rows, columns, filters]),
@@ -229,7 +230,7 @@ def launch_weight_gradient(
     splits = shares(tiles, boxes, programs)
     total = sum(group.taps * group.filters for group in problem.groups)
     dw = torch.zeros((total, problem.channels), device=g.device)
-    weight_gradient[(tiles * splits,)](
+    start(weight_gradient, (tiles * splits,))(
         TensorDescriptor.from_tensor(g, [images, rows, columns, filters]),
         TensorDescriptor.from_tensor(pixels, [images, rows, columns, depth]),
         dw, counts[1], counts[2], GROUPS=groups, TILES=tiles, DEPTH_TILES=-(-problem.channels // depth),

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowrank_cnn.kernels import store
-from lowrank_cnn.kernels.measure import FAILED, agrees, times
-from lowrank_cnn.kernels.mode import is_for_graphs, is_tuning, mode
+from lowrank_cnn.kernels.measure import FAILED, Times, agrees, times
+from lowrank_cnn.kernels.mode import is_for_graphs, is_tuning, mode, survey
 from lowrank_cnn.kernels.problem import Pair, Problem, Sides, pose
+from lowrank_cnn.kernels.support import Asked, plans_of, refusal
 
 if TYPE_CHECKING:
     from lowrank_cnn.kernels.plans import Plan
+
+CLEARLY = 2
+"""So many times slower than ours, torch's path is not measured again with cuDNN's search."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +34,6 @@ class Choice:
     fused: bool
     why: str
     plan: Plan | None = None
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a choice is made for; in training, `need_input` asks for the input's gradient."""
-
-    problem: Problem
-    device: torch.device
-    training: bool = False
-    need_input: bool = True
 
 
 def fuses(
@@ -62,12 +55,27 @@ def choose(problem: Problem, device: torch.device, *, training: bool, need_input
     asked = Asked(problem, device, training, need_input)
     if mode() == "off":
         return Choice(False, "switched off")
-    if reason := _unsupported(asked):
+    if reason := refusal(asked):
         return Choice(False, reason)
+    if (noted := survey()) is not None:
+        noted.append(asked)
+        return Choice(False, "only asked for")
     if mode() == "on":
         return Choice(True, "forced", plan_for(problem, device))
-    retune = is_tuning() and not (_entry(asked) or {}).get("tuned")
-    return (None if retune else _stored(asked)) or _measured(asked) or _default(asked)
+    return (None if _to_tune(asked) else _stored(asked)) or _measured(asked) or _default(asked)
+
+
+def in_question(asked: Asked) -> list[Plan]:
+    """The plans that a choice would try: all where it tunes, the default, or none but the one it has stored."""
+    if mode() == "on" or not (_to_tune(asked) or _stored(asked) is None):
+        choice = choose(asked.problem, asked.device, training=asked.training, need_input=asked.need_input)
+        return [choice.plan] if choice.plan else []
+    plans = list(plans_of(asked.problem, asked.device))
+    return plans if is_tuning() else plans[:1]
+
+
+def _to_tune(asked: Asked) -> bool:
+    return is_tuning() and not (_entry(asked) or {}).get("tuned")
 
 
 def fastest(problem: Problem, device: torch.device, *, training: bool, need_input: bool = True) -> float | None:
@@ -77,13 +85,6 @@ def fastest(problem: Problem, device: torch.device, *, training: bool, need_inpu
     return min(entry[path][_way()] for path in ("fused", "torch")) if entry else None
 
 
-def unsupported(
-    problem: Problem, device: torch.device, *, training: bool = False, need_input: bool = True
-) -> str | None:
-    """Why the fused kernels cannot take a problem on a device, or None."""
-    return _unsupported(Asked(problem, device, training, need_input))
-
-
 def plan_for(problem: Problem, device: torch.device, *, training: bool = False) -> Plan:
     """The plan of a problem that is known to run fused: the measured one, or the default."""
     from lowrank_cnn.kernels.plans import Plan
@@ -91,61 +92,24 @@ def plan_for(problem: Problem, device: torch.device, *, training: bool = False) 
     for purpose in (training, not training):
         if entry := _entry(Asked(problem, device, purpose)):
             return Plan.from_dict(entry["plan"])
-    return _plans(problem, device)[0]
+    return plans_of(problem, device)[0]
 
 
 def explain(problem: Problem, device: torch.device | str = "cuda", *, training: bool = False) -> str:
     """Which path a problem takes here and why, in one line; nothing is measured."""
     asked = Asked(problem, torch.device(device), training, need_input=problem.channels > 4)
-    if mode() != "auto" or _unsupported(asked):
+    if mode() != "auto" or refusal(asked):
         choice = choose(problem, asked.device, training=training, need_input=asked.need_input)
     else:
         choice = _stored(asked) or _default(asked)
     return f"{problem}: {'fused ' + str(choice.plan) if choice.fused else 'torch'} ({choice.why})"
 
 
-def _unsupported(asked: Asked) -> str | None:
-    exact = asked.problem.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
-    return "float32 without TF32" if exact and asked.device.type == "cuda" else _unable(asked)
-
-
-@lru_cache(maxsize=4096)
-def _unable(asked: Asked) -> str | None:
-    problem, cuda = asked.problem, asked.device.type == "cuda"
-    if find_spec("triton") is None:
-        return "Triton is not installed"
-    if cuda and torch.cuda.get_device_capability(asked.device) < (8, 0):
-        return "the GPU is older than compute capability 8.0"
-    if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"{problem.dtype} is not bfloat16, float16 or float32"
-    if not _plans(problem, asked.device):
-        return "no kernel takes this stride, these channels or these taps"
-    return _untrainable(asked) if asked.training else None
-
-
-def _untrainable(asked: Asked) -> str | None:
-    from lowrank_cnn.kernels import stem, tiled
-    from lowrank_cnn.kernels.launch import capability_of, has_windows
-
-    problem = asked.problem
-    reason = tiled.unsupported(problem)
-    first = stem.unsupported(problem) is None or has_windows(problem, capability_of(asked.device))
-    return None if reason is None or (first and not asked.need_input) else f"no gradient for {reason}"
-
-
-@lru_cache(maxsize=4096)
-def _plans(problem: Problem, device: torch.device) -> tuple[Plan, ...]:
-    from lowrank_cnn.kernels.launch import capability_of
-    from lowrank_cnn.kernels.plans import plans
-
-    return tuple(plans(problem, capability=capability_of(device)))
-
-
 def _default(asked: Asked) -> Choice:
     """Unmeasured: fused on Hopper where the work is large enough to hide a launch, else torch."""
     hopper = asked.device.type == "cuda" and torch.cuda.get_device_capability(asked.device)[0] == 9
     if hopper and asked.problem.macs > 1e8:
-        return Choice(True, "not measured; the default for large layers", _plans(asked.problem, asked.device)[0])
+        return Choice(True, "not measured; the default for large layers", plans_of(asked.problem, asked.device)[0])
     return Choice(False, "not measured; the default for small layers and other GPUs")
 
 
@@ -155,7 +119,8 @@ def _measured(asked: Asked) -> Choice | None:
     if torch.compiler.is_compiling() or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
     plan, tried = _fastest(problem, device)
-    ours, by_torch = (times(problem, device, path, training=training) for path in (plan, None))
+    ours = times(problem, device, plan, training=training)
+    by_torch = _by_torch(asked, ours or FAILED)
     if all(path in (None, FAILED) for path in (ours, by_torch)):
         return None  # nothing runs here now, as within a tracer's own tensors
     right = agrees(problem, device, plan, training=training)
@@ -170,9 +135,26 @@ def _measured(asked: Asked) -> Choice | None:
     return _choice(entry)
 
 
+def _by_torch(asked: Asked, ours: Times) -> Times | None:
+    """What torch's own path takes.
+
+    Where cuDNN searches for its fastest algorithms, it does so for seconds a layer: only where that may decide.
+    """
+    searches = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        found = times(asked.problem, asked.device, None, training=asked.training)
+    finally:
+        torch.backends.cudnn.benchmark = searches
+    clear = found is None or all(CLEARLY * mine < theirs for mine, theirs in zip(ours, found, strict=True))
+    if clear or not searches:
+        return found
+    return times(asked.problem, asked.device, None, training=asked.training)
+
+
 def _fastest(problem: Problem, device: torch.device) -> tuple[Plan, bool]:
     """Where tuning, the plan whose forward is right and fastest, and whether memory let all be tried."""
-    plans = _plans(problem, device)
+    plans = plans_of(problem, device)
     if not is_tuning() or len(plans) == 1:
         return plans[0], True
     if (tuned := _tuned(problem, device)) is not None:

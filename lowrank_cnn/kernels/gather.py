@@ -22,6 +22,7 @@ from torch import Tensor
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.kernels.pack import union_taps
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
+from lowrank_cnn.kernels.start import start
 from lowrank_cnn.kernels.tiles import power_above
 
 
@@ -110,7 +111,7 @@ def launch_gather(
     filters = min(tile.filters, power_above(problem.filters))
     tiles = -(-problem.filters // filters)
     count = problem.batch * problem.result_size[0] * problem.result_size[1]
-    composite_gather[(tiles * -(-count // tile.pixels),)](
+    start(composite_gather, (tiles * -(-count // tile.pixels),))(
         pixels, packed, bias if bias is not None else packed, result, _places(problem, values, x.device),
         count, problem.height, problem.width, problem.out_height, problem.out_width, *problem.result_size,
         CHANNELS=problem.channels, TOTAL=problem.filters, VALUES=values, TILES=tiles, **_span(problem),

@@ -41,6 +41,7 @@ from lowrank_cnn.kernels.hopper_plan import (
     run_rows,
 )
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
+from lowrank_cnn.kernels.start import start
 from lowrank_cnn.kernels.tiles import filter_tiles
 
 
@@ -303,7 +304,7 @@ def launch_hopper(
     tiles = filter_tiles(problem, tile.filters)
     total = tiles * box_total(problem, box)
     grid = min(total, multiprocessors(x.device) * tile.residents)
-    composite_hopper[(grid,)](
+    start(composite_hopper, (grid,))(
         described_pixels(pixels, block), described_pixels(pixels, beyond),
         described_pixels(pixels, block, turned=True), described_pixels(pixels, beyond, turned=True),
         described(packed, packed.shape, packed.stride(), (tile.filters, tile.depth)),

@@ -30,6 +30,7 @@ from lowrank_cnn.kernels.hopper import described_pixels
 from lowrank_cnn.kernels.hopper_plan import box_counts, box_total, run_length
 from lowrank_cnn.kernels.hopper_weights_plan import WeightTile, weight_box, weight_rows, weight_tile
 from lowrank_cnn.kernels.problem import Problem
+from lowrank_cnn.kernels.start import start
 from lowrank_cnn.kernels.tiles import shares
 
 
@@ -226,7 +227,7 @@ def launch_weights_hopper(
         problem.channels * sum(group.taps * group.filters for group in problem.groups), device=g.device
     )
     block, rest = (run, images, cross, tile.depth), (max(taps - 1, 1), images, cross, tile.depth)
-    weights_hopper[(tiles * splits,)](
+    start(weights_hopper, (tiles * splits,))(
         described_pixels(pixels, block), described_pixels(pixels, rest),
         described_pixels(pixels, block, turned=True), described_pixels(pixels, rest, turned=True),
         described_pixels(g, (run, images, cross, tile.filters)),

@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 from lowrank_cnn.errors import LowRankError
 
@@ -18,6 +19,8 @@ MODES = ("off", "on", "auto")
 _forced: ContextVar[str | None] = ContextVar("lowrank_kernels", default=None)
 _tuning: ContextVar[bool] = ContextVar("lowrank_tuning", default=False)
 _recording: ContextVar[bool] = ContextVar("lowrank_recording", default=False)
+_ahead: ContextVar[bool] = ContextVar("lowrank_ahead", default=False)
+_survey: ContextVar[list[Any] | None] = ContextVar("lowrank_survey", default=None)
 
 
 def mode() -> str:
@@ -58,6 +61,21 @@ def tuning() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Within the block, kernels are compiled and not run: what they would have written holds anything."""
+    with _set(_ahead, True):
+        yield
+
+
+@contextlib.contextmanager
+def surveying() -> Iterator[list[Any]]:
+    """Within the block, every layer runs by torch's own operations; what choices were asked for is given back."""
+    asked: list[Any] = []
+    with _set(_survey, asked):
+        yield asked
+
+
 def as_now() -> contextlib.AbstractContextManager[None]:
     """A block in which is chosen as now, for what autograd does later: its threads know of no blocks around it."""
     return _as({variable: variable.get() for variable in (_forced, _tuning, _recording)})
@@ -69,6 +87,15 @@ def is_tuning() -> bool:
 
 def is_for_graphs() -> bool:
     return _recording.get()
+
+
+def is_compiling_ahead() -> bool:
+    return _ahead.get()
+
+
+def survey() -> list[Any] | None:
+    """Where to note what a choice was asked for, while a block surveys."""
+    return _survey.get()
 
 
 @contextlib.contextmanager

@@ -138,7 +138,9 @@ def pose(
 
 def pixels_last(x: Tensor) -> Tensor:
     """The channels-last memory of a batch as [N, H, W, C], copied only where it lies otherwise."""
-    return x.permute(0, 2, 3, 1).contiguous()
+    pixels = x.permute(0, 2, 3, 1).contiguous()
+    # To torch the stride of a side of one is anything; the copy engine refuses one that is not aligned.
+    return pixels.view(-1).view(pixels.shape) if 1 in pixels.shape else pixels
 
 
 def empty_codes(problem: Problem, x: Tensor) -> Tensor | None:

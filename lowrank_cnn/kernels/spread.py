@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowrank_cnn.kernels.start import start
+
 BLOCK = 1024
 
 
@@ -41,7 +43,7 @@ def launch_spread(pixels: Tensor, size: tuple[int, int], beyond: int) -> Tensor:
     rows, columns = size
     out = pixels.new_empty((batch * rows + beyond, columns, 4))
     places = out.numel() // 4
-    spread[(-(-places // BLOCK),)](
+    start(spread, (-(-places // BLOCK),))(
         pixels, out, places, batch, height, width, rows, columns, CHANNELS=channels, BLOCK=BLOCK
     )
     return out

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lowrank_cnn.kernels.pack import union_taps, unpack_union
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
+from lowrank_cnn.kernels.start import start
 from lowrank_cnn.kernels.tiles import power_above
 
 MOST_VALUES = 64
@@ -172,7 +173,7 @@ def launch_stem(
     tile, pixels, maps = tile or tiles(problem)[0], pixels_last(x), empty_result(problem, x)
     result = maps.permute(0, 2, 3, 1)
     count = problem.batch * problem.result_size[0] * problem.result_size[1]
-    composite_stem[(-(-count // tile.pixels),)](
+    start(composite_stem, (-(-count // tile.pixels),))(
         pixels, packed, bias if bias is not None else packed, result, codes if codes is not None else result,
         count, problem.height, problem.width, problem.out_height, problem.out_width, *problem.result_size,
         HAS_BIAS=bias is not None, CODES=codes is not None, WHOLE=problem.pool != "ceil" or problem.even,
@@ -198,7 +199,7 @@ def launch_stem_gradient(
     gathered_values = len(union_taps(problem.groups)) * problem.channels
     values = max(16, power_above(gathered_values + 1))
     dw = torch.zeros((problem.filters, values), device=x.device)
-    stem_gradient[(programs,)](
+    start(stem_gradient, (programs,))(
         pixels, grad, seen, dw, count, problem.height, problem.width, *problem.result_size,
         ROUNDS=-(-blocks // programs), num_warps=tile.warps, **_constants(problem, pixels, values, tile),
     )  # fmt: skip

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
+from lowrank_cnn.kernels.start import start
 from lowrank_cnn.kernels.tiles import box_count, box_of, filter_tiles, group_rows, power_above
 
 
@@ -146,7 +147,7 @@ def launch_tiled(
     images, rows, columns = box
     shrink = 2 if pool else 1
     counts, tiles = box_count(problem, box), filter_tiles(problem, tile.filters)
-    composite_tiled[(tiles * counts[0] * counts[1] * counts[2],)](
+    start(composite_tiled, (tiles * counts[0] * counts[1] * counts[2],))(
         TensorDescriptor.from_tensor(pixels, [images, rows, columns, depth]),
         TensorDescriptor.from_tensor(packed, [tile.filters, depth]),
         TensorDescriptor.from_tensor(result, [images, rows // shrink, columns // shrink, tile.filters]),

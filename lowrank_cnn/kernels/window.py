@@ -30,6 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lowrank_cnn.kernels.hopper import described, finished, multiprocessors, send
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
 from lowrank_cnn.kernels.spread import launch_spread
+from lowrank_cnn.kernels.start import start
 from lowrank_cnn.kernels.window_plan import (
     WINDOWS,
     WindowTile,
@@ -152,7 +153,7 @@ def launch_window(
     total, tiles = problem.batch * counts[0] * counts[1], problem.filters // filters
     programs = max(1, multiprocessors(x.device) * tile.residents // tiles)
     block, winners = (1, rows, columns, filters), result if codes is None else codes
-    composite_window[(tiles * min(total, programs),)](
+    start(composite_window, (tiles * min(total, programs),))(
         windows_of(padded, problem.batch * size[0], rows, columns),
         described(packed, packed.shape, packed.stride(), (filters, 16)),
         described(result, result.shape, result.stride(), block),

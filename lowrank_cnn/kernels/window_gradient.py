@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lowrank_cnn.kernels.hopper import multiprocessors
 from lowrank_cnn.kernels.problem import Problem
 from lowrank_cnn.kernels.spread import launch_spread
+from lowrank_cnn.kernels.start import start
 from lowrank_cnn.kernels.window import fetch_windows, halves, place_of, windows_of
 from lowrank_cnn.kernels.window_plan import (
     WindowTile,
@@ -147,7 +148,7 @@ def launch_window_gradient(
     programs = max(1, multiprocessors(grad.device) * tile.residents // tiles)
     dw = torch.zeros((6 * problem.filters, 16), device=grad.device)
     kind = getattr(gl, str(grad.dtype).removeprefix("torch."))
-    window_gradient[(tiles * min(total, programs),)](
+    start(window_gradient, (tiles * min(total, programs),))(
         windows_of(padded, problem.batch * size[0], rows, columns), grad, codes, dw, total, size[0],
         *problem.result_size,
         COUNTS=counts, TOTAL=problem.filters, FILTERS=FILTERS, ROWS=rows, COLUMNS=columns, STAGES=tile.stages,

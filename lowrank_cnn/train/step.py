@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lowrank_cnn.kernels.ahead import prepare
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.train.recipe import Recipe
 
@@ -135,6 +136,7 @@ class GraphedStep:
         self.images, self.labels = images.clone(), labels.clone()
         with for_graphs():
             with _put_back(step.tensors(), images.device):
+                prepare(lambda: step.forward(self.images))
                 _run_aside(step, self.images, self.labels)
             step.optimizer.zero_grad(set_to_none=True)
             self.graph = torch.cuda.CUDAGraph()

@@ -18,13 +18,17 @@ from typing import Any
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lowrank_cnn.kernels import hopper, launch, norm, pool
+from lowrank_cnn.kernels.ahead import compile_ahead
 from lowrank_cnn.kernels.plans import plans
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
+from lowrank_cnn.kernels.support import Asked
+from lowrank_cnn.kernels.trial import Trial
 
 LAYERS = {
     "lr": ((256, 64, 16, 16), [(3, 1, 64), (1, 3, 64)], "floor"),
@@ -148,10 +152,24 @@ def neighbours() -> None:
     pool.launch_backward(pool.launch_forward(x, window, codes), codes, window)
 
 
-def main(capability: int) -> None:
+def ahead() -> None:
+    """A layer's kernels compiled ahead, then met in training: how many had been compiled after each."""
+    compiled: list[str] = []
+    knobs.compilation.listener = lambda **about: compiled.append(about["metadata"]["name"])
+    problem = posed(LAYERS["lr"], torch.bfloat16)[0]
+    compile_ahead([Asked(problem, torch.device("cpu"), training=True)])
+    counts = [len(compiled)]
+    compile_only({})
+    Trial.random(problem, torch.device("cpu"), training=True).run(plans(problem, capability=(9, 0))[0])
+    print(json.dumps([*counts, len(compiled)]))
+
+
+def main(capability: int, what: str = "all") -> None:
     driver.set_active(Absent(capability))  # type: ignore[arg-type]
     hopper.multiprocessors = launch._multiprocessors = lambda device: 132  # type: ignore[assignment]
     launch.capability_of = lambda device: divmod(capability, 10)  # type: ignore[assignment]
+    if what == "ahead":
+        return ahead()
     found: dict[str, Any] = {}
     compile_only(found)
     forwards(divmod(capability, 10))
@@ -159,7 +177,8 @@ def main(capability: int) -> None:
     neighbours()
     for name, kernel in found.items():
         print(json.dumps({"kernel": name.split()[0], **usage(kernel)}))
+    return None
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -73,19 +73,20 @@ def test_all_gradients(size, groups, pool):
 
 @pytest.mark.parametrize("pool", ["floor", "ceil"])
 def test_the_codes_of_a_fused_pool_name_the_winners(pool):
-    x, weights = torch.randn(1, 8, 7, 9, device=DEVICE), [torch.randn(8, 8, 3, 1), torch.randn(8, 8, 1, 3)]
-    weights = [weight.to(DEVICE) for weight in weights]
+    sizes = ((1, 8, 7, 9), (8, 8, 3, 1), (8, 8, 1, 3))
+    # Numbers that TF32 holds exactly, or a kernel on a GPU could choose another winner than float64 does.
+    x, *weights = ((torch.randn(size, device=DEVICE) * 64).round().div(64) for size in sizes)
     options = {"stride": (1, 1), "padding": [same(3, 1), same(1, 3)]}
     problem = describe(x, weights, **options, relu=True, pool=pool)
     right = codes(problem, composite_reference(x.double(), [w.double() for w in weights], None, **options))
 
     found = empty_codes(problem, x)
     tiled.launch_tiled(problem, x, pack_rows(weights, x.dtype), None, Tile(pixels=32, filters=16, depth=16), found)
-    assert (found != right).float().mean() < (1e-3 if GPU else 1e-9)
+    assert torch.equal(found, right)
     found = empty_codes(problem, x)
     packed = pack_union(weights, problem, gather.gathered_values(problem), x.dtype)
     stem.launch_stem(problem, x, packed, None, stem.StemTile(pixels=32), found)
-    assert (found != right).float().mean() < (1e-3 if GPU else 1e-9)
+    assert torch.equal(found, right)
 
 
 def test_a_zero_is_cut():

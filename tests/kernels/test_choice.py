@@ -13,10 +13,11 @@ import torch
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import choice, for_graphs, launch, measure, mode, store
-from lowrank_cnn.kernels.choice import Asked, Choice
+from lowrank_cnn.kernels.choice import Choice
 from lowrank_cnn.kernels.measure import FAILED, Times, agrees, times
 from lowrank_cnn.kernels.plans import Plan
 from lowrank_cnn.kernels.problem import pose
+from lowrank_cnn.kernels.support import Asked
 from lowrank_cnn.kernels.tiled import Tile
 from lowrank_cnn.kernels.trial import Trial
 
@@ -159,7 +160,7 @@ def bench(monkeypatch, tmp_path) -> Iterator[Bench]:
     made = Bench()
     monkeypatch.setenv("LOWRANK_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(choice, "_plans", lambda *_: tuple(made.right))
+    monkeypatch.setattr(choice, "plans_of", lambda *_: tuple(made.right))
     monkeypatch.setattr(choice, "times", made.times)
     monkeypatch.setattr(choice, "agrees", made.agrees)
     start_anew()
@@ -203,6 +204,15 @@ def test_running_out_of_memory_is_forgotten(bench, short):
     bench.taken, bench.right = taken, right
     assert bench.choose().fused
     assert "Infinity" not in store.store_path().read_text()
+
+
+@pytest.mark.parametrize(("by_torch", "measured"), [(2.5, 2), (1.5, 3)])
+def test_cudnn_searches_only_where_that_may_decide(bench, monkeypatch, by_torch, measured):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    bench.taken[None] = Times(by_torch, by_torch)
+    assert bench.choose().fused
+    assert bench.measured == measured
+    assert torch.backends.cudnn.benchmark
 
 
 def test_where_nothing_can_be_measured_nothing_is_stored(bench):

@@ -57,6 +57,7 @@ SHAPES = [
     pytest.param((1, 40, 8, 8), [(5, 1, 8), (1, 5, 16)], {"bias": False}, id="five taps, ragged channels"),
     pytest.param((1, 8, 9, 9), [(7, 1, 8), (1, 7, 8)], {"relu": True}, id="seven taps"),
     pytest.param((2, 16, 5, 6), [(1, 1, 24)], {}, id="pointwise"),
+    pytest.param((2, 16, 1, 1), LOW_RANK, {"relu": True}, id="maps of one pixel"),
     pytest.param((1, 8, 6, 6), [(3, 3, 8)], {"padding": [((0, 0), (0, 0))]}, id="no padding"),
     pytest.param(
         (1, 8, 7, 7), [(3, 3, 8), (1, 1, 8)], {"padding": [((0, 1), (1, 0)), ((-1, 0), (0, -1))]}, id="cropped"
