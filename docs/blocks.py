@@ -51,6 +51,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-layers": gpu.gpu_layers,
     "gpu-ratios": gpu.gpu_ratios,
     "gpu-small": gpu.gpu_small,
+    "gpu-small-training": gpu.gpu_small_training,
     "gpu-speed": gpu.gpu_speed,
     "gpu-training": gpu.gpu_training,
     "init-depth": depth.init_depth,

@@ -7,6 +7,7 @@ from typing import Any
 from tables.form import NOT_MEASURED, markdown, record, source
 
 BATCH = 256
+SIZES = "224x224 (NiN 32x32)"
 COLUMNS = ["network", "MAC ratio", "time ratio", "with our kernels", "ms", "fastest dense ms", "TFLOP/s", "floor"]
 
 Run = dict[str, Any]
@@ -64,6 +65,10 @@ def gpu_small() -> str:
     return _networks("inference", 1)
 
 
+def gpu_small_training() -> str:
+    return _networks("training", 1)
+
+
 def gpu_ratios() -> str:
     """Inference and training beside each other: ratios alone."""
     modes = [
@@ -75,7 +80,7 @@ def gpu_ratios() -> str:
         ratios = [_ratio(*mode[name]) if name in mode else NOT_MEASURED for mode in modes]
         rows.append([f"`{name}`", f"{row['mac_ratio']:.3f}", *ratios])
     used = [run for mode in modes for run, _ in mode.values()]
-    note = f"\nTime over that of the fastest dense network without our kernels; bf16, batch {BATCH}, 224x224.\n"
+    note = f"\nTime over that of the fastest dense network without our kernels; bf16, batch {BATCH}, {SIZES}.\n"
     note += "Medians of 21 replays of a graph, ours and dense in one run; in brackets our least over its most,\n"
     note += "and our most over its least.\n"
     return markdown(["network", "MAC ratio", "inference", "training"], rows) + note + _source(used)
@@ -124,10 +129,10 @@ def _note(mode: str, batch: int, found: list[tuple[Run, Row]]) -> str:
         _span([limit[key] for limit in limits], digits) for key, digits in (("tflops", 0), ("tb_per_s", 2))
     )
     replays = _span([run["ways"][_key(row, row["network"], row["way"])]["repeats"] for run, row in found], 0)
-    text = f"\n{what}, bf16, batch {batch}, 224x224; medians (least to most) of {replays} replays of a graph,\n"
+    text = f"\n{what}, bf16, batch {batch}, {SIZES}; medians (least to most) of {replays} replays of a graph,\n"
     text += f"ours and dense in one run. Floors: {tflops} TFLOP/s and {bandwidth} TB/s."
-    missing = dict.fromkeys(way for run, row in found for way in _missing(run, row))
-    text += f" No time was left for a rival: {', '.join(missing)}." if missing else ""
+    missing = dict.fromkeys(f"{way} of `{row['dense']}`" for run, row in found for way in _missing(run, row))
+    text += f" No time was left for rivals: {', '.join(missing)}." if missing else ""
     notes = dict.fromkeys(run["note"] for run, _ in found if "note" in run)
     return text + "".join(f"\n{note}" for note in notes) + "\n"
 
