@@ -27,6 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lowrank_cnn.environment import environment
+from lowrank_cnn.kernels.ahead import prepare
+from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.memory import is_out_of_memory
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.train.fused import fused_to_train
@@ -94,14 +96,16 @@ def peak(net: nn.Module, forward: nn.Module, batch: int, image: int, device: tor
     images, labels = batch_of(batch, image, device)
     step.prepare(1e-4, 0)
     times = []
-    for number in range(STEPS + 2):
-        if number == 2:  # libraries have chosen their algorithms
-            torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        step(images, labels)
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - began))
+    with for_graphs():  # layers are chosen as in a run, which records its step
+        prepare(lambda: run(images))
+        for number in range(STEPS + 2):
+            if number == 2:  # libraries have chosen their algorithms
+                torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            step(images, labels)
+            torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - began))
     return {"peak_bytes": torch.cuda.max_memory_allocated(), "ms": median(times[2:])}
 
 
@@ -145,15 +149,24 @@ def rows_of(part: str, name: str, image: int, arguments: argparse.Namespace) -> 
     return measure_kept(name, image, arguments.norm)
 
 
-def measure(part: str, arguments: argparse.Namespace) -> Row:
-    """A part of the record: its rows, and what they were measured with."""
-    rows = []
+def measure(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
+    """A part of the record as it grows: its rows, and what they were measured with."""
+    found: Row = {"norm": arguments.norm, "rows": [], "environment": environment()}
     for image in arguments.images:
         for name in arguments.networks:
             for row in rows_of(part, name, image, arguments):
-                rows.append(row)
+                found["rows"].append(row)
                 print(row, flush=True)
-    return {"norm": arguments.norm, "rows": rows, "environment": environment()}
+            yield found
+
+
+def write(part: str, found: Row, out: Path) -> None:
+    """The record with this part in place of what it held of it."""
+    record = json.loads(out.read_text()) if out.exists() else {}
+    record = {"kind": "memory", "steps": STEPS, **{p: record[p] for p in PARTS if p in record}, part: found}
+    record["environment"] = next(record[p]["environment"] for p in reversed(PARTS) if p in record)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main() -> None:
@@ -166,12 +179,9 @@ def main() -> None:
     parser.add_argument("--norm", default=None)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/memory.json"))
     arguments = parser.parse_args()
-    record = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    parts = {part: measure(part, arguments) for part in arguments.part}
-    record = {"kind": "memory", "steps": STEPS, **{p: record[p] for p in PARTS if p in record}, **parts}
-    record["environment"] = next(record[part]["environment"] for part in reversed(PARTS) if part in record)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    for part in arguments.part:
+        for found in measure(part, arguments):
+            write(part, found, arguments.out)
 
 
 if __name__ == "__main__":

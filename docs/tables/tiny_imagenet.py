@@ -20,7 +20,7 @@ def tiny_imagenet() -> str:
     parts = dict.fromkeys(row["part"] for row in found["rows"])
     text = "\n".join("".join(_part(found, part)) for part in parts)
     left = f"\nNot finished: {len(found['missing'])} runs.\n" if found["missing"] else ""
-    return (text or NO_RUNS) + left + source(RECORD, found["environment"])
+    return (text or NO_RUNS) + left + source(RECORD, *found["environments"])
 
 
 def _part(found: dict[str, Any], part: str) -> Iterator[str]:

@@ -18,6 +18,10 @@ from typing import Any
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
 MARGIN = 1.0
 """Percentage points within which the paper calls accuracies comparable."""
+LITTLE = 2.0
+"""Percentage points up to which it speaks of a small loss: its largest is 1.81."""
+EXPECTED = {"above": (0.0, math.inf), "below": (-LITTLE, 0.0), "match": (-MARGIN, math.inf)}
+"""Between which gaps in points a network is as expected."""
 
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Student's t of a two-sided 95% interval, for 1, 2, ... degrees of freedom."""
@@ -25,7 +29,7 @@ _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18,
 
 @dataclass(frozen=True)
 class Question:
-    """What the paper says of a network beside another: `above` it, `below` it, or a `match` within a point."""
+    """What the paper says of a network beside another: `above` it, a little `below` it, or a `match`."""
 
     text: str
     network: str
@@ -129,13 +133,10 @@ def judge(expected: str, gap: float, error: float | None, freedom: int) -> str:
     """Whether a gap in points is as expected, to 95%: one whose interval reaches both sides is undecided."""
     if error is None:
         return UNDECIDED
-    reach = error * t95(freedom)
-    if expected == "below":
-        gap = -gap
-    least = -MARGIN if expected == "match" else 0.0
-    if gap - reach > least:
+    reach, (least, most) = error * t95(freedom), EXPECTED[expected]
+    if least < gap - reach and gap + reach < most:
         return HOLDS
-    return FAILS if gap + reach < least else UNDECIDED
+    return FAILS if gap + reach < least or gap - reach > most else UNDECIDED
 
 
 def t95(freedom: int) -> float:

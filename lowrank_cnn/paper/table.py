@@ -78,6 +78,7 @@ class Table:
     rows: tuple[Row, ...]
     missing: dict[str, str]
     notes: dict[str, str]
+    environments: tuple[dict[str, Any], ...] = ()
 
     def comparisons(self) -> Iterator[Comparison]:
         for part, variant in dict.fromkeys((row.part, row.variant) for row in self.rows):
@@ -96,11 +97,12 @@ class Table:
             "rows": [row.to_dict() for row in self.rows],
             "comparisons": [asdict(comparison) for comparison in self.comparisons()],
             "missing": self.missing,
-            "environment": environment(),
+            "environments": list(self.environments),
+            "environment": self.environments[-1] if self.environments else environment(),
         }
 
     def save(self, out: Path) -> Path:
-        """Write `table.json`, with what it was measured with."""
+        """Write `table.json`, with what its runs were made with."""
         write_json(out / "table.json", self.to_dict())
         return out / "table.json"
 
@@ -115,6 +117,7 @@ def build_table(
 ) -> Table:
     """The table of all runs that have finished in `out`; `seeds` says how many of each are wanted."""
     found: list[Row] = []
+    made_with: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     known = parts_of(experiment)
     for line in lines(experiment, parts, networks):
@@ -124,8 +127,17 @@ def build_table(
         missing |= _unfinished(line, Path(out), [seed for seed in range(1, 1 + wanted) if seed not in records])
         if records:
             found.append(_row(line, part, list(records.values())))
+            made_with += [record.environment for record in records.values()]
     notes = {name: known[name].note for name in dict.fromkeys(row.part for row in found) if known[name].note}
-    return Table(experiment, tuple(found), missing, notes)
+    return Table(experiment, tuple(found), missing, notes, _distinct(made_with))
+
+
+def _distinct(made_with: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """What runs were made with, oldest first: the newest of each code, device and torch."""
+    ordered = sorted(made_with, key=lambda known: known["date"])
+    return tuple(
+        {tuple(known.get(key) for key in ("commit", "gpu", "cpu", "torch")): known for known in ordered}.values()
+    )
 
 
 def _finished(line: Line, out: Path) -> dict[int, Record]:

@@ -61,7 +61,9 @@ def test_a_table_has_a_line_per_network_with_its_seeds(miniature, digits, tmp_pa
     assert rows[0].spread is not None
     table = json.loads((tmp_path / "table.json").read_text())
     assert table["rows"][1]["n"] == 2
-    assert table["environment"]["torch"]
+    made_with = json.loads(next(tmp_path.rglob("record.json")).read_text())["environment"]
+    assert [known["commit"] for known in table["environments"]] == [made_with["commit"]]
+    assert table["environment"] == table["environments"][0]
 
 
 def test_finished_runs_are_not_repeated(miniature, digits, tmp_path, monkeypatch):
