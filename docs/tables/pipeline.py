@@ -31,14 +31,31 @@ def _pipeline(machine: dict[str, Any]) -> str:
         f"{setting['size'][0]}x{setting['size'][1]}, one core's own time; shrunk to a shorter side of 256.\n"
         f"Framed: decoded, scaled to a shorter side of 256, cropped to 224, mirrored. {libraries}.\n"
     )
-    loader = kinds["mosaic"]["loader"]
-    if loader:
-        told = "; ".join(f"{workers} workers {rate:,.0f}" for workers, rate in loader.items())
-        note += f"The whole loader, textured, images/s: {told}.\n"
+    note += _loaders(kinds["mosaic"])
     for network, share in machine["idle"].items():
         rate = f"{machine['train_rates'][network]:,.0f}"
-        note += f"A GPU that trains `{network}` at {rate} images/s waits {share:.0%} of the time.\n"
+        own = machine.get("gpu_idle", {}).get(network)
+        told = "" if own is None else f", and {own:.0%} where it decodes them itself"
+        note += f"A GPU that trains `{network}` at {rate} images/s waits {share:.0%} of the time{told}.\n"
     return markdown(columns, rows) + note + source("input_pipeline.json", machine["environment"])
+
+
+def _loaders(textured: dict[str, Any]) -> str:
+    """The whole loader, decoding on the CPU and, where that was measured, on the GPU."""
+    told = ""
+    if textured["loader"]:
+        told += f"The whole loader, textured, images/s: {_by_workers(textured['loader'])}.\n"
+    if textured.get("gpu_loader"):
+        told += (
+            f'The same where the GPU decodes (`decode="gpu"`): {_by_workers(textured["gpu_loader"])}; alone it '
+            f"decodes {_rate(textured['gpu_decode'])}.\nIts pixels differ from Pillow's by "
+            f"{textured['gpu_difference']:.2f} of 255 levels on the mean.\n"
+        )
+    return told
+
+
+def _by_workers(rates: dict[str, float]) -> str:
+    return "; ".join(f"{workers} workers {rate:,.0f}" for workers, rate in rates.items())
 
 
 def _rate(found: dict[str, float] | None) -> str:

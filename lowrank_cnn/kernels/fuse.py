@@ -1,9 +1,9 @@
 """Fuse what follows a conv into it: [conv, ReLU, 2x2 max-pool] in a Sequential become one layer.
 
-[batch norm, ReLU] become one as well, and other max-pools layers that know the kernels. The copy shares the
-model's parameters, statistics, and modules without parts, so it trains as well, and follows when the model is
-set to train or evaluate; the model itself is not touched. Convs are known by what they have, not by their
-class: `nn.Conv2d`, and layers with `weights` and `group_padding`.
+[batch norm, ReLU] become one as well, and other max-pools and local response norms layers that know the kernels.
+The copy shares the model's parameters, statistics, and modules without parts, so it trains as well, and follows
+when the model is set to train or evaluate; the model itself is not touched. Convs are known by what they have, not
+by their class: `nn.Conv2d`, and layers with `weights` and `group_padding`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lowrank_cnn.kernels.chain import FusedChain
 from lowrank_cnn.kernels.dispatch import composite_conv2d
-from lowrank_cnn.kernels.modules import fused_norm, fused_pool, has_hooks, is_plain
+from lowrank_cnn.kernels.modules import fused_norm, fused_pool, fused_response_norm, has_hooks, is_plain
 from lowrank_cnn.kernels.pack import laid_out
 from lowrank_cnn.kernels.problem import Pair, Sides
 
@@ -64,8 +64,8 @@ def fuse(model: nn.Module) -> nn.Module:
         return FusedComposite(**options)
     if _joined(model):
         return _with_what_follows(model, [])[0]
-    if (pool := fused_pool(model)) is not None:
-        return pool
+    if (known := fused_pool(model) or fused_response_norm(model)) is not None:
+        return known
     if not model._modules or is_parametrized(model):
         return model
     twin = copy.copy(model)

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lowrank_cnn.kernels import backward, backward_plan, gather, hopper_plan, stem, tiled, window_plan
+from lowrank_cnn.kernels import backward, backward_plan, fold, gather, hopper_plan, stem, tiled, window_plan
 from lowrank_cnn.kernels.known import known
 from lowrank_cnn.kernels.pack import pack_rows, pack_union
 from lowrank_cnn.kernels.plans import OLDER, Plan, plans
@@ -28,6 +28,9 @@ def forward(
     codes: Tensor | None = None,
 ) -> Tensor:
     """The result of a problem by a plan; `codes`, where given, are filled for the backward."""
+    if plan.kernel == "folded":
+        inner, pixels, taps = _folded(problem, x, weights)
+        return forward(Plan("tiled", plan.tile), inner, pixels, taps, bias, codes)
     packed = _pack(plan.kernel, problem, weights, x.dtype)
     return _launcher(plan.kernel)(problem, x, packed, bias, plan.tile, codes)
 
@@ -53,9 +56,30 @@ def gradients(
     if stem.unsupported(problem) is None and not need_input:
         dw, db = stem.launch_stem_gradient(problem, x, g, seen, programs)
         return None, dw, db
+    if fold.folded(problem) is not None:
+        return _unfolded_gradients(problem, grad, x, weights, seen, need_input=need_input, need_bias=need_bias)
     g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)
     dx = input_gradient(problem, g, weights) if need_input else None
     return dx, weight_gradient(problem, g, pixels), db
+
+
+def _folded(problem: Problem, x: Tensor, weights: Sequence[Tensor]) -> tuple[Problem, Tensor, list[Tensor]]:
+    """A problem over blocks of pixels, with its tensors."""
+    inner = fold.folded(problem)
+    assert inner is not None
+    pairs = zip(weights, problem.groups, strict=True)
+    taps = [fold.fold_weights(weight, group, problem.stride, inner.channels) for weight, group in pairs]
+    return inner, fold.fold_pixels(x, problem.stride), taps
+
+
+def _unfolded_gradients(
+    problem: Problem, grad: Tensor, x: Tensor, weights: Sequence[Tensor], seen: Tensor, **needs: bool
+) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
+    inner, pixels, taps = _folded(problem, x, weights)
+    dx, taps, db = gradients(inner, grad, pixels, taps, seen, **needs)
+    pairs = zip(taps, problem.groups, strict=True)
+    dw = [fold.unfold_weights(part, group, problem.stride, problem.channels) for part, group in pairs]
+    return None if dx is None else fold.unfold_pixels(dx, problem), dw, db
 
 
 def has_windows(problem: Problem, capability: tuple[int, int]) -> bool:

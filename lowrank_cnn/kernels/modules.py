@@ -1,4 +1,4 @@
-"""Layers between convs that run through the kernels where these can: batch norm with its ReLU, and max-pool.
+"""Layers between convs that run through the kernels where these can: batch norm and ReLU, max-pool, response norm.
 
 Elsewhere they are what they stand for: off the GPU, under LOWRANK_KERNELS=off, in types the kernels do not
 know, and where torch.compile or torch.export trace, which fuse such steps themselves or must run anywhere.
@@ -23,6 +23,8 @@ LARGEST = 2**30
 _ABLE: dict[torch.device, bool] = {}
 WIDEST = 15
 """Rows or columns of the largest window: a place in it fits in a byte."""
+MOST_CHANNELS = 33
+"""Channels of the largest window of a response norm: what is added up of it stays in registers."""
 
 
 class FusedNorm(nn.Module):
@@ -78,6 +80,28 @@ class FusedPool(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.kernel}, stride={self.stride}, padding={self.padding}, ceil={self.ceil}"
+
+
+class FusedResponseNorm(nn.Module):
+    """A local response norm.
+
+    Under autocast torch's own gives float32, because of the power in it. By the kernels the result has the input's
+    type, to which the conv that follows would round it anyway; inside they compute in float32 too.
+    """
+
+    def __init__(self, *, size: int, alpha: float, beta: float, k: float) -> None:
+        super().__init__()
+        self.size, self.alpha, self.beta, self.k = size, float(alpha), float(beta), float(k)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not kernels_take(x):
+            return F.local_response_norm(x, self.size, self.alpha, self.beta, self.k)
+        from lowrank_cnn.kernels.response_norm_ops import local_response_norm
+
+        return local_response_norm(x, self.size, self.alpha, self.beta, self.k)
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, alpha={self.alpha}, beta={self.beta}, k={self.k}"
 
 
 def kernels_take(x: Tensor) -> bool:
@@ -148,6 +172,16 @@ def fused_pool(module: nn.Module) -> FusedPool | None:
         return None
     kernel, stride, padding = map(_pair, (module.kernel_size, module.stride, module.padding))
     return FusedPool(kernel=kernel, stride=stride, padding=padding, ceil=module.ceil_mode)
+
+
+def fused_response_norm(module: nn.Module) -> FusedResponseNorm | None:
+    """A plain local response norm as a layer that knows the kernels, or None for anything else."""
+    if not isinstance(module, nn.LocalResponseNorm) or not is_plain(module, nn.LocalResponseNorm):
+        return None
+    # Of a denominator below zero torch knows the whole powers, the kernels none.
+    if not 0 < module.size <= MOST_CHANNELS or module.alpha < 0 or module.k < 0:
+        return None
+    return FusedResponseNorm(size=module.size, alpha=module.alpha, beta=module.beta, k=module.k)
 
 
 def _pair(value: Any) -> Pair:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lowrank_cnn.kernels import gather, hopper_plan, stem, tiled, window_plan
+from lowrank_cnn.kernels import fold, gather, hopper_plan, stem, tiled, window_plan
 from lowrank_cnn.kernels.known import known
 from lowrank_cnn.kernels.problem import Problem
 
@@ -29,6 +29,7 @@ _TILES: dict[str, type] = {
     "tiled": tiled.Tile,
     "stem": stem.StemTile,
     "gather": gather.GatherTile,
+    "folded": tiled.Tile,
     "window": window_plan.WindowTile,
 }
 _UNSUPPORTED: dict[str, Callable[[Problem], str | None]] = {
@@ -36,6 +37,7 @@ _UNSUPPORTED: dict[str, Callable[[Problem], str | None]] = {
     "tiled": tiled.unsupported,
     "stem": stem.unsupported,
     "gather": gather.unsupported,
+    "folded": lambda problem: None if fold.folded(problem) else "no blocks of pixels",
     "window": window_plan.unsupported,
 }
 
@@ -66,18 +68,20 @@ def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: b
     found = [Plan.from_dict(best)] if best and _UNSUPPORTED[best["kernel"]](problem) is None else []
     if capability[0] == 9 and window_plan.unsupported(problem) is None:
         found.append(Plan("window", window_plan.WindowTile()))
+    inner = fold.folded(problem)
+    blocks = []
+    if inner is not None and tiled.unsupported(inner) is None:
+        blocks.append(Plan("folded", plain_tiles(inner, capability)[0]))
     if stem.unsupported(problem) is None:
         found += [Plan("stem", tile) for tile in stem.tiles(problem)]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys([*found, *blocks]))
     hopper = capability[0] == 9 and not _small(problem)
     found += [Plan("hopper", tile) for tile in hopper_tiles(problem, 2 if thorough else 1)] if hopper else []
     if tiled.unsupported(problem) is None:
-        older = (0, 0) < capability < (9, 0)
-        tiles = [narrowed(problem, OLDER)] if older else plain_tiles(problem, thorough)
-        found += [Plan("tiled", tile) for tile in tiles]
+        found += [Plan("tiled", tile) for tile in plain_tiles(problem, capability, thorough)]
     elif gather.unsupported(problem) is None:
         found.append(Plan("gather", gather.GatherTile(filters=32 if problem.pool else 64)))
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*found, *blocks]))
 
 
 def hopper_tiles(problem: Problem, rings: int = 1) -> list[hopper_plan.HopperTile]:
@@ -98,8 +102,10 @@ def hopper_tiles(problem: Problem, rings: int = 1) -> list[hopper_plan.HopperTil
     return list(dict.fromkeys(found))
 
 
-def plain_tiles(problem: Problem, thorough: bool = False) -> list[tiled.Tile]:
+def plain_tiles(problem: Problem, capability: tuple[int, int], thorough: bool = False) -> list[tiled.Tile]:
     """Tiles no wider than the groups; small ones where large ones would leave most of a GPU idle."""
+    if (0, 0) < capability < (9, 0):
+        return [narrowed(problem, OLDER)]
     shapes = SMALL if _small(problem) else TILED + MORE_TILED if thorough else TILED
     return list(dict.fromkeys(narrowed(problem, sizes) for sizes in shapes))
 

@@ -53,11 +53,11 @@ def _unable(asked: Asked) -> str | None:
 
 
 def _untrainable(asked: Asked) -> str | None:
-    from lowrank_cnn.kernels import stem, tiled
+    from lowrank_cnn.kernels import fold, stem, tiled
     from lowrank_cnn.kernels.launch import capability_of, has_windows
 
     problem = asked.problem
-    reason = tiled.unsupported(problem)
+    reason = tiled.unsupported(fold.folded(problem) or problem)
     first = stem.unsupported(problem) is None or has_windows(problem, capability_of(asked.device))
     return None if reason is None or (first and not asked.need_input) else f"no gradient for {reason}"
 

@@ -23,8 +23,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from lowrank_cnn.kernels import hopper, launch, norm, pool
+from lowrank_cnn.kernels import hopper, launch, norm, pool, response_norm
 from lowrank_cnn.kernels.ahead import compile_ahead
+from lowrank_cnn.kernels.modules import MOST_CHANNELS
 from lowrank_cnn.kernels.plans import plans
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
 from lowrank_cnn.kernels.support import Asked
@@ -141,7 +142,7 @@ def backwards(capability: tuple[int, int]) -> None:
 
 
 def neighbours() -> None:
-    """Batch norm and max-pool, which train beside the composites."""
+    """Batch norm, max-pool and local response norm, which train beside the composites."""
     x = torch.zeros(128, 192, 16, 16, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     numbers = torch.zeros(192)
     mean, rstd = norm.launch_statistics(x, (numbers, numbers), torch.zeros((), dtype=torch.int64), 0.1, 1e-5)
@@ -150,6 +151,12 @@ def neighbours() -> None:
     window = pool.window(x.shape, (3, 3), (2, 2), (0, 0), True)
     codes = torch.zeros((128, *window.result, 192), dtype=torch.uint8)
     pool.launch_backward(pool.launch_forward(x, window, codes), codes, window)
+    kinds = ((64, torch.bfloat16), (192, torch.bfloat16), (100, torch.float16), (64, torch.float32))
+    for channels, dtype in kinds:
+        x = torch.zeros(16, channels, 16, 16, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        response_norm.launch_backward(response_norm.launch_forward(x, 5, 1e-4, 0.75, 1.0), x, 5, 1e-4, 0.75, 1.0)
+    response_norm.launch_backward(x, x, MOST_CHANNELS, 1.0, 0.6, 0.0)
+    response_norm.launch_forward(x, MOST_CHANNELS, 1.0, 0.6, 0.0)
 
 
 def ahead() -> None:

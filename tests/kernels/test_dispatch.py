@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.kernels import choose, composite_conv2d, composite_reference, describe, explain, forced
+from lowrank_cnn.kernels import composite_conv2d, composite_reference, describe, explain, forced
 from lowrank_cnn.layers import CompositeConv2d
 
 GPU = torch.cuda.is_available()
@@ -45,14 +45,6 @@ def test_it_says_why():
         assert "fused" in explain(problem, DEVICE)
         odd = describe(x.double(), weights, stride=(1, 1), padding=PADDING)
         assert "float64" in explain(odd, DEVICE)
-
-
-def test_a_stride_has_no_fused_gradient_behind_the_first_layer():
-    x, weights, _ = inputs((1, 24, 6, 6))
-    problem = describe(x, weights, stride=(2, 2), padding=PADDING)
-    with forced("on"):
-        assert choose(problem, DEVICE, training=False).fused
-        assert "no gradient" in choose(problem, DEVICE, training=True).why
 
 
 def test_an_unknown_mode_is_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
@@ -15,6 +16,7 @@ from lowrank_cnn.kernels.plans import Plan
 from lowrank_cnn.kernels.plans import plans as plans_of
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
 from lowrank_cnn.kernels.reference import composite_reference
+from lowrank_cnn.kernels.response_norm_ops import local_response_norm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ROUNDED = 5e-3
@@ -153,3 +155,18 @@ def test_the_weights_gradient_of_other_devices(size, groups):
     for _ in range(10):
         found = launch_weight_gradient(problem, g, x.permute(0, 2, 3, 1), 264, tile)
         assert off(flat(found), right) < SUMMED
+
+
+@pytest.mark.parametrize("size", [(64, 64, 56, 56), (32, 192, 56, 56), (8, 100, 57, 55), (128, 3, 61, 47)])
+@pytest.mark.parametrize("options", [(5, 1e-4, 0.75, 1.0), (4, 0.5, 0.6, 2.0), (33, 1.0, 0.75, 0.5)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_local_response_norm(size, options, dtype):
+    drawn = (torch.randn(size, device="cuda", dtype=dtype) * 2 for _ in range(2))
+    x, grad = (maps.contiguous(memory_format=torch.channels_last) for maps in drawn)
+    x, wide = x.requires_grad_(), x.double().requires_grad_()
+    y, right = local_response_norm(x, *options), F.local_response_norm(wide, *options)
+    (dx,), (exact,) = torch.autograd.grad(y, x, grad), torch.autograd.grad(right, wide, grad.double())
+    for found, wanted in ((y.detach(), right.detach()), (dx, exact)):
+        limit = ROUNDED if dtype == torch.bfloat16 else SUMMED
+        assert off(found, wanted) < limit
+        assert worst(found, wanted) < limit

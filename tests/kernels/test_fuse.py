@@ -100,8 +100,11 @@ def test_norm_and_relu_become_one_and_pools_know_the_kernels():
 
 @pytest.mark.parametrize(
     "layer",
-    [nn.SyncBatchNorm(4), nn.BatchNorm3d(4), nn.MaxPool2d(2, return_indices=True), nn.MaxPool2d(2, dilation=2)],
-)
+    [
+        nn.SyncBatchNorm(4), nn.BatchNorm3d(4), nn.MaxPool2d(2, return_indices=True), nn.MaxPool2d(2, dilation=2),
+        nn.LocalResponseNorm(99), nn.LocalResponseNorm(5, alpha=-1.0), nn.CrossMapLRN2d(5),
+    ],
+)  # fmt: skip
 def test_others_stay_as_they_are(layer):
     assert fuse(nn.Sequential(layer, nn.ReLU()))[0] is layer
 
@@ -261,11 +264,11 @@ def test_weights_that_are_computed_learn(norm):
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("at", range(7))
 def test_hooks_are_called(at):
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), build_conv(4, 4, 3, "lr"),
-        nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()), nn.LocalResponseNorm(3),
     )  # fmt: skip
     calls = []
     model[at].register_forward_hook(lambda *_: calls.append(at))
