@@ -15,12 +15,12 @@ import torch
 from gpu_clock import milliseconds
 from torch import Tensor
 
-from lowrank_cnn.kernels import backward, backward_plan
-from lowrank_cnn.kernels.launch import forward, gradients, input_gradient, weight_gradient
-from lowrank_cnn.kernels.plans import Plan
+from lowrank_cnn.kernels.conv import backward, backward_plan
+from lowrank_cnn.kernels.conv.launch import forward, gradients, input_gradient, weight_gradient
+from lowrank_cnn.kernels.conv.plans import Plan
+from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes, pixels_last
 from lowrank_cnn.kernels.reference import composite_reference
-from lowrank_cnn.kernels.tiled import Tile
 
 
 def measure_backward(

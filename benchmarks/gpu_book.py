@@ -19,7 +19,7 @@ from gpu_ways import OURS, RIVALS, TRICKS, images, network, step_of, way
 from lowrank_cnn.deploy.merge import merge
 from lowrank_cnn.environment import environment
 from lowrank_cnn.kernels import tune
-from lowrank_cnn.kernels.measure import captured
+from lowrank_cnn.kernels.measured.measure import captured
 from lowrank_cnn.models import vgg
 
 KIND = "gpu-speed"

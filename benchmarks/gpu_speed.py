@@ -32,7 +32,7 @@ from gpu_book import TWINS, Book, Setting, compare, show
 from gpu_floor import layers, limits
 from gpu_ways import OURS, RIVALS, TRICKS, network, step_of
 
-from lowrank_cnn.kernels.measure import times
+from lowrank_cnn.kernels.measured.measure import times
 
 NETWORKS = [name for name in TWINS if name not in ("vgg11", "vgg11-gmp")]
 FIRST = ("vgg11-gmp-lr", "vgg11-gmp-lr-2x", "vgg11-gmp-lr-join")
@@ -70,7 +70,7 @@ def tiles(options: argparse.Namespace) -> list[tuple[Any, bool]]:
 
 def compile_tiles(options: argparse.Namespace, shard: int, shards: int) -> None:
     """Child: run every plan of a share of the convs, as tuning will, for the sake of Triton's cache alone."""
-    from lowrank_cnn.kernels.plans import plans
+    from lowrank_cnn.kernels.conv.plans import plans
 
     capability = torch.cuda.get_device_capability()
     for problem, training in tiles(options)[shard::shards]:

@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lowrank_cnn.environment import environment
-from lowrank_cnn.kernels.ahead import prepare
+from lowrank_cnn.kernels.measured.ahead import prepare
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.memory import is_out_of_memory
 from lowrank_cnn.models import create_model, list_models

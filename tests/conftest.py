@@ -20,8 +20,9 @@ if not torch.cuda.is_available():
 
 @pytest.fixture
 def program(request: pytest.FixtureRequest):
-    """Start the `driver.py` beside a test: its arguments in, a process out; killed if it still runs at the end."""
-    driver, started = request.path.with_name("driver.py"), []
+    """Start the `driver.py` beside or above a test: arguments in, a process out, killed with the test."""
+    places = (folder / "driver.py" for folder in request.path.parents)
+    driver, started = next(path for path in places if path.exists()), []
 
     def start(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         root = Path(__file__).resolve().parent.parent

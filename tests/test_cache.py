@@ -8,7 +8,7 @@ import pytest
 
 from lowrank_cnn.cache import cache_folder
 from lowrank_cnn.deploy.cache import Cache
-from lowrank_cnn.kernels.store import store_path
+from lowrank_cnn.kernels.measured.store import store_path
 
 
 @pytest.mark.parametrize(

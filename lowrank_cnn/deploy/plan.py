@@ -22,7 +22,7 @@ from lowrank_cnn.deploy.blocks import LAYERS, Block, find_blocks
 from lowrank_cnn.deploy.cache import Cache
 from lowrank_cnn.deploy.candidates import CANDIDATES, Candidate
 from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.kernels.measure import captured
+from lowrank_cnn.kernels.measured.measure import captured
 from lowrank_cnn.kernels.mode import is_for_graphs
 from lowrank_cnn.selection import check_module
 from lowrank_cnn.units import si, text_table

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.kernels.measure import captured
+from lowrank_cnn.kernels.measured.measure import captured
 
 _CLOSE = 0.05
 """How far a replay may be off the network, relative to the largest value: kernels may add up in another order."""

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowrank_cnn.kernels import choice, mode
+from lowrank_cnn.kernels import mode
+from lowrank_cnn.kernels.measured import choice
 from lowrank_cnn.kernels.problem import Pair, Sides, describe
 from lowrank_cnn.kernels.reference import composite_by_torch
 
@@ -60,7 +61,7 @@ def explain_call(x: Tensor, weights: Sequence[Tensor], *, training: bool = False
 
 def tune(model: torch.nn.Module, example: Tensor, *, training: bool = False) -> None:
     """Measure every plan of every layer a model calls on an example; later runs take the fastest."""
-    from lowrank_cnn.kernels.ahead import prepare
+    from lowrank_cnn.kernels.measured.ahead import prepare
 
     with mode.tuning(), torch.set_grad_enabled(training):
         prepare(lambda: model(example))

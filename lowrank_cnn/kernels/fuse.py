@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lowrank_cnn.kernels.chain import FusedChain
+from lowrank_cnn.kernels.conv.pack import laid_out
 from lowrank_cnn.kernels.dispatch import composite_conv2d
 from lowrank_cnn.kernels.modules import fused_norm, fused_pool, fused_response_norm, has_hooks, is_plain
-from lowrank_cnn.kernels.pack import laid_out
 from lowrank_cnn.kernels.problem import Pair, Sides
 
 

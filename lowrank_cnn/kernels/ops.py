@@ -40,7 +40,8 @@ def composite_conv2d(
     codes: bool,
 ) -> tuple[Tensor, Tensor]:
     """Result and codes. `pool` is "", "floor" or "ceil"; without `codes` the second is empty."""
-    from lowrank_cnn.kernels import choice, launch
+    from lowrank_cnn.kernels.conv import launch
+    from lowrank_cnn.kernels.measured import choice
 
     problem = _problem(x, weights, stride, padding, relu, pool)
     seen = empty_codes(problem, x) if codes else None
@@ -70,7 +71,7 @@ def composite_conv2d_backward(
     need_bias: bool,
 ) -> list[Tensor]:
     """Gradients of input and bias (empty where not needed) and of the weights, in this order."""
-    from lowrank_cnn.kernels import launch
+    from lowrank_cnn.kernels.conv import launch
 
     problem = _problem(x, weights, stride, padding, relu, pool)
     how = {"need_input": need_input, "need_bias": need_bias}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lowrank_cnn.kernels import choice, mode
+from lowrank_cnn.kernels import mode
+from lowrank_cnn.kernels.measured import choice
 
 asked_for = torch.compiler.assume_constant_result(mode.asked_for)
 fuses = torch.compiler.assume_constant_result(choice.fuses)

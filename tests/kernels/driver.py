@@ -23,13 +23,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from lowrank_cnn.kernels import hopper, launch, norm, pool, response_norm
-from lowrank_cnn.kernels.ahead import compile_ahead
+from lowrank_cnn.kernels.conv import hopper, launch
+from lowrank_cnn.kernels.conv.plans import plans
+from lowrank_cnn.kernels.measured.ahead import compile_ahead
+from lowrank_cnn.kernels.measured.support import Asked
+from lowrank_cnn.kernels.measured.trial import Trial
 from lowrank_cnn.kernels.modules import MOST_CHANNELS
-from lowrank_cnn.kernels.plans import plans
+from lowrank_cnn.kernels.neighbours import norm, pool, response_norm
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
-from lowrank_cnn.kernels.support import Asked
-from lowrank_cnn.kernels.trial import Trial
 
 LAYERS = {
     "lr": ((256, 64, 16, 16), [(3, 1, 64), (1, 3, 64)], "floor"),

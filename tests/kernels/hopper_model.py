@@ -306,8 +306,8 @@ def emulate(monkeypatch, *names):
 
 
 def _executed(monkeypatch, name):
-    path = Path(describe.__code__.co_filename).parent / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"lowrank_cnn.kernels.{name}", path)
+    path = Path(describe.__code__.co_filename).parent / "conv" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"lowrank_cnn.kernels.conv.{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

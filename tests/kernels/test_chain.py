@@ -8,9 +8,10 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels import chain, choice, forced
+from lowrank_cnn.kernels import chain, forced
 from lowrank_cnn.kernels.chain import FusedChain, enclosing, merged_bias, merged_weight
 from lowrank_cnn.kernels.fuse import FusedComposite, conv_options, fuse
+from lowrank_cnn.kernels.measured import choice
 from lowrank_cnn.layers import build_conv
 
 GPU = torch.cuda.is_available()

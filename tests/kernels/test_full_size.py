@@ -9,14 +9,15 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels import forced, launch
-from lowrank_cnn.kernels.backward import launch_weight_gradient
+from lowrank_cnn.kernels import forced
+from lowrank_cnn.kernels.conv import launch
+from lowrank_cnn.kernels.conv.backward import launch_weight_gradient
+from lowrank_cnn.kernels.conv.plans import Plan
+from lowrank_cnn.kernels.conv.plans import plans as plans_of
 from lowrank_cnn.kernels.fuse import fuse
-from lowrank_cnn.kernels.plans import Plan
-from lowrank_cnn.kernels.plans import plans as plans_of
+from lowrank_cnn.kernels.neighbours.response_norm_ops import local_response_norm
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
 from lowrank_cnn.kernels.reference import composite_reference
-from lowrank_cnn.kernels.response_norm_ops import local_response_norm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ROUNDED = 5e-3

@@ -1,0 +1,1 @@
+"""The kernels of composite convolutions, forward and backward, their plans and their launches."""

@@ -1,0 +1,258 @@
+"""The weights' gradient for Hopper: a box of pixels is fetched once and multiplied with the gradient for all taps.
+
+A program holds the gradients of all taps of a run, [channels, filters] each, in registers, and walks over a share
+of the pixels. Per step it fetches the gradient of a box, and of the input the box with the rows beyond
+it (see `hopper`): the taps differ by a shift in shared memory. Shares add up in device memory, in float32.
+"""
+
+# ruff: noqa: N803, N806
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from lowrank_cnn.kernels.conv.hopper import described_pixels
+from lowrank_cnn.kernels.conv.hopper_plan import box_counts, box_total, run_length
+from lowrank_cnn.kernels.conv.hopper_weights_plan import WeightTile, weight_box, weight_rows, weight_tile
+from lowrank_cnn.kernels.conv.start import start
+from lowrank_cnn.kernels.problem import Problem
+from lowrank_cnn.kernels.tiles import shares
+
+
+@gluon.jit
+def part_of(tile, GROUPS: gl.constexpr, DEPTHS: gl.constexpr, FILTERS: gl.constexpr, DEPTH: gl.constexpr):
+    """What a tile computes: its group's row of `GROUPS` (see `hopper_plan.weight_rows`) and its place in it."""
+    first, start, channel, filters, columns, along, across = 0, 0, 0, 0, 1, 0, 0
+    before, beside, turned = 0, 0, 0
+    for g in gl.static_range(len(GROUPS)):
+        if tile >= GROUPS[g][0]:
+            first, start, channel, filters = GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3]
+            columns, along, across = GROUPS[g][4], GROUPS[g][5], GROUPS[g][6]
+            before, beside, turned = GROUPS[g][7], GROUPS[g][8], GROUPS[g][9]
+    tile = tile - first
+    depth = tile % DEPTHS * DEPTH
+    column = tile // DEPTHS % columns
+    filter = tile // (DEPTHS * columns) * FILTERS
+    return start, channel, filters, along, across, before, beside, turned, depth, column, filter
+
+
+@gluon.jit
+def fetch_step(
+    xs, gs, pixels, grads, ready, step, steps, place, origin, turned,
+    SPAN: gl.constexpr, RUN: gl.constexpr, TAPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Begin the fetches of a step, if there is one: the gradient of a box, and its pixels with those beyond."""
+    run, image, cross = place
+    before, beside, depth, channel = origin
+    live = step < steps
+    stage = step % STAGES
+    bar = ready.index(stage)
+    size: gl.constexpr = xs[0].dtype.primitive_bitwidth // 8
+    per_row: gl.constexpr = xs[0].block_shape[1] * xs[0].block_shape[2]
+    taken: gl.constexpr = SPAN * per_row * xs[0].block_shape[3] + RUN * per_row * gs[0].block_shape[3]
+    mbarrier.expect(bar, taken * size, pred=live)
+    body = pixels.index(stage * SPAN)._reinterpret(xs[0].dtype, xs[0].block_shape, xs[0].layout)
+    grad = grads.index(stage)._reinterpret(gs[0].dtype, gs[0].block_shape, gs[0].layout)
+    start, side = run - before, cross - beside
+    if turned > 0:
+        tma.async_copy_global_to_shared(gs[1], [run, image, cross, channel], bar, grad, pred=live)
+        tma.async_copy_global_to_shared(xs[2], [start, image, side, depth], bar, body, pred=live)
+        if TAPS > 1:
+            rest = pixels.index(stage * SPAN + RUN)._reinterpret(xs[3].dtype, xs[3].block_shape, xs[3].layout)
+            tma.async_copy_global_to_shared(xs[3], [start + RUN, image, side, depth], bar, rest, pred=live)
+    else:
+        tma.async_copy_global_to_shared(gs[0], [run, image, cross, channel], bar, grad, pred=live)
+        tma.async_copy_global_to_shared(xs[0], [start, image, side, depth], bar, body, pred=live)
+        if TAPS > 1:
+            rest = pixels.index(stage * SPAN + RUN)._reinterpret(xs[1].dtype, xs[1].block_shape, xs[1].layout)
+            tma.async_copy_global_to_shared(xs[1], [start + RUN, image, side, depth], bar, rest, pred=live)
+
+
+@gluon.jit
+def next_box(place, limits, RUN: gl.constexpr, IMAGES: gl.constexpr, CROSS: gl.constexpr):
+    """The box after one: across, then along the run, then the next images."""
+    run, image, cross = place
+    cross += CROSS
+    over = cross >= limits[1]
+    cross = gl.where(over, 0, cross)
+    run = gl.where(over, run + RUN, run)
+    done = run >= limits[0]
+    return gl.where(done, 0, run), gl.where(done, image + IMAGES, image), cross
+
+
+@gluon.jit
+def times_pixels(
+    pixels, grad, acc, row, TAP: gl.constexpr, PIXELS: gl.constexpr, DEPTH: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Add one tap's product: the pixels it reads, turned, times the gradient."""
+    a = pixels.index(row + TAP)._reinterpret(pixels.dtype, [PIXELS, DEPTH], LAYOUT)
+    return warpgroup_mma(a.permute([1, 0]), grad, acc, is_async=True)
+
+
+@gluon.jit
+def times_all(
+    pixels, grad, row, acc0, acc1, acc2, acc3, acc4,
+    TAPS: gl.constexpr, PIXELS: gl.constexpr, DEPTH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The products of all taps; those that a run does not have stay as they are."""
+    acc0 = times_pixels(pixels, grad, acc0, row, 0, PIXELS, DEPTH, LAYOUT)
+    if TAPS > 1:
+        acc1 = times_pixels(pixels, grad, acc1, row, 1, PIXELS, DEPTH, LAYOUT)
+        acc2 = times_pixels(pixels, grad, acc2, row, 2, PIXELS, DEPTH, LAYOUT)
+    if TAPS > 3:
+        acc3 = times_pixels(pixels, grad, acc3, row, 3, PIXELS, DEPTH, LAYOUT)
+        acc4 = times_pixels(pixels, grad, acc4, row, 4, PIXELS, DEPTH, LAYOUT)
+    return acc0, acc1, acc2, acc3, acc4
+
+
+@gluon.jit
+def all_but(LEFT: gl.constexpr, acc0, acc1, acc2, acc3, acc4, TAPS: gl.constexpr):
+    """Wait until no more than the last `LEFT` products are under way."""
+    if TAPS == 1:
+        acc0 = warpgroup_mma_wait(LEFT, deps=(acc0,))
+    elif TAPS == 3:
+        acc0, acc1, acc2 = warpgroup_mma_wait(LEFT, deps=(acc0, acc1, acc2))
+    else:
+        acc0, acc1, acc2, acc3, acc4 = warpgroup_mma_wait(LEFT, deps=(acc0, acc1, acc2, acc3, acc4))
+    return acc0, acc1, acc2, acc3, acc4
+
+
+@gluon.jit
+def add_up(dw, acc, channels, filters, width):
+    """Add a tap's [channels, filters] to what other shares found, `width` filters to a row."""
+    c = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
+    f = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    inside = (c < channels)[:, None] & (f < filters)[None, :]
+    gl.atomic_add(dw + c[:, None] * width + f[None, :], acc, mask=inside, sem="relaxed")
+
+
+@gluon.jit
+def add_all(target, tap, inside, acc0, acc1, acc2, acc3, acc4, TAPS: gl.constexpr):
+    """Add all taps to what other shares found; they lie `tap` values apart."""
+    channels, filters, width = inside
+    add_up(target, acc0, channels, filters, width)
+    if TAPS > 1:
+        add_up(target + tap, acc1, channels, filters, width)
+        add_up(target + 2 * tap, acc2, channels, filters, width)
+    if TAPS > 3:
+        add_up(target + 3 * tap, acc3, channels, filters, width)
+        add_up(target + 4 * tap, acc4, channels, filters, width)
+
+
+@gluon.jit
+def weights_hopper(
+    x_rows, x_rows_rest, x_columns, x_columns_rest, g_rows, g_columns, dw, steps, boxes, channels,
+    rows_x, rows_y, turned_x, turned_y,
+    GROUPS: gl.constexpr, TILES: gl.constexpr, DEPTHS: gl.constexpr, TAPS: gl.constexpr, RUN: gl.constexpr,
+    IMAGES: gl.constexpr, CROSS: gl.constexpr, DEPTH: gl.constexpr, FILTERS: gl.constexpr, STAGES: gl.constexpr,
+    PIXEL_LAYOUT: gl.constexpr, GRAD_LAYOUT: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """One tile of one group over one share of the boxes, `steps` of them, of `boxes` in all."""
+    SPAN: gl.constexpr = RUN + TAPS - 1
+    PIXELS: gl.constexpr = RUN * IMAGES * CROSS
+    xs, gs = (x_rows, x_rows_rest, x_columns, x_columns_rest), (g_rows, g_columns)
+    pixels = gl.allocate_shared_memory(g_rows.dtype, [STAGES * SPAN, IMAGES * CROSS, DEPTH], PIXEL_LAYOUT)
+    grads = gl.allocate_shared_memory(g_rows.dtype, [STAGES, PIXELS, FILTERS], GRAD_LAYOUT)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    start, channel, filters, along, across, before, beside, turned, depth, column, filter = part_of(
+        gl.program_id(0) % TILES, GROUPS, DEPTHS, FILTERS, DEPTH
+    )
+    first = gl.program_id(0) // TILES * steps
+    across_boxes = gl.where(turned > 0, turned_y, rows_x)
+    along_boxes = gl.where(turned > 0, turned_x, rows_y)
+    image = first // (across_boxes * along_boxes) * IMAGES
+    place = (first // across_boxes % along_boxes * RUN, image, first % across_boxes * CROSS)
+    limits = (along_boxes * RUN, across_boxes * CROSS)
+    origin = (before, beside - column, depth, channel + filter)
+    target = dw + start + (column * across * channels + depth) * filters + filter
+    tap = along * channels * filters
+    inside = (channels - depth, filters - filter, filters)
+    steps = gl.maximum(gl.minimum(steps, boxes - first), 0)
+    for i in gl.static_range(STAGES - 1):
+        fetch_step(xs, gs, pixels, grads, ready, i, steps, place, origin, turned, SPAN, RUN, TAPS, STAGES)
+        place = next_box(place, limits, RUN, IMAGES, CROSS)
+    acc0 = gl.zeros([DEPTH, FILTERS], gl.float32, layout=ACC)
+    acc1 = gl.zeros([DEPTH, FILTERS], gl.float32, layout=ACC)
+    acc2 = gl.zeros([DEPTH, FILTERS], gl.float32, layout=ACC)
+    acc3 = gl.zeros([DEPTH, FILTERS], gl.float32, layout=ACC)
+    acc4 = gl.zeros([DEPTH, FILTERS], gl.float32, layout=ACC)
+    for step in range(steps):
+        stage = step % STAGES
+        mbarrier.wait(ready.index(stage), step // STAGES & 1)
+        grad, row = grads.index(stage), stage * SPAN
+        acc0, acc1, acc2, acc3, acc4 = times_all(
+            pixels, grad, row, acc0, acc1, acc2, acc3, acc4, TAPS, PIXELS, DEPTH, PIXEL_LAYOUT
+        )
+        # The products of the step before are done: what they read may be overwritten.
+        acc0, acc1, acc2, acc3, acc4 = all_but(TAPS, acc0, acc1, acc2, acc3, acc4, TAPS)
+        gl.thread_barrier()
+        ahead = step + STAGES - 1
+        fetch_step(xs, gs, pixels, grads, ready, ahead, steps, place, origin, turned, SPAN, RUN, TAPS, STAGES)
+        place = next_box(place, limits, RUN, IMAGES, CROSS)
+    acc0, acc1, acc2, acc3, acc4 = all_but(0, acc0, acc1, acc2, acc3, acc4, TAPS)
+    add_all(target, tap, inside, acc0, acc1, acc2, acc3, acc4, TAPS)
+
+
+def launch_weights_hopper(
+    problem: Problem, g: Tensor, pixels: Tensor, programs: int, tile: WeightTile | None = None
+) -> list[Tensor]:
+    """Gradients of the groups' weights, in float32, as `backward.launch_weight_gradient` gives them."""
+    tile = tile or weight_tile(problem)
+    taps, box = run_length(problem), weight_box(problem, tile)
+    run, images, cross = box
+    rows, turned = box_counts(problem, box)
+    boxes = box_total(problem, box)
+    groups, tiles = weight_rows(problem, tile)
+    splits = shares(tiles, boxes, programs)
+    dw = torch.zeros(
+        problem.channels * sum(group.taps * group.filters for group in problem.groups), device=g.device
+    )
+    block, rest = (run, images, cross, tile.depth), (max(taps - 1, 1), images, cross, tile.depth)
+    start(weights_hopper, (tiles * splits,))(
+        described_pixels(pixels, block), described_pixels(pixels, rest),
+        described_pixels(pixels, block, turned=True), described_pixels(pixels, rest, turned=True),
+        described_pixels(g, (run, images, cross, tile.filters)),
+        described_pixels(g, (run, images, cross, tile.filters), turned=True),
+        dw, -(-boxes // splits), boxes, problem.channels, *rows, *turned,
+        GROUPS=groups, TILES=tiles, DEPTHS=-(-problem.channels // tile.depth), TAPS=taps, RUN=run,
+        IMAGES=images, CROSS=cross, DEPTH=tile.depth, FILTERS=tile.filters, STAGES=tile.stages,
+        PIXEL_LAYOUT=_shared(tile.pixels, tile.depth, g), GRAD_LAYOUT=_shared(tile.pixels, tile.filters, g),
+        ACC=gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[tile.warps, 1], instr_shape=[16, tile.filters, 16]
+        ),
+        num_warps=tile.warps,
+    )  # fmt: skip
+    return _unpacked(dw, problem)
+
+
+def _shared(rows: int, columns: int, like: Tensor) -> Any:
+    kind = getattr(gl, str(like.dtype).removeprefix("torch."))
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
+
+
+def _unpacked(dw: Tensor, problem: Problem) -> list[Tensor]:
+    """The groups' [filters, channels, height, width] out of [height, width, channels, filters] in a row."""
+    parts = dw.split([problem.channels * group.taps * group.filters for group in problem.groups])
+    return [
+        part.view(group.height, group.width, problem.channels, group.filters).permute(3, 2, 0, 1)
+        for part, group in zip(parts, problem.groups, strict=True)
+    ]

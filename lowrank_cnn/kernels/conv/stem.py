@@ -1,0 +1,233 @@
+"""The composite forward for few input channels: the first layer, bound by memory and by instructions.
+
+All groups share one matrix over the union of their taps (see `pack.pack_union`). Each thread holds whole
+pixels: a value of a neighbour is one addition, one predicate and one load, then the matrix unit does all
+filters at once. A 2x2 pool that follows is a maximum over four products held in registers, and only the
+pooled pixels are written.
+"""
+
+# ruff: noqa: N803, RUF005
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowrank_cnn.kernels.conv.pack import union_taps, unpack_union
+from lowrank_cnn.kernels.conv.start import start
+from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
+from lowrank_cnn.kernels.tiles import power_above
+
+MOST_VALUES = 64
+"""Gathered values per pixel up to which they stay in registers."""
+
+
+@dataclass(frozen=True)
+class StemTile:
+    """What is tuned: result pixels per program, and warps."""
+
+    pixels: int
+    warps: int = 4
+
+
+def tiles(problem: Problem) -> list[StemTile]:
+    """Tiles whose threads hold so many results as fit their registers beside the values gathered.
+
+    Programs of two warps leave room for more of them at once, which hide each other's loads.
+    """
+    filters = power_above(problem.filters)
+    results = 4096 if len(union_taps(problem.groups)) * problem.channels <= 16 else 2048
+    small = [StemTile(min(128, results // filters), 2)] if filters <= 128 else []
+    return [*small, StemTile(min(128, 2 * results // filters), 4)]
+
+
+@triton.jit
+def gathered(x, base, in_y, in_x, height, width, TAPS: tl.constexpr, CHANNELS: tl.constexpr, VALUES: tl.constexpr):
+    """[pixels, VALUES]: the union's taps by channels around each pixel, zero outside the image and beyond."""
+    values = ()
+    for t in tl.static_range(len(TAPS)):
+        y, across = in_y + TAPS[t][0], in_x + TAPS[t][1]
+        inside = (y >= 0) & (y < height) & (across >= 0) & (across < width)
+        away = base + (TAPS[t][0] * width + TAPS[t][1]) * CHANNELS
+        for c in tl.static_range(CHANNELS):
+            values = values + (tl.load(x + away + c, mask=inside, other=0.0),)
+    for _ in tl.static_range(VALUES - len(TAPS) * CHANNELS):
+        values = values + (tl.zeros(base.shape, x.dtype.element_ty),)
+    for _ in tl.static_range(8):
+        if len(values) > 1:
+            halves = ()
+            for i in tl.static_range(len(values) // 2):
+                halves = halves + (tl.join(values[i], values[i + len(values) // 2]),)
+            values = halves
+    return values[0].reshape(base.shape[0], VALUES)
+
+
+@triton.jit
+def composite_stem(
+    x, w, bias, y, codes, pixels, height, width, out_height, out_width, result_height, result_width,
+    TAPS: tl.constexpr, CHANNELS: tl.constexpr, TOTAL: tl.constexpr, VALUES: tl.constexpr,
+    STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr, POOL: tl.constexpr, RELU: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PIXELS: tl.constexpr, FILTERS: tl.constexpr, WIDE: tl.constexpr, CODES: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """One block of result pixels for all filters; with `CODES`, as in `tiled.pooled`, the winners as well."""
+    lane = tl.arange(0, FILTERS)
+    pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
+    column = pixel % result_width
+    row = pixel // result_width % result_height
+    image = pixel // (result_width * result_height)
+    if WIDE:
+        image = image.to(tl.int64)
+    k = tl.arange(0, VALUES)
+    b = tl.load(w + k[:, None] * TOTAL + lane[None, :], mask=(lane < TOTAL)[None, :], other=0.0)
+    for quad in tl.static_range(4 if POOL else 1):
+        down = row * 2 + quad // 2 if POOL else row
+        right = column * 2 + quad % 2 if POOL else column
+        in_y = tl.where(pixel < pixels, down * STRIDE_Y, -1000000)
+        base = ((image * height + down * STRIDE_Y) * width + right * STRIDE_X) * CHANNELS
+        a = gathered(x, base, in_y, right * STRIDE_X, height, width, TAPS, CHANNELS, VALUES)
+        acc = tl.dot(a, b)
+        if CODES:
+            acc = (acc.to(tl.int32, bitcast=True) & ~3 | 3 - quad).to(tl.float32, bitcast=True)
+        if quad == 0:  # of every window this pixel lies in the image
+            best = acc
+        else:
+            if not WHOLE:
+                acc = tl.where(((down < out_height) & (right < out_width))[:, None], acc, -3.0e38)
+            best = tl.maximum(best, acc)
+    bits = best.to(tl.int32, bitcast=True)
+    code = 3 - (bits & 3)
+    if CODES:  # with its place left in it, a zero would be above zero
+        best = (bits & ~3).to(tl.float32, bitcast=True)
+    if HAS_BIAS:
+        best += tl.load(bias + lane, mask=lane < TOTAL, other=0.0).to(tl.float32)[None, :]
+    if RELU:
+        best = tl.maximum(best, 0.0)
+        code = tl.where(best > 0, code, 4)
+    inside = (pixel < pixels)[:, None] & (lane < TOTAL)[None, :]
+    place = pixel.to(tl.int64)[:, None] * TOTAL + lane[None, :]
+    if CODES:
+        tl.store(codes + place, code.to(tl.uint8), mask=inside)
+    tl.store(y + place, best.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def stem_gradient(
+    x, grad, seen, dw, pixels, height, width, result_height, result_width,
+    TAPS: tl.constexpr, CHANNELS: tl.constexpr, TOTAL: tl.constexpr, VALUES: tl.constexpr,
+    STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr, POOL: tl.constexpr, RELU: tl.constexpr,
+    PIXELS: tl.constexpr, FILTERS: tl.constexpr, WIDE: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Weight and bias gradients: the neighbourhoods are gathered again, the pool and ReLU undone on the way.
+
+    The value after the neighbourhood's last is one, so that the product's column there is the bias gradient.
+    """
+    lane = tl.arange(0, FILTERS)
+    k = tl.arange(0, VALUES)
+    acc = tl.zeros((FILTERS, VALUES), tl.float32)
+    for turn in range(ROUNDS):
+        pixel = (tl.program_id(0) + turn * tl.num_programs(0)) * PIXELS + tl.arange(0, PIXELS)
+        column = pixel % result_width
+        row = pixel // result_width % result_height
+        image = pixel // (result_width * result_height)
+        if WIDE:
+            image = image.to(tl.int64)
+        inside = (pixel < pixels)[:, None] & (lane < TOTAL)[None, :]
+        place = pixel.to(tl.int64)[:, None] * TOTAL + lane[None, :]
+        g = tl.load(grad + place, mask=inside, other=0.0)
+        if POOL or RELU:
+            kept = tl.load(seen + place, mask=inside, other=0)
+        for quad in tl.static_range(4 if POOL else 1):
+            down = row * 2 + quad // 2 if POOL else row
+            right = column * 2 + quad % 2 if POOL else column
+            in_y = tl.where(pixel < pixels, down * STRIDE_Y, -1000000)
+            base = ((image * height + down * STRIDE_Y) * width + right * STRIDE_X) * CHANNELS
+            a = gathered(x, base, in_y, right * STRIDE_X, height, width, TAPS, CHANNELS, VALUES)
+            a = tl.where((k == len(TAPS) * CHANNELS)[None, :], 1.0, a)
+            part = g
+            if POOL:
+                part = tl.where(kept == quad, g, 0.0)
+            elif RELU:
+                part = tl.where(kept > 0, g, 0.0)
+            acc = tl.dot(part.T, a.to(g.dtype), acc)
+    place = lane[:, None] * VALUES + k[None, :]
+    tl.atomic_add(dw + place, acc, mask=(lane < TOTAL)[:, None], sem="relaxed")
+
+
+def launch_stem(
+    problem: Problem,
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    tile: StemTile | None = None,
+    codes: Tensor | None = None,
+) -> Tensor:
+    """Run the kernel on `pack.pack_union` weights; the result is channels-last."""
+    tile, pixels, maps = tile or tiles(problem)[0], pixels_last(x), empty_result(problem, x)
+    result = maps.permute(0, 2, 3, 1)
+    count = problem.batch * problem.result_size[0] * problem.result_size[1]
+    start(composite_stem, (-(-count // tile.pixels),))(
+        pixels, packed, bias if bias is not None else packed, result, codes if codes is not None else result,
+        count, problem.height, problem.width, problem.out_height, problem.out_width, *problem.result_size,
+        HAS_BIAS=bias is not None, CODES=codes is not None, WHOLE=problem.pool != "ceil" or problem.even,
+        num_warps=tile.warps, **_constants(problem, pixels, packed.shape[0], tile),
+    )  # fmt: skip
+    return maps
+
+
+def launch_stem_gradient(
+    problem: Problem,
+    x: Tensor,
+    grad: Tensor,
+    seen: Tensor,
+    programs: int,
+    tile: StemTile | None = None,
+) -> tuple[list[Tensor], Tensor]:
+    """Gradients of the groups' weights and of the bias, in float32, from [N, H, W, filters] `grad` and `seen`."""
+    # Gradients and results of more pixels at so many filters would not stay in registers.
+    tile, pixels = tile or StemTile(16 if problem.filters > 128 else 32), pixels_last(x)
+    count = problem.batch * problem.result_size[0] * problem.result_size[1]
+    blocks = -(-count // tile.pixels)
+    programs = min(2 * programs, blocks)  # small ones, of which four reside together
+    gathered_values = len(union_taps(problem.groups)) * problem.channels
+    values = max(16, power_above(gathered_values + 1))
+    dw = torch.zeros((problem.filters, values), device=x.device)
+    start(stem_gradient, (programs,))(
+        pixels, grad, seen, dw, count, problem.height, problem.width, *problem.result_size,
+        ROUNDS=-(-blocks // programs), num_warps=tile.warps, **_constants(problem, pixels, values, tile),
+    )  # fmt: skip
+    return unpack_union(dw, problem), dw[:, gathered_values].contiguous()
+
+
+def _constants(problem: Problem, pixels: Tensor, values: int, tile: StemTile) -> dict[str, Any]:
+    """What both kernels are compiled for."""
+    return {
+        "TAPS": tuple(union_taps(problem.groups)),
+        "CHANNELS": problem.channels,
+        "TOTAL": problem.filters,
+        "VALUES": values,
+        "STRIDE_Y": problem.stride[0],
+        "STRIDE_X": problem.stride[1],
+        "POOL": problem.pool is not None,
+        "RELU": problem.relu,
+        "PIXELS": tile.pixels,
+        "FILTERS": power_above(problem.filters),
+        "WIDE": pixels.numel() >= 1 << 31,
+    }
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Why this kernel cannot take a problem, or None."""
+    values = len(union_taps(problem.groups)) * problem.channels
+    if values > MOST_VALUES:
+        return f"{values} values around a pixel, more than {MOST_VALUES}"
+    if problem.filters > 256:
+        return f"{problem.filters} filters, more than one program holds"
+    return None

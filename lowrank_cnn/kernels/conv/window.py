@@ -1,0 +1,181 @@
+"""A pooled first layer for Hopper: the matrix unit reads windows where they lie, and nothing is gathered.
+
+With four channels to a pixel, two pixels are 16 bytes, and windows of neighbouring pools begin 16 bytes apart. So
+the first halves of eight windows lie in a row just as the matrix unit wants eight rows of 16 bytes, and the second
+halves are the next windows' first: two fetches of one row of the image, the second 16 bytes on. Products of four
+pixels share these; their maximum is the pool.
+"""
+
+# ruff: noqa: N803, N806
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from lowrank_cnn.kernels.conv.hopper import described, finished, multiprocessors, send
+from lowrank_cnn.kernels.conv.spread import launch_spread
+from lowrank_cnn.kernels.conv.start import start
+from lowrank_cnn.kernels.conv.window_plan import (
+    WINDOWS,
+    WindowTile,
+    filters_per_tile,
+    padded_size,
+    tile_counts,
+    window_shape,
+)
+from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
+
+
+@gluon.jit
+def place_of(box, COUNTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Image, row and column of a tile's first window."""
+    column = box % COUNTS[1] * COLUMNS
+    row = box // COUNTS[1] % COUNTS[0] * ROWS
+    return box // (COUNTS[1] * COUNTS[0]), row, column
+
+
+@gluon.jit
+def fetch_windows(
+    x, boxes, ready, stage, box, total, padded_height,
+    COUNTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Begin the fetch of a tile, if there is one: four rows of each window, in two halves."""
+    live = box < total
+    image, row, column = place_of(box, COUNTS, ROWS, COLUMNS)
+    bar = ready.index(stage)
+    size: gl.constexpr = x.dtype.primitive_bitwidth // 8
+    mbarrier.expect(bar, 64 * ROWS * COLUMNS * size, pred=live)
+    target = boxes.index(stage * 4)._reinterpret(x.dtype, x.block_shape, x.layout)
+    start = image * padded_height + 2 * row
+    tma.async_copy_global_to_shared(x, [start, 0, 0, column * 8], bar, target, pred=live)
+
+
+@gluon.jit
+def product(boxes, slabs, stage, QUAD: gl.constexpr, FILTERS: gl.constexpr, ACC: gl.constexpr):
+    """The results of one pixel of every window, under way."""
+    WINDOWS: gl.constexpr = boxes.shape[1]
+    acc = gl.zeros([WINDOWS, FILTERS], gl.float32, layout=ACC)
+    for tap in gl.static_range(3):
+        a, b = boxes.index(stage * 4 + QUAD // 2 + tap), slabs.index(QUAD % 2 * 3 + tap)
+        acc = warpgroup_mma(a, b.permute([1, 0]), acc, use_acc=tap > 0, is_async=True)
+    return acc
+
+
+@gluon.jit
+def coded(acc, QUAD: gl.constexpr, CODES: gl.constexpr):
+    """Where codes are wanted, each value carries its place in the pool in its two lowest bits."""
+    if CODES:
+        acc = (acc.to(gl.int32, bitcast=True) & ~3 | 3 - QUAD).to(gl.float32, bitcast=True)
+    return acc
+
+
+@gluon.jit
+def composite_window(
+    x, w, y, codes, bias, total, padded_height,
+    COUNTS: gl.constexpr, TOTAL: gl.constexpr, FILTERS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    RELU: gl.constexpr, HAS_BIAS: gl.constexpr, CODES: gl.constexpr, STAGES: gl.constexpr, VIEW: gl.constexpr,
+    ACC: gl.constexpr,
+):  # fmt: skip
+    """Persistent over tiles of windows, `STAGES` of them in flight; the weights are fetched once."""
+    TILES: gl.constexpr = TOTAL // FILTERS
+    boxes = gl.allocate_shared_memory(x.dtype, [STAGES * 4, ROWS * COLUMNS, 16], VIEW)
+    slabs = gl.allocate_shared_memory(w.dtype, [6, FILTERS, 16], w.layout)
+    staged = gl.allocate_shared_memory(y.dtype, y.block_shape, y.layout)
+    staged_codes = staged
+    if CODES:
+        staged_codes = gl.allocate_shared_memory(gl.uint8, codes.block_shape, codes.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES + 1):
+        mbarrier.init(ready.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    channel = gl.program_id(0) % TILES * FILTERS
+    first, step = gl.program_id(0) // TILES, gl.num_programs(0) // TILES
+    size: gl.constexpr = w.dtype.primitive_bitwidth // 8
+    mbarrier.expect(ready.index(STAGES), 6 * FILTERS * 16 * size)
+    for i in gl.static_range(6):
+        tma.async_copy_global_to_shared(w, [i * TOTAL + channel, 0], ready.index(STAGES), slabs.index(i))
+    for i in gl.static_range(STAGES):
+        fetch_windows(x, boxes, ready, i, first + i * step, total, padded_height, COUNTS, ROWS, COLUMNS)
+    mbarrier.wait(ready.index(STAGES), 0)
+    done = 0
+    for box in range(first, total, step):
+        stage = done % STAGES
+        mbarrier.wait(ready.index(stage), done // STAGES & 1)
+        acc0 = product(boxes, slabs, stage, 0, FILTERS, ACC)
+        acc1 = product(boxes, slabs, stage, 1, FILTERS, ACC)
+        acc2 = product(boxes, slabs, stage, 2, FILTERS, ACC)
+        acc3 = product(boxes, slabs, stage, 3, FILTERS, ACC)
+        acc0, acc1, acc2, acc3 = warpgroup_mma_wait(0, deps=(acc0, acc1, acc2, acc3))
+        gl.thread_barrier()
+        fetch_windows(x, boxes, ready, stage, box + STAGES * step, total, padded_height, COUNTS, ROWS, COLUMNS)
+        done += 1  # noqa: SIM113
+        above = gl.maximum(coded(acc0, 0, CODES), coded(acc1, 1, CODES))
+        below = gl.maximum(coded(acc2, 2, CODES), coded(acc3, 3, CODES))
+        out, code = finished(gl.maximum(above, below), bias, channel, RELU, HAS_BIAS, CODES)
+        image, row, column = place_of(box, COUNTS, ROWS, COLUMNS)
+        if CODES:
+            send((codes, codes), staged_codes, code.to(gl.uint8), 0, [image, row, column, channel])
+        send((y, y), staged, out.to(y.dtype), 0, [image, row, column, channel])
+    tma.store_wait(0)
+
+
+def launch_window(
+    problem: Problem,
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    tile: WindowTile | None = None,
+    codes: Tensor | None = None,
+) -> Tensor:
+    """Run the kernel on `window_plan.pack_windows` weights; the result is channels-last."""
+    tile, maps = tile or WindowTile(), empty_result(problem, x)
+    result = maps.permute(0, 2, 3, 1)
+    (rows, columns), filters = window_shape(problem), filters_per_tile(problem)
+    size = padded_size(problem)
+    padded = launch_spread(pixels_last(x), size, beyond=2 * rows)
+    counts = tile_counts(problem)
+    total, tiles = problem.batch * counts[0] * counts[1], problem.filters // filters
+    programs = max(1, multiprocessors(x.device) * tile.residents // tiles)
+    block, winners = (1, rows, columns, filters), result if codes is None else codes
+    start(composite_window, (tiles * min(total, programs),))(
+        windows_of(padded, problem.batch * size[0], rows, columns),
+        described(packed, packed.shape, packed.stride(), (filters, 16)),
+        described(result, result.shape, result.stride(), block),
+        described(winners, winners.shape, winners.stride(), block),
+        bias if bias is not None else packed, total, size[0],
+        COUNTS=counts, TOTAL=problem.filters, FILTERS=filters, ROWS=rows, COLUMNS=columns, RELU=problem.relu,
+        HAS_BIAS=bias is not None, CODES=codes is not None, STAGES=tile.stages, VIEW=halves(),
+        ACC=gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, filters, 16]),
+        num_warps=4,
+    )  # fmt: skip
+    return maps
+
+
+def windows_of(padded: Tensor, rows_of_images: int, rows: int, columns: int) -> TensorDescriptor:
+    """Padded images seen as rows of the image, halves of windows, rows of windows, and values along a row."""
+    pitch = padded.shape[1] * 4
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=4)
+    shape, strides = [rows_of_images, 2, rows, pitch], [pitch, 8, 2 * pitch, 1]
+    return TensorDescriptor(padded, shape, strides, [4, 2, rows, columns * 8], layout)
+
+
+def halves() -> Any:
+    """[windows, 16] in memory: the first eight values of every window, then the others."""
+    row = [[0, 1], [0, 2], [0, 4]] + [[2**i, 0] for i in range(WINDOWS.bit_length() - 1)] + [[0, 8]]
+    return gl.SharedLinearLayout(offset_bases=row, alignment=1024)

@@ -1,0 +1,1 @@
+"""What is timed, compared and chosen on a device, and where that is kept."""

@@ -1,0 +1,123 @@
+"""Time the paths of a problem on its device, a fused plan or torch's own operations, and compare their results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.kernels.measured.trial import Trial
+from lowrank_cnn.kernels.mode import for_graphs
+from lowrank_cnn.kernels.problem import Problem
+from lowrank_cnn.memory import is_out_of_memory
+
+if TYPE_CHECKING:
+    from lowrank_cnn.kernels.conv.plans import Plan
+
+TOLERANCE = 2e-2
+"""Between two ways to round a layer in half precision, relative to the norm of the result."""
+CALLS = 10
+
+
+class Times(NamedTuple):
+    """Milliseconds of one path: in a replayed graph, and as a call from Python among many."""
+
+    graph: float
+    call: float
+
+
+FAILED = Times(float("inf"), float("inf"))
+
+
+def times(
+    problem: Problem, device: torch.device, plan: Plan | None, *, training: bool, repeats: int = 7
+) -> Times | None:
+    """What a plan takes (or torch's own path, without one): infinite where it fails, None where memory ran out."""
+    try:
+        with torch.cuda.device(device), torch.set_grad_enabled(training):
+            trial = Trial.random(problem, device, training)
+            graph = captured(lambda: trial.run(plan))
+            graph.replay()
+            return Times(median(_replay(graph) for _ in range(repeats)), _per_call(lambda: trial.call(plan)))
+    except Exception as error:  # whatever keeps a plan from running on this device keeps it from being chosen
+        return None if _ran_out(error) else FAILED
+
+
+def agrees(problem: Problem, device: torch.device, plan: Plan, *, training: bool) -> bool | None:
+    """Whether a plan gives what torch gives, gradients too where training; a plan that fails does not.
+
+    None where memory ran out before that was known.
+    """
+    try:
+        with torch.no_grad():
+            trial = Trial.random(problem, device, training=False)
+            if not _all_close(trial.run(plan), trial.run(None)):
+                return False
+        return not training or _gradients_agree(problem, device, plan)
+    except Exception as error:
+        return None if _ran_out(error) else False
+
+
+def _gradients_agree(problem: Problem, device: torch.device, plan: Plan) -> bool:
+    """With a pool, by its own choice of winners: rounded values tie, and either may win."""
+    trial = Trial.random(problem, device, training=True)
+    if problem.pool is None:
+        return _all_close(trial.run(plan), trial.run(None))
+    y, codes, ours = trial.pooled(plan)
+    won, right = trial.won_by(codes, y)
+    return _all_close([y, *ours], [won, *right])
+
+
+def _all_close(ours: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return all(_close(*pair) for pair in zip(ours, right, strict=True))
+
+
+def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A function's work as a graph, after it has run outside of one: compiled, allocated, algorithms chosen."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with for_graphs():
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Threads that only load data may call CUDA meanwhile: "thread_local" leaves them alone.
+        # The stream of this device: torch's own for captures is that of the first device that captured.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            run()
+    return graph
+
+
+def _replay(graph: torch.cuda.CUDAGraph) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
+
+
+def _per_call(run: Callable[[], object]) -> float:
+    """Milliseconds per call of several in a row: whichever of host and device takes longer."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(CALLS):
+        run()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began) / CALLS
+
+
+def _ran_out(error: BaseException | None) -> bool:
+    """Whether memory ran out: at once, or behind an error of the graph that was being captured."""
+    return error is not None and (is_out_of_memory(error) or _ran_out(error.__context__))
+
+
+def _close(ours: Tensor, right: Tensor) -> bool:
+    difference = torch.linalg.vector_norm(ours.float() - right.float())
+    return bool(difference <= TOLERANCE * torch.linalg.vector_norm(right.float()))

@@ -1,0 +1,71 @@
+"""What the fused kernels can take: a problem on a device, for inference or training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+from lowrank_cnn.kernels.problem import Problem
+
+if TYPE_CHECKING:
+    from lowrank_cnn.kernels.conv.plans import Plan
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a choice is made for; in training, `need_input` asks for the input's gradient."""
+
+    problem: Problem
+    device: torch.device
+    training: bool = False
+    need_input: bool = True
+
+
+def unsupported(
+    problem: Problem, device: torch.device, *, training: bool = False, need_input: bool = True
+) -> str | None:
+    """Why the fused kernels cannot take a problem on a device, or None."""
+    return refusal(Asked(problem, device, training, need_input))
+
+
+def refusal(asked: Asked) -> str | None:
+    """Why the fused kernels cannot take what is asked for, or None."""
+    exact = asked.problem.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
+    return "float32 without TF32" if exact and asked.device.type == "cuda" else _unable(asked)
+
+
+@lru_cache(maxsize=4096)
+def _unable(asked: Asked) -> str | None:
+    problem, cuda = asked.problem, asked.device.type == "cuda"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if cuda and torch.cuda.get_device_capability(asked.device) < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"{problem.dtype} is not bfloat16, float16 or float32"
+    if not plans_of(problem, asked.device):
+        return "no kernel takes this stride, these channels or these taps"
+    return _untrainable(asked) if asked.training else None
+
+
+def _untrainable(asked: Asked) -> str | None:
+    from lowrank_cnn.kernels.conv import fold, stem, tiled
+    from lowrank_cnn.kernels.conv.launch import capability_of, has_windows
+
+    problem = asked.problem
+    reason = tiled.unsupported(fold.folded(problem) or problem)
+    first = stem.unsupported(problem) is None or has_windows(problem, capability_of(asked.device))
+    return None if reason is None or (first and not asked.need_input) else f"no gradient for {reason}"
+
+
+@lru_cache(maxsize=4096)
+def plans_of(problem: Problem, device: torch.device) -> tuple[Plan, ...]:
+    """The plans of a problem on a device, the default first."""
+    from lowrank_cnn.kernels.conv.launch import capability_of
+    from lowrank_cnn.kernels.conv.plans import plans
+
+    return tuple(plans(problem, capability=capability_of(device)))
