@@ -126,7 +126,8 @@ def forwards(capability: tuple[int, int]) -> None:
     problem, x, weights = posed(LAYERS["lr"], torch.float32)
     launch.forward(plans(problem, capability=capability)[0], problem, x, weights, None)
     problem, x, weights = posed(LAYERS["lr"], torch.float16, stride=(2, 2))
-    launch.forward(plans(problem, capability=capability)[0], problem, x, weights, None)
+    for plan in plans(problem, capability=capability):
+        launch.forward(plan, problem, x, weights, None)
 
 
 def backwards(capability: tuple[int, int]) -> None:
