@@ -8,7 +8,7 @@ say): 500x375 JPEGs of quality 90, either one small image upscaled (smooth, abou
 them at their own scale (texture to the last pixel, about 90 kB; ILSVRC's mean is about 110 kB). `shrunk` is the
 mosaic stored with a shorter side of 256, as Caffe's image databases were. Rates of decoders, ways and
 one worker are per second of one core's time, so that other work on the machine does not count; the loader's are
-per second.
+per second. Where there is a GPU that can, the loader is measured with it decoding, too (`decode="gpu"`).
 
 The record holds one entry per processor: a run replaces that of its own.
 """
@@ -32,9 +32,22 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from jpeg_ways import HEIGHT, QUALITY, WIDTH, Decoder, decoders, found, photographs, versions, ways
+from jpeg_ways import (
+    HEIGHT,
+    QUALITY,
+    WIDTH,
+    Decoder,
+    as_tensors,
+    decoders,
+    difference,
+    gpu_decoder,
+    photographs,
+    versions,
+    ways,
+)
 
 from lowrank_cnn.data import Augment, Standardize, StreamedLoader, StreamedSplit, open_data
+from lowrank_cnn.data.types import Decode
 from lowrank_cnn.environment import environment
 from lowrank_cnn.paper.full_run import idle_share
 
@@ -54,20 +67,21 @@ def rates_of(work: Callable[[int], int], rounds: int) -> dict[str, float]:
     return {"images_per_second": median(rates), "lowest": min(rates), "highest": max(rates)}
 
 
-def on_the_gpu(images: list[bytes], repeats: int) -> dict[str, float] | None:
-    """torchvision's decoder on the GPU, sixty-four at a time, where there is one."""
-    vision = found("torchvision.io")
-    if not (vision and torch.cuda.is_available()):
-        return None
-    encoded = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in (images * 64)[:64]]
+def on_the_gpu(images: list[bytes], repeats: int) -> dict[str, Any]:
+    """torchvision's decoder on the GPU, sixty-four at a time, and how far its pixels are from Pillow's."""
+    decode = gpu_decoder()
+    if decode is None:
+        return {"gpu_decode": None}
+    encoded = as_tensors((images * 64)[:64])
     rates = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
-        vision.decode_jpeg(encoded, device="cuda")
+        decode(encoded)
         torch.cuda.synchronize()
         rates.append(64 / (time.perf_counter() - began))
     rates = rates[1:]
-    return {"images_per_second": median(rates), "lowest": min(rates), "highest": max(rates)}
+    rate = {"images_per_second": median(rates), "lowest": min(rates), "highest": max(rates)}
+    return {"gpu_decode": rate, "gpu_difference": difference(decode, images)}
 
 
 def shards(images: list[bytes], n: int, folder: Path) -> StreamedSplit:
@@ -85,7 +99,7 @@ def shards(images: list[bytes], n: int, folder: Path) -> StreamedSplit:
     return split
 
 
-def loader_of(split: StreamedSplit, workers: int, batch: int) -> StreamedLoader:
+def loader_of(split: StreamedSplit, workers: int, batch: int, decode: Decode = "cpu") -> StreamedLoader:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return StreamedLoader(
         split,
@@ -97,6 +111,7 @@ def loader_of(split: StreamedSplit, workers: int, batch: int) -> StreamedLoader:
         train=True,
         dtype=torch.bfloat16 if device == "cuda" else torch.float32,
         workers=workers,
+        decode=decode,
     )
 
 
@@ -106,10 +121,12 @@ def worker_rate(split: StreamedSplit, batch: int) -> dict[str, float]:
     return rates_of(lambda number: len(parts[number, 0].labels), parts.batches)
 
 
-def loader_rate(split: StreamedSplit, workers: int, batch: int) -> float:
+def loader_rate(split: StreamedSplit, workers: int, batch: int, decode: Decode = "cpu") -> float:
     """Images per second of an epoch as training sees it: read, decoded, framed, on the device, standardised."""
-    batches = loader_of(split, workers, batch).epoch(0)
-    next(batches)  # until then the workers start and the first batch is made
+    loader = loader_of(split, workers, batch, decode)
+    batches = loader.epoch(0)
+    for _ in range(max(1, len(loader) // 4)):  # meanwhile the workers start, and what they made ahead is used up
+        next(batches)
     began = time.perf_counter()
     images = sum(len(labels) for _, labels in batches)
     if torch.cuda.is_available():
@@ -122,9 +139,23 @@ def streamed(images: list[bytes], arguments: argparse.Namespace) -> dict[str, An
     with tempfile.TemporaryDirectory() as folder:
         split = shards(images, arguments.images, Path(folder))
         rates: dict[str, Any] = {"worker": shown("streamed", "a worker", worker_rate(split, arguments.batch))}
-        rates["loader"] = {str(n): loader_rate(split, n, arguments.batch) for n in arguments.workers}
-    print("loader, by workers:", {n: f"{rate:,.0f} images/s" for n, rate in rates["loader"].items()}, flush=True)
+        rates["loader"] = loader_rates(split, arguments, "cpu")
+        if gpu_decoder():
+            rates["gpu_loader"] = loader_rates(split, arguments, "gpu")
     return rates
+
+
+def loader_rates(split: StreamedSplit, arguments: argparse.Namespace, decode: Decode) -> dict[str, float]:
+    rates = {str(n): loader_rate(split, n, arguments.batch, decode) for n in arguments.workers}
+    told = {n: f"{rate:,.0f} images/s" for n, rate in rates.items()}
+    print(f"loader, decoded by the {decode}, by workers:", told, flush=True)
+    return rates
+
+
+def idle_shares(rates: dict[str, float], demands: dict[str, float]) -> dict[str, float]:
+    """How much a GPU waits that is fed by the fastest of these loaders, by what it trains."""
+    fed = max(rates.values(), default=0.0)
+    return {name: idle_share(supply=fed, demand=demand) for name, demand in demands.items()}
 
 
 def shown(title: str, name: str, row: dict[str, float]) -> dict[str, float]:
@@ -140,7 +171,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--images", type=int, default=4096, help="of an epoch of the loader")
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--workers", type=int, nargs="*", default=sorted({0, 1, cores // 2, cores}))
+    parser.add_argument("--workers", type=int, nargs="*", default=sorted({0, 1, cores // 4, cores // 2, cores}))
     parser.add_argument("--train-rate", action="append", default=[], help="network=images per second of a GPU")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/input_pipeline.json"))
     return parser.parse_args()
@@ -153,7 +184,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "bytes": sum(map(len, images)) / len(images),
             "decode": {n: shown(kind, n, per_core(d, images, arguments.repeats)) for n, d in decoders()},
             "frame": {n: shown(kind, n, per_core(w, images, arguments.repeats)) for n, w in ways()},
-            "gpu_decode": on_the_gpu(images, arguments.repeats),
+            **on_the_gpu(images, arguments.repeats),
             **streamed(images, arguments),
         }
     return rows
@@ -163,14 +194,15 @@ def main() -> None:
     arguments = parse()
     torch.set_num_threads(1)
     rows = measure(arguments)
-    fed = max(rows["mosaic"]["loader"].values(), default=0.0)
     demands = {name: float(rate) for name, _, rate in (text.partition("=") for text in arguments.train_rate)}
     setting = {"size": [WIDTH, HEIGHT], "quality": QUALITY, "photographs": arguments.photographs}
     setting |= {"batch": arguments.batch, "repeats": arguments.repeats, "libraries": versions()}
     measured: dict[str, Any] = {"setting": setting, "rows": rows, "environment": environment()}
-    measured["idle"] = {name: idle_share(supply=fed, demand=demand) for name, demand in demands.items()}
+    for prefix in ("", "gpu_"):
+        if (rates := rows["mosaic"].get(f"{prefix}loader")) is not None:
+            measured[f"{prefix}idle"] = idle = idle_shares(rates, demands)
+            print(f"{prefix}loader", {name: f"{share:.0%} idle" for name, share in idle.items()})
     measured["train_rates"] = demands
-    print({name: f"{share:.0%} idle" for name, share in measured["idle"].items()})
     before = json.loads(arguments.out.read_text())["machines"] if arguments.out.exists() else []
     others = [one for one in before if one["environment"]["cpu"] != measured["environment"]["cpu"]]
     record = {"kind": "input-pipeline", "machines": [*others, measured], "environment": measured["environment"]}

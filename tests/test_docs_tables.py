@@ -123,6 +123,25 @@ def test_every_processor_has_its_table_of_rates(blocks: ModuleType, put: Put):
     assert cells(text, "read and framed")[1:] == ["a worker", *["100 (90 to 110)"] * 2, "400 (90 to 110)"]
     assert text.index("some cores") < text.index("other cores")
     assert "A GPU that trains `vgg11` at 8,000 images/s waits 25% of the time." in text
+    assert "where the GPU decodes" not in text
+
+
+def test_a_gpu_that_decodes_is_held_against_the_cpu(blocks: ModuleType, put: Put):
+    machine = pipeline(idle={"vgg11": 0.75}, gpu_idle={"vgg11": 0.125}, train_rates={"vgg11": 8000})
+    machine["rows"]["mosaic"] = machine["rows"]["mosaic"] | {
+        "loader": {"0": 400.0, "16": 2000.0},
+        "gpu_loader": {"0": 1000.0, "16": 7000.0},
+        "gpu_decode": {"images_per_second": 20000.0, "lowest": 19000.0, "highest": 21000.0},
+        "gpu_difference": 1.234,
+    }
+    put("input_pipeline.json", {"machines": [machine]})
+    text = blocks.TABLES["input-pipeline"]()
+    assert "The whole loader, textured, images/s: 0 workers 400; 16 workers 2,000." in text
+    decoded = "0 workers 1,000; 16 workers 7,000; alone it decodes 20,000 (19,000 to 21,000)."
+    assert f'The same where the GPU decodes (`decode="gpu"`): {decoded}' in text
+    assert "Its pixels differ from Pillow's by 1.23 of 255 levels on the mean." in text
+    waits = "waits 75% of the time, and 12% where it decodes them itself."
+    assert f"A GPU that trains `vgg11` at 8,000 images/s {waits}" in text
 
 
 def test_a_full_run_is_bound_by_its_slowest_part(blocks: ModuleType, put: Put):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -19,7 +20,7 @@ from lowrank_cnn.data.resident import ResidentLoader, ResidentSplit
 from lowrank_cnn.data.sources import open_source
 from lowrank_cnn.data.splits import RESIDENT_BYTES, Options
 from lowrank_cnn.data.streamed import StreamedLoader, StreamedSplit, decode_rate
-from lowrank_cnn.data.types import Bad, Data, Loader, Problems, Split
+from lowrank_cnn.data.types import Bad, Data, Decode, Loader, Problems, Split
 from lowrank_cnn.errors import LowRankError
 
 __all__ = [
@@ -81,14 +82,18 @@ def make_loader(
     dtype: torch.dtype = torch.float32,
     channels_last: bool = True,
     workers: int = 0,
+    decode: Decode = "cpu",
 ) -> Loader:
     """The loader of this kind of split. `batch_size` is that of all processes together.
 
-    `workers` are the processes that decode a streamed split; a resident one is on the device already.
+    `workers` are the processes that decode a streamed split; with `decode="gpu"` they only read, and the device
+    decodes. A resident split is on the device already.
     `channels_last` is the layout of the images, the faster one on the whole (`benchmarks/cpu_layout.py`).
     """
     if workers < 0:
         raise LowRankError(f"workers are 0 or more processes, not {workers}.")
+    if decode not in get_args(Decode):
+        raise LowRankError(f"images are decoded by cpu or gpu, not {decode}.")
     device = torch.device(device)
     options = {
         "batch_size": batch_size,
@@ -105,5 +110,5 @@ def make_loader(
     if isinstance(split, ResidentSplit):
         return ResidentLoader(split, **options)
     if isinstance(split, StreamedSplit):
-        return StreamedLoader(split, **options, workers=workers)
+        return StreamedLoader(split, **options, workers=workers, decode=decode)
     raise LowRankError(f"no loader is known for a {type(split).__name__}.")

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lowrank_cnn.data.augment import Augment, cut_out, draw_moves
+from lowrank_cnn.data.ahead import Made, ahead
+from lowrank_cnn.data.augment import Augment, cut_out, draw_moves, send
 from lowrank_cnn.data.decode import BadImageError, decode_image, fit, stack
 from lowrank_cnn.data.framing import Framing
+from lowrank_cnn.data.gpu_decode import check_framing, decode_parts, find_decoder
 from lowrank_cnn.data.lanes import WINDOW, epoch_lanes, lane_count, rank_range
-from lowrank_cnn.data.parts import Part, Parts
+from lowrank_cnn.data.parts import Part, Parts, Trouble, trouble_of
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, to_unit
 from lowrank_cnn.data.read import spread
 from lowrank_cnn.data.store import Store
-from lowrank_cnn.data.types import Bad, Problems, Size, check_batches, generator
+from lowrank_cnn.data.types import Bad, Decode, Problems, Size, check_batches, generator
 from lowrank_cnn.errors import LowRankError
 
 _SAMPLE = 1024
@@ -59,7 +62,11 @@ class StreamedSplit:
 
 
 class StreamedLoader:
-    """Batches of a streamed split, each process reading its own part through its own workers."""
+    """Batches of a streamed split, each process reading its own part through its own workers.
+
+    With `decode="gpu"` these only read, and the device decodes (`gpu_decode`): the same crops of the same images,
+    but not bit for bit the same pixels.
+    """
 
     def __init__(
         self,
@@ -76,6 +83,7 @@ class StreamedLoader:
         dtype: torch.dtype = torch.float32,
         channels_last: bool = True,
         workers: int = 0,
+        decode: Decode = "cpu",
     ) -> None:
         if isinstance(preprocess, Whiten):
             raise LowRankError("whitening needs a set held in memory, and this one is streamed.")
@@ -86,19 +94,40 @@ class StreamedLoader:
         self._preprocess = preprocess.to(self.device) if preprocess else to_unit
         size = None if split.size is None else split.size[1:]
         self._framing = frame(size, augment, train=train, fill=_fill(preprocess, split.channels))
+        self._decoder = find_decoder(self.device) if decode == "gpu" else None
+        if self._decoder:
+            check_framing(self._framing, split.channels, train=train)
+        # One for all epochs: memory that was freed in one stream serves no other.
+        self._stream = torch.cuda.Stream(self.device) if self._decoder and self.device.type == "cuda" else None
 
     def __len__(self) -> int:
         return self._batches
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         parts = self._training_parts(epoch) if self.train else self._evaluation_parts()
-        loaded = iter(self._load(parts, start))
+        ready = self._ready(parts, iter(self._load(parts, start)), epoch, start)
+        with contextlib.closing(ahead(ready, self._stream) if self._decoder else ready) as made:
+            for (found, failure), batch in made:
+                self._note(found, failure)
+                if batch:
+                    images, labels = batch
+                    yield images, labels
+
+    def _ready(
+        self, parts: Parts, loaded: Iterator[Part], epoch: int, start: int
+    ) -> Generator[Made[Trouble], None, None]:
+        """The troubles met on the way to every batch, and its images and labels, where there are any."""
         for batch in range(start, parts.batches):
-            found = list(itertools.islice(loaded, parts.parts))
-            self._note(found)
-            if sum(len(part.labels) for part in found):
-                images = self._send([part.images for part in found])
-                yield self._finish(images, epoch, batch), self._send([part.labels for part in found])
+            met = list(itertools.islice(loaded, parts.parts))
+            if self._decoder:
+                met = [decode_parts(parts, batch, met, self._decoder, self.device)]
+            trouble = trouble_of(met)
+            labels = torch.tensor([label for part in met for label in part.labels], dtype=torch.int64)
+            if trouble[1] or not len(labels):
+                yield trouble, ()
+                continue
+            images = self._finish(self._send([part.images for part in met]), epoch, batch)
+            yield trouble, (images, send(labels, self.device))
 
     def _training_parts(self, epoch: int) -> Parts:
         """What this process reads in an epoch: its lanes, shared out among its workers."""
@@ -116,7 +145,8 @@ class StreamedLoader:
     def _parts(self, lanes: Tensor, mine: range, per_lane: int, *, draw: tuple[str | int, ...] | None) -> Parts:
         parts = min(max(1, self.workers), len(mine))
         self.split.store.keep(-(-len(mine) // parts), WINDOW if draw else per_lane)
-        return Parts(self.split.store, lanes, mine, per_lane, parts, self.split.channels, self._framing, draw)
+        channels, encoded = self.split.channels, self._decoder is not None
+        return Parts(self.split.store, lanes, mine, per_lane, parts, channels, self._framing, draw, encoded)
 
     def _load(self, parts: Parts, start: int) -> Iterable[Part]:
         """Every part in order; as the workers take turns, each meets the same lanes in every training batch."""
@@ -136,13 +166,13 @@ class StreamedLoader:
 
     def _send(self, tensors: list[Tensor]) -> Tensor:
         """One tensor on the device: its pieces travel from pinned memory and are joined there."""
-        return torch.cat([tensor.to(self.device, non_blocking=True) for tensor in tensors])
+        sent = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+        return torch.cat(sent) if len(sent) > 1 else sent[0]
 
-    def _note(self, found: list[Part]) -> None:
-        for part in found:
-            self.split.problems.add_all(part.found)
-            if part.failure:
-                raise LowRankError(f"{part.failure}: {self.split.problems}.")
+    def _note(self, found: list[tuple[str, str]], failure: str) -> None:
+        self.split.problems.add_all(found)
+        if failure:
+            raise LowRankError(f"{failure}: {self.split.problems}.")
         if self.split.bad == "refuse":
             self.split.problems.refuse()
 

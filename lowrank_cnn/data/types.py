@@ -14,6 +14,7 @@ from lowrank_cnn.errors import LowRankError
 
 Size = tuple[int, int, int]
 Bad = Literal["skip", "refuse"]
+Decode = Literal["cpu", "gpu"]
 _NAMED = 5
 
 
