@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
@@ -21,8 +22,8 @@ from torch import nn
 from lowrank_cnn.count import LayerCount, count
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.init import followed_by_relu, init_
-from lowrank_cnn.layers import CompositeConv2d, build_conv
-from lowrank_cnn.selection import Kept, Where, select
+from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d, build_conv
+from lowrank_cnn.selection import Kept, NothingToConvertError, Where, select
 from lowrank_cnn.spec import Scheme, parse_scheme
 from lowrank_cnn.units import text_table
 
@@ -90,13 +91,40 @@ def convert(
     scheme = parse_scheme(scheme)
     if scheme.name == "embed":
         raise LowRankError("embed changes the number of channels that the next layer expects: use lr-join.")
-    convs, kept = select(model, scheme, where)
+    with told_if_low_rank(model):
+        convs, kept = select(model, scheme, where)
     if init == "composite":
         _check_trainable(convs)
         return rewrite(model, dict.fromkeys(convs, scheme), kept=kept)
     if not callable(init):
         raise LowRankError(f'init is "composite" or a function that fills a replacement, not {init!r}.')
     return rewrite(model, dict.fromkeys(convs, scheme), fill=init, kept=kept)
+
+
+@contextmanager
+def told_if_low_rank(model: nn.Module) -> Iterator[None]:
+    """Where nothing can be converted since that was done before, say so, and not why each other conv stays."""
+    try:
+        yield
+    except NothingToConvertError as nothing:
+        layers = low_rank_layers(model)
+        if not layers:
+            raise
+        raise NothingToConvertError(
+            f"the network is low-rank already ({len(layers)} of its layers), and nothing is left to convert: "
+            "for another scheme, start from its dense twin."
+        ) from nothing
+
+
+def low_rank_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Composites of several groups, and chains, by name; what is inside a chain is part of it."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        composite = isinstance(module, CompositeConv2d) and len(module.composite.groups) > 1
+        inside = any(not layer or name.startswith(f"{layer}.") for layer in found)
+        if (composite or isinstance(module, FactoredConv2d)) and not inside:
+            found[name] = module
+    return found
 
 
 def rewrite(
@@ -208,8 +236,13 @@ def _filters(layer: nn.Module) -> Iterator[str]:
             yield from _filters(stage)
 
 
+def rows_of(layers: Sequence[LayerCount], name: str) -> list[LayerCount]:
+    """The rows of a layer and of its parts; all rows for the network itself, which has no name."""
+    return [row for row in layers if not name or row.name == name or row.name.startswith(f"{name}.")]
+
+
 def _inside(layers: Sequence[LayerCount], name: str) -> tuple[int, int]:
-    rows = [row for row in layers if not name or row.name == name or row.name.startswith(f"{name}.")]
+    rows = rows_of(layers, name)
     return sum(row.macs for row in rows), sum(row.params for row in rows)
 
 

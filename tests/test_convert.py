@@ -200,8 +200,12 @@ def test_a_conversion_can_be_made_in_steps_and_repeated_from_json():
 
 
 def test_low_rank_layers_are_not_converted_twice():
-    with pytest.raises(LowRankError, match="no convolutions to convert"):
-        convert(convert(nn.Sequential(nn.Conv2d(3, 8, 3)), "lr-join"), "lr")
+    says = r"low-rank already \(1 of its layers\), and nothing is left to convert"
+    for scheme in ("lr", "lr-join", "separable"):
+        with pytest.raises(LowRankError, match=says):
+            convert(convert(nn.Sequential(nn.Conv2d(3, 8, 3)), scheme), "lr")
+    with pytest.raises(LowRankError, match=r"nothing can be converted: 0: its kernel is 1x1\."):
+        convert(nn.Sequential(nn.Conv2d(3, 8, 1)), "lr")
 
 
 def test_the_whole_model_may_be_one_conv():

@@ -13,7 +13,7 @@ from lowrank_cnn._version import __version__
 from lowrank_cnn.cli.show import errors
 from lowrank_cnn.errors import LowRankError
 
-COMMANDS = ("models", "audit", "train", "deploy", "demo", "reproduce", "shrink", "report")
+COMMANDS = ("models", "audit", "train", "evaluate", "convert", "deploy", "demo", "reproduce", "shrink", "report")
 """The files of this package that add commands, in the order of the help text."""
 
 _EPILOG = """Try: [bold]lowrank models[/], [bold]lowrank count vgg11-gmp-lr[/], [bold]lowrank audit[/]."""

@@ -1,88 +1,32 @@
-"""Commands for any network: convert, time, plan, export."""
+"""Commands for any network: time, plan, export."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from statistics import correlation
 from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from torch import nn
 
+from lowrank_cnn.cli.convert import export_source
 from lowrank_cnn.cli.models import Json
+from lowrank_cnn.cli.options import Input, Into, Model, Norm, Pretrained, Width
 from lowrank_cnn.cli.show import console, print_json, print_table
-from lowrank_cnn.cli.source import INTO_HELP, MODEL_HELP, Source, find_model, is_ours, parse_size
-from lowrank_cnn.convert import Conversion, Cost, conversion_costs, convert
+from lowrank_cnn.cli.source import MODEL_HELP, find_model, parse_size
 from lowrank_cnn.environment import environment
 from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.selection import stages
 from lowrank_cnn.units import si
 
-Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
-Input = Annotated[str | None, typer.Option("--input", help="Image size, as 3x224x224.")]
-Pretrained = Annotated[
-    bool, typer.Option("--pretrained", help="Trained weights: timm's, torchvision's, or the package's own.")
-]
-Width = Annotated[float | None, typer.Option(help="Scale the filters of one of our networks.")]
-Norm = Annotated[str | None, typer.Option(help="batch, for one of our networks.")]
 Batch = Annotated[int, typer.Option(help="Images at a time.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")]
-Into = Annotated[str | None, typer.Option(help=INTO_HELP)]
 Threads = Annotated[int | None, typer.Option(help="Threads on the CPU; all cores if not given.")]
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command("convert")(convert_command)
     app.command("time")(time_command)
     app.command("plan")(plan_command)
     app.command("export")(export_command)
-
-
-def convert_command(
-    model: Model,
-    scheme: Annotated[str, typer.Option(help="lr, lr-join, separable, mixture(...), with options.")] = "lr-join",
-    where: Annotated[
-        list[str] | None,
-        typer.Option(help="Name, prefix or pattern of the layers, or a kernel as 3x3; repeatable."),
-    ] = None,
-    stage: Annotated[
-        list[int] | None, typer.Option(help="The convs of one stage, counted from 1 by map size; repeatable.")
-    ] = None,
-    fit: Annotated[
-        bool, typer.Option("--fit", help="Fit the trained filters instead of starting afresh.")
-    ] = False,
-    energy: Annotated[float | None, typer.Option(help="Fit, keeping this share of each layer's weights.")] = None,
-    macs: Annotated[float | None, typer.Option(help="Fit, within this share of the MACs.")] = None,
-    latency: Annotated[float | None, typer.Option(help="Fit, within this share of the time.")] = None,
-    input_text: Input = None,
-    pretrained: Pretrained = False,
-    width: Width = None,
-    norm: Norm = None,
-    into: Into = None,
-    out: Annotated[Path | None, typer.Option(help="Write the network: .safetensors, .onnx or .pt2.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Rewrite the spatial convolutions of any network by a scheme."""
-    source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm)
-    size = source.size(parse_size(input_text))
-    network = source.network
-    chosen = _where(where, stage, network, size)
-    budget = {"energy": energy, "macs": macs, "latency": latency}
-    if fit or any(value is not None for value in budget.values()):
-        from lowrank_cnn.decompose import decompose
-
-        new = decompose(network, scheme, where=chosen, input_size=size, **budget)
-    else:
-        new = convert(network, scheme, where=chosen)
-    costs = conversion_costs(network, new, size)
-    if out is not None:
-        _export(new, out, size, overwrite=False)
-    if as_json:
-        return print_json(_conversion_json(source, size, new, costs))
-    _print_conversion(source, size, new, costs)
-    return None
 
 
 def time_command(
@@ -105,10 +49,9 @@ def time_command(
     options = {"batch": batch, "device": device, "threads": threads, "runtime": runtime, "repeats": repeats}
     timings = []
     for text in models:
-        source = find_model(text, into=into, width=width, norm=norm, scheme=scheme if is_ours(text) else None)
-        twin = source.network if scheme and not is_ours(text) else None
-        network = convert(twin, scheme) if twin is not None and scheme else source.network
-        timings.append(time_model(network, source.size(parse_size(input_text)), twin=twin, **options))
+        source = find_model(text, into=into, width=width, norm=norm, scheme=scheme)
+        size = source.size(parse_size(input_text))
+        timings.append(time_model(source.network, size, twin=source.dense, **options))
     if as_json:
         return print_json({"environment": environment(), "timings": [timing.to_dict() for timing in timings]})
     for timing in timings:
@@ -121,6 +64,7 @@ def time_command(
 
 def plan_command(
     model: Model,
+    scheme: Annotated[str | None, typer.Option(help="Convert first, with fresh weights.")] = None,
     batch: Batch = 1,
     device: Device = "cpu",
     threads: Threads = None,
@@ -137,7 +81,7 @@ def plan_command(
     from lowrank_cnn.deploy import optimize
     from lowrank_cnn.train.launch import resolve_device
 
-    source = find_model(model, into=into, width=width, norm=norm)
+    source = find_model(model, into=into, width=width, norm=norm, scheme=scheme)
     device = resolve_device(device)
     network = source.network.eval().to(device)
     if batch < 1:
@@ -172,76 +116,22 @@ def export_command(
     into: Into = None,
     as_json: Json = False,
 ) -> None:
-    """Write a network for other programs, compared with the original on random images."""
+    """Write a network for other programs, compared with the original on random images.
+
+    A .safetensors of a trained network can be evaluated like the run it comes from.
+    """
     from lowrank_cnn.deploy import merge
 
     source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm)
-    network = convert(source.network, scheme) if scheme else source.network
-    network = merge(network.eval()) if merged else network
-    written = _export(network, path, source.size(parse_size(input_text)), overwrite=overwrite)
+    source = source.converted(scheme) if scheme else source
+    network = merge(source.network.eval()) if merged else source.network
+    size = source.size(parse_size(input_text))
+    written = export_source(source, network, path, size, overwrite=overwrite)
     if as_json:
         return print_json(written.to_dict())
     checked = "" if written.error is None else f", off by {written.error:.0e} at most"
     console.print(f" {written.path}: {written.bytes / 2**20:.1f} MiB{checked}.", markup=False)
     return None
-
-
-def _export(network: nn.Module, path: Path, size: tuple[int, ...], *, overwrite: bool) -> Any:
-    from lowrank_cnn.deploy import export
-
-    return export(network, path, input_size=size, overwrite=overwrite)
-
-
-def _where(
-    patterns: list[str] | None, numbers: list[int] | None, network: nn.Module, size: tuple[int, ...]
-) -> Any:
-    """Patterns as they are, a kernel written 3x3 as a pair, and the layers of stages; None for no choice."""
-    items = [tuple(map(int, p.split("x"))) if re.fullmatch(r"\d+x\d+", p) else p for p in patterns or []]
-    found = stages(network, size) if numbers else ()
-    for number in numbers or []:
-        if not 1 <= number <= len(found):
-            raise LowRankError(f"the network has {len(found)} stages, counted from 1; there is no stage {number}.")
-        items += found[number - 1]
-    return items or None
-
-
-def _conversion_json(
-    source: Source, size: tuple[int, ...], new: nn.Module, costs: tuple[Cost, ...]
-) -> dict[str, Any]:
-    fitted = getattr(new, "decomposition", ())
-    report: Conversion = new.conversion  # type: ignore[assignment]
-    return {
-        "model": source.name,
-        "input": list(size),
-        **report.to_dict(),
-        "costs": [vars(cost) for cost in costs],
-        "fitted": [row.to_dict() for row in fitted],
-    }
-
-
-def _print_conversion(source: Source, size: tuple[int, ...], new: nn.Module, costs: tuple[Cost, ...]) -> None:
-    report: Conversion = new.conversion  # type: ignore[assignment]
-    kept = {row.name: f"{row.energy:.1%}" for row in getattr(new, "decomposition", ())}
-    rows = [
-        (
-            change.name,
-            change.after,
-            si(cost.macs_before),
-            si(cost.macs_after),
-            si(cost.params_after),
-            kept.get(change.name),
-        )
-        for change, cost in zip(report.changed, costs[:-1], strict=True)
-    ]
-    total = costs[-1]
-    ratio = f"{total.macs_after / max(1, total.macs_before):.3f} of the MACs"
-    rows.append(("total", ratio, si(total.macs_before), si(total.macs_after), si(total.params_after), None))
-    columns = ("layer", "<filters now", "MACs", "now", "params", "energy" if kept else "")
-    print_table(f"{source.name}, {'x'.join(map(str, size))}", columns, rows)
-    if report.kept:
-        print_table(
-            "Left as they were", ("layer", "<", "<why"), [(k.name, k.layer, k.reason) for k in report.kept]
-        )
 
 
 def _print_timing(timing: Any) -> None:

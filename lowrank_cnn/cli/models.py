@@ -9,7 +9,6 @@ import typer
 
 from lowrank_cnn.cli.show import print_json, print_table
 from lowrank_cnn.cli.source import INTO_HELP, MODEL_HELP, find_model, is_ours, parse_size
-from lowrank_cnn.convert import convert
 from lowrank_cnn.count import Count, count
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.models.network import Network
@@ -57,8 +56,8 @@ def count_command(
         net = _build(model, asked, **options, scheme=scheme)
         size = asked or net.input_size
     else:
-        source = find_model(model, into=into, **options)
-        net, size = convert(source.network, scheme) if scheme else source.network, source.size(asked)
+        source = find_model(model, into=into, scheme=scheme, **options)
+        net, size = source.network, source.size(asked)
     result = count(net, size, convention=convention)
     if as_json:
         return print_json({"model": model, **result.to_dict(), "input": list(size)})

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from lowrank_cnn.data import Data
 
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
@@ -31,3 +35,10 @@ def print_json(value: object) -> None:
     """Plain JSON on standard output, for other programs."""
     json.dump(value, sys.stdout, indent=2)
     sys.stdout.write("\n")
+
+
+def print_problems(data: Data) -> None:
+    """What was left out of the images, and why."""
+    for name, split in (("train", data.train), ("test", data.test)):
+        if split.problems:
+            console.print(f"Left out of {name}: {split.problems}", markup=False)

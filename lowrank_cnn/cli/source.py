@@ -6,14 +6,19 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lowrank_cnn.convert import convert
 from lowrank_cnn.errors import LowRankError, nearest, require
 from lowrank_cnn.models import create_model, list_models, list_pretrained
+
+if TYPE_CHECKING:
+    from lowrank_cnn.data import Data
+    from lowrank_cnn.trained import Trained
 
 MODEL_HELP = (
     "A network's name (`lowrank models`), timm:NAME, torchvision:NAME, an exported .safetensors, a run's "
@@ -26,11 +31,17 @@ Size = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Source:
-    """A network, and the size of the images it takes where that is known."""
+    """A network, and the size of the images it takes where that is known.
+
+    `trained` has its classes and the preparation of its images, where it comes from a run or is the package's own;
+    `dense` is the network before it was converted.
+    """
 
     name: str
     network: nn.Module
     input_size: Size | None
+    trained: Trained | None = None
+    dense: nn.Module | None = None
 
     def size(self, asked: Size | None) -> Size:
         size = asked or self.input_size
@@ -38,17 +49,48 @@ class Source:
             raise LowRankError(f"{self.name} does not say what images it takes: give --input, like 3x224x224.")
         return size
 
+    def converted(self, scheme: str) -> Source:
+        """The network with its convs rewritten, their weights fresh."""
+        return replace(self, network=convert(self.network, scheme), trained=None, dense=self.network)
 
-def find_model(text: str, *, pretrained: bool = False, into: str | None = None, **options: Any) -> Source:
+
+def find_model(
+    text: str, *, pretrained: bool = False, into: str | None = None, scheme: str | None = None, **options: Any
+) -> Source:
     """The network that a text names; the options are those of `create_model`, for our own networks.
 
     into: for the weights of a network that is not ours, the text that names that network, before any conversion.
+    scheme: one of our networks is built by it, any other is converted.
     """
-    given = {key: value for key, value in options.items() if value is not None}
-    kind, colon, rest = text.partition(":")
     if not is_path(text):
-        network = create_model(text, pretrained=_weights_of(text) if pretrained else None, **given)
-        return Source(text, network, network.input_size)
+        return _ours(text, pretrained, _given({"scheme": scheme, **options}))
+    source = _others(text, pretrained, into, _given(options))
+    return source.converted(scheme) if scheme else source
+
+
+def build_for(data: Data, name: str, **options: Any) -> nn.Module:
+    """One of our networks, for the classes and channels of the data."""
+    return create_model(name, num_classes=len(data.classes), in_channels=data.test.channels, **_given(options))
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def _ours(name: str, pretrained: bool, options: dict[str, Any]) -> Source:
+    if not pretrained:
+        network = create_model(name, **options)
+        return Source(name, network, network.input_size)
+    from lowrank_cnn.trained import load_pretrained
+
+    data = _weights_of(name)
+    network = create_model(name, pretrained=data, **options)  # which refuses what the weights are not for
+    return Source(name, network, network.input_size, replace(load_pretrained(name, data), network=network))
+
+
+def _others(text: str, pretrained: bool, into: str | None, given: dict[str, Any]) -> Source:
+    """A network that is not built by name, as it is."""
+    kind, colon, rest = text.partition(":")
     if given:
         raise LowRankError(f"{text} is taken as it is; {' and '.join(given)} can be set for our own networks.")
     makers: dict[str, Callable[[str, bool], Source]] = {"timm": _from_timm, "torchvision": _from_torchvision}
@@ -72,20 +114,22 @@ def _weights_of(name: str) -> str:
 
 def _from_weights(path: Path, into: nn.Module | None) -> Source:
     """An exported network, or that of a run, for the images that it was trained on."""
-    if path.is_dir() or path.with_suffix(".json").is_file():
-        from lowrank_cnn.evaluation import load_checkpoint
+    from lowrank_cnn.trained import load_checkpoint, trained_of
+    from lowrank_cnn.weights import read_weights
 
+    if path.is_dir() or path.with_suffix(".json").is_file():
         trained = load_checkpoint(path, network=into)
-        return Source(path.name, trained.network.eval(), trained.input_size)
+        return Source(path.name, trained.network.eval(), trained.input_size, trained)
     if path.suffix != ".safetensors":
         raise LowRankError(
             f"{str(path)!r} names no network: write a network's name, path.py:function, timm:NAME, "
             "torchvision:NAME, a run's directory or an exported .safetensors."
         )
-    from lowrank_cnn.deploy.export import load
-
-    network = load(path, into=into)
-    return Source(path.stem, network, getattr(network, "input_size", None))
+    if not path.is_file():
+        raise LowRankError(f"there is no file {path}.")
+    stored = read_weights(path, into=into)
+    size = stored.input_size or getattr(stored.network, "input_size", None)
+    return Source(path.stem, stored.network.eval(), size, trained_of(stored))
 
 
 def parse_size(text: str | None) -> Size | None:

@@ -4,7 +4,8 @@
 |--------------|----------------------------------------------------------|----------------------------------|
 | .onnx        | the graph and the weights, for any batch size            | a module that runs onnxruntime   |
 | .pt2         | a `torch.export` program, for any batch size             | a module, if the file is trusted |
-| .safetensors | the weights, and how to build the network around them    | the network itself, to train on  |
+| .safetensors | the weights, how to build the network around them, and   | the network itself, to train on  |
+|              | its images' size, classes and preparation, where known   |                                  |
 
 `load` also reads the directory of a training run, or one of its checkpoints. The first two formats are compared
 with the network on random inputs before the file appears. Composites stay 2-D convs side by side, so the saving in
@@ -15,33 +16,26 @@ runtime fuse those steps. A file is written whole or not at all.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from lowrank_cnn.deploy.candidates import groups_apart
 from lowrank_cnn.deploy.runtime import OnnxModel
 from lowrank_cnn.errors import LowRankError, require
-from lowrank_cnn.rebuild import describe, rebuild
 from lowrank_cnn.selection import check_module
+from lowrank_cnn.trained import Trained, load_checkpoint
+from lowrank_cnn.weights import Stored, dtype_of, read_weights, write_weights
 
-_KEY = "lowrank_cnn"
 _TOLERANCE = 1e-3
-CHANGED = (
-    "the network no longer is what its configuration builds (merged or changed by hand): "
-    "export it before that, or to .onnx or .pt2."
-)
-_DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
 
 @dataclass(frozen=True)
@@ -58,23 +52,29 @@ class Exported:
 
 
 def export(
-    model: nn.Module, path: str | Path, *, input_size: Sequence[int] | None = None, overwrite: bool = False
+    model: nn.Module | Trained,
+    path: str | Path,
+    *,
+    input_size: Sequence[int] | None = None,
+    overwrite: bool = False,
 ) -> Exported:
     """Write `model`, as it is in evaluation, in the format that the suffix of `path` names.
 
-    `input_size` is (channels, height, width) of an image; our own networks know theirs. Image sizes other than
-    this one are for .safetensors alone: a graph is traced for one size and any batch.
+    `input_size` is (channels, height, width) of an image; our own networks know theirs, and so does what
+    `load_checkpoint` gives, of which a .safetensors keeps the classes too, and how its images are prepared: such a
+    file can be evaluated as its run can. Image sizes other than this one are for .safetensors alone: a graph is
+    traced for one size and any batch.
     """
     path = Path(path)
     write = _writer(path)
-    check_module(model)
+    stored = model.stored(input_size) if isinstance(model, Trained) else _stored(model, input_size)
     if path.exists() and not overwrite:
         raise LowRankError(f"{path} exists; say overwrite to replace it.")
     if not path.parent.is_dir():
         raise LowRankError(f"there is no directory {path.parent} to write {path.name} into.")
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
-        error = write(model, temporary, input_size)
+        error = write(temporary, stored)
         temporary.replace(path)
     except (OSError, SafetensorError) as failure:
         reason = getattr(failure, "strerror", None) or failure
@@ -87,21 +87,23 @@ def export(
 def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = False) -> nn.Module:
     """The network in a file that `export` wrote, or of a training run, in evaluation mode. Stored code is not run.
 
+    Its `input_size` is that of the images it was exported for or trained on, where the file says so.
+
     - `into`: for the weights of a network that is not one of ours, that network, as it was before any conversion;
       it is left as it is.
     - `trusted`: needed for .pt2, which torch reads by evaluating expressions and, in places, by unpickling.
     """
     path = Path(path)
     if path.is_dir() or (path.suffix in ("", ".json", ".safetensors") and path.with_suffix(".json").is_file()):
-        from lowrank_cnn.evaluation import load_checkpoint
-
-        return load_checkpoint(path, network=copy.deepcopy(into)).network.eval()
+        trained = load_checkpoint(path, network=copy.deepcopy(into))
+        trained.network.input_size = trained.input_size  # type: ignore[assignment]
+        return trained.network.eval()
     if not path.is_file():
         raise LowRankError(f"there is no file {path}.")
     if path.suffix == ".onnx":
         return OnnxModel(path)
     if path.suffix == ".safetensors":
-        return _load_weights(path, into).eval()
+        return read_weights(path, into=into).network.eval()
     if path.suffix != ".pt2":
         raise LowRankError(_formats(path))
     if not trusted:
@@ -118,8 +120,14 @@ def _load_program(path: Path) -> nn.Module:
         raise LowRankError(f"{path} is not a torch.export program: {_first_line(error)}") from error
 
 
-def _writer(path: Path) -> Callable[[nn.Module, Path, Sequence[int] | None], float | None]:
-    writers = {".onnx": _write_onnx, ".pt2": _write_program, ".safetensors": _write_weights}
+def _stored(model: nn.Module, input_size: Sequence[int] | None) -> Stored:
+    check_module(model)
+    size = input_size or getattr(model, "input_size", None)
+    return Stored(model, tuple(size) if size else None)
+
+
+def _writer(path: Path) -> Callable[[Path, Stored], float | None]:
+    writers = {".onnx": _write_onnx, ".pt2": _write_program, ".safetensors": write_weights}
     if path.suffix not in writers:
         raise LowRankError(_formats(path))
     return writers[path.suffix]
@@ -129,19 +137,20 @@ def _formats(path: Path) -> str:
     return f"a network's file ends in .onnx, .pt2 or .safetensors, not in {path.suffix!r}."
 
 
-def _write_onnx(model: nn.Module, path: Path, input_size: Sequence[int] | None) -> float:
+def _write_onnx(path: Path, stored: Stored) -> float:
     require("onnxscript", extra="onnx", purpose="writing ONNX")
     require("onnxruntime", extra="onnx", purpose="checking the written ONNX")
-    if _dtype(model) not in (torch.float32, torch.float16):
-        raise LowRankError(f"onnxruntime has no convolutions in {_dtype(model)}: export model.float().")
-    program = _program(groups_apart(copy.deepcopy(model).eval()), input_size)
+    dtype = dtype_of(stored.network)
+    if dtype not in (torch.float32, torch.float16):
+        raise LowRankError(f"onnxruntime has no convolutions in {dtype}: export model.float().")
+    program = _program(replace(stored, network=groups_apart(copy.deepcopy(stored.network).eval())))
     with _quiet():
         onnx = torch.onnx.export(
             program, dynamo=True, verbose=False, input_names=["image"], output_names=["output"]
         )
     assert onnx is not None
     onnx.save(str(path), external_data=False)
-    return _checked(OnnxModel(path), model, input_size)
+    return _checked(OnnxModel(path), stored)
 
 
 @contextmanager
@@ -160,78 +169,31 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _write_program(model: nn.Module, path: Path, input_size: Sequence[int] | None) -> float:
-    torch.export.save(_program(model, input_size), path)
-    return _checked(torch.export.load(path).module(), model, input_size)
+def _write_program(path: Path, stored: Stored) -> float:
+    torch.export.save(_program(stored), path)
+    return _checked(torch.export.load(path).module(), stored)
 
 
-def _write_weights(model: nn.Module, path: Path, input_size: Sequence[int] | None) -> None:
-    description = describe(model)
-    if description["model"] is not None:
-        _check_description(model, description)
-    elif any(row.parts and not row.reason for row in getattr(model, "merging", ())):
-        raise LowRankError(CHANGED)
-    text = json.dumps({**description, "dtype": str(_dtype(model))})
-    safetensors.torch.save_model(model, str(path), metadata={"format": "pt", _KEY: text})
-
-
-def _check_description(model: nn.Module, description: dict[str, object]) -> None:
-    with torch.device("meta"):
-        again = rebuild(description).state_dict()
-    stored = model.state_dict()
-    if {name: t.shape for name, t in stored.items()} != {name: t.shape for name, t in again.items()}:
-        raise LowRankError(CHANGED)
-
-
-def _load_weights(path: Path, into: nn.Module | None) -> nn.Module:
-    description = _description(path)
-    network = rebuild(description, into=into)
-    network = copy.deepcopy(network) if network is into else network
-    network.to(_DTYPES.get(str(description.get("dtype")), _dtype(network)))
-    try:
-        safetensors.torch.load_model(network, str(path))
-    except RuntimeError as error:
-        raise LowRankError(f"the weights in {path} do not fit the network: {_first_line(error)}") from error
-    return network
-
-
-def _description(path: Path) -> dict[str, object]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(_KEY)
-    except (SafetensorError, OSError) as error:
-        raise LowRankError(f"{path} is not a safetensors file: {error}.") from error
-    if text is None:
-        raise LowRankError(f"{path} holds weights but not how to build a network around them.")
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
-        raise LowRankError(f"{path} does not say how to build a network: its description is damaged.")
-    return found
-
-
-def _program(model: nn.Module, input_size: Sequence[int] | None) -> torch.export.ExportedProgram:
-    x = _images(model, input_size, batch=2)
-    network = copy.deepcopy(model).eval()
+def _program(stored: Stored) -> torch.export.ExportedProgram:
+    x = _images(stored, batch=2)
+    network = copy.deepcopy(stored.network).eval()
     batch = {0: torch.export.Dim("batch", min=1)}
     try:
         return torch.export.export(network, (x,), dynamic_shapes=(batch,))
     except LowRankError:
         raise
     except Exception as error:  # whatever a forward does that cannot be traced
-        name = type(model).__name__
+        name = type(network).__name__
         raise LowRankError(f"torch.export cannot trace {name}: {_first_line(error)}") from error
 
 
 @torch.no_grad()
-def _checked(written: nn.Module, model: nn.Module, input_size: Sequence[int] | None) -> float:
+def _checked(written: nn.Module, stored: Stored) -> float:
     """The largest relative difference between file and network, for several batches; too large is an error."""
-    network = copy.deepcopy(model).eval()
+    network = copy.deepcopy(stored.network).eval()
     worst = 0.0
     for batch in (1, 3):
-        x = _images(model, input_size, batch=batch)
+        x = _images(stored, batch=batch)
         expected = network(x)
         if not isinstance(expected, Tensor):
             kind = type(expected).__name__
@@ -243,17 +205,12 @@ def _checked(written: nn.Module, model: nn.Module, input_size: Sequence[int] | N
     return worst
 
 
-def _images(model: nn.Module, input_size: Sequence[int] | None, *, batch: int) -> Tensor:
-    size = input_size or getattr(model, "input_size", None)
-    if size is None:
+def _images(stored: Stored, *, batch: int) -> Tensor:
+    if stored.input_size is None:
         raise LowRankError("say the size of the images (channels, height, width) that the network takes.")
-    device = next((parameter.device for parameter in model.parameters()), None)
-    x = torch.randn(batch, *size, generator=torch.Generator().manual_seed(batch))
-    return x.to(device, _dtype(model))
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next((parameter.dtype for parameter in model.parameters()), torch.float32)
+    device = next((parameter.device for parameter in stored.network.parameters()), None)
+    x = torch.randn(batch, *stored.input_size, generator=torch.Generator().manual_seed(batch))
+    return x.to(device, dtype_of(stored.network))
 
 
 def _first_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ from statistics import StatisticsError, correlation
 from typing import Any
 
 from lowrank_cnn.paper.published import MAIN_TABLES, Published, rows, timings
-from lowrank_cnn.report.entries import Entry
+from lowrank_cnn.report.entry import Entry
 from lowrank_cnn.report.numbers import as_shown
 from lowrank_cnn.report.pareto import pareto_front
 from lowrank_cnn.report.records import CPU, GPU, Run, Timing
@@ -29,6 +29,10 @@ METRICS = {"top1": "Top-1 accuracy", "top5": "Top-5 accuracy"}
 WIDE = 20.0
 """A range this wide, largest over smallest, is drawn on a logarithmic axis."""
 MOST_POINTS = 400
+LEAST_SPAN = 0.02
+"""An axis of accuracies spans two percentage points at least: a difference that is small looks small."""
+SPAN_ERRORS = 6
+"""And so many standard errors of an accuracy: three up and three down is what other test images might give."""
 
 _SET_NAMES = {"cifar10": "CIFAR-10", "ilsvrc12": "ILSVRC", "imagenet1k": "ILSVRC", "places205": "Places"}
 
@@ -45,6 +49,8 @@ class Point:
     spreads: dict[str, float]
     """Standard deviations over the seeds."""
     details: tuple[tuple[str, str], ...]
+    n: int | None = None
+    """The number of test images, where it is known."""
 
 
 def data_label(name: str) -> str:
@@ -92,9 +98,16 @@ def _scatter(points: Sequence[Point], data: str, recipe: str, metric: str, axis:
         "x": AXES[axis],
         "y": METRICS[metric],
         "log": bool(costs) and min(costs) > 0 and max(costs) / min(costs) > WIDE,
+        "span": least_span([(point.values[metric], point.n) for point in shown]),
         "front": pareto_front([(as_shown(cost), gain) for cost, gain in places]),
         "points": [_drawn(point, axis, metric) for point in shown],
     }
+
+
+def least_span(measured: Iterable[tuple[float, int | None]]) -> float:
+    """The least height of an axis, by accuracies and the number of images that each was measured on."""
+    errors = [(accuracy * (1 - accuracy) / n) ** 0.5 for accuracy, n in measured if n]
+    return min(1.0, max([LEAST_SPAN, *(SPAN_ERRORS * error for error in errors)]))
 
 
 def _drawn(point: Point, axis: str, metric: str) -> dict[str, Any]:
@@ -114,7 +127,8 @@ def _our_point(entry: Entry) -> Point:
     spreads = {"top1": entry.top1_spread} if entry.top1_spread is not None else {}
     if spreads:
         details.insert(2, ("top-1, deviation of the runs", f"{100 * spreads['top1']:.2f} points"))
-    return Point(entry.label, "ours", data_label(entry.data), entry.recipe, values, spreads, tuple(details))
+    data = data_label(entry.data)
+    return Point(entry.label, "ours", data, entry.recipe, values, spreads, tuple(details), entry.n)
 
 
 def _ratio_details(entry: Entry) -> Iterable[tuple[str, str]]:
@@ -139,12 +153,14 @@ def _curve(entry: Entry, run: Run) -> dict[str, Any]:
     step = -(-len(run.history) // MOST_POINTS)
     kept = [*run.history[:-1:step], run.history[-1]]
     seed = "" if run.seed is None else f", seed {run.seed}"
+    known = [row.accuracy for row in kept if row.accuracy is not None]
     return {
         "label": f"{entry.label}{seed}",
         "group": entry.label,
         "data": data_label(run.data),
         "recipe": run.recipe,
         "watched": run.watched,
+        "span": least_span((accuracy, run.n if run.watched == "test" else None) for accuracy in known[-1:]),
         "epochs": [row.epoch for row in kept],
         "accuracy": [row.accuracy for row in kept],
         "trained": [row.trained for row in kept],

@@ -3,95 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-import torch
-
-from lowrank_cnn.count import count
-from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.models import create_model, list_models
-from lowrank_cnn.report.fields import mean, spread
-from lowrank_cnn.report.records import CPU, GPU, Built, Records, Run, Timing
+from lowrank_cnn.models import list_models
+from lowrank_cnn.report.entry import Entry
+from lowrank_cnn.report.records import Records, Run, Timing
+from lowrank_cnn.report.twins import compared, identity
 from lowrank_cnn.report.variants import difference, natural
-from lowrank_cnn.timing import BASELINES
-
-OWN_SCHEDULE = ("epochs", "drop_epochs")
-"""What networks trained in the same way may still differ in: when their learning rate dropped, and the end."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A network trained on a data set by a recipe, over all of its seeds; or one that was only timed."""
-
-    built: Built
-    data: str = ""
-    recipe: str = ""
-    runs: tuple[Run, ...] = ()
-    timings: tuple[Timing, ...] = ()
-    variant: str = ""
-    """What sets it apart from others of the same network, data and recipe."""
-    ratios: dict[str, float] = field(default_factory=dict, hash=False)
-    """Shares of the dense twin's MACs, parameters and times; `top1` is the difference in percentage points."""
-    fair: bool = False
-    """Whether the twin was trained for as long."""
-
-    @property
-    def label(self) -> str:
-        return f"{self.built.label}, {self.variant}" if self.variant else self.built.label
-
-    @property
-    def settings(self) -> dict[str, str]:
-        return dict(self.runs[0].settings) if self.runs else {}
-
-    @property
-    def scored(self) -> tuple[Run, ...]:
-        """Finished runs, or those on the way where none has finished."""
-        return tuple(run for run in self.runs if run.finished) or self.runs
-
-    @property
-    def finished(self) -> bool:
-        return all(run.finished for run in self.scored)
-
-    @property
-    def top1(self) -> float | None:
-        return mean(self._known("top1"))
-
-    @property
-    def top1_spread(self) -> float | None:
-        return spread(self._known("top1"))
-
-    @property
-    def top5(self) -> float | None:
-        return mean(self._known("top5"))
-
-    @property
-    def seconds(self) -> float | None:
-        return mean(self._known("seconds"))
-
-    @property
-    def macs(self) -> int | None:
-        return next((r.macs for r in (*self.runs, *self.timings) if r.macs), None)
-
-    @property
-    def params(self) -> int | None:
-        return next((r.params for r in (*self.runs, *self.timings) if r.params), None)
-
-    def time(self, device: str, batch: int | None = None) -> Timing | None:
-        """The fastest way, per image, that it was run on a kind of device."""
-        fitting = [t for t in self.timings if t.device == device and batch in (None, t.batch)]
-        return min(fitting, key=lambda timing: timing.ms_per_image, default=None)
-
-    def _known(self, quantity: str) -> list[float]:
-        return [value for run in self.scored if (value := getattr(run, quantity)) is not None]
 
 
 def gather(records: Records) -> list[Entry]:
     """The entries of all records, each compared with its dense twin."""
     entries = [_entry(list(runs), records.timings) for _, runs in groupby(_in_order(records.runs), key=_key)]
     entries = _told_apart(_best_recipe_first(entries)) + _timed_only(records.timings, entries)
-    return [_compared(entry, _find_twin(entry, entries)) for entry in entries]
+    return [compared(entry, entries) for entry in entries]
 
 
 def comparable(entries: Sequence[Entry]) -> list[Entry]:
@@ -106,19 +33,13 @@ def comparable(entries: Sequence[Entry]) -> list[Entry]:
     return [e for e in entries if e.data not in compared or len(networks[e.data, e.recipe]) > 1]
 
 
-def dense_twin(built: Built) -> Built:
-    """The network a low-rank one is compared with: its dense base, with the same options."""
-    base = next((b for b in BASELINES if built.name == b or built.name.startswith(f"{b}-")), built.name)
-    return replace(built, name=base, scheme=None)
-
-
 def _key(run: Run) -> tuple[Any, ...]:
-    return (run.data, run.recipe, *_identity(run.built), run.settings)
+    return (run.data, run.recipe, *identity(run.built), _cost(run), run.settings)
 
 
-def _identity(built: Built) -> tuple[str, ...]:
-    options = (built.scheme, built.norm, built.stride, built.image)
-    return (built.name, f"{built.width:g}", *map(str, options))
+def _cost(record: Run | Timing) -> str:
+    """What tells networks apart that are not ours: they may share a name, that of their class."""
+    return "" if record.built.ours else f"{record.macs} {record.params}"
 
 
 def _in_order(runs: Sequence[Run]) -> list[Run]:
@@ -142,7 +63,7 @@ def _best_recipe_first(entries: Sequence[Entry]) -> list[Entry]:
 
 def _entry(runs: list[Run], timings: Sequence[Timing]) -> Entry:
     run = runs[0]
-    return Entry(run.built, run.data, run.recipe, tuple(runs), _timings_of(run.built, timings))
+    return Entry(run.built, run.data, run.recipe, tuple(runs), _timings_of(run, timings))
 
 
 def _told_apart(entries: Sequence[Entry]) -> list[Entry]:
@@ -158,72 +79,26 @@ def _shown(entry: Entry) -> tuple[str, ...]:
     return entry.built.label, entry.data, entry.recipe
 
 
-def _timings_of(built: Built, timings: Sequence[Timing]) -> tuple[Timing, ...]:
-    return tuple(timing for timing in timings if _same_cost(built, timing.built))
+def _timings_of(run: Run, timings: Sequence[Timing]) -> tuple[Timing, ...]:
+    return tuple(timing for timing in timings if _same_network(run, timing))
 
 
-def _same_cost(built: Built, timed: Built) -> bool:
+def _same_network(run: Run, timing: Timing) -> bool:
     """Whether a timing is of this very network: on images of the same size too, where both say."""
+    built, timed = run.built, timing.built
     same = all(getattr(built, name) == getattr(timed, name) for name in ("name", "scheme", "width", "stride"))
+    if not timed.ours:
+        same = (built.base or built.name) == (timed.base or timed.name) and run.macs == timing.macs
     sizes_known = built.image and timed.image
     return same and (not sizes_known or built.image[-2:] == timed.image[-2:])
 
 
 def _timed_only(timings: Sequence[Timing], entries: Sequence[Entry]) -> list[Entry]:
     used = {timing for entry in entries for timing in entry.timings}
-    rest = sorted((t for t in timings if t not in used), key=lambda t: _identity(t.built))
-    groups = (list(group) for _, group in groupby(rest, key=lambda t: _identity(t.built)))
+
+    def key(timing: Timing) -> tuple[str, ...]:
+        return (*identity(timing.built), _cost(timing))
+
+    rest = sorted((timing for timing in timings if timing not in used), key=key)
+    groups = (list(group) for _, group in groupby(rest, key=key))
     return [Entry(group[0].built, timings=tuple(group)) for group in groups]
-
-
-def _compared(entry: Entry, twin: Entry | None) -> Entry:
-    fair = twin is not None and all(twin.settings.get(k) == entry.settings.get(k) for k in OWN_SCHEDULE)
-    return replace(entry, ratios=_ratios(entry, twin), fair=fair)
-
-
-def _ratios(entry: Entry, twin: Entry | None) -> dict[str, float]:
-    counted = None if twin else _counted_twin(entry)
-    base: dict[str, Any] = {"macs": twin.macs, "params": twin.params} if twin else counted or {}
-    ours = {"macs": entry.macs, "params": entry.params}
-    ratios = {name: cost / base[name] for name, cost in ours.items() if cost and base.get(name)}
-    if twin is None:
-        return ratios
-    for device in (CPU, GPU):
-        if (ratio := _time_ratio(entry, twin, device)) is not None:
-            ratios[device] = ratio
-    if entry.top1 is not None and twin.top1 is not None:
-        ratios["top1"] = 100 * (entry.top1 - twin.top1)
-    return ratios
-
-
-def _find_twin(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
-    """The twin trained in the same way; its schedule may be its own, where none had the very same."""
-    wanted = (_identity(dense_twin(entry.built)), entry.data, entry.recipe)
-    twins = [e for e in entries if (_identity(e.built), e.data, e.recipe) == wanted]
-    for free in ((), OWN_SCHEDULE):
-        for twin in twins:
-            if all(twin.settings.get(k) == v for k, v in entry.settings.items() if k not in free):
-                return twin
-    return None
-
-
-def _time_ratio(entry: Entry, twin: Entry, device: str) -> float | None:
-    """Each side at its fastest, on batches of the same size."""
-    ours = entry.time(device)
-    theirs = ours and twin.time(device, ours.batch)
-    return ours.ms / theirs.ms if ours and theirs else None
-
-
-def _counted_twin(entry: Entry) -> dict[str, int] | None:
-    """The cost of a twin that was never trained. The options come from a file: any may be nonsense."""
-    built = dense_twin(entry.built)
-    if not entry.runs or built.name not in list_models() or len(built.image) != 3 or not 0 < built.width <= 16:
-        return None
-    options = {"norm": built.norm, "stride": built.stride, "num_classes": entry.runs[0].config.get("num_classes")}
-    try:
-        with torch.device("meta"):
-            model = create_model(built.name, in_channels=built.image[0], width=built.width, **options)
-            cost = count(model, built.image)
-    except (LowRankError, TypeError, ValueError, RuntimeError, OverflowError):
-        return None
-    return {"macs": cost.macs, "params": cost.params}

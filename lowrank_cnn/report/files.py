@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.report.records import Problem, Records, read_record
+from lowrank_cnn.report.reading import read_record
+from lowrank_cnn.report.records import Problem, Records
 
 LARGEST_FILE = 64 * 2**20
 FIRST_STEP = "lowrank train nin-c3-lr --data digits --recipe digits --width 0.25 --out runs/first"

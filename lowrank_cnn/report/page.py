@@ -14,7 +14,8 @@ from lowrank_cnn.environment import environment
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.paper.audit import audit
 from lowrank_cnn.report import charts, sections
-from lowrank_cnn.report.entries import Entry, gather
+from lowrank_cnn.report.entries import gather
+from lowrank_cnn.report.entry import Entry
 from lowrank_cnn.report.files import read_records, require_records
 from lowrank_cnn.report.markup import embed, escape
 from lowrank_cnn.report.records import Records

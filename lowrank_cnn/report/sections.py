@@ -8,11 +8,13 @@ from typing import Any
 from lowrank_cnn.paper.audit import CONTRADICTED, REPRODUCED, UNREPRODUCIBLE, UNTESTED, Finding, summary
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.charts import data_label
-from lowrank_cnn.report.entries import Entry, comparable, dense_twin
+from lowrank_cnn.report.entries import comparable
+from lowrank_cnn.report.entry import Entry
 from lowrank_cnn.report.fields import text
 from lowrank_cnn.report.markup import Cell, Column, Markup, join, table, tag
 from lowrank_cnn.report.numbers import DASH, duration, percent, points, ratio
 from lowrank_cnn.report.records import CPU, GPU, Built, Problem, Records
+from lowrank_cnn.report.twins import dense_twin, is_twin, twin_known
 from lowrank_cnn.units import si
 
 VERDICTS = {
@@ -26,7 +28,7 @@ MOST_SENTENCES = 4
 _SUMMARY = (
     Column("network", numeric=False),
     Column("top-1", help="mean over the runs, with the standard deviation"),
-    Column("to twin", help="difference to the dense twin, in percentage points"),
+    Column("to twin", help="difference to the dense twin, in percentage points, where it was trained too"),
     Column("top-5"),
     Column("MACs", help="multiply-accumulates for one image; below, the share of the dense twin's"),
     Column("parameters", help="below, the share of the dense twin's"),
@@ -87,11 +89,10 @@ def _summary_row(entry: Entry) -> list[Cell]:
     origin = ", ".join(filter(None, words))
     spread = f"±{100 * entry.top1_spread:.2f}" if entry.top1_spread is not None else ""
     difference = entry.ratios.get("top1")
-    twin = entry.built == dense_twin(entry.built)
     return [
         Cell(entry.built.label, entry.label, origin),
         Cell(percent(entry.top1), entry.top1, spread),
-        Cell("twin" if twin else DASH if difference is None else points(difference), difference),
+        Cell(_to_twin(entry), difference),
         Cell(percent(entry.top5), entry.top5),
         _cost(entry, "macs"),
         _cost(entry, "params"),
@@ -99,6 +100,14 @@ def _summary_row(entry: Entry) -> list[Cell]:
         _time(entry, GPU),
         Cell(duration(entry.seconds), entry.seconds),
     ]
+
+
+def _to_twin(entry: Entry) -> str:
+    if is_twin(entry):
+        return "twin"
+    if not twin_known(entry):
+        return "not known"
+    return points(entry.ratios["top1"]) if "top1" in entry.ratios else DASH
 
 
 def _cost(entry: Entry, name: str) -> Cell:

@@ -38,7 +38,10 @@ class RunDirectory:
             raise LowRankError(f"{self.path} already holds a run: go on with --resume, or choose another --out.")
 
     def finished(self, recipe: Recipe, say: Callable[[str], None]) -> Record | None:
-        """The record of a run that has nothing left to do; one that cannot be read is written anew."""
+        """The record of a run that has nothing left to do; one that cannot be read is written anew.
+
+        A run whose last weights are damaged has something left to do: it goes on from those before them.
+        """
         if not (self.path / "record.json").exists():
             return None
         try:
@@ -47,7 +50,13 @@ class RunDirectory:
         except LowRankError as damage:
             say(f"{damage} The checkpoints say where the run stands.")
             return None
-        return record if record.status == "finished" and not more else None
+        return record if record.status == "finished" and not more and self._last_is_whole() else None
+
+    def _last_is_whole(self) -> bool:
+        """Whether the last weights can be read, or none were kept; an error where all are damaged."""
+        damages: list[str] = []
+        self.store.latest(damages.append)
+        return not damages
 
     def resume(self, say: Callable[[str], None]) -> Checkpoint | None:
         """The newest whole checkpoint, or None where the run never came to write one."""

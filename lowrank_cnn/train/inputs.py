@@ -18,6 +18,7 @@ from lowrank_cnn.data import (
 )
 from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.data.types import Split
+from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.train.recipe import Recipe
 
 EVALUATION_PIXELS = 2**20
@@ -53,6 +54,7 @@ def make_inputs(
 ) -> Inputs:
     """Hold out what the recipe says, fit the preprocessing to the rest (or take the saved), make batches."""
     kept = data.holdout(held_out(recipe, len(data.train)), HOLDOUT_SEED) if recipe.holdout else data
+    _check_batch(recipe, len(kept.train), len(data.train))
     preprocess = preprocess_from_dict(saved) if saved else preprocessing(kept.train, recipe, device)
     augment = augmentation(recipe)
 
@@ -79,8 +81,31 @@ def make_inputs(
 
 
 def held_out(recipe: Recipe, images: int) -> int:
-    """The number of images held out: a share of them below 1, else a count."""
-    return round(recipe.holdout * images) if recipe.holdout < 1 else round(recipe.holdout)
+    """The number of images held out: a share of them below 1, else a count. Some are left to train on."""
+    number = round(recipe.holdout * images) if recipe.holdout < 1 else round(recipe.holdout)
+    if number < 1:
+        raise LowRankError(
+            f"holdout={recipe.holdout:g} of {images} training images is not one: set a larger share or a count "
+            "(--set holdout=10), or hold nothing out (--set holdout=0)."
+        )
+    if number >= images:
+        raise LowRankError(
+            f"holdout={recipe.holdout:g} leaves none of the {images} training images to train on: hold out fewer "
+            "(--set holdout=0.1)."
+        )
+    return number
+
+
+def _check_batch(recipe: Recipe, images: int, all_images: int) -> None:
+    """Refuse a batch larger than the training set: training drops what does not fill one."""
+    if images >= recipe.batch_size:
+        return
+    held = all_images - images
+    left, fewer = (f", after {held} are held out", ", hold out fewer") if held else ("", "")
+    raise LowRankError(
+        f"there are {images} images to train on{left}, fewer than one batch of {recipe.batch_size}: set "
+        f"batch_size (--batch-size) to {images} or less{fewer}, or take more images."
+    )
 
 
 def augmentation(recipe: Recipe) -> Augment:

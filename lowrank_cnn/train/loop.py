@@ -11,6 +11,7 @@ from torch import nn
 
 from lowrank_cnn.count import count
 from lowrank_cnn.data import Data, open_data
+from lowrank_cnn.dense_cost import dense_cost
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory, recipe_changes
@@ -146,9 +147,10 @@ def _close(trainer: Trainer, status: str) -> None:
 
 def _result(trainer: Trainer, evaluation: Evaluation) -> dict[str, Any]:
     position, recipe = trainer.position, trainer.recipe
-    cost = None
+    cost = dense = None
     with contextlib.suppress(LowRankError):
         cost = count(trainer.network, trainer.inputs.size)
+        dense = dense_cost(trainer.network, trainer.inputs.size)
     seconds = sum(row["seconds"] for row in position.history)
     speeds = sorted(row["images_per_second"] for row in position.history)
     return {
@@ -159,6 +161,7 @@ def _result(trainer: Trainer, evaluation: Evaluation) -> dict[str, Any]:
         "drop_epochs": list(recipe.drop_epochs or trainer.levels.drops),
         "macs": cost.macs if cost else None,
         "params": cost.params if cost else sum(p.numel() for p in trainer.network.parameters()),
+        "dense": {"macs": dense[0], "params": dense[1]} if dense else None,
         "seconds": seconds,
         "images_per_second": speeds[len(speeds) // 2] if speeds else 0.0,
     }

@@ -1,92 +1,24 @@
-"""The commands train, evaluate and predict, as a user types them."""
+"""The command train, as a user types it."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import re
+import shlex
+from pathlib import Path
 
 import pytest
-import torch
-import typer
-from typer.testing import CliRunner
 
-from lowrank_cnn.cli import deploy, models
-from lowrank_cnn.cli.train import add_to
-from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.deploy.runtime import node_macs
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.train import load_record
 from lowrank_cnn.train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("squares")
 SMALL = ["--width", "0.05", "--epochs", "1", "--batch-size", "16", "--set", "crop=14", "--device", "cpu"]
 
 
-def open_squares(*_: object, **__: object) -> Data:
-    """Two kinds of grey squares."""
-
-    def split(n: int) -> ResidentSplit:
-        labels = torch.arange(n) % 2
-        images = torch.randint(0, 90, (n, 1, 16, 16), generator=torch.Generator().manual_seed(n))
-        return ResidentSplit.of((images + 150 * labels[:, None, None, None]).to(torch.uint8), labels)
-
-    return Data("squares", ("dark", "bright"), split(48), split(10))
-
-
-@pytest.fixture(autouse=True)
-def small_images(monkeypatch) -> None:
-    """The squares in place of whatever --data names."""
-    monkeypatch.setattr("lowrank_cnn.cli.train.open_data", open_squares)
-
-
-def lowrank(*arguments: object):
-    app = typer.Typer()
-    for commands in (add_to, deploy.add_to, models.add_to):
-        commands(app)
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-def train(*more: object):
-    return lowrank("train", "nin-c3-lr", "--data", "squares", *SMALL, *more)
-
-
-def test_train_evaluate_predict(tmp_path):
-    image = pytest.importorskip("PIL.Image")
-    trained = train("--out", tmp_path / "run")
-    assert trained.exit_code == 0, trained.output
-    assert "batch_size=16" in trained.output
-    assert "48 to train on" in trained.output
-    evaluated = lowrank("evaluate", tmp_path / "run", "--data", "squares", "--device", "cpu", "--json")
-    figures = json.loads(evaluated.output)
-    assert figures["n"] == 10
-    assert figures["top1"] == load_record(tmp_path / "run").result["top1"]
-    image.new("L", (16, 16), 230).save(tmp_path / "a.png")
-    answer = lowrank("predict", tmp_path / "run", tmp_path / "a.png", "--device", "cpu", "--json")
-    [prediction] = json.loads(answer.output)
-    assert {c["class"] for c in prediction["classes"]} == {"dark", "bright"}
-
-
-def test_evaluation_brings_images_to_the_size_of_training(tmp_path, monkeypatch):
-    train("--out", tmp_path / "run")
-    small = open_squares()
-    asked = []
-
-    def split(images: torch.Tensor, side: int) -> ResidentSplit:
-        return ResidentSplit.of(torch.nn.functional.interpolate(images, (side, side)), torch.arange(10) % 2)
-
-    def open_(*_, image_size=None, channels=None, **__):
-        asked.append((image_size, channels))
-        return replace(small, test=split(small.test.images, image_size or 80))
-
-    monkeypatch.setattr("lowrank_cnn.cli.train.open_data", open_)
-    arguments = ("evaluate", tmp_path / "run", "--data", "squares", "--device", "cpu", "--json")
-    assert json.loads(lowrank(*arguments).output)["top1"] == load_record(tmp_path / "run").result["top1"]
-    assert asked == [(None, None), (16, 1)]
-    error = lowrank(*arguments, "--image-size", "40").exception
-    assert isinstance(error, LowRankError)
-    assert "1x16x16" in str(error)
-
-
-def test_a_run_is_decomposed_and_trained_on(tmp_path):
+def test_a_run_is_decomposed_and_trained_on(lowrank, tmp_path):
     """Train, fit within a budget, fine-tune, evaluate, export: each command takes what the last one wrote."""
     small = tmp_path / "small.safetensors"
     steps = [
@@ -106,12 +38,17 @@ def test_a_run_is_decomposed_and_trained_on(tmp_path):
     assert sum(node_macs(tmp_path / "tuned.onnx").values()) == tuned.result["macs"]
 
 
-def test_a_network_in_the_users_file_is_trained_and_used(tmp_path):
-    own, out = tmp_path / "mine.py", tmp_path / "run"
-    own.write_text(
+def own_network(folder: Path) -> Path:
+    path = folder / "mine.py"
+    path.write_text(
         "from torch import nn\ndef net():\n    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), "
         "nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))\n"
     )
+    return path
+
+
+def test_a_network_in_the_users_file_is_trained_and_used(lowrank, tmp_path):
+    own, out = own_network(tmp_path), tmp_path / "run"
     more = ["--data", "squares", *SMALL[2:]]
     assert lowrank("train", f"{own}:net", *more, "--scheme", "lr-join", "--out", out).exit_code == 0
     refused = lowrank("evaluate", out, "--data", "squares", "--device", "cpu").exception
@@ -126,49 +63,88 @@ def test_a_network_in_the_users_file_is_trained_and_used(tmp_path):
     assert "width can be set for our own networks" in str(width)
 
 
-def test_names_are_printed_as_they_are(tmp_path, monkeypatch):
-    pytest.importorskip("PIL.Image")
-    answers = [[("[bold]cat", 0.75)], [(":dog:", 0.5)]]
-    monkeypatch.setattr("lowrank_cnn.cli.train.predict", lambda *_, **__: answers)
-    shown = lowrank("predict", "run", "[/b]/c.jpg", "[a] x.jpg").output
-    for text in ("[/b]/c.jpg", "[a] x.jpg", "[bold]cat 75.0%", ":dog: 50.0%"):
-        assert text in shown
+def test_what_is_said_at_the_end_can_be_typed(lowrank, train_small, tmp_path):
+    """For one of ours, for a converted network of the user's own, and for one that goes on with its weights."""
+    named, run = f"{own_network(tmp_path)}:net", tmp_path / "a run"
+    more = ["--data", "squares", *SMALL[2:]]
+    runs = [
+        train_small("--out", tmp_path / "ours"),
+        lowrank("train", named, *more, "--scheme", "lr-join", "--out", run),
+        lowrank("train", run, *more, "--into", named, "--out", tmp_path / "further"),
+    ]
+    for done in runs:
+        assert done.exit_code == 0, done.output
+        (hint,) = re.findall(r"try `lowrank (.*)`", done.output)
+        assert lowrank(*shlex.split(hint), "--device", "cpu").exit_code == 0, hint
+    assert "lr-join" in load_record(tmp_path / "further").model["name"]
 
 
-def test_tables_for_people(tmp_path):
-    train("--out", tmp_path / "run")
-    assert "top-5" in lowrank("evaluate", tmp_path / "run", "--data", "squares", "--device", "cpu").output
+def test_a_bad_network_is_refused_before_the_images_are_opened(lowrank, tmp_path, monkeypatch):
+    def open_(*_, **__):
+        raise AssertionError("the images were opened")
+
+    monkeypatch.setattr("lowrank_cnn.cli.train.open_data", open_)
+    named = f"{own_network(tmp_path)}:net"
+    mistakes = [
+        (["nin", "--scheme", "rl"], "no scheme 'rl'"),
+        (["nin", "--width", "0"], "width must be positive"),
+        (["nin", "--norm", "layer"], "norm is None or 'batch'"),
+        ([named, "--scheme", "rl"], "no scheme 'rl'"),
+        ([named, "--width", "2"], "taken as it is"),
+    ]
+    for words, says in mistakes:
+        error = lowrank("train", *words, "--data", "squares").exception
+        assert isinstance(error, LowRankError)
+        assert says in str(error)
 
 
-def test_json_is_all_that_is_printed():
-    figures = json.loads(train("--json").output)
+def test_activations_are_computed_again_where_that_is_asked_for(train_small, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("lowrank_cnn.train.job.recomputed", lambda network: asked.append(network) or network)
+    assert train_small().exit_code == 0
+    assert not asked
+    assert train_small("--checkpoint-activations").exit_code == 0
+    assert len(asked) == 1
+
+
+def test_a_finished_run_without_any_whole_weights_is_told(train_small, tmp_path):
+    train_small("--out", tmp_path)
+    for path in tmp_path.glob("step-*.json"):
+        path.write_text("{}")
+    error = train_small("--out", tmp_path, "--resume").exception
+    assert isinstance(error, LowRankError)
+    assert "every checkpoint" in str(error)
+
+
+def test_json_is_all_that_is_printed(train_small):
+    figures = json.loads(train_small("--json").output)
     assert figures["n"] == 10
     assert figures["macs"] > 0
 
 
-def test_every_field_of_the_recipe_can_be_set(tmp_path):
-    train("--lr", "0.02", "--set", "momentum=0.5", "--set", "label-smoothing=0.2", "--out", tmp_path)
+def test_every_field_of_the_recipe_can_be_set(train_small, tmp_path):
+    train_small("--lr", "0.02", "--set", "momentum=0.5", "--set", "label-smoothing=0.2", "--out", tmp_path)
     recipe = load_record(tmp_path).recipe
     assert (recipe["lr"], recipe["momentum"], recipe["label_smoothing"]) == (0.02, 0.5, 0.2)
 
 
-def test_the_network_takes_its_options_and_the_shape_of_the_data(tmp_path):
-    train("--scheme", "dense", "--norm", "none", "--out", tmp_path)
+def test_the_network_takes_its_options_and_the_shape_of_the_data(train_small, tmp_path):
+    train_small("--scheme", "dense", "--norm", "none", "--out", tmp_path)
     model = load_record(tmp_path).model
     assert (model["num_classes"], model["in_channels"], model["width"]) == (2, 1, 0.05)
     assert (model["scheme"], model["norm"]) == ("dense", None)
 
 
-def test_a_directory_in_use_is_refused_and_resume_finds_it_done(tmp_path):
-    train("--out", tmp_path)
-    assert isinstance(error := train("--out", tmp_path).exception, LowRankError)
+def test_a_directory_in_use_is_refused_and_resume_finds_it_done(train_small, tmp_path):
+    train_small("--out", tmp_path)
+    assert isinstance(error := train_small("--out", tmp_path).exception, LowRankError)
     assert "--resume" in str(error)
-    again = train("--out", tmp_path, "--resume")
+    again = train_small("--out", tmp_path, "--resume")
     assert again.exit_code == 0
     assert "has finished" in again.output
 
 
-def test_ctrl_c_leaves_with_130_and_a_way_back(tmp_path, monkeypatch):
+def test_ctrl_c_leaves_with_130_and_a_way_back(train_small, tmp_path, monkeypatch):
     look_around = Trainer._look_around
 
     def stop(self, request):
@@ -177,10 +153,10 @@ def test_ctrl_c_leaves_with_130_and_a_way_back(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_look_around", stop)
-        stopped = train("--out", tmp_path)
+        stopped = train_small("--out", tmp_path)
     assert stopped.exit_code == 130
     assert "--resume" in stopped.stderr
-    assert train("--out", tmp_path, "--resume").exit_code == 0
+    assert train_small("--out", tmp_path, "--resume").exit_code == 0
     assert load_record(tmp_path).status == "finished"
 
 
@@ -193,20 +169,10 @@ def test_ctrl_c_leaves_with_130_and_a_way_back(tmp_path, monkeypatch):
         (("train", "nin", "--data", "squares", "--set", "batch_size=inf"), "batch_size wants"),
         (("train", "nin", "--data", "squares", "--seed", str(10**30)), "a seed lies between"),
         (("train", "nin", "--data", "squares", "--device", "meta"), "no device to compute on"),
-        (("train", "nin", "--data", "squares", "--device", "cpu", "--workers=-1"), "workers are 0 or more"),
-        (("predict", "run", "x.png", "--top=-1"), "at least 1, not -1"),
-        (("evaluate", "nowhere", "--data", "squares"), "neither a checkpoint nor a network's name"),
-        (("predict", "nowhere", "x.png"), "neither a run's directory"),
+        (("train", "nin", "--data", "squares", "--batch-size", "16", "--workers=-1"), "workers are 0 or more"),
     ],
 )
-def test_mistakes_are_answered_in_a_sentence(arguments, sentence):
+def test_mistakes_are_answered_in_a_sentence(lowrank, arguments, sentence):
     error = lowrank(*arguments).exception
     assert isinstance(error, LowRankError)
     assert sentence in str(error)
-
-
-def test_a_networks_name_is_evaluated_untrained_and_that_is_said():
-    done = lowrank("evaluate", "nin", "--data", "squares", "--device", "cpu", "--json")
-    assert done.exit_code == 0
-    assert "fresh weights" in done.output
-    assert '"n": 10' in done.output

@@ -235,3 +235,24 @@ def test_everything_that_acts_can_be_reached_by_key(page: Any):
             return e.id || (e.closest("[data-chart]") || {dataset: {}}).dataset.chart || e.tagName; }""")
         )
     assert {"theme", "scatter-macs", "scatter-GPU", "curves-loss", "layers", "SUMMARY", "INPUT"} <= reached
+
+
+def test_one_image_of_a_thousand_does_not_fill_the_axis(browser: Any, runs: Path, tmp_path: Path):
+    """Two networks of nearly all images right: the axis shows them near each other, and ends at 100%."""
+    for name, right in (("nin-0", 1.0), ("nin-c3-lr-0", 0.999)):
+        record = json.loads((runs / name / "record.json").read_text())
+        record["result"] |= {"top1": right, "top5": 1.0, "n": 1000}
+        record["data"] |= {"name": "digits"}
+        for row in record["history"][-2:]:
+            row["accuracy"] = right
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    opened = browser.new_page()
+    opened.goto(write_report([tmp_path], tmp_path / "report.html").as_uri())
+    choose(opened, "digits")
+    chart = opened.locator("[data-chart=scatter-macs]")
+    ticks = [float(text.rstrip("%")) for text in chart.locator(".tick text").all_text_contents() if "%" in text]
+    assert max(ticks) == 100
+    assert 98 <= min(ticks) <= 98.5
+    heights = [box["y"] for dot in chart.locator(".point .dot").all() if (box := dot.bounding_box())]
+    assert 2 < max(heights) - min(heights) < 30
+    opened.close()

@@ -3,7 +3,16 @@ from dataclasses import replace
 
 import pytest
 
-from lowrank_cnn.report.charts import curves, data_label, layer_charts, pearson, points_of, scatters
+from lowrank_cnn.report.charts import (
+    LEAST_SPAN,
+    curves,
+    data_label,
+    layer_charts,
+    least_span,
+    pearson,
+    points_of,
+    scatters,
+)
 from lowrank_cnn.report.entries import gather
 from lowrank_cnn.report.records import Built, LayerTime, Records, Timing
 
@@ -41,6 +50,30 @@ def test_a_hair_less_compute_does_not_make_the_front(records: Records):
         if (c["data"], c["metric"], c["axis"]) == ("CIFAR-10", "top1", "macs")
     )
     assert {chart["points"][i]["source"] for i in chart["front"]} == {"published"}
+
+
+@pytest.mark.parametrize(
+    ("measured", "span"),
+    [
+        ([], LEAST_SPAN),
+        ([(0.999, 1000), (1.0, 1000)], LEAST_SPAN),
+        ([(0.9, None)], LEAST_SPAN),
+        ([(0.98, 1000), (0.981, 1000)], 6 * math.sqrt(0.98 * 0.02 / 1000)),
+        ([(0.5, 4)], 1.0),
+    ],
+)
+def test_an_axis_of_accuracies_is_as_wide_as_chance(measured: list, span: float):
+    assert least_span(measured) == pytest.approx(span)
+
+
+def test_charts_know_how_wide_their_axis_is(records: Records):
+    few = [replace(run, n=100) for run in records.runs]
+    for found, at_least in ((records.runs, LEAST_SPAN), (few, 0.15)):
+        entries = gather(Records([*found]))
+        chart = next(c for c in scatters(points_of(entries)) if c["data"] == "CIFAR-10")
+        assert at_least <= chart["span"] < 2 * at_least
+    watched = [replace(run, watched="test") for run in few]
+    assert curves(gather(Records(watched)))[0]["span"] > curves(gather(Records(few)))[0]["span"] == LEAST_SPAN
 
 
 def test_curves_keep_their_ends_and_are_not_endless(records: Records):

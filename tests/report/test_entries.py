@@ -2,8 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from lowrank_cnn.report.entries import Entry, comparable, dense_twin, gather
-from lowrank_cnn.report.records import Built, Records, read_record
+from lowrank_cnn.report.entries import comparable, gather
+from lowrank_cnn.report.entry import Entry
+from lowrank_cnn.report.reading import read_record
+from lowrank_cnn.report.records import Records
 
 SIZE = [3, 30, 30]
 
@@ -132,17 +134,3 @@ def test_unfinished_runs_count_only_where_none_has_finished():
     assert entries_of(run("nin", 0.9), cut)["nin"].top1 == 0.9
     alone = entries_of(cut)["nin"]
     assert (alone.top1, alone.finished) == (0.2, False)
-
-
-@pytest.mark.parametrize(
-    ("name", "twin"),
-    [
-        ("vgg11-gmp-lr-join", "vgg11-gmp"),
-        ("vgg11", "vgg11"),
-        ("nin-c3-lr", "nin"),
-        ("googlenet-lr-conv1", "googlenet"),
-        ("resnet18", "resnet18"),
-    ],
-)
-def test_dense_twins(name: str, twin: str):
-    assert dense_twin(Built(name, scheme="lr", width=0.5)) == Built(twin, width=0.5)

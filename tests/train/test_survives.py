@@ -129,6 +129,27 @@ def test_a_finished_run_is_left_alone(driver, tmp_path, capsys):
     assert files == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
 
 
+def test_a_finished_run_whose_weights_are_all_damaged_is_not_called_done(driver, tmp_path):
+    driver.train(tmp_path, epochs=1)
+    for path in tmp_path.glob("step-*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(LowRankError, match=r"every checkpoint .* is damaged, and none can be used: train anew"):
+        driver.train(tmp_path, epochs=1, resume=True)
+    for path in tmp_path.glob("step-*"):  # as `lowrank reproduce --no-weights` does, once a run has finished
+        path.unlink()
+    assert driver.train(tmp_path, epochs=1, resume=True)[1].status == "finished"
+
+
+def test_a_finished_run_whose_last_weights_are_damaged_makes_them_again(driver, tmp_path, capsys):
+    driver.train(tmp_path, epochs=2, checkpoint_every=0.0)
+    before = driver.last_weights(tmp_path)
+    newest = max(tmp_path.glob("step-*.safetensors"))
+    newest.write_bytes(newest.read_bytes()[:-5])
+    driver.train(tmp_path, epochs=2, resume=True, progress=True)
+    assert "The one before it is used" in capsys.readouterr().out
+    assert_same_weights(before, driver.last_weights(tmp_path))
+
+
 def test_a_finished_run_can_be_given_more_epochs(driver, tmp_path):
     driver.train(tmp_path / "run", driver.PLAIN, epochs=1)
     longer, record = driver.train(tmp_path / "run", driver.PLAIN, epochs=2, resume=True)

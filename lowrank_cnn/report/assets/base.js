@@ -43,15 +43,22 @@ function logTicks(low, high, count) {
   return ticks.filter((_, i) => i % Math.ceil(ticks.length / count) === 0);
 }
 
+// At least so wide a range, around its middle; one that would pass its upper end reaches further down instead.
+function widened(low, high, span, most) {
+  const more = Math.max(0, span - (high - low));
+  const top = Math.min(most, high + more / 2);
+  return [Math.max(Math.min(low, 0), low - (more - (top - high))), top];
+}
+
 // A scale maps values to pixels, and knows its ticks.
-function scale(values, from, to, { log = false, count = 5, zero = false, pad = 0.06, most = Infinity } = {}) {
+function scale(values, from, to, { log = false, count = 5, zero = false, pad = 0.06, most = Infinity, span = 0 } = {}) {
   let low = Math.min(...values), high = Math.max(...values);
   if (log) {
     low /= 1.25; high *= 1.25;
   } else {
     const room = (high - low || Math.abs(high) * 0.1 || 1) * pad;
     low = zero ? 0 : low >= 0 ? Math.max(0, low - room) : low - room;
-    high = Math.min(high + room, most);
+    [low, high] = widened(low, Math.min(high + room, most), span, most);
   }
   const place = log ? Math.log : (v) => v;
   const map = (v) => from + (to - from) * (place(v) - place(low)) / (place(high) - place(low) || 1);

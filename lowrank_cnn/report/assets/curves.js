@@ -75,7 +75,8 @@ function drawCurves(runs, key, name, indexOf, width) {
   const { root, area } = parts;
   const x = scale(runs.flatMap((run) => run.epochs), area.left, area.right, { count: width < 420 ? 5 : 8, pad: 0 });
   const sparse = key === "accuracy" ? runs.filter(watchedOnce) : [];
-  const y = scale([...known(runs, key), ...known(sparse, "trained")], area.bottom, area.top, { most: key === "accuracy" ? 1 : Infinity });
+  const limits = key === "accuracy" ? { most: 1, span: Math.max(...runs.map((run) => run.span)) } : {};
+  const y = scale([...known(runs, key), ...known(sparse, "trained")], area.bottom, area.top, limits);
   axes(parts, x, y, (v) => `${v}`, key === "accuracy" ? (v) => `${+(100 * v).toFixed(2)}%` : (v) => `${+v.toPrecision(3)}`);
   for (const run of runs) {
     const thin = sparse.includes(run), line = look(indexOf(run.group));

@@ -86,7 +86,7 @@ function drawScatter(chart, width) {
   const parts = frame(width, height, { x: chart.x, y: chart.y });
   const { root, area } = parts;
   const x = scale(chart.points.map((p) => p.x), area.left, area.right, { log: chart.log, count: width < 420 ? 4 : 6, pad: 0.12 });
-  const y = scale(chart.points.flatMap(reach), area.bottom, area.top, { pad: 0.12, most: 1, count: 6 });
+  const y = scale(chart.points.flatMap(reach), area.bottom, area.top, { pad: 0.12, most: 1, count: 6, span: chart.span });
   axes(parts, x, y, (v) => showCost(chart, v), (v) => `${+(100 * v).toFixed(2)}%`);
   const front = chart.front.map((index) => chart.points[index]);
   if (front.length > 1) root.append(svg("path", { class: "front", d: staircase(front, x, y) }));

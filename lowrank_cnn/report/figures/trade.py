@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from lowrank_cnn.errors import require
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.charts import data_label
-from lowrank_cnn.report.entries import Entry, comparable, gather
+from lowrank_cnn.report.entries import comparable, gather
+from lowrank_cnn.report.entry import Entry
 from lowrank_cnn.report.figures.options import Options
 from lowrank_cnn.report.labels import place_labels
 from lowrank_cnn.report.numbers import as_shown

@@ -11,7 +11,8 @@ from lowrank_cnn.report import read_records
 from lowrank_cnn.report.charts import curves, layer_charts, points_of, scatters
 from lowrank_cnn.report.entries import gather
 from lowrank_cnn.report.markup import embed
-from lowrank_cnn.report.records import Records, Run, Timing, device_class, read_record
+from lowrank_cnn.report.reading import device_class, read_record
+from lowrank_cnn.report.records import Records, Run, Timing
 from lowrank_cnn.report.sections import headline, summary_table
 
 HERE = Path("record.json")
@@ -27,6 +28,11 @@ RUN = {
     ],
     "result": {"top1": 0.9, "top5": 0.99, "macs": 1000, "params": 100, "seconds": 60.0},
     "status": "finished",
+}
+CONVERTED = {
+    **RUN,
+    "model": {"name": "Mine+lr", "config": None, "class": "Mine", "conversion": {"changed": []}},
+    "result": {"top1": 0.9, "n": 500, "macs": 1000, "params": 100, "dense": {"macs": 2000, "params": 150}},
 }
 TIMING = {
     "kind": "timing",
@@ -62,6 +68,23 @@ def test_a_run_on_the_way_shows_what_it_has():
 def test_a_run_that_says_little_is_still_read():
     run = run_of({"kind": "training", "model": {"name": "mine"}})
     assert (run.built.name, run.data, run.recipe, run.top1) == ("mine", "unnamed data", "custom", None)
+
+
+def test_a_converted_network_is_read_with_what_it_was_before():
+    run = run_of(CONVERTED)
+    assert (run.built.label, run.built.base, run.n) == ("Mine+lr", "Mine", 500)
+    assert run.dense == {"macs": 2000, "params": 150}
+    config = {"name": "nin", "width": 0.5, "stride": 1}
+    ours = run_of({**CONVERTED, "model": {**CONVERTED["model"], "name": "nin+lr", "config": config}})
+    assert (ours.built.label, ours.built.base, ours.dense) == ("nin+lr width 0.5", "nin", None)
+
+
+def test_what_a_record_does_not_say_of_the_dense_network_is_not_known():
+    untold = {key: value for key, value in CONVERTED["result"].items() if key != "dense"}
+    assert run_of({**CONVERTED, "result": untold}).dense is None
+    plain = {"name": "Mine"}
+    assert run_of({**CONVERTED, "model": plain, "result": untold}).dense == {"macs": 1000, "params": 100}
+    assert run_of({**CONVERTED, "model": plain, "result": {**untold, "dense": None}}).dense is None
 
 
 def test_cifar10_is_known_whatever_its_folder_is_called():
@@ -136,11 +159,14 @@ JSON = st.recursive(
 )
 
 
+FIELDS = ["name", "size", "width", "stride", "ms", "top1", "n", "macs", "dense", "conversion", "config", "class"]
+
+
 def mutated(record: dict) -> st.SearchStrategy[dict]:
     """A record with some of its fields, at the top or one below, replaced by anything."""
     inner = [key for key, value in record.items() if isinstance(value, dict)]
     top = st.dictionaries(st.sampled_from(sorted(record)), JSON, max_size=3)
-    fields = st.dictionaries(st.sampled_from(["name", "size", "width", "stride", "ms", "top1"]), JSON, max_size=2)
+    fields = st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=2)
     deep = st.tuples(st.sampled_from(inner), fields)
     keys = st.fixed_dictionaries({"kind": st.just(record["kind"])})
     return st.tuples(top, deep, keys).map(
@@ -149,7 +175,7 @@ def mutated(record: dict) -> st.SearchStrategy[dict]:
 
 
 @settings(max_examples=40)
-@given(st.lists(mutated(RUN) | mutated(TIMING), max_size=4))
+@given(st.lists(mutated(RUN) | mutated(CONVERTED) | mutated(TIMING), max_size=4))
 def test_whatever_a_record_holds_the_page_can_be_made(found: list[dict]):
     records, refusals = Records(), []
     for values in found:

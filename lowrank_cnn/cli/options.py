@@ -1,0 +1,27 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from lowrank_cnn.cli.source import INTO_HELP, MODEL_HELP
+
+Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
+Into = Annotated[str | None, typer.Option(help=INTO_HELP)]
+Input = Annotated[str | None, typer.Option("--input", help="Image size, as 3x224x224.")]
+Pretrained = Annotated[
+    bool, typer.Option("--pretrained", help="Trained weights: timm's, torchvision's, or the package's own.")
+]
+Width = Annotated[float | None, typer.Option(help="Scale the filters of one of our networks.")]
+Norm = Annotated[str | None, typer.Option(help="batch, for one of our networks.")]
+
+Source = Annotated[
+    str, typer.Option("--data", help="digits, a folder of parquet shards or images, or a Hub repository.")
+]
+Bad = Annotated[Literal["skip", "refuse"], typer.Option(help="What to do with images that cannot be used.")]
+Limit = Annotated[int | None, typer.Option(help="Use at most so many images of each split.")]
+Size = Annotated[int | None, typer.Option(help="Bring every image to this square.")]
+Workers = Annotated[int, typer.Option(help="Processes that decode images, where these are streamed.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")]

@@ -1,0 +1,86 @@
+"""A network of the records: its runs over all seeds, with its timings, beside its dense twin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowrank_cnn.report.fields import mean, spread
+from lowrank_cnn.report.records import Built, Run, Timing
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A network trained on a data set by a recipe, over all of its seeds; or one that was only timed."""
+
+    built: Built
+    data: str = ""
+    recipe: str = ""
+    runs: tuple[Run, ...] = ()
+    timings: tuple[Timing, ...] = ()
+    variant: str = ""
+    """What sets it apart from others of the same network, data and recipe."""
+    ratios: dict[str, float] = field(default_factory=dict, hash=False)
+    """Shares of the dense twin's MACs, parameters and times; `top1` is the difference in percentage points."""
+    fair: bool = False
+    """Whether the twin was trained for as long."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.built.label}, {self.variant}" if self.variant else self.built.label
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return dict(self.runs[0].settings) if self.runs else {}
+
+    @property
+    def scored(self) -> tuple[Run, ...]:
+        """Finished runs, or those on the way where none has finished."""
+        return tuple(run for run in self.runs if run.finished) or self.runs
+
+    @property
+    def finished(self) -> bool:
+        return all(run.finished for run in self.scored)
+
+    @property
+    def top1(self) -> float | None:
+        return mean(self._known("top1"))
+
+    @property
+    def top1_spread(self) -> float | None:
+        return spread(self._known("top1"))
+
+    @property
+    def top5(self) -> float | None:
+        return mean(self._known("top5"))
+
+    @property
+    def seconds(self) -> float | None:
+        return mean(self._known("seconds"))
+
+    @property
+    def macs(self) -> int | None:
+        return next((r.macs for r in (*self.runs, *self.timings) if r.macs), None)
+
+    @property
+    def params(self) -> int | None:
+        return next((r.params for r in (*self.runs, *self.timings) if r.params), None)
+
+    @property
+    def dense(self) -> Mapping[str, int] | None:
+        """What a network that is not ours cost before it was converted; None where that is not known."""
+        return next((record.dense for record in self.runs or self.timings if record.dense is not None), None)
+
+    @property
+    def n(self) -> int | None:
+        """The number of images that its accuracy was measured on: the fewest, where runs differ."""
+        return min(self._known("n"), default=None)
+
+    def time(self, device: str, batch: int | None = None) -> Timing | None:
+        """The fastest way, per image, that it was run on a kind of device."""
+        fitting = [t for t in self.timings if t.device == device and batch in (None, t.batch)]
+        return min(fitting, key=lambda timing: timing.ms_per_image, default=None)
+
+    def _known(self, quantity: str) -> list[Any]:
+        return [value for run in self.scored if (value := getattr(run, quantity)) is not None]

@@ -1,0 +1,214 @@
+"""Reading records, from files that nobody vouches for.
+
+A record is a JSON object with a `kind`. `READERS` maps a kind to the function that reads it; a new kind is one new
+entry. A reader takes what is there and leaves out what is not; what it cannot do without, it asks for by raising a
+`LowRankError`, and the file is listed as skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lowrank_cnn.data.cifar_binary import CLASSES as CIFAR10_CLASSES
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.models import family_of, list_models
+from lowrank_cnn.report.fields import first, items, mapping, number, share, sizes, text, whole
+from lowrank_cnn.report.records import CPU, GPU, Built, Epoch, LayerTime, Run, Timing
+
+_TIMING_FIELDS = {"runtime", "device", "layers", "total"}
+_GPU_WORDS = ("cuda", "gpu", "nvidia", "mps", "amd instinct")
+
+
+def read_record(values: object, path: Path) -> list[Run | Timing]:
+    """Read one record, by its kind: a timing may bring that of its dense twin along."""
+    if not isinstance(values, Mapping):
+        raise LowRankError("it is not a record but plain JSON.")
+    kind = text(values.get("kind")) or _kind_by_fields(values)
+    if kind not in READERS:
+        known = ", ".join(READERS)
+        raise LowRankError(f"its kind {kind!r} is none of {known}." if kind else f"it has no kind ({known}).")
+    return list(READERS[kind](values, path))
+
+
+def _kind_by_fields(values: Mapping[str, Any]) -> str | None:
+    """What `lowrank time --json` prints: timings, in one environment."""
+    if values.keys() >= _TIMING_FIELDS:
+        return "timing"
+    return "timings" if items(values.get("timings")) else None
+
+
+def _training(values: Mapping[str, Any], path: Path) -> Iterator[Run]:
+    data, result = (mapping(values.get(name)) for name in ("data", "result"))
+    config = _config(mapping(values.get("model")))
+    history = tuple(_epoch(row) for row in items(values.get("history")) if isinstance(row, Mapping))
+    latest = next((row.accuracy for row in reversed(history) if row.accuracy is not None), None)
+    top1, recipe = share(result.get("top1")), mapping(values.get("recipe"))
+    built = _built(values.get("model"), _image_size(config, recipe, data))
+    yield Run(
+        path=str(path),
+        built=built,
+        data=_data_name(data),
+        recipe=text(recipe.get("name")) or "custom",
+        seed=whole(values.get("seed")),
+        status=text(values.get("status")) or "unknown",
+        watched=text(values.get("watched")) or "test",
+        top1=latest if top1 is None else top1,
+        top5=share(result.get("top5")),
+        macs=whole(result.get("macs")),
+        params=whole(result.get("params")),
+        seconds=number(result.get("seconds")),
+        history=history,
+        settings=_settings(recipe, config),
+        n=whole(result.get("n")) or whole(data.get("test")),
+        dense=_dense(result, built),
+        config=config,
+        environment=mapping(values.get("environment")),
+    )
+
+
+def _config(model: dict[str, Any]) -> dict[str, Any]:
+    """The options that a network was built with; those of a converted one stand apart from its new name."""
+    return mapping(model.get("config")) if "conversion" in model else model
+
+
+def _dense(result: Mapping[str, Any], built: Built) -> dict[str, int] | None:
+    """What the record says of the unconverted network; one that never speaks of it was not converted."""
+    if (built.base or built.name) in list_models():  # by its name, all is known
+        return None
+    told = "dense" in result or built.base is not None
+    cost = mapping(result.get("dense") if told else result)
+    found = {name: value for name in ("macs", "params") if (value := whole(cost.get(name)))}
+    return None if told and not found else found
+
+
+def _data_name(data: Mapping[str, Any]) -> str:
+    """A data set is called by its folder, which may be any; CIFAR-10 is known by its classes and their images."""
+    is_cifar10 = tuple(items(data.get("classes"))) == CIFAR10_CLASSES
+    if is_cifar10 and (data.get("train"), data.get("test")) == (50_000, 10_000):
+        return "cifar10"
+    return text(data.get("name")) or "unnamed data"
+
+
+def _image_size(config: Mapping[str, Any], recipe: Mapping[str, Any], data: Mapping[str, Any]) -> tuple[int, ...]:
+    """The images as the network got them, and as its cost was counted: cropped, where the recipe crops."""
+    image = sizes(first(data, "size", "image"))
+    side = whole(config.get("image_size")) or whole(recipe.get("crop"))
+    return (image[0], side, side) if side and len(image) == 3 else image
+
+
+def _epoch(row: Mapping[str, Any]) -> Epoch:
+    accuracies = share(row.get("accuracy")), share(row.get("train_accuracy"))
+    return Epoch(whole(row.get("epoch")) or 0, number(row.get("train_loss")), *accuracies)
+
+
+def _settings(recipe: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    fields = {**recipe, "norm": config.get("norm"), "init": config.get("init") or "composite"}
+    return tuple(sorted((str(key)[:40], str(value)[:40]) for key, value in fields.items() if key != "name"))
+
+
+def _timing(values: Mapping[str, Any], path: Path) -> Iterator[Timing]:
+    """A timing, and that of its twin. An input of four numbers is a batch, and the MACs then are a batch's."""
+    size = sizes(first(values, "input", "size", "image"))
+    batch = whole(first(values, "batch", "batch_size")) or (size[0] if len(size) == 4 else 1)
+    images = batch if len(size) == 4 else 1
+    layers = tuple(layer for row in items(values.get("layers")) if (layer := _layer(row, images)))
+    ms = _milliseconds(values) or _milliseconds(mapping(values.get("total"))) or sum(layer.ms for layer in layers)
+    if not ms:
+        raise LowRankError("it is a timing without any time.")
+    macs, twin = whole(values.get("macs")), mapping(values.get("twin"))
+    built = _converted(_built(first(values, "model", "config", "name"), size[-3:]), values, twin)
+    per_image = macs // images if macs else sum(layer.macs for layer in layers) or None
+    yield Timing(
+        path=str(path),
+        built=built,
+        device=device_class(text(values.get("device")) or ""),
+        runtime=text(values.get("runtime")) or "torch",
+        batch=batch,
+        ms=ms,
+        macs=per_image,
+        params=whole(values.get("params")),
+        layers=layers,
+        dense=_dense_timed(built, per_image, twin, images),
+        environment=mapping(values.get("environment")),
+    )
+    if twin:
+        yield from _timing({**twin, "twin": None, "environment": values.get("environment")}, path)
+
+
+def _converted(built: Built, values: Mapping[str, Any], twin: Mapping[str, Any]) -> Built:
+    """A network timed beside a twin of its own name, but of another cost, was converted from it."""
+    if first(twin, "model", "config", "name") != built.name or twin.get("macs") == values.get("macs"):
+        return built
+    return replace(built, name=f"{built.name}, converted", base=built.name)
+
+
+def _dense_timed(built: Built, macs: int | None, twin: Mapping[str, Any], images: int) -> dict[str, int] | None:
+    """The cost of the twin that a converted network was timed beside; of another that is not ours, its own."""
+    if built.ours:
+        return None
+    cost = (whole(twin.get("macs")) or 0) // images if built.base else macs
+    return {"macs": cost} if cost else None if built.base else {}
+
+
+def _timings(values: Mapping[str, Any], path: Path) -> Iterator[Timing]:
+    for timing in items(values.get("timings")):
+        yield from _timing({"environment": values.get("environment"), **mapping(timing)}, path)
+
+
+def _nothing(_values: Mapping[str, Any], _path: Path) -> Iterator[Run]:
+    """A table that was made of runs, whose own records say more."""
+    yield from ()
+
+
+def device_class(device: str) -> str:
+    """CPU or GPU, from any name of a device."""
+    return GPU if any(word in device.lower() for word in _GPU_WORDS) else CPU
+
+
+def _layer(row: object, images: int) -> LayerTime | None:
+    """A layer that multiplies and was timed; pools and activations have nothing to compare."""
+    values = mapping(row)
+    name, macs, ms = text(first(values, "name", "layer")), whole(values.get("macs")), _milliseconds(values)
+    return LayerTime(name, macs // images, ms) if name and macs and ms else None
+
+
+def _milliseconds(values: Mapping[str, Any]) -> float | None:
+    seconds = number(first(values, "seconds", "median_seconds"))
+    ms = number(first(values, "ms", "median_ms", "total_ms", "milliseconds"))
+    return 1000 * seconds if ms is None and seconds is not None else ms
+
+
+def _built(model: object, image: object) -> Built:
+    """The network, given by its name alone or with its options."""
+    told = {"name": model} if isinstance(model, str) else mapping(model)
+    name, values = text(told.get("name")), _config(told)
+    if name is None:
+        raise LowRankError("it names no network.")
+    base = text(values.get("name")) or text(told.get("class")) if "conversion" in told else None
+    scheme, stride = text(values.get("scheme")), whole(values.get("stride"))
+    return Built(
+        name,
+        scheme=None if scheme == "dense" else scheme,
+        width=number(values.get("width")) or 1.0,
+        norm=text(values.get("norm")),
+        stride=None if stride == _own_stride(base or name) else stride,
+        image=sizes(image),
+        base=base,
+    )
+
+
+def _own_stride(name: str) -> int:
+    """The stride of the first conv that a network has by itself."""
+    return family_of(name).VARIANTS[name].stride if name in list_models() else 1
+
+
+Reader = Callable[[Mapping[str, Any], Path], Iterator[Run | Timing]]
+READERS: dict[str, Reader] = {
+    "training": _training,
+    "timing": _timing,
+    "timings": _timings,
+    "reproduction": _nothing,
+}

@@ -1,0 +1,106 @@
+"""Dense twins: the network that a low-rank one is held against, and what it saves of that one's cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lowrank_cnn.count import count
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.models import create_model
+from lowrank_cnn.report.entry import Entry
+from lowrank_cnn.report.records import CPU, GPU, Built
+from lowrank_cnn.timing import BASELINES
+
+OWN_SCHEDULE = ("epochs", "drop_epochs")
+"""What networks trained in the same way may still differ in: when their learning rate dropped, and the end."""
+
+
+def dense_twin(built: Built) -> Built:
+    """The network a low-rank one is compared with: its dense base, with the same options."""
+    name = built.base or built.name
+    dense = next((b for b in BASELINES if name == b or name.startswith(f"{b}-")), name)
+    return replace(built, name=dense, scheme=None, base=None)
+
+
+def twin_known(entry: Entry) -> bool:
+    """Whether it is known what a network is without low rank; a record need not say it of one that is not ours."""
+    return dense_twin(entry.built).ours or entry.dense is not None
+
+
+def is_twin(entry: Entry) -> bool:
+    """Whether a network is its own dense twin."""
+    return twin_known(entry) and entry.built == dense_twin(entry.built)
+
+
+def identity(built: Built) -> tuple[str, ...]:
+    """What tells networks of our own apart."""
+    options = (built.scheme, built.norm, built.stride, built.image)
+    return (built.name, f"{built.width:g}", *map(str, options))
+
+
+def compared(entry: Entry, entries: Sequence[Entry]) -> Entry:
+    """The entry with its share of what its dense twin costs, and how far it is from its accuracy."""
+    twin = _find_twin(entry, entries)
+    fair = twin is not None and all(twin.settings.get(k) == entry.settings.get(k) for k in OWN_SCHEDULE)
+    return replace(entry, ratios=_ratios(entry, twin), fair=fair)
+
+
+def _ratios(entry: Entry, twin: Entry | None) -> dict[str, float]:
+    counted = None if twin else _counted_twin(entry)
+    base: dict[str, Any] = {"macs": twin.macs, "params": twin.params} if twin else counted or {}
+    ours = {"macs": entry.macs, "params": entry.params}
+    ratios = {name: cost / base[name] for name, cost in ours.items() if cost and base.get(name)}
+    if twin is None:
+        return ratios
+    for device in (CPU, GPU):
+        if (ratio := _time_ratio(entry, twin, device)) is not None:
+            ratios[device] = ratio
+    if entry.top1 is not None and twin.top1 is not None:
+        ratios["top1"] = 100 * (entry.top1 - twin.top1)
+    return ratios
+
+
+def _find_twin(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
+    """The twin trained in the same way; its schedule may be its own, where none had the very same."""
+    if not twin_known(entry):
+        return None
+    wanted = (identity(dense_twin(entry.built)), entry.data, entry.recipe)
+    twins = [e for e in entries if (identity(e.built), e.data, e.recipe) == wanted and _costs_as_told(e, entry)]
+    for free in ((), OWN_SCHEDULE):
+        for twin in twins:
+            if all(twin.settings.get(k) == v for k, v in entry.settings.items() if k not in free):
+                return twin
+    return None
+
+
+def _costs_as_told(twin: Entry, entry: Entry) -> bool:
+    """Networks that are not ours may share a name: the twin is the one whose cost the entry tells."""
+    return entry.dense is None or entry.dense.get("macs") == twin.macs
+
+
+def _time_ratio(entry: Entry, twin: Entry, device: str) -> float | None:
+    """Each side at its fastest, on batches of the same size."""
+    ours = entry.time(device)
+    theirs = ours and twin.time(device, ours.batch)
+    return ours.ms / theirs.ms if ours and theirs else None
+
+
+def _counted_twin(entry: Entry) -> dict[str, int] | None:
+    """The cost of a twin that was never trained. The options come from a file: any may be nonsense."""
+    if entry.dense is not None:
+        return dict(entry.dense)
+    built = dense_twin(entry.built)
+    if not entry.runs or not built.ours or len(built.image) != 3 or not 0 < built.width <= 16:
+        return None
+    options = {"norm": built.norm, "stride": built.stride, "num_classes": entry.runs[0].config.get("num_classes")}
+    try:
+        with torch.device("meta"):
+            model = create_model(built.name, in_channels=built.image[0], width=built.width, **options)
+            cost = count(model, built.image)
+    except (LowRankError, TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    return {"macs": cost.macs, "params": cost.params}

@@ -1,0 +1,76 @@
+"""Commands as a user types them, and two kinds of grey squares to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
+
+from lowrank_cnn.cli import convert, deploy, evaluate, models, train
+from lowrank_cnn.data import Data, ResidentSplit
+
+SMALL_RUN = ("--width", "0.05", "--epochs", "1", "--batch-size", "16", "--set", "crop=14", "--device", "cpu")
+
+
+def invoke(*arguments: object, **options: bool) -> Result:
+    app = typer.Typer()
+    for commands in (train, evaluate, convert, deploy, models):
+        commands.add_to(app)
+    return CliRunner().invoke(app, [str(a) for a in arguments], **options)
+
+
+@pytest.fixture
+def lowrank() -> Callable[..., Result]:
+    """Run a command: its output, its exit code, and the error that it ended with."""
+    return invoke
+
+
+@pytest.fixture
+def output_of() -> Callable[..., str]:
+    """Run a command and give what it prints; errors come through."""
+
+    def run(*arguments: object) -> str:
+        done = invoke(*arguments, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    return run
+
+
+def open_squares(*_: object, **__: object) -> Data:
+    def split(n: int) -> ResidentSplit:
+        labels = torch.arange(n) % 2
+        images = torch.randint(0, 90, (n, 1, 16, 16), generator=torch.Generator().manual_seed(n))
+        return ResidentSplit.of((images + 150 * labels[:, None, None, None]).to(torch.uint8), labels)
+
+    return Data("squares", ("dark", "bright"), split(48), split(10))
+
+
+@pytest.fixture
+def squares(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Data]:
+    """The squares in place of whatever --data names."""
+    for command in ("train", "evaluate"):
+        monkeypatch.setattr(f"lowrank_cnn.cli.{command}.open_data", open_squares)
+    return open_squares
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A file of the user's own, that makes a network."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from torch import nn\ndef net():\n    return nn.Sequential(nn.Conv2d(3, 8, 3))\nother = net().to\n"
+    )
+    return path
+
+
+@pytest.fixture
+def train_small(lowrank: Callable[..., Result]) -> Callable[..., Result]:
+    """A run of a small network."""
+    return partial(lowrank, "train", "nin-c3-lr", "--data", "squares", *SMALL_RUN)

@@ -1,0 +1,79 @@
+"""The command convert, as a user types it."""
+
+import json
+
+import pytest
+
+from lowrank_cnn.count import count
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.models import create_model
+
+SMALL = ["--width", "0.1"]
+
+
+def fits(text: str) -> bool:
+    return max(map(len, text.splitlines())) <= 80
+
+
+def test_convert_prints_layers_costs_and_what_was_left(output_of):
+    text = output_of("convert", "nin", "--scheme", "lr-join", *SMALL)
+    assert fits(text)
+    assert "features.conv2_1" in text
+    assert "5x1,10 + 1x5,9 -> 1x1,19" in " ".join(text.split())
+    assert "of the MACs" in text
+    assert "its kernel is 1x1" in text
+
+
+def test_convert_as_json_agrees_with_the_counter(output_of):
+    printed = json.loads(output_of("convert", "nin", "--scheme", "lr", "--where", "5x5", "--json"))
+    assert [row["name"] for row in printed["changed"]] == ["features.conv1_1", "features.conv2_1"]
+    assert printed["costs"][-1]["macs_before"] == count(create_model("nin"), (3, 30, 30)).macs
+
+
+def test_convert_takes_stages_kernels_and_names_together(output_of):
+    options = ["--stage", "3", "--where", "*conv1*", "--where", "7x7", "--json", *SMALL]
+    printed = json.loads(output_of("convert", "nin", *options))
+    assert [row["name"] for row in printed["changed"]] == ["features.conv1_1", "features.conv3_1"]
+
+
+def test_weights_of_a_network_that_is_not_ours_are_put_into_it(output_of, own, tmp_path):
+    out, size = tmp_path / "net.safetensors", ["--input", "3x8x8"]
+    output_of("convert", f"{own}:net", "--scheme", "lr", "--out", out, *size)
+    with pytest.raises(LowRankError, match=r"Sequential is not one of our networks.*--into path.py:function"):
+        output_of("export", out, tmp_path / "net.pt2", *size)
+    printed = json.loads(output_of("export", out, tmp_path / "net.pt2", "--into", f"{own}:net", "--json", *size))
+    assert printed["error"] < 1e-5
+
+
+def test_convert_fits_within_a_budget(output_of, tmp_path):
+    out = tmp_path / "net.safetensors"
+    printed = json.loads(
+        output_of("convert", "nin", "--scheme", "separable", "--macs", "0.5", "--out", out, "--json", *SMALL)
+    )
+    total = printed["costs"][-1]
+    assert total["macs_after"] <= 0.5 * total["macs_before"] + 1
+    assert all(0 < row["energy"] <= 1 for row in printed["fitted"])
+    assert "energy" in output_of("convert", "nin", "--fit", *SMALL)
+    again = json.loads(output_of("time", str(out), "--repeats", "3", "--json"))
+    assert again["timings"][0]["macs"] == total["macs_after"]
+
+
+@pytest.mark.parametrize("options", [[], ["--scheme", "separable", "--fit"]])
+def test_a_network_that_is_low_rank_already_is_told_so(output_of, options: list[str]):
+    says = r"^the network is low-rank already \(4 of its layers\), and nothing is left to convert: [^.]*\.$"
+    with pytest.raises(LowRankError, match=says):
+        output_of("convert", "nin-c3-lr", *options, *SMALL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["convert", "nin", "--scheme", "embed"], "number of channels"),
+        (["convert", "nin", "--where", "layer1"], "no convolution is called 'layer1'"),
+        (["convert", "nin", "--input", "30x30"], "CHANNELSxHEIGHTxWIDTH"),
+        (["convert", "nin", "--stage", "4"], "has 3 stages"),
+    ],
+)
+def test_bad_input_is_one_sentence(output_of, arguments: list[str], says: str):
+    with pytest.raises(LowRankError, match=says):
+        output_of(*arguments)

@@ -1,0 +1,136 @@
+"""The commands evaluate and predict, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lowrank_cnn.data import ResidentSplit
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.train import load_record
+
+pytestmark = pytest.mark.usefixtures("squares")
+SMALL = ("--width", "0.1", "--epochs", "1", "--batch-size", "16", "--set", "crop=14", "--device", "cpu")
+
+
+def test_train_evaluate_predict(lowrank, train_small, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    trained = train_small("--out", tmp_path / "run")
+    assert trained.exit_code == 0, trained.output
+    assert "batch_size=16" in trained.output
+    assert "48 to train on" in trained.output
+    evaluated = lowrank("evaluate", tmp_path / "run", "--data", "squares", "--device", "cpu", "--json")
+    figures = json.loads(evaluated.output)
+    assert figures["n"] == 10
+    assert figures["top1"] == load_record(tmp_path / "run").result["top1"]
+    image.new("L", (16, 16), 230).save(tmp_path / "a.png")
+    answer = lowrank("predict", tmp_path / "run", tmp_path / "a.png", "--device", "cpu", "--json")
+    [prediction] = json.loads(answer.output)
+    assert {c["class"] for c in prediction["classes"]} == {"dark", "bright"}
+
+
+def test_evaluation_brings_images_to_the_size_of_training(lowrank, train_small, squares, tmp_path, monkeypatch):
+    train_small("--out", tmp_path / "run")
+    small = squares()
+    asked = []
+
+    def split(images: torch.Tensor, side: int) -> ResidentSplit:
+        return ResidentSplit.of(torch.nn.functional.interpolate(images, (side, side)), torch.arange(10) % 2)
+
+    def open_(*_, image_size=None, channels=None, **__):
+        asked.append((image_size, channels))
+        return replace(small, test=split(small.test.images, image_size or 80))
+
+    monkeypatch.setattr("lowrank_cnn.cli.evaluate.open_data", open_)
+    arguments = ("evaluate", tmp_path / "run", "--data", "squares", "--device", "cpu", "--json")
+    assert json.loads(lowrank(*arguments).output)["top1"] == load_record(tmp_path / "run").result["top1"]
+    assert asked == [(None, None), (16, 1)]
+    error = lowrank(*arguments, "--image-size", "40").exception
+    assert isinstance(error, LowRankError)
+    assert "1x16x16" in str(error)
+    assert "--image-size 16" in str(error)
+
+
+def test_images_that_cannot_be_brought_to_the_size_of_training_are_told(
+    lowrank, train_small, squares, tmp_path, monkeypatch
+):
+    train_small("--out", tmp_path / "run")
+    larger = ResidentSplit.of(torch.zeros(4, 1, 20, 20, dtype=torch.uint8), torch.zeros(4))
+    found = replace(squares(), test=larger)
+
+    def open_(*_, image_size=None, **__):
+        if image_size:
+            raise LowRankError("squares has images of 1x20x20, which image_size does not change.")
+        return found
+
+    monkeypatch.setattr("lowrank_cnn.cli.evaluate.open_data", open_)
+    arguments = ("evaluate", tmp_path / "run", "--data", "squares", "--device", "cpu")
+    says = r"trained on images of 1x16x16, and others are not brought to that: squares has images of 1x20x20"
+    assert re.search(says, str(lowrank(*arguments).exception))
+    found = replace(found, classes=("cat", "dog"))
+    assert "has 2 others (cat, dog)" in str(lowrank(*arguments).exception)
+
+
+def test_what_was_exported_from_a_run_is_used_as_the_run(lowrank, train_small, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    run, file, picture = tmp_path / "run", tmp_path / "net.safetensors", tmp_path / "a.png"
+    train_small("--out", run)
+    assert lowrank("export", run, file).exit_code == 0
+    evaluated = lowrank("evaluate", file, "--data", "squares", "--device", "cpu", "--json")
+    assert json.loads(evaluated.output)["loss"] == load_record(run).result["loss"]
+    image.new("L", (16, 16), 230).save(picture)
+    answers = [lowrank("predict", source, picture, "--device", "cpu", "--json").output for source in (run, file)]
+    assert "bright" in answers[0]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("options", [["--scheme", "lr-join"], ["--scheme", "lr-join", "--fit"]])
+def test_weights_that_were_fitted_are_trained_ones_and_fresh_ones_are_not(lowrank, tmp_path, options: list[str]):
+    run, file = tmp_path / "run", tmp_path / "net.safetensors"
+    lowrank("train", "nin", "--data", "squares", *SMALL, "--out", run)
+    assert lowrank("convert", run, *options, "--out", file).exit_code == 0
+    done = lowrank("evaluate", file, "--data", "squares", "--device", "cpu")
+    told = "holds weights, but not which classes they tell apart" in str(done.exception)
+    assert (done.exit_code == 0) == ("--fit" in options)
+    assert told == ("--fit" not in options)
+
+
+def test_names_are_printed_as_they_are(lowrank, tmp_path, monkeypatch):
+    pytest.importorskip("PIL.Image")
+    answers = [[("[bold]cat", 0.75)], [(":dog:", 0.5)]]
+    monkeypatch.setattr("lowrank_cnn.cli.evaluate.predict", lambda *_, **__: answers)
+    shown = lowrank("predict", "run", "[/b]/c.jpg", "[a] x.jpg").output
+    for text in ("[/b]/c.jpg", "[a] x.jpg", "[bold]cat 75.0%", ":dog: 50.0%"):
+        assert text in shown
+
+
+def test_tables_for_people(lowrank, train_small, tmp_path):
+    train_small("--out", tmp_path / "run")
+    assert "top-5" in lowrank("evaluate", tmp_path / "run", "--data", "squares", "--device", "cpu").output
+
+
+def test_a_networks_name_is_evaluated_untrained_and_that_is_said(lowrank):
+    done = lowrank("evaluate", "nin", "--data", "squares", "--device", "cpu", "--json")
+    assert done.exit_code == 0
+    assert "fresh weights" in done.output
+    assert '"n": 10' in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("predict", "run", "x.png", "--top=-1"), "at least 1, not -1"),
+        (("evaluate", "nowhere", "--data", "squares"), "neither a checkpoint nor a network's name"),
+        (("predict", "nowhere", "x.png"), "neither a run's directory"),
+        (("predict", "nin-c3-lr", "x.png"), "fresh weights, which can only guess: for trained ones give a run's"),
+        (("predict", "nin-c3-lr", "x.png"), "or --pretrained cifar10"),
+    ],
+)
+def test_mistakes_are_answered_in_a_sentence(lowrank, arguments, sentence):
+    error = lowrank(*arguments).exception
+    assert isinstance(error, LowRankError)
+    assert sentence in str(error)

@@ -1,0 +1,97 @@
+"""Networks by name, of other libraries, in a file of the user's own, and out of weights."""
+
+import json
+import sys
+from types import ModuleType
+
+import pytest
+from torch import nn
+
+from lowrank_cnn.errors import LowRankError, MissingExtra
+
+
+def resnet() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 3))
+
+
+@pytest.fixture
+def zoo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """timm and torchvision as far as a command uses them."""
+    timm, torchvision, models = ModuleType("timm"), ModuleType("torchvision"), ModuleType("torchvision.models")
+
+    given: list[dict] = []
+    models.given = given
+
+    def create(name: str, pretrained: bool) -> nn.Module:
+        if name == "vgg11":
+            raise RuntimeError("no such weights\nat all")
+        network = resnet()
+        network.pretrained_cfg = {"input_size": (3, 20, 24), "pretrained": pretrained}
+        return network
+
+    timm.list_models = models.list_models = lambda: ["resnet18", "vgg11", "fcn"]
+    timm.create_model = create
+    models.get_model_builder = lambda name: resnet if name != "fcn" else lambda weights, weights_backbone: None
+    models.get_model = lambda name, weights, **backbone: given.append(backbone) or resnet()
+    torchvision.models = models
+    for module in (timm, torchvision, models):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.usefixtures("zoo")
+def test_networks_of_timm_and_torchvision_convert(output_of):
+    printed = json.loads(output_of("convert", "timm:resnet18", "--scheme", "lr", "--json"))
+    assert printed["input"] == [3, 20, 24]
+    assert [row["name"] for row in printed["changed"]] == ["0", "3"]
+    assert json.loads(output_of("convert", "timm:resnet18.some_weights", "--json"))["input"] == [3, 20, 24]
+    assert json.loads(output_of("convert", "torchvision:vgg11", "--json"))["input"] == [3, 224, 224]
+    output_of("convert", "torchvision:fcn")
+    assert sys.modules["torchvision.models"].given == [{}, {"weights_backbone": None}]
+    with pytest.raises(LowRankError, match=r"timm:vgg11 does not run: RuntimeError: no such weights$"):
+        output_of("convert", "timm:vgg11", "--pretrained")
+    with pytest.raises(LowRankError, match="timm has no network 'resnet19'; did you mean resnet18"):
+        output_of("convert", "timm:resnet19")
+
+
+def test_without_timm_the_command_says_how_to_get_it(output_of, monkeypatch: pytest.MonkeyPatch):
+    for name in ("timm", "torchvision", "torchvision.models"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtra, match=r"timm:resnet18 needs timm: pip install 'lowrank-cnn\[zoo\]'"):
+        output_of("convert", "timm:resnet18")
+    with pytest.raises(MissingExtra, match="torchvision:vgg11 needs torchvision"):
+        output_of("convert", "torchvision:vgg11")
+
+
+def test_a_function_in_the_users_own_file(output_of, own):
+    printed = json.loads(output_of("convert", f"{own}:net", "--input", "3x8x8", "--json"))
+    assert printed["changed"][0]["before"] == "3x3,8"
+    with pytest.raises(LowRankError, match="give --input"):
+        output_of("convert", f"{own}:net")
+    with pytest.raises(LowRankError, match="no function 'nett'"):
+        output_of("convert", f"{own}:nett")
+    own.write_text("def net():\n    return 3\nraise_ = 1")
+    with pytest.raises(LowRankError, match=r"mine.py:net is to give an nn.Module, but gives 3\."):
+        output_of("convert", f"{own}:net", "--input", "3x8x8")
+    own.write_text("def net(size):\n    return size")
+    with pytest.raises(LowRankError, match=r"does not run: TypeError: net\(\) missing 1 required"):
+        output_of("convert", f"{own}:net", "--input", "3x8x8")
+    own.write_text("1 / 0")
+    with pytest.raises(LowRankError, match="does not run: ZeroDivisionError"):
+        output_of("convert", f"{own}:net")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["convert", "nim"], "did you mean nin"),
+        (["convert", "net.pt"], "names no network"),
+        (["convert", "nothing.py:net"], "no file nothing.py"),
+        (["convert", "torchvision:vgg11", "--width", "0.5"], "taken as it is; width can be set"),
+        (["convert", __file__], "names no network"),
+        (["export", "vgg11-gmp", "net.onnx", "--pretrained"], "no trained weights of vgg11-gmp"),
+        (["export", "net.safetensors", "net.onnx", "--pretrained"], "taken with the weights it has"),
+    ],
+)
+def test_bad_input_is_one_sentence(output_of, arguments: list[str], says: str):
+    with pytest.raises(LowRankError, match=says):
+        output_of(*arguments)
