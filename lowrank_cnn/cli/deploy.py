@@ -78,6 +78,7 @@ def plan_command(
 ) -> None:
     """Measure the ways to run each layer on this machine, and the network as a whole."""
     from lowrank_cnn.clock import torch_threads
+    from lowrank_cnn.count import count
     from lowrank_cnn.deploy import optimize
     from lowrank_cnn.train.launch import resolve_device
 
@@ -89,7 +90,8 @@ def plan_command(
     image = torch.randn(batch, *source.size(parse_size(input_text)), device=device)
     with torch_threads(threads):
         fast = optimize(network, image, compile=compile_, cache=cache)
-        where = {"environment": environment(), "model": source.name, "input": list(image.shape)}
+        macs = batch * count(network, image.shape[1:]).macs
+        where = {"environment": environment(), "model": source.name, "input": list(image.shape), "macs": macs}
     plans = [part.plan for part in fast.modules() if hasattr(part, "plan")]
     if as_json:
         return print_json({**where, **fast.report.to_dict(), "plans": [plan.to_dict() for plan in plans]})  # type: ignore[union-attr, operator]

@@ -24,4 +24,8 @@ Bad = Annotated[Literal["skip", "refuse"], typer.Option(help="What to do with im
 Limit = Annotated[int | None, typer.Option(help="Use at most so many images of each split.")]
 Size = Annotated[int | None, typer.Option(help="Bring every image to this square.")]
 Workers = Annotated[int, typer.Option(help="Processes that decode images, where these are streamed.")]
+Decode = Annotated[
+    Literal["cpu", "gpu"],
+    typer.Option(help="What decodes streamed images to train on; gpu needs CUDA and torchvision."),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")]

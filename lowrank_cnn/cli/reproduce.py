@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from lowrank_cnn.cli.models import Json
+from lowrank_cnn.cli.options import Decode
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.errors import LowRankError
@@ -40,6 +41,7 @@ def reproduce_command(
     compile_: Annotated[bool, typer.Option("--compile", help="Compile the networks.")] = False,
     recompute: Annotated[bool, typer.Option("--checkpoint-activations", help="Save memory; slower.")] = False,
     workers: Annotated[int, typer.Option(help="Processes that decode images, where these are streamed.")] = 0,
+    decode: Decode = "cpu",
     limit: Annotated[int | None, typer.Option(help="Use at most so many images of each split.")] = None,
     bad: Annotated[Choice, typer.Option(help="What to do with images that cannot be used.")] = "skip",
     missing: Annotated[Choice, typer.Option(help="What to do where a shard is missing.")] = "refuse",
@@ -57,7 +59,7 @@ def reproduce_command(
     else:
         images = _open(data, limit=limit, bad=bad, missing=missing)
         how = {"device": device, "compile": compile_, "workers": workers, "progress": progress and not as_json}
-        how["checkpoint_activations"] = recompute
+        how |= {"checkpoint_activations": recompute, "decode": decode}
         changes = {"settings": parse_settings(settings or []), "keep_weights": weights}
         found = _reproduce(experiment, images, out, **chosen, **changes, **how)
     if first_process():

@@ -14,7 +14,7 @@ import typer
 from torch import nn
 
 from lowrank_cnn.cli.models import Json
-from lowrank_cnn.cli.options import Bad, Device, Into, Limit, Model, Size, Source, Workers
+from lowrank_cnn.cli.options import Bad, Decode, Device, Into, Limit, Model, Size, Source, Workers
 from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
 from lowrank_cnn.cli.source import build_for, find_model, is_path
 from lowrank_cnn.data import Data, open_data
@@ -59,6 +59,7 @@ def train_command(
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write scalars into --out.")] = False,
     checkpoint_every: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 30.0,
     workers: Workers = 0,
+    decode: Decode = "cpu",
     bad: Bad = "skip",
     limit: Limit = None,
     image_size: Size = None,
@@ -87,6 +88,7 @@ def train_command(
             compile=compile_,
             checkpoint_activations=recompute,
             workers=workers,
+            decode=decode,
             progress=not as_json,
             tensorboard=tensorboard,
             checkpoint_every=checkpoint_every,

@@ -17,7 +17,7 @@ from lowrank_cnn.data import (
     preprocess_from_dict,
 )
 from lowrank_cnn.data.streamed import frame
-from lowrank_cnn.data.types import Split
+from lowrank_cnn.data.types import Decode, Split
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.train.recipe import Recipe
 
@@ -49,10 +49,14 @@ def make_inputs(
     rank: int = 0,
     world: int = 1,
     workers: int = 0,
+    decode: Decode = "cpu",
     dtype: torch.dtype = torch.float32,
     saved: dict[str, Tensor] | None = None,
 ) -> Inputs:
-    """Hold out what the recipe says, fit the preprocessing to the rest (or take the saved), make batches."""
+    """Hold out what the recipe says, fit the preprocessing to the rest (or take the saved), make batches.
+
+    A GPU decodes images to train on alone: accuracy is always that on the pixels of the CPU's decoder.
+    """
     kept = data.holdout(held_out(recipe, len(data.train)), HOLDOUT_SEED) if recipe.holdout else data
     _check_batch(recipe, len(kept.train), len(data.train))
     preprocess = preprocess_from_dict(saved) if saved else preprocessing(kept.train, recipe, device)
@@ -70,6 +74,7 @@ def make_inputs(
             world=world,
             train=train,
             workers=workers,
+            decode=decode if train else "cpu",
             dtype=dtype,
         )
 

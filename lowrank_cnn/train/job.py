@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowrank_cnn.data import Data
+from lowrank_cnn.data import Data, StreamedSplit
+from lowrank_cnn.data.types import Decode
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.rebuild import run_entry
 from lowrank_cnn.train.checkpoint import Checkpoint
@@ -27,12 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Means:
-    """What decides how fast a run is and how much memory it takes, and not what it learns."""
+    """What decides how fast a run is and how much memory it takes, and not what it learns.
+
+    But for `decode`: the pixels of a GPU's decoder differ a little.
+    """
 
     compile: bool = False
     cuda_graphs: bool = True
     recompute: bool = False
     workers: int = 0
+    decode: Decode = "cpu"
 
     def __post_init__(self) -> None:
         if self.compile and self.recompute:
@@ -96,6 +101,7 @@ class Job:
             rank=self.fabric.global_rank,
             world=self.fabric.world_size,
             workers=self.means.workers,
+            decode=self.means.decode,
             # The first conv would round its images to bf16 anyway; on a GPU it then reads half the bytes.
             dtype=torch.bfloat16 if self.precision == "bf16" and device.type == "cuda" else torch.float32,
             saved=checkpoint.part("preprocess") if checkpoint else None,
@@ -124,8 +130,10 @@ class Job:
 
     def record(self, inputs: Inputs) -> Record:
         """The record of the run, with no history yet."""
+        streamed = isinstance(self.data.train, StreamedSplit)
+        decoded = {"decode": self.means.decode} if streamed and self.means.decode != "cpu" else {}
         return Record(
-            **self.about,
+            **(self.about | {"data": self.about["data"] | decoded}),
             recipe=self.recipe.to_dict(),
             watched=inputs.watched,
             precision=self.precision,

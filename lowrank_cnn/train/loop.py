@@ -11,6 +11,7 @@ from torch import nn
 
 from lowrank_cnn.count import count
 from lowrank_cnn.data import Data, open_data
+from lowrank_cnn.data.types import Decode
 from lowrank_cnn.dense_cost import dense_cost
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.train.checkpoint import Checkpoint
@@ -43,6 +44,7 @@ def fit(
     cuda_graphs: bool = True,
     checkpoint_activations: bool = False,
     workers: int = 0,
+    decode: Decode = "cpu",
     progress: bool = True,
     tensorboard: bool = False,
     checkpoint_every: float = 30.0,
@@ -54,9 +56,10 @@ def fit(
     last weights (their moving average where the recipe keeps one), never of weights chosen on the test set.
     `data` may be a `data.holdout(...)`, for a search that never sees the test set, or a name.
     `checkpoint_activations` saves memory: stages are computed again in the backward pass.
+    `decode="gpu"` lets the GPU decode streamed photographs to train on, which needs torchvision.
     Raises `Interrupted`, a KeyboardInterrupt, after Ctrl-C has been answered and the state saved.
     """
-    means = Means(compile=compile, cuda_graphs=cuda_graphs, recompute=checkpoint_activations, workers=workers)
+    means = Means(compile, cuda_graphs, checkpoint_activations, workers, decode)
     recipe = _resolve(recipe, epochs)
     data = data if isinstance(data, Data) else open_data(data)
     directory = None if out is None else RunDirectory(Path(out))

@@ -49,8 +49,7 @@ def test_plan_converts_first_where_a_scheme_is_given(output_of, own):
         dense, low_rank = (
             json.loads(output_of("plan", model, *scheme, *more, *options)) for scheme in ([], ["--scheme", "lr"])
         )
-        macs = [sum(row["macs"] for row in found["plans"][0]["decisions"]) for found in (dense, low_rank)]
-        assert macs[1] < macs[0], model
+        assert low_rank["macs"] < dense["macs"], model
 
 
 def test_an_exported_network_remembers_what_images_it_takes(output_of, own, tmp_path):
