@@ -24,6 +24,7 @@ from lowrank_cnn.models import vgg
 
 KIND = "gpu-speed"
 TWINS = {**dict.fromkeys(vgg.VARIANTS, "vgg11-gmp"), "nin-c3-lr": "nin", "googlenet-lr": "googlenet"}
+TWINS["vgg11-gmp-lr/2"] = "vgg11-gmp/2"
 
 
 @dataclass(frozen=True)

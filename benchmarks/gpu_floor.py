@@ -14,6 +14,9 @@ from torch import nn
 from lowrank_cnn.kernels.fuse import FusedComposite, fuse
 from lowrank_cnn.kernels.problem import Problem, describe
 from lowrank_cnn.models import create_model
+from lowrank_cnn.models.network import Network
+
+STRIDED = "/2"
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,17 @@ def limits() -> Limits:
     return Limits(2 * 8192**3 / product / 1e9, 2 * 4 * source.numel() / copy / 1e9)
 
 
+def made(name: str) -> Network:
+    """A network by name; as on Places, with a first conv of stride 2, where that ends in /2."""
+    return create_model(name.removesuffix(STRIDED), stride=2 if name.endswith(STRIDED) else None)
+
+
 def layers(name: str, batch: int) -> tuple[list[Problem], list[Work]]:
     """The convs of a network, as the kernels would be given them, and the work of all its layers."""
     problems: list[Problem] = []
     work: list[Work] = []
     with torch.device("meta"):
-        net = fuse(create_model(name).eval())
+        net = fuse(made(name).eval())
         with _watched(net, problems, work), torch.no_grad():
             net(torch.empty((batch, *net.input_size)))  # type: ignore[misc]
     return problems, work

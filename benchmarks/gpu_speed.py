@@ -34,7 +34,7 @@ from gpu_ways import OURS, RIVALS, TRICKS, network, step_of
 
 from lowrank_cnn.kernels.measured.measure import times
 
-NETWORKS = [name for name in TWINS if name not in ("vgg11", "vgg11-gmp")]
+NETWORKS = [name for name in TWINS if name not in ("vgg11", "vgg11-gmp") and "/" not in name]
 FIRST = ("vgg11-gmp-lr", "vgg11-gmp-lr-2x", "vgg11-gmp-lr-join")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from gpu_floor import made
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,7 +20,6 @@ from lowrank_cnn.deploy.cudnn import cudnn_conv_relu
 from lowrank_cnn.deploy.plan import plan
 from lowrank_cnn.kernels.fuse import FusedComposite, freeze, fuse
 from lowrank_cnn.kernels.mode import for_graphs, forced
-from lowrank_cnn.models import create_model
 from lowrank_cnn.models.network import Network
 
 Step = Callable[[], object]
@@ -106,7 +106,7 @@ def with_cudnn(model: nn.Module, *, padded: bool) -> nn.Module:
 def network(name: str, mode: str) -> Network:
     """A network on the GPU, channels_last: in bf16 for inference, in fp32 to be trained under autocast."""
     torch.manual_seed(0)
-    net = create_model(name).cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    net = made(name).cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return net.train() if mode == "training" else net.eval().bfloat16().requires_grad_(False)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from tables.form import NO_RUNS, NOT_MEASURED, markdown, record, recorded, source
 
 FULL = ("vgg11-gmp", "vgg11-gmp-lr")
-RATED = "ilsvrc"
-"""The experiment whose training steps are those of `gpu_speed.json`: Places has a stride of 2."""
+RATED = {"ilsvrc": "", "places": "/2"}
+"""How `gpu_speed.json` names the networks of an experiment: those of Places have a stride of 2."""
 BATCH = 256
 
 
@@ -47,8 +47,9 @@ def _beside_a_gpu(machines: list[dict[str, Any]]) -> dict[str, Any]:
 
 def train_rate(speed: dict[str, Any], experiment: str, network: str) -> float | None:
     """Images per second of the fastest way of the newest run that trains it on 224x224 at the paper's batch."""
-    ms = [min(times) for run in speed["runs"] if (times := _step_times(run, network))]
-    return 1e3 * BATCH / ms[-1] if ms and experiment == RATED else None
+    name = network + RATED[experiment]
+    ms = [min(times) for run in speed["runs"] if (times := _step_times(run, name))]
+    return 1e3 * BATCH / ms[-1] if ms else None
 
 
 def _step_times(run: dict[str, Any], network: str) -> list[float]:
@@ -76,12 +77,12 @@ def _long(hours: float) -> str:
 
 
 def _stated(speed: dict[str, Any]) -> str:
-    rates = {network: train_rate(speed, RATED, network) for network in FULL}
-    known = ", ".join(f"`{network}` {rate:,.0f}" for network, rate in rates.items() if rate)
+    rates = [(train_rate(speed, run, network), network, run) for run in RATED for network in FULL]
+    known = ", ".join(f"`{network}` on {run} {rate:,.0f}" for rate, network, run in rates if rate)
     if not known:
         return f"Compute: no training rate at 224x224 is recorded, so it is {NOT_MEASURED}."
     gpus = dict.fromkeys(run["environment"]["gpu"] for run in speed["runs"])
     return (
-        f"Compute, on {RATED}: images/s at a batch of {BATCH} of one {', '.join(gpus)} "
+        f"Compute: images/s at a batch of {BATCH} of one {', '.join(gpus)} "
         f"(`benchmarks/results/gpu_speed.json`): {known}. Shares of a batch over many GPUs run less efficiently."
     )

@@ -99,7 +99,8 @@ def newest(mode: str, batch: int) -> list[tuple[Run, Row]]:
     """For each network the row of the newest run that has it, with that run: no ratio is made of two."""
     found: dict[str, tuple[Run, Row]] = {}
     for run in record("gpu_speed.json")["runs"]:
-        found |= {r["network"]: (run, r) for r in run["rows"] if (r["mode"], r["batch"]) == (mode, batch)}
+        rows = [row for row in run["rows"] if "/" not in row["network"]]  # those with another stride
+        found |= {r["network"]: (run, r) for r in rows if (r["mode"], r["batch"]) == (mode, batch)}
     return [taken for _, taken in sorted(found.items(), key=_place)]
 
 
