@@ -74,9 +74,11 @@ def compile_tiles(options: argparse.Namespace, shard: int, shards: int) -> None:
 
     capability = torch.cuda.get_device_capability()
     for problem, training in tiles(options)[shard::shards]:
+        # Trained in float32 under autocast, run in bf16: so are the biases that kernels are compiled for.
+        bias = torch.float32 if training else torch.bfloat16
         for plan in plans(problem, capability=capability):
             for purpose in (False, True)[: 1 + training]:
-                times(problem, torch.device("cuda"), plan, training=purpose, repeats=1)
+                times(problem, torch.device("cuda"), plan, training=purpose, bias=bias, repeats=1)
         torch.cuda.empty_cache()
 
 
@@ -148,7 +150,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true", help="print every measurement")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.compile_budget = options.budget if options.only_compile else options.compile_budget
+    if options.compile_budget is None:
+        options.compile_budget = options.budget * (1 if options.only_compile else 0.5)
     for name in ("networks", "modes", "ways", "compile"):
         setattr(options, name, getattr(options, name).split(","))
     options.batches = [int(batch) for batch in options.batches.split(",")]
@@ -165,7 +168,7 @@ def main() -> None:
     if options.child:
         name, mode, batch, how = options.child.split("|")
         return compile_way(Setting(name, mode, int(batch), how))
-    undone = compile_all(options, start + (options.compile_budget or 0.5 * options.budget))
+    undone = compile_all(options, start + options.compile_budget)
     print(f"compiled in {time.monotonic() - start:.0f} s; undone: {undone}", flush=True)
     if options.only_compile:
         return None

@@ -43,7 +43,8 @@ def composite_conv2d(
     # index() makes numbers of sizes that torch.compile holds open: the choice is made for one size.
     shapes = tuple(tuple(map(index, tensor.shape)) for tensor in (x, *weights))
     how = (stride, tuple(padding), relu, pool)
-    if not fuses(shapes, x.dtype, x.device, how, training, x.requires_grad):
+    added = None if bias is None else bias.dtype
+    if not fuses(shapes, x.dtype, x.device, how, training, x.requires_grad, added):
         return composite_by_torch(x, weights, bias, **options)
     from lowrank_cnn.kernels.ops import composite_conv2d as fused
     from lowrank_cnn.kernels.ops import flat_padding

@@ -76,6 +76,13 @@ def surveying() -> Iterator[list[Any]]:
         yield asked
 
 
+@contextlib.contextmanager
+def unsurveyed() -> Iterator[None]:
+    """Within the block, choose as if nothing were surveyed around it: what torch.compile takes down lasts."""
+    with _set(_survey, None):
+        yield
+
+
 def as_now() -> contextlib.AbstractContextManager[None]:
     """A block in which is chosen as now, for what autograd does later: its threads know of no blocks around it."""
     return _as({variable: variable.get() for variable in (_forced, _tuning, _recording)})

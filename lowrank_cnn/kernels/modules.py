@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowrank_cnn.kernels.mode import asked_for, mode
+from lowrank_cnn.kernels.mode import asked_for, mode, survey
 from lowrank_cnn.kernels.problem import Pair
 from lowrank_cnn.memory import is_out_of_memory
 
@@ -106,7 +106,7 @@ class FusedResponseNorm(nn.Module):
 
 def kernels_take(x: Tensor) -> bool:
     """Whether the kernels between convs are to run, and can take such maps."""
-    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting() or survey() is not None:
         return False
     if mode() == "off" or not (x.is_cuda or asked_for()):
         return False

@@ -45,7 +45,7 @@ def composite_conv2d(
 
     problem = _problem(x, weights, stride, padding, relu, pool)
     seen = empty_codes(problem, x) if codes else None
-    y = launch.forward(choice.plan_for(problem, x.device), problem, x, weights, bias, seen)
+    y = launch.forward(choice.plan_for(problem, x.device, training=codes), problem, x, weights, bias, seen)
     return y, seen if seen is not None else x.new_empty(0, dtype=torch.uint8)
 
 

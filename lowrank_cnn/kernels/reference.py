@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowrank_cnn.kernels.mode import survey
 from lowrank_cnn.kernels.problem import Pair, Sides
 
 
@@ -59,7 +60,8 @@ def composite_by_torch(
 
 def _cudnn_fuses(x: Tensor, weights: Sequence[Tensor], padding: Sequence[Sides]) -> bool:
     """Whether cuDNN takes bias and ReLU in: without gradients, in 16 bits, eagerly, equal sides, many channels."""
-    if not x.is_cuda or torch.compiler.is_compiling() or not torch.backends.cudnn.is_available():
+    eager = not torch.compiler.is_compiling() and survey() is None
+    if not x.is_cuda or not eager or not torch.backends.cudnn.is_available():
         return False
     graded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
     halves = x.dtype in (torch.bfloat16, torch.float16) and x.shape[1] % 8 == 0

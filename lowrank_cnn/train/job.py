@@ -123,10 +123,11 @@ class Job:
                     module.p = self.recipe.dropout
         if self.fabric.device.type != "cuda":
             return self.model
-        torch.backends.cudnn.benchmark = True
         # Launched one by one, fused layers cost the host more than they save the device: graphs alone gain.
         gains = self.means.cuda_graphs and self.fabric.world_size == 1 and not self.means.compile
-        return fused_to_train(self.model, size, self.shown.say) if gains else self.model
+        placed = fused_to_train(self.model, size, self.shown.say) if gains else self.model
+        torch.backends.cudnn.benchmark = True  # not before: two images that compare networks need no search
+        return placed
 
     def record(self, inputs: Inputs) -> Record:
         """The record of the run, with no history yet."""

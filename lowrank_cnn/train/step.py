@@ -136,7 +136,8 @@ class GraphedStep:
         self.images, self.labels = images.clone(), labels.clone()
         with for_graphs():
             with _put_back(step.tensors(), images.device):
-                prepare(lambda: step.forward(self.images))
+                if not _is_compiled(step.forward):
+                    prepare(lambda: step.forward(self.images))
                 _run_aside(step, self.images, self.labels)
             step.optimizer.zero_grad(set_to_none=True)
             self.graph = torch.cuda.CUDAGraph()
@@ -148,6 +149,12 @@ class GraphedStep:
         self.images.copy_(images, non_blocking=True)
         self.labels.copy_(labels, non_blocking=True)
         self.graph.replay()
+
+
+def _is_compiled(forward: Callable[..., object]) -> bool:
+    """Whether torch.compile has yet to trace it, which it must not do on shapes alone."""
+    parts = forward.modules() if isinstance(forward, nn.Module) else ()
+    return any(type(part).__name__ == "OptimizedModule" for part in parts)
 
 
 def make_optimizer(

@@ -45,10 +45,12 @@ def fold_pixels(x: Tensor, stride: Pair) -> Tensor:
     (batch, channels, height, width), (rows, columns) = x.shape, stride
     used = channels * rows * columns
     full = _whole(used, x.dtype)
-    even = full == used and height % rows == 0 and width % columns == 0
-    make = x.new_empty if even else x.new_zeros
-    blocks = make((batch, -(-height // rows), -(-width // columns), full))
-    parts, pixels = blocks[..., :used].unflatten(-1, (rows, columns, channels)), pixels_last(x)
+    pixels, size = pixels_last(x), (-(-height // rows), -(-width // columns))
+    if height % rows == 0 and width % columns == 0:
+        parts = pixels.view(batch, size[0], rows, size[1], columns, channels).permute(0, 1, 3, 2, 4, 5)
+        return functional.pad(parts.reshape(batch, *size, used), (0, full - used)).permute(0, 3, 1, 2)
+    blocks = x.new_zeros((batch, *size, full))
+    parts = blocks[..., :used].unflatten(-1, (rows, columns, channels))
     for row in range(rows):
         for column in range(columns):
             part = pixels[:, row::rows, column::columns]

@@ -13,12 +13,14 @@ from lowrank_cnn.kernels.conv import backward, backward_plan, fold, gather, hopp
 from lowrank_cnn.kernels.conv.known import known
 from lowrank_cnn.kernels.conv.pack import pack_rows, pack_union
 from lowrank_cnn.kernels.conv.plans import OLDER, Plan, plans
+from lowrank_cnn.kernels.placed import on_its_device
 from lowrank_cnn.kernels.problem import Problem, pixels_last
 
 OLDER_WEIGHTS = (32, 64, 64, 4, 3)
 """As `plans.OLDER`, for the weights' gradient."""
 
 
+@on_its_device
 def forward(
     plan: Plan,
     problem: Problem,
@@ -35,6 +37,7 @@ def forward(
     return _launcher(plan.kernel)(problem, x, packed, bias, plan.tile, codes)
 
 
+@on_its_device
 def gradients(
     problem: Problem,
     grad: Tensor,

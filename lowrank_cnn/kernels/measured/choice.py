@@ -8,6 +8,8 @@ are not torch's is never chosen.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -43,16 +45,24 @@ def fuses(
     how: tuple[Pair, tuple[Sides, ...], bool, str | None],
     training: bool,
     need_input: bool,
+    bias: torch.dtype | None = torch.float32,
 ) -> bool:
     """The choice, asked with plain values: sizes of the input and the weights, stride, padding, ReLU, pool."""
     stride, padding, relu, pool = how
     problem = pose(shapes[0], shapes[1:], dtype, stride=stride, padding=padding, relu=relu, pool=pool)
-    return choose(problem, device, training=training, need_input=need_input).fused
+    return choose(problem, device, training=training, need_input=need_input, bias=bias).fused
 
 
-def choose(problem: Problem, device: torch.device, *, training: bool, need_input: bool = True) -> Choice:
+def choose(
+    problem: Problem,
+    device: torch.device,
+    *,
+    training: bool,
+    need_input: bool = True,
+    bias: torch.dtype | None = torch.float32,
+) -> Choice:
     """The path of a problem under the current mode; in training, `need_input` asks for the input's gradient."""
-    asked = Asked(problem, device, training, need_input)
+    asked = Asked(problem, device, training, need_input, bias)
     if mode() == "off":
         return Choice(False, "switched off")
     if reason := refusal(asked):
@@ -118,12 +128,12 @@ def _measured(asked: Asked) -> Choice | None:
     problem, device, training = asked.problem, asked.device, asked.training
     if torch.compiler.is_compiling() or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
-    plan, tried = _fastest(problem, device)
-    ours = times(problem, device, plan, training=training)
+    plan, tried = _fastest(problem, device, asked.bias)
+    ours = times(problem, device, plan, training=training, bias=asked.bias)
     by_torch = _by_torch(asked, ours or FAILED)
     if all(path in (None, FAILED) for path in (ours, by_torch)):
         return None  # nothing runs here now, as within a tracer's own tensors
-    right = agrees(problem, device, plan, training=training)
+    right = agrees(problem, device, plan, training=training, bias=asked.bias)
     entry = {
         "torch": (by_torch or FAILED)._asdict(),
         "fused": ((right and ours) or FAILED)._asdict(),
@@ -140,28 +150,41 @@ def _by_torch(asked: Asked, ours: Times) -> Times | None:
 
     Where cuDNN searches for its fastest algorithms, it does so for seconds a layer: only where that may decide.
     """
-    searches = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = False
+    how = {"training": asked.training, "bias": asked.bias}
+    if torch.backends.cudnn.benchmark and asked.problem.dtype.itemsize == 2:
+        with _unsearched():
+            found = times(asked.problem, asked.device, None, **how)
+        if found is None or all(CLEARLY * mine < theirs for mine, theirs in zip(ours, found, strict=True)):
+            return found
+    return times(asked.problem, asked.device, None, **how)
+
+
+@contextlib.contextmanager
+def _unsearched() -> Iterator[None]:
+    """Without cuDNN's search, and apart from what torch keeps for convolutions with it.
+
+    Torch keeps the algorithm of a shape whether it was searched for or not, and looks no further. TF32, which
+    means nothing to 16 bits, is part of what it keeps them by.
+    """
+    cudnn = torch.backends.cudnn
+    searches, exact = cudnn.benchmark, cudnn.allow_tf32
+    cudnn.benchmark, cudnn.allow_tf32 = False, not exact
     try:
-        found = times(asked.problem, asked.device, None, training=asked.training)
+        yield
     finally:
-        torch.backends.cudnn.benchmark = searches
-    clear = found is None or all(CLEARLY * mine < theirs for mine, theirs in zip(ours, found, strict=True))
-    if clear or not searches:
-        return found
-    return times(asked.problem, asked.device, None, training=asked.training)
+        cudnn.benchmark, cudnn.allow_tf32 = searches, exact
 
 
-def _fastest(problem: Problem, device: torch.device) -> tuple[Plan, bool]:
+def _fastest(problem: Problem, device: torch.device, bias: torch.dtype | None) -> tuple[Plan, bool]:
     """Where tuning, the plan whose forward is right and fastest, and whether memory let all be tried."""
     plans = plans_of(problem, device)
     if not is_tuning() or len(plans) == 1:
         return plans[0], True
     if (tuned := _tuned(problem, device)) is not None:
         return tuned, True
-    right = {plan: agrees(problem, device, plan, training=False) for plan in plans}
+    right = {plan: agrees(problem, device, plan, training=False, bias=bias) for plan in plans}
     candidates = [plan for plan in plans if right[plan]] or plans
-    taken = {plan: times(problem, device, plan, training=False) for plan in candidates}
+    taken = {plan: times(problem, device, plan, training=False, bias=bias) for plan in candidates}
     tried = None not in (*right.values(), *taken.values())
     return min(taken, key=lambda plan: (taken[plan] or FAILED).graph), tried
 

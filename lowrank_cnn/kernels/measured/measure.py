@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,12 +35,18 @@ FAILED = Times(float("inf"), float("inf"))
 
 
 def times(
-    problem: Problem, device: torch.device, plan: Plan | None, *, training: bool, repeats: int = 7
+    problem: Problem,
+    device: torch.device,
+    plan: Plan | None,
+    *,
+    training: bool,
+    bias: torch.dtype | None = torch.float32,
+    repeats: int = 7,
 ) -> Times | None:
     """What a plan takes (or torch's own path, without one): infinite where it fails, None where memory ran out."""
     try:
         with torch.cuda.device(device), torch.set_grad_enabled(training):
-            trial = Trial.random(problem, device, training)
+            trial = Trial.random(problem, device, training, bias)
             graph = captured(lambda: trial.run(plan))
             graph.replay()
             return Times(median(_replay(graph) for _ in range(repeats)), _per_call(lambda: trial.call(plan)))
@@ -47,25 +54,31 @@ def times(
         return None if _ran_out(error) else FAILED
 
 
-def agrees(problem: Problem, device: torch.device, plan: Plan, *, training: bool) -> bool | None:
+def agrees(
+    problem: Problem,
+    device: torch.device,
+    plan: Plan,
+    *,
+    training: bool,
+    bias: torch.dtype | None = torch.float32,
+) -> bool | None:
     """Whether a plan gives what torch gives, gradients too where training; a plan that fails does not.
 
     None where memory ran out before that was known.
     """
     try:
         with torch.no_grad():
-            trial = Trial.random(problem, device, training=False)
+            trial = Trial.random(problem, device, False, bias)
             if not _all_close(trial.run(plan), trial.run(None)):
                 return False
-        return not training or _gradients_agree(problem, device, plan)
+        return not training or _gradients_agree(Trial.random(problem, device, True, bias), plan)
     except Exception as error:
         return None if _ran_out(error) else False
 
 
-def _gradients_agree(problem: Problem, device: torch.device, plan: Plan) -> bool:
+def _gradients_agree(trial: Trial, plan: Plan) -> bool:
     """With a pool, by its own choice of winners: rounded values tie, and either may win."""
-    trial = Trial.random(problem, device, training=True)
-    if problem.pool is None:
+    if trial.problem.pool is None:
         return _all_close(trial.run(plan), trial.run(None))
     y, codes, ours = trial.pooled(plan)
     won, right = trial.won_by(codes, y)
@@ -78,7 +91,7 @@ def _all_close(ours: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """A function's work as a graph, after it has run outside of one: compiled, allocated, algorithms chosen."""
-    stream = torch.cuda.Stream()
+    stream = _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with for_graphs():
         with torch.cuda.stream(stream):
@@ -92,6 +105,12 @@ def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             run()
     return graph
+
+
+@lru_cache(maxsize=8)
+def _stream(device: int) -> torch.cuda.Stream:
+    """One for all captures of a device: torch has few, and gives them out again, to a loader say."""
+    return torch.cuda.Stream(device)
 
 
 def _replay(graph: torch.cuda.CUDAGraph) -> float:

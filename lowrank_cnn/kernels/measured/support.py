@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a choice is made for; in training, `need_input` asks for the input's gradient."""
+    """What a choice is made for; in training, `need_input` asks for the input's gradient.
+
+    `bias` is its type, None for none; a choice that was made for one type holds for all.
+    """
 
     problem: Problem
     device: torch.device
     training: bool = False
     need_input: bool = True
+    bias: torch.dtype | None = torch.float32
 
 
 def unsupported(

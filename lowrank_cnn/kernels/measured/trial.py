@@ -25,11 +25,14 @@ class Trial:
     problem: Problem
     x: Tensor
     weights: list[Tensor]
-    bias: Tensor
+    bias: Tensor | None
     training: bool
 
     @classmethod
-    def random(cls, problem: Problem, device: torch.device, training: bool) -> Trial:
+    def random(
+        cls, problem: Problem, device: torch.device, training: bool, bias: torch.dtype | None = torch.float32
+    ) -> Trial:
+        """With a bias of this type, or None: kernels are compiled for what they are given."""
         # A generator of its own: what training draws must not hang on what was measured before.
         numbers = torch.Generator(device).manual_seed(0)
 
@@ -38,8 +41,8 @@ class Trial:
 
         x = draw(problem.batch, problem.channels, problem.height, problem.width)
         weights = [draw(g.filters, problem.channels, g.height, g.width) for g in problem.groups]
-        bias = draw(problem.filters, dtype=torch.float32)
-        return cls(problem, x.contiguous(memory_format=torch.channels_last), weights, bias, training)
+        added = None if bias is None else draw(problem.filters, dtype=bias)
+        return cls(problem, x.contiguous(memory_format=torch.channels_last), weights, added, training)
 
     @property
     def need_input(self) -> bool:
@@ -84,14 +87,16 @@ class Trial:
         y = launch.forward(plan, self.problem, self.x, self.weights, self.bias, codes)
         if not self.training:
             return [y]
-        return self._gradients(y, codes if codes is not None else y.permute(0, 2, 3, 1))
+        # As the operator keeps it: without a ReLU nothing is looked at again.
+        kept = y.permute(0, 2, 3, 1) if self.problem.relu else y.new_empty(0, dtype=torch.uint8)
+        return self._gradients(y, codes if codes is not None else kept)
 
     def _gradients(self, grad: Tensor, seen: Tensor) -> list[Tensor]:
         from lowrank_cnn.kernels.conv import launch
 
-        need = self.need_input
-        dx, dw, db = launch.gradients(self.problem, grad, self.x, self.weights, seen, need_input=need)
-        return [part for part in (*dw, db, dx) if part is not None]
+        need = {"need_input": self.need_input, "need_bias": self.bias is not None}
+        dx, dw, db = launch.gradients(self.problem, grad, self.x, self.weights, seen, **need)
+        return [part for part in (*dw, db if need["need_bias"] else None, dx) if part is not None]
 
     def _by_torch(self) -> list[Tensor]:
         return self._differentiated(composite_by_torch)
@@ -110,7 +115,8 @@ class Trial:
 
     def _inputs(self) -> list[Tensor]:
         """What gradients are asked for."""
-        inputs = [*self.weights, self.bias, *([self.x] if self.need_input else [])]
+        bias = [] if self.bias is None else [self.bias]
+        inputs = [*self.weights, *bias, *([self.x] if self.need_input else [])]
         for tensor in inputs:
             tensor.requires_grad_(self.training)
         return inputs

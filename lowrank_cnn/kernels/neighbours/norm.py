@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowrank_cnn.kernels.placed import on_its_device
 from lowrank_cnn.kernels.problem import empty_maps, pixels_last
 from lowrank_cnn.kernels.tiles import lanes_of, power_above
 
@@ -183,6 +184,7 @@ def input_gradient(
     tl.store(dx + place, out.to(dx.dtype.element_ty), mask=keep)
 
 
+@on_its_device
 def launch_statistics(
     x: Tensor, running: tuple[Tensor, Tensor] | None, tracked: Tensor | None, momentum: float, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -203,6 +205,7 @@ def launch_statistics(
     return mean, rstd
 
 
+@on_its_device
 def launch_normalise(
     x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool
 ) -> Tensor:
@@ -218,6 +221,7 @@ def launch_normalise(
     return y
 
 
+@on_its_device
 def launch_gradients(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool
 ) -> tuple[Tensor, Tensor]:

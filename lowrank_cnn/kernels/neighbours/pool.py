@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowrank_cnn.kernels.placed import on_its_device
 from lowrank_cnn.kernels.problem import Pair, empty_maps, pixels_last
 from lowrank_cnn.kernels.tiles import lanes_of
 
@@ -154,6 +155,7 @@ def pool_backward(
     tl.store(dx + target, summed.to(dx.dtype.element_ty), mask=keep)
 
 
+@on_its_device
 def launch_forward(x: Tensor, pool: Window, codes: Tensor | None) -> Tensor:
     """The result, channels-last; `codes`, where given, are filled for the backward."""
     batch, channels = x.shape[:2]
@@ -169,6 +171,7 @@ def launch_forward(x: Tensor, pool: Window, codes: Tensor | None) -> Tensor:
     return y
 
 
+@on_its_device
 def launch_backward(grad: Tensor, codes: Tensor, pool: Window) -> Tensor:
     """The gradient of the input, channels-last."""
     batch, channels = grad.shape[:2]

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowrank_cnn.kernels.placed import on_its_device
 from lowrank_cnn.kernels.problem import empty_maps, pixels_last
 
 ROWS = 256
@@ -183,6 +184,7 @@ def response_norm_gradient(
     tl.store(dx + place, block_of(out, ROWS, HALVINGS).to(dx.dtype.element_ty), mask=keep)
 
 
+@on_its_device
 def launch_forward(x: Tensor, size: int, alpha: float, beta: float, k: float) -> Tensor:
     """The result, channels-last."""
     y = empty_maps(x.shape, x)
@@ -193,6 +195,7 @@ def launch_forward(x: Tensor, size: int, alpha: float, beta: float, k: float) ->
     return y
 
 
+@on_its_device
 def launch_backward(grad: Tensor, x: Tensor, size: int, alpha: float, beta: float, k: float) -> Tensor:
     """The gradient of the input, channels-last."""
     dx = empty_maps(x.shape, x)

@@ -9,8 +9,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels import composite_conv2d, composite_reference, forced
-from lowrank_cnn.kernels.mode import surveying
+from lowrank_cnn.kernels import composite_conv2d, composite_reference, forced, tracing
+from lowrank_cnn.kernels.fuse import fuse
+from lowrank_cnn.kernels.measured.ahead import surveyed
+from lowrank_cnn.kernels.mode import survey, surveying
+from lowrank_cnn.models import create_model
 
 PADDING = [((1, 1), (0, 0)), ((0, 0), (1, 1))]
 
@@ -27,6 +30,38 @@ def test_a_survey_runs_by_torch_and_notes_what_was_asked(training: bool):
     assert one.training is training
     assert one.problem.channels == 16
     assert [group.filters for group in one.problem.groups] == [8, 8]
+
+
+def test_a_whole_network_is_surveyed_on_shapes_alone():
+    net = fuse(create_model("vgg11-gmp-lr", num_classes=10, width=0.25, norm="batch").train())
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    drawn = torch.random.get_rng_state()
+    with forced("on"):
+        asked = surveyed(lambda: net(torch.randn(2, 3, 64, 64)))
+    assert len(asked) == 8
+    assert all(each.training and each.bias is None for each in asked)  # batch norm has it
+    changed = {name for name, tensor in net.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert all(name.endswith("num_batches_tracked") for name in changed)
+    assert torch.equal(drawn, torch.random.get_rng_state())
+    assert torch.is_tensor(net(torch.randn(2, 3, 64, 64)))
+
+
+def test_a_network_that_needs_values_is_met_as_it_comes():
+    assert surveyed(lambda: torch.ones(2).sum().item() / 0) == []
+
+
+def test_the_type_of_the_bias_is_noted():
+    net = fuse(create_model("vgg11-gmp-lr", num_classes=10, width=0.25).eval())
+    with forced("on"), torch.no_grad():
+        asked = surveyed(lambda: net(torch.randn(1, 3, 64, 64)))
+    assert {each.bias for each in asked} == {torch.float32}
+
+
+def test_what_torch_compile_takes_down_is_not_surveyed(monkeypatch):
+    monkeypatch.setattr(tracing.choice, "fuses", lambda *_: survey() is None)
+    with surveying():
+        assert tracing.fuses()
+        assert survey() == []
 
 
 def test_what_is_compiled_ahead_is_not_compiled_again(program, monkeypatch, tmp_path):

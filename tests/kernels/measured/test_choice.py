@@ -208,13 +208,22 @@ def test_running_out_of_memory_is_forgotten(bench, short):
     assert "Infinity" not in store.store_path().read_text()
 
 
-@pytest.mark.parametrize(("by_torch", "measured"), [(2.5, 2), (1.5, 3)])
-def test_cudnn_searches_only_where_that_may_decide(bench, monkeypatch, by_torch, measured):
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+@pytest.mark.parametrize(("by_torch", "searched"), [(2.5, [False]), (1.5, [False, True])])
+def test_cudnn_searches_only_where_that_may_decide(bench, monkeypatch, by_torch, searched):
+    """And not under the settings by which torch keeps what was found without a search."""
+    cudnn, seen = torch.backends.cudnn, []
+    monkeypatch.setattr(cudnn, "benchmark", True)
     bench.taken[None] = Times(by_torch, by_torch)
-    assert bench.choose().fused
-    assert bench.measured == measured
-    assert torch.backends.cudnn.benchmark
+
+    def times(problem: object, device: object, plan: Plan | None, **how: object) -> Times | None:
+        seen.extend([] if plan else [(cudnn.benchmark, cudnn.allow_tf32)])
+        return bench.times(problem, device, plan, **how)
+
+    monkeypatch.setattr(choice, "times", times)
+    before = cudnn.allow_tf32
+    assert choice._measured(Asked(replace(problem(), dtype=torch.bfloat16), torch.device("cuda"))).fused
+    assert seen == [(search, before is search) for search in searched]
+    assert (cudnn.benchmark, cudnn.allow_tf32) == (True, before)
 
 
 def test_where_nothing_can_be_measured_nothing_is_stored(bench):
