@@ -169,7 +169,7 @@ def test_a_full_run_is_bound_by_its_slowest_part(blocks: ModuleType, put: Put):
         "| places | `vgg11-gmp` | 8 | not measured yet |",
     ):
         assert unmeasured in text
-    assert "`vgg11-gmp` 4,000" in text
+    assert "`vgg11-gmp` on ilsvrc 4,000" in text
     assert "other cores, 100 images/s each" in text
 
 

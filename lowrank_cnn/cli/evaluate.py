@@ -95,6 +95,8 @@ def _find(model: str, best: bool, images: Data, into: str | None) -> Trained | t
         torch.manual_seed(0)
         return build_for(images, model)
     if not Path(model).exists() and not Path(model).with_suffix(".json").exists():
+        if Path(model).suffix or Path(model).name != model:
+            raise LowRankError(f"{model} does not exist.")
         raise LowRankError(
             f"{model} is neither a checkpoint nor a network's name; {nearest(model, list_models())}"
         )

@@ -87,7 +87,7 @@ def make_loader(
     """The loader of this kind of split. `batch_size` is that of all processes together.
 
     `workers` are the processes that decode a streamed split; with `decode="gpu"` they only read, and the device
-    decodes. A resident split is on the device already.
+    decodes. A resident split is on the device already, decoded.
     `channels_last` is the layout of the images, the faster one on the whole (`benchmarks/cpu_layout.py`).
     """
     if workers < 0:
@@ -108,6 +108,10 @@ def make_loader(
         "channels_last": channels_last,
     }
     if isinstance(split, ResidentSplit):
+        if decode == "gpu":
+            raise LowRankError(
+                "decode='gpu' (--decode gpu) is for streamed sets: this one is held in memory, decoded."
+            )
         return ResidentLoader(split, **options)
     if isinstance(split, StreamedSplit):
         return StreamedLoader(split, **options, workers=workers, decode=decode)

@@ -69,7 +69,7 @@ def export(
     write = _writer(path)
     stored = model.stored(input_size) if isinstance(model, Trained) else _stored(model, input_size)
     if path.exists() and not overwrite:
-        raise LowRankError(f"{path} exists; say overwrite to replace it.")
+        raise LowRankError(f"{path} exists; overwrite=True (--overwrite) replaces it.")
     if not path.parent.is_dir():
         raise LowRankError(f"there is no directory {path.parent} to write {path.name} into.")
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")

@@ -61,7 +61,7 @@ def _training(values: Mapping[str, Any], path: Path) -> Iterator[Run]:
         params=whole(result.get("params")),
         seconds=number(result.get("seconds")),
         history=history,
-        settings=_settings(recipe, config),
+        settings=_settings(recipe, config, data),
         n=whole(result.get("n")) or whole(data.get("test")),
         dense=_dense(result, built),
         config=config,
@@ -104,8 +104,12 @@ def _epoch(row: Mapping[str, Any]) -> Epoch:
     return Epoch(whole(row.get("epoch")) or 0, number(row.get("train_loss")), *accuracies)
 
 
-def _settings(recipe: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _settings(
+    recipe: Mapping[str, Any], config: Mapping[str, Any], data: Mapping[str, Any]
+) -> tuple[tuple[str, str], ...]:
+    """The recipe, and what else networks that are compared must have alike."""
     fields = {**recipe, "norm": config.get("norm"), "init": config.get("init") or "composite"}
+    fields |= {"images": data.get("train")} if data.get("train") else {}
     return tuple(sorted((str(key)[:40], str(value)[:40]) for key, value in fields.items() if key != "name"))
 
 

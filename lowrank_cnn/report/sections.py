@@ -74,7 +74,9 @@ def _sentence(entry: Entry) -> Markup:
     cost = costs[0] if len(costs) == 1 else f"{', '.join(costs[:-1])} and {costs[-1]}"
     parts = [tag("strong", entry.label), f" reaches {percent(entry.top1)} on {data_label(entry.data)}"]
     if "top1" in entry.ratios:
-        parts.append(f" ({points(entry.ratios['top1'])} to {dense_twin(entry.built).label})")
+        twin = dense_twin(entry.built).label
+        longer = "" if entry.fair else ", which was trained for another number of epochs"
+        parts.append(f" ({points(entry.ratios['top1'])} to {twin}{longer})")
     return join([*parts, f" with {cost}."])
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowrank_cnn.data import Data, StreamedSplit
+from lowrank_cnn.data import Data
 from lowrank_cnn.data.types import Decode
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.rebuild import run_entry
@@ -131,8 +131,7 @@ class Job:
 
     def record(self, inputs: Inputs) -> Record:
         """The record of the run, with no history yet."""
-        streamed = isinstance(self.data.train, StreamedSplit)
-        decoded = {"decode": self.means.decode} if streamed and self.means.decode != "cpu" else {}
+        decoded = {"decode": self.means.decode} if self.means.decode != "cpu" else {}
         return Record(
             **(self.about | {"data": self.about["data"] | decoded}),
             recipe=self.recipe.to_dict(),

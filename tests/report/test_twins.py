@@ -15,7 +15,7 @@ from lowrank_cnn.report.entries import gather
 from lowrank_cnn.report.entry import Entry
 from lowrank_cnn.report.reading import read_record
 from lowrank_cnn.report.records import Built, Records
-from lowrank_cnn.report.sections import summary_table
+from lowrank_cnn.report.sections import headline, summary_table
 from lowrank_cnn.report.twins import dense_twin, is_twin, twin_known
 
 SIZE = (3, 30, 30)
@@ -132,3 +132,16 @@ def test_a_timing_of_a_converted_network_is_not_that_of_its_twin():
 )
 def test_dense_twins(name: str, twin: str):
     assert dense_twin(Built(name, scheme="lr", width=0.5)) == Built(twin, width=0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"), [({"train": 1000}, None), ({"epochs": 1}, "another number of epochs")]
+)
+def test_a_twin_trained_otherwise_is_not_held_against_it_unsaid(change, told):
+    runs = [trained(own(), 0.4), trained(convert(own(), "lr"), 0.8)]
+    for run in runs:
+        run["data"]["train"], run["recipe"]["epochs"] = 4000, 5
+    runs[0]["data" if "train" in change else "recipe"] |= change
+    low_rank = next(entry for entry in gathered(*runs) if not is_twin(entry))
+    assert ("top1" in low_rank.ratios) is (told is not None)
+    assert (told or "80.00%") in str(headline([low_rank]))

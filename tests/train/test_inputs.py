@@ -73,6 +73,8 @@ def test_a_gpu_decodes_what_is_trained_on_alone(driver, photographs: Path, monke
     data = open_data(photographs, resident_bytes=0)
     with pytest.raises(LowRankError, match="needs a CUDA device"):
         fit(colour_net(), data, recipe, decode="gpu", **options)
+    with pytest.raises(LowRankError, match="held in memory"):
+        fit(colour_net(), open_data(photographs), recipe, decode="gpu", **options)
     networks = [colour_net() for _ in range(2)]
     records = [fit(networks[0], data, recipe, **options)]
     monkeypatch.setattr(streamed, "find_decoder", lambda device: decode)
@@ -81,8 +83,3 @@ def test_a_gpu_decodes_what_is_trained_on_alone(driver, photographs: Path, monke
     assert [record.data.get("decode") for record in records] == [None, "gpu"]
     for one, other in zip(networks[0].parameters(), networks[1].parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_images_in_memory_are_decoded_already(driver):
-    record = fit(driver.tiny_net(), driver.tiny_data(), driver.PLAIN, decode="gpu", progress=False, device="cpu")
-    assert "decode" not in record.data
