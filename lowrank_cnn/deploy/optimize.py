@@ -43,6 +43,7 @@ class Optimized(nn.Module):
         self.network, self.memory_format = network, memory_format
         self.recorded: Recorded | None = None
         self.report: Report
+        self.input_size: tuple[int, ...]
         self.eval()
 
     @torch.no_grad()
@@ -103,6 +104,7 @@ def optimize(
     times = _measured(variants, example_input, repeats)
     best = variants[_fastest(times)]
     best.report = Report(_fastest(times), times, failed)
+    best.input_size = tuple(example_input.shape[1:])
     return best
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.deploy.export import export, load
 from lowrank_cnn.deploy.optimize import optimize
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import create_model
@@ -33,6 +34,14 @@ def test_the_result_computes_the_same_and_says_how(network: nn.Module):
     }  # fmt: skip
     assert times[fast.report.choice].ms == min(sample.ms for sample in times.values()) <= times["as given"].ms
     assert json.dumps(fast.report.to_dict())
+
+
+def test_it_exports_for_images_like_the_example(tmp_path):
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 25, 2)).eval()
+    fast = optimize(net, torch.randn(1, 1, 7, 7), compile=False, cache=False, repeats=3)
+    assert fast.input_size == (1, 7, 7)
+    export(fast, tmp_path / "net.pt2")
+    assert load(tmp_path / "net.pt2", trusted=True)(torch.zeros(3, 1, 7, 7)).shape == (3, 2)
 
 
 def test_a_network_that_does_not_compile_is_left_as_it_is(network: nn.Module, monkeypatch: pytest.MonkeyPatch):
