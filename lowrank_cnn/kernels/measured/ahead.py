@@ -15,7 +15,6 @@ from contextlib import suppress
 from importlib.util import find_spec
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowrank_cnn.kernels.measured.choice import in_question
 from lowrank_cnn.kernels.measured.support import Asked
@@ -37,6 +36,8 @@ def surveyed(run: Callable[[], object]) -> list[Asked]:
 
     Of a network's tensors it changes one: the count of batches that a batch norm has seen, which torch works out.
     """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     with surveying() as asked, suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True):
         run()
     torch.clear_autocast_cache()  # which would hand the shapes on as weights
