@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lowrank_cnn.convert import copy_with, laid_out_as
 from lowrank_cnn.deploy.blocks import Block, find_blocks, finish
 from lowrank_cnn.deploy.chains import InexactError, merge_chain
-from lowrank_cnn.deploy.cudnn import CudnnConv2d
 from lowrank_cnn.deploy.matrix import MatrixConv2d
 from lowrank_cnn.deploy.winograd import WinogradConv2d
 from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d, conv_of
@@ -129,15 +128,6 @@ def merged_and_fused(block: Block) -> nn.Module | None:
     return freeze(nn.Sequential(dense, *block.modules[1:]))
 
 
-def merged_by_cudnn(block: Block) -> nn.Module | None:
-    """On a GPU: the whole layer as one dense conv, its ReLU within cuDNN's call."""
-    dense = block.layer if isinstance(block.layer, nn.Conv2d) else _dense(block.layer)
-    if not block.relu or not CudnnConv2d.takes(dense):
-        return None
-    assert isinstance(dense, nn.Conv2d)
-    return CudnnConv2d(dense, block.pool)
-
-
 CANDIDATES: dict[str, Candidate] = {
     "as given": as_given,
     "by group": by_group,
@@ -147,7 +137,6 @@ CANDIDATES: dict[str, Candidate] = {
     "merged, minimal filtering": merged_and_filtered,
     "fused": fused,
     "merged, fused": merged_and_fused,
-    "merged, cuDNN": merged_by_cudnn,
 }
 
 

@@ -24,7 +24,6 @@ from lowrank_cnn.deploy.candidates import CANDIDATES, Candidate
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.kernels.measured.measure import captured
 from lowrank_cnn.kernels.mode import is_for_graphs
-from lowrank_cnn.memory import is_out_of_memory
 from lowrank_cnn.selection import check_module
 from lowrank_cnn.units import si, text_table
 
@@ -169,21 +168,11 @@ def _ways(block: Block, x: Tensor, candidates: Mapping[str, Candidate]) -> dict[
     made = {name: make(block) for name, make in candidates.items()}
     ways = {name: module.eval() for name, module in made.items() if module is not None}
     expected = ways[GIVEN](x)
-    return {name: way for name, way in ways.items() if name == GIVEN or _agrees(_result(way, x), expected)}
+    return {name: way for name, way in ways.items() if _agrees(way(x), expected)}
 
 
-def _result(way: nn.Module, x: Tensor) -> Tensor | None:
-    """None from a way that does not run here; one for which memory ran out is another matter."""
-    try:
-        return way(x)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        return None
-
-
-def _agrees(given: Tensor | None, expected: Tensor) -> bool:
-    if given is None or given.shape != expected.shape:
+def _agrees(given: Tensor, expected: Tensor) -> bool:
+    if given.shape != expected.shape:
         return False
     error = (given - expected).abs().max() / expected.abs().max().clamp_min(1e-12)
     return bool(error <= _TOLERANCE.get(expected.dtype, 0.05))
