@@ -5,7 +5,7 @@
 
 kept: what the forward pass keeps for the backward pass, per image, which is what the batch size multiplies:
 of the layers as they are, in float32, on a CPU, and so the same whatever machine measures it.
-peaks, on a GPU: the most that was allocated during a step as `fit` makes it (bf16, fused layers), and its time.
+peaks, on a GPU: the most that was allocated during a step as `fit` makes it (bf16, fused layers).
 The record holds both parts, each with what it was measured with: a run replaces the parts that it measures.
 """
 
@@ -14,10 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -36,7 +34,8 @@ from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recompute import recomputed
 from lowrank_cnn.train.step import Step
 
-STEPS = 5
+STEPS = 2
+"""Of which the most is taken, after two more in which libraries choose their algorithms."""
 WAYS = {"all maps kept": False, "stages computed again": True}
 PARTS = ("kept", "peaks")
 
@@ -83,7 +82,7 @@ def kept_per_image(forward: nn.Module, net: nn.Module, image: int) -> int:
 
 
 def peak(net: nn.Module, forward: nn.Module, batch: int, image: int, device: torch.device) -> Row:
-    """The most that is allocated in a step, and the median time of a few."""
+    """The most that is allocated in a step."""
 
     def run(images: Tensor) -> Any:
         with torch.autocast(device.type, torch.bfloat16):
@@ -95,18 +94,14 @@ def peak(net: nn.Module, forward: nn.Module, batch: int, image: int, device: tor
     step = Step(net, run, pull, Recipe(lr=1e-4), device)
     images, labels = batch_of(batch, image, device)
     step.prepare(1e-4, 0)
-    times = []
     with for_graphs():  # layers are chosen as in a run, which records its step
         prepare(lambda: run(images))
         for number in range(STEPS + 2):
-            if number == 2:  # libraries have chosen their algorithms
+            if number == 2:
                 torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
-            began = time.perf_counter()
             step(images, labels)
             torch.cuda.synchronize()
-            times.append(1e3 * (time.perf_counter() - began))
-    return {"peak_bytes": torch.cuda.max_memory_allocated(), "ms": median(times[2:])}
+    return {"peak_bytes": torch.cuda.max_memory_allocated()}
 
 
 def measure_kept(name: str, image: int, norm: str | None) -> Iterator[Row]:
@@ -131,14 +126,14 @@ def measure_peaks(name: str, image: int, norm: str | None, batches: list[int]) -
 
 
 def attempt(net: nn.Module, forward: nn.Module, batch: int, image: int, device: torch.device) -> Row:
-    """None for both where the memory does not suffice."""
+    """None where the memory does not suffice."""
     torch.cuda.empty_cache()
     try:
         return peak(net, forward, batch, image, device)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        return {"peak_bytes": None, "ms": None}
+        return {"peak_bytes": None}
     finally:
         net.zero_grad(set_to_none=True)
 

@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ _STEPS = 96
 """Into how many steps the range of m is divided where layers compete for a budget."""
 _FITTED = 12
 """At how many of them a basis and its join are fitted; the energy between is interpolated."""
+WHOLE = 8
+"""Filters come in so many to a group under a budget: fast kernels take no others."""
 _SWEEPS = 2
 """A rough fit is enough to compare numbers of filters."""
 
@@ -186,13 +189,21 @@ def _crossed_energy(weight: Tensor, conv: nn.Conv2d, scheme: Scheme) -> float:
 
 
 def _curve(conv: nn.Conv2d, scheme: Scheme, dense_macs: int) -> Curve:
-    pixels, unit = dense_macs / conv.weight.numel(), conv.groups
-    sizes = _spread(dearest(conv, scheme) // unit, _STEPS, unit)
+    pixels, most, unit = dense_macs / conv.weight.numel(), dearest(conv, scheme), _unit(conv, scheme)
+    sizes = _spread(most // unit, _STEPS, unit)
     keeps = _keeper(conv, scheme)
     if scheme.name != "separable":
-        keeps = _between([(m, keeps(m)) for m in _spread(dearest(conv, scheme) // unit, _FITTED, unit)])
+        keeps = _between([(m, keeps(m)) for m in _spread(most // unit, _FITTED, unit)])
     steps = [Step(m, round(pixels * _cost(conv, scheme, m)), keeps(m)) for m in sizes]
     return [*steps, Step(None, dense_macs, 1.0)]
+
+
+def _unit(conv: nn.Conv2d, scheme: Scheme) -> int:
+    """The least m whose groups of filters are all whole; in small layers, where that is coarse, any m will do."""
+    shares = [share for _, share in scheme.shapes] if scheme.name != "separable" else [Fraction(1)]
+    parts = math.lcm(*((share / sum(shares)).denominator for share in shares))
+    unit = math.lcm(WHOLE * parts, conv.groups)
+    return unit if dearest(conv, scheme) >= 4 * unit else conv.groups
 
 
 def _spread(most: int, steps: int, unit: int) -> list[int]:

@@ -194,12 +194,12 @@ def test_peaks_of_a_gpu_join_what_is_kept(blocks: ModuleType, put: Put):
     assert cells(blocks.TABLES["memory"](), "`vgg11`") == ["`vgg11`", "4", "2.00", "0.50", "0.12", "0.03"]
     line = {"network": "vgg11", "image": 224, "way": "all maps kept"}
     peaks = [
-        {**line, "batch": 64, "peak_bytes": 3e9, "ms": 7.0},
-        {**line, "batch": 512, "peak_bytes": None, "ms": None},
+        {**line, "batch": 64, "peak_bytes": 3e9},
+        {**line, "batch": 512, "peak_bytes": None},
     ]
     put("memory.json", record | {"peaks": {"rows": peaks, "environment": {**ENVIRONMENT, "gpu": "a GPU"}}})
     text = blocks.TABLES["memory"]()
-    assert "| `vgg11` | 224 | all maps kept | 3.0 (7 ms) | too large |" in text
+    assert "| `vgg11` | 224 | all maps kept | 3.0 | too large |" in text
     assert "a GPU" in text
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.ranks import Curve, Step, by_macs, estimated
+from lowrank_cnn.ranks import WHOLE, Curve, Step, by_macs, curves_of, estimated
+from lowrank_cnn.spec import parse_scheme
 
 
 @st.composite
@@ -74,3 +77,13 @@ def test_a_step_without_gain_does_not_hide_the_one_behind_it():
 def test_less_than_the_fewest_filters_cost_is_refused():
     with pytest.raises(LowRankError, match="below what the fewest filters cost"):
         by_macs({"a": [Step(1, 10, 0.5)]}, 9)
+
+
+@pytest.mark.parametrize("scheme", ["separable", "lr-join", "mixture(kx1=2, 1xk=1, join)"])
+def test_filters_come_whole_where_a_layer_is_wide_and_singly_where_it_is_narrow(scheme: str):
+    chosen = parse_scheme(scheme)
+    for channels, whole in ((256, True), (8, False)):
+        conv = nn.Conv2d(channels, channels, 3, padding=1)
+        found, _ = curves_of(nn.Sequential(conv), {"0": conv}, chosen, (channels, 8, 8))
+        taken = [replace(chosen, m=step.m).stages((3, 3), channels)[0] for step in found["0"] if step.m]
+        assert all(group.filters % WHOLE == 0 for basis in taken for group in basis.groups) is whole

@@ -39,11 +39,11 @@ def _peaks(part: dict[str, Any]) -> str:
         [f"`{line[0]}`", *line[1:], *(_peak(peaks.get((*line, batch))) for batch in batches)] for line in lines
     ]
     columns = ["network", "image", "<way", *(f"batch {batch}" for batch in batches)]
-    note = "\nThe most gigabytes allocated in a training step, bf16, layers fused; milliseconds of the step.\n"
+    note = "\nThe most gigabytes allocated in a training step, bf16, layers fused.\n"
     return markdown(columns, rows) + note + source("memory.json", part["environment"])
 
 
 def _peak(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
-    return "too large" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f} ({row['ms']:.0f} ms)"
+    return "too large" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}"

@@ -182,10 +182,12 @@ class Descriptor:
 
     def __init__(self, base, shape, strides, block_shape, layout, padding="zero"):
         self.array = torch.as_strided(base, shape, strides).numpy()
+        self.value_bytes = 1 if base.dtype == torch.uint8 else 2  # as on the device, where floats have 16 bits
         self.block_shape, self.layout = block_shape, layout
         self.dtype = Float32()
 
     def _overlap(self, coordinates):
+        assert coordinates[-1] * self.value_bytes % 16 == 0, "a box begins at a multiple of 16 bytes"
         spans = list(zip(coordinates, self.block_shape, self.array.shape, strict=True))
         inside = tuple(slice(max(c, 0), max(min(c + b, s), 0)) for c, b, s in spans)
         block = tuple(

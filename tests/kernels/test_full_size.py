@@ -32,6 +32,7 @@ CASES = [
     pytest.param((16, 192, 30, 30), [(5, 1, 96), (1, 5, 96)], id="five taps"),
     pytest.param((1, 40, 45, 33), [(3, 1, 24), (1, 3, 56)], id="one image, ragged groups"),
     pytest.param((64, 96, 8, 8), [(1, 3, 192)], id="half of a separable pair"),
+    pytest.param((32, 96, 16, 16), [(5, 1, 116), (1, 5, 116)], id="groups that begin within a box"),
 ]
 
 

@@ -40,10 +40,10 @@ def unsupported(problem: Problem) -> str | None:
         return f"{problem.dtype} (the Hopper kernel takes 16-bit floats)"
     if problem.channels % 8:
         return f"{problem.channels} input channels, no multiple of 8"
-    # Rows of results, and of a pool's codes in bytes, begin at multiples of 16 bytes.
+    # Boxes of results, and of a pool's codes in bytes, begin at multiples of 16 bytes, or the device stops.
     whole = 8 if problem.pool is None else 16
-    if problem.filters % whole:
-        return f"{problem.filters} filters, no multiple of {whole}"
+    if any(group.filters % whole for group in problem.groups):
+        return f"a group whose filters are no multiple of {whole}"
     if filters_per_tile(problem) == 0:
         return "a group of fewer than 16 filters"
     if run_length(problem) not in (1, 3, 5):

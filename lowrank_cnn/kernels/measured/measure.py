@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.kernels.measured.trial import Trial
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.kernels.problem import Problem
@@ -51,6 +52,7 @@ def times(
             graph.replay()
             return Times(median(_replay(graph) for _ in range(repeats)), _per_call(lambda: trial.call(plan)))
     except Exception as error:  # whatever keeps a plan from running on this device keeps it from being chosen
+        _refuse_to_go_on(error, problem, device, plan)
         return None if _ran_out(error) else FAILED
 
 
@@ -73,6 +75,7 @@ def agrees(
                 return False
         return not training or _gradients_agree(Trial.random(problem, device, True, bias), plan)
     except Exception as error:
+        _refuse_to_go_on(error, problem, device, plan)
         return None if _ran_out(error) else False
 
 
@@ -130,6 +133,21 @@ def _per_call(run: Callable[[], object]) -> float:
         run()
     torch.cuda.synchronize()
     return 1e3 * (time.perf_counter() - began) / CALLS
+
+
+def _refuse_to_go_on(error: Exception, problem: Problem, device: torch.device, plan: Plan | None) -> None:
+    """After an illegal access or instruction a process has lost its device: say which kernel it was, and stop."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as lost:
+        if "captur" in str(lost):  # a graph that another thread records forbids to ask
+            return
+        raise LowRankError(
+            f"the GPU stopped in {plan or 'torch'} on {problem}, and this process cannot go on. Please report it; "
+            "LOWRANK_KERNELS=off does without such kernels."
+        ) from error
 
 
 def _ran_out(error: BaseException | None) -> bool:

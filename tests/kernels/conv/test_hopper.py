@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels.conv.hopper_plan import HopperTile, filters_per_tile
+from lowrank_cnn.kernels.conv.hopper_plan import HopperTile, filters_per_tile, unsupported
 from lowrank_cnn.kernels.conv.pack import pack_rows
 from lowrank_cnn.kernels.problem import describe
 from lowrank_cnn.kernels.reference import composite_reference
@@ -52,6 +52,17 @@ def test_the_kernel_and_its_ring_of_buffers_are_right(
     y = emulated.launch_hopper(problem, x, packed, bias, tile)
     expected = composite_reference(x.double(), [w.double() for w in weights], bias.double(), **options)
     assert torch.linalg.norm(y - expected) < 1e-5 * torch.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    ("filters", "pool", "taken"), [(24, None, True), (24, "floor", False), (32, "floor", True), (20, None, False)]
+)
+def test_groups_begin_where_boxes_may(hopper_model, filters, pool, taken):
+    """Two groups of 20 filters are five whole boxes of 8, but the second begins within one."""
+    x, weights = torch.empty(1, 16, 8, 8, dtype=torch.bfloat16), [torch.empty(filters, 16, 3, 1)] * 2
+    padding = [hopper_model.same(3, 1)] * 2
+    problem = describe(x, weights, stride=(1, 1), padding=padding, relu=True, pool=pool)
+    assert (unsupported(problem) is None) is taken
 
 
 @pytest.mark.parametrize("pool", ["floor", "ceil"])

@@ -15,13 +15,14 @@ from lowrank_cnn.kernels.measured.ahead import surveyed
 from lowrank_cnn.kernels.mode import survey, surveying
 from lowrank_cnn.models import create_model
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PADDING = [((1, 1), (0, 0)), ((0, 0), (1, 1))]
 
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_survey_runs_by_torch_and_notes_what_was_asked(training: bool):
-    x = torch.randn(2, 16, 6, 6)
-    weights = [torch.randn(8, 16, *shape, requires_grad=training) for shape in ((3, 1), (1, 3))]
+    x = torch.randn(2, 16, 6, 6, device=DEVICE)
+    weights = [torch.randn(8, 16, *shape, device=DEVICE, requires_grad=training) for shape in ((3, 1), (1, 3))]
     with forced("on"), surveying() as asked:
         y = composite_conv2d(x, weights, None, padding=PADDING, relu=True)
     right = composite_reference(x, weights, None, stride=(1, 1), padding=PADDING, relu=True)
@@ -33,17 +34,17 @@ def test_a_survey_runs_by_torch_and_notes_what_was_asked(training: bool):
 
 
 def test_a_whole_network_is_surveyed_on_shapes_alone():
-    net = fuse(create_model("vgg11-gmp-lr", num_classes=10, width=0.25, norm="batch").train())
+    net = fuse(create_model("vgg11-gmp-lr", num_classes=10, width=0.25, norm="batch").to(DEVICE).train())
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     drawn = torch.random.get_rng_state()
     with forced("on"):
-        asked = surveyed(lambda: net(torch.randn(2, 3, 64, 64)))
+        asked = surveyed(lambda: net(torch.randn(2, 3, 64, 64, device=DEVICE)))
     assert len(asked) == 8
     assert all(each.training and each.bias is None for each in asked)  # batch norm has it
     changed = {name for name, tensor in net.state_dict().items() if not torch.equal(tensor, before[name])}
     assert all(name.endswith("num_batches_tracked") for name in changed)
     assert torch.equal(drawn, torch.random.get_rng_state())
-    assert torch.is_tensor(net(torch.randn(2, 3, 64, 64)))
+    assert torch.is_tensor(net(torch.randn(2, 3, 64, 64, device=DEVICE)))
 
 
 def test_a_network_that_needs_values_is_met_as_it_comes():
@@ -51,9 +52,9 @@ def test_a_network_that_needs_values_is_met_as_it_comes():
 
 
 def test_the_type_of_the_bias_is_noted():
-    net = fuse(create_model("vgg11-gmp-lr", num_classes=10, width=0.25).eval())
+    net = fuse(create_model("vgg11-gmp-lr", num_classes=10, width=0.25).to(DEVICE).eval())
     with forced("on"), torch.no_grad():
-        asked = surveyed(lambda: net(torch.randn(1, 3, 64, 64)))
+        asked = surveyed(lambda: net(torch.randn(1, 3, 64, 64, device=DEVICE)))
     assert {each.bias for each in asked} == {torch.float32}
 
 

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.kernels import for_graphs, mode
 from lowrank_cnn.kernels.conv import launch
 from lowrank_cnn.kernels.conv.plans import Plan
@@ -129,6 +130,16 @@ def test_running_out_of_memory_is_no_failure_of_a_plan(monkeypatch, run, took, r
     monkeypatch.setattr(Trial, "run", run)
     assert times(problem(), DEVICE, PLAN, training=False) == took
     assert agrees(problem(), DEVICE, PLAN, training=False) is right
+
+
+@pytest.mark.parametrize("ask", [times, agrees])
+def test_a_kernel_that_stops_the_device_is_named(monkeypatch, ask):
+    lost = RuntimeError("CUDA error: an illegal instruction was encountered")
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    for place, name in ((measure, "captured"), (Trial, "random"), (torch.cuda, "synchronize")):
+        monkeypatch.setattr(place, name, fail_with(lost))
+    with pytest.raises(LowRankError, match=r"the GPU stopped in .*LOWRANK_KERNELS=off"):
+        ask(problem(), torch.device("cuda"), PLAN, training=False)
 
 
 class Bench:
