@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lowrank_cnn.kernels.conv.backward_plan import gradient_rows, input_tile, weight_rows, weight_tile
+from lowrank_cnn.kernels.conv.backward_plan import gradient_rows, input_tile, leads, weight_rows, weight_tile
 from lowrank_cnn.kernels.conv.pack import pack_turned, unpack_rows
 from lowrank_cnn.kernels.conv.start import start
 from lowrank_cnn.kernels.conv.tiled import Tile
@@ -130,14 +130,14 @@ def weight_gradient(
     """
     tile = tl.program_id(0) % TILES
     share = tl.program_id(0) // TILES
-    first, weight, channel, filters, width, top, left = 0, 0, 0, 0, 1, 0, 0
+    first, weight, channel, filters, width, top, left, lead = 0, 0, 0, 0, 1, 0, 0, 0
     for i in tl.static_range(len(GROUPS)):
         if tile >= GROUPS[i][0]:
             first, weight, channel, filters = GROUPS[i][0], GROUPS[i][1], GROUPS[i][2], GROUPS[i][3]
-            width, top, left = GROUPS[i][4], GROUPS[i][5], GROUPS[i][6]
+            width, top, left, lead = GROUPS[i][4], GROUPS[i][5], GROUPS[i][6], GROUPS[i][7]
     tile = tile - first
     depth = tile % DEPTH_TILES * DEPTH
-    tiles = (filters + FILTERS - 1) // FILTERS
+    tiles = (lead + filters + FILTERS - 1) // FILTERS
     offset = tile // DEPTH_TILES % tiles * FILTERS
     tap = tile // (DEPTH_TILES * tiles)
     down, right = tap // width - top, tap % width - left
@@ -150,9 +150,9 @@ def weight_gradient(
         a = g.load([image, row, column, channel + offset]).reshape(IMAGES * ROWS * COLUMNS, FILTERS)
         b = x.load([image, row + down, column + right, depth]).reshape(IMAGES * ROWS * COLUMNS, DEPTH)
         acc = tl.dot(a.T, b, acc)
-    f, c = offset + tl.arange(0, FILTERS), depth + tl.arange(0, DEPTH)
+    f, c = offset - lead + tl.arange(0, FILTERS), depth + tl.arange(0, DEPTH)
     place = (weight + tap * filters + f)[:, None] * CHANNELS + c[None, :]
-    inside = (f < filters)[:, None] & (c < CHANNELS)[None, :]
+    inside = ((f >= 0) & (f < filters))[:, None] & (c < CHANNELS)[None, :]
     tl.atomic_add(dw + place, acc, mask=inside, sem="relaxed")
 
 
@@ -196,12 +196,12 @@ def launch_input_gradient(
 ) -> Tensor:
     """[N, channels, H, W] gradient of the input, from the gradient before pool and ReLU."""
     tile = tile or input_tile(problem)
-    packed = pack_turned(weights, g.dtype)
+    packed = pack_turned(weights, leads(problem), g.dtype)
     maps = empty_maps((problem.batch, problem.channels, problem.height, problem.width), g)
     dx = maps.permute(0, 2, 3, 1)
     images, rows, columns = box_of(problem.batch, problem.height, problem.width, tile.pixels)
     counts = [-(-size // part) for size, part in zip(dx.shape[:3], (images, rows, columns), strict=True)]
-    depth = min(tile.depth, power_above(max(group.filters for group in problem.groups)))
+    depth = min(tile.depth, power_above(packed.shape[1]))
     filters = min(tile.filters, power_above(problem.channels))
     tiles = -(-problem.channels // filters)
     start(input_gradient, (tiles * counts[0] * counts[1] * counts[2],))(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import Group, Problem
@@ -64,23 +65,29 @@ def weight_tile(problem: Problem) -> Tile:
     return min(WEIGHT_TILES, key=cost)
 
 
+def leads(problem: Problem) -> list[int]:
+    """How many of another group's filters stand before each group's own where fetches begin: every 16 bytes."""
+    begins = accumulate((group.filters for group in problem.groups), initial=0)
+    return [begin % (16 // problem.dtype.itemsize) for begin, _ in zip(begins, problem.groups, strict=False)]
+
+
 def gradient_rows(problem: Problem, depth: int) -> tuple[tuple[int, ...], ...]:
-    """Per group: packed row, gradient channel, steps of a tap, taps, width, and offsets."""
+    """Per group: packed row, where its gradient is fetched from, steps of a tap, taps, width, and offsets."""
     rows, weight, channel = [], 0, 0
-    for group in problem.groups:
-        steps = -(-group.filters // depth)
-        rows.append((weight, channel, steps, group.taps, group.width, group.top, group.left))
+    for group, lead in zip(problem.groups, leads(problem), strict=True):
+        steps = -(-(lead + group.filters) // depth)
+        rows.append((weight, channel - lead, steps, group.taps, group.width, group.top, group.left))
         weight += group.taps * problem.channels
         channel += group.filters
     return tuple(rows)
 
 
 def weight_rows(problem: Problem, filters: int, depth: int) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """Per group: first tile, packed row, gradient channel, filters, width and offsets; and the tiles in all."""
+    """Per group: first tile, packed row, gradient channel, filters, width, offsets, lead; and the tiles in all."""
     rows, tile, weight, channel = [], 0, 0, 0
-    for group in problem.groups:
-        rows.append((tile, weight, channel, group.filters, group.width, group.top, group.left))
-        tile += group.taps * -(-group.filters // filters) * -(-problem.channels // depth)
+    for group, lead in zip(problem.groups, leads(problem), strict=True):
+        rows.append((tile, weight, channel - lead, group.filters, group.width, group.top, group.left, lead))
+        tile += group.taps * -(-(lead + group.filters) // filters) * -(-problem.channels // depth)
         weight += group.taps * group.filters
         channel += group.filters
     return tuple(rows), tile

@@ -99,17 +99,20 @@ def unpack_rows(rows: Tensor, problem: Problem) -> list[Tensor]:
     ]
 
 
-def pack_turned(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """[sum of taps * channels, most filters]: rows by group, tap and input channel, padded with zeros."""
-    most = max(weight.shape[0] for weight in weights)
+def pack_turned(weights: Sequence[Tensor], leads: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """[sum of taps * channels, most filters]: rows by group, tap and input channel.
+
+    Zeros stand after a group's filters, and as many before them as its lead says.
+    """
+    most = max(lead + weight.shape[0] for weight, lead in zip(weights, leads, strict=True))
     most = -(-most * dtype.itemsize // 16) * 16 // dtype.itemsize
     even = all(weight.shape[0] == most for weight in weights)
     sizes = [weight[0].numel() for weight in weights]
     make = weights[0].new_empty if even else weights[0].new_zeros
     rows = make((sum(sizes), most), dtype=dtype)
-    for part, weight in zip(rows.split(sizes), weights, strict=True):
+    for part, weight, lead in zip(rows.split(sizes), weights, leads, strict=True):
         filters, channels, height, width = weight.shape
-        target = part.view(height, width, channels, most)[..., :filters]
+        target = part.view(height, width, channels, most)[..., lead : lead + filters]
         target.copy_(weight.detach().permute(2, 3, 1, 0))
     return rows
 

@@ -24,6 +24,7 @@ CASES = [
     pytest.param((2, 8, 7, 5), [(3, 1, 8), (1, 3, 8)], "ceil", id="clipped windows"),
     pytest.param((1, 8, 7, 5), [(5, 1, 8), (1, 5, 12)], "floor", id="dropped row, ragged groups"),
     pytest.param((2, 16, 5, 6), [(1, 1, 24)], None, id="pointwise"),
+    pytest.param((2, 8, 6, 5), [(3, 1, 6), (1, 3, 38), (3, 3, 4)], None, id="groups that begin within 16 bytes"),
 ]
 
 
