@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,9 @@ def optimize(
 ) -> Optimized:
     """Fold batch norms, plan every block in both memory formats, compile the best, and keep what is fastest.
 
-    On a GPU a CUDA graph is recorded too, which inputs of the example's size replay. The result is for inference
-    and carries `report`; by its times it is never slower than `model`. What cannot be compiled or recorded is left
-    as it is, and the report says why.
+    On a GPU layers are fused as well, and CUDA graphs recorded, which inputs of the example's size replay. The
+    result is for inference and carries `report`; by its times it is never slower than `model`. What cannot be
+    compiled or recorded is left as it is, and the report says why.
     """
     check_ready(model, example_input)
     folded = merge(model, chains=False, example_input=example_input)
@@ -88,19 +89,24 @@ def optimize(
         variants[f"folded, {name}"] = Optimized(laid_out, layout)
         variants[f"planned, {name}"] = Optimized(planned, layout)
     failed: dict[str, str] = {}
-    if example_input.is_cuda:
+
+    def attempt(name: str, make: Callable[[], Optimized]) -> None:
         try:
-            variants["planned, recorded"] = _recorded(folded, example_input, cache, repeats)
-        except Exception as error:  # a network that waits for the device, say
-            failed["planned, recorded"] = str(error).strip().partition("\n")[0]
+            variants[name] = make()
+        except Exception as error:  # no compiler, say, or a network that waits for the device and has no graph
+            failed[name] = str(error).strip().partition("\n")[0]
+
+    if example_input.is_cuda:
+        variants["fused, channels_last"] = fused = _fused(folded)
+        attempt("fused, recorded", lambda: _recorded(fused, example_input))
+        attempt(
+            "planned, recorded", lambda: _recorded(_planned(folded, example_input, cache, repeats), example_input)
+        )
     if compile:
         times = _measured(variants, example_input, repeats)
         eager = {name: time for name, time in times.items() if variants[name].recorded is None}
         for name in dict.fromkeys([_fastest(eager), "folded, channels_last"]):
-            try:
-                variants[f"{name}, compiled"] = _compiled(variants[name], example_input)
-            except Exception as error:  # no compiler, or a network that it does not take
-                failed[f"{name}, compiled"] = str(error).strip().partition("\n")[0]
+            attempt(f"{name}, compiled", lambda name=name: _compiled(variants[name], example_input))
     times = _measured(variants, example_input, repeats)
     best = variants[_fastest(times)]
     best.report = Report(_fastest(times), times, failed)
@@ -108,12 +114,28 @@ def optimize(
     return best
 
 
-def _recorded(folded: nn.Module, x: Tensor, cache: str | Path | bool, repeats: int) -> Optimized:
-    """Planned by what blocks take in a CUDA graph, and kept as one."""
-    laid_out = copy.deepcopy(folded).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+def _fused(folded: nn.Module) -> Optimized:
+    """Every layer that the kernels know by them, which the dispatch chooses, whatever a plan would make of it."""
+    from lowrank_cnn.kernels.fuse import freeze
+
+    return Optimized(freeze(_channels_last(folded)), torch.channels_last)
+
+
+def _planned(folded: nn.Module, x: Tensor, cache: str | Path | bool, repeats: int) -> Optimized:
+    """Planned by what blocks take in a CUDA graph."""
+    images = x.contiguous(memory_format=torch.channels_last)
     with for_graphs():
-        planned = plan(laid_out, x.contiguous(memory_format=torch.channels_last), cache=cache, repeats=repeats)
-    variant = Optimized(planned, torch.channels_last)
+        planned = plan(_channels_last(folded), images, cache=cache, repeats=repeats)
+    return Optimized(planned, torch.channels_last)
+
+
+def _channels_last(network: nn.Module) -> nn.Module:
+    return copy.deepcopy(network).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def _recorded(variant: Optimized, x: Tensor) -> Optimized:
+    """Another one, kept as a CUDA graph, its kernels chosen by what they take in one."""
+    variant = Optimized(variant.network, variant.memory_format)
     variant.record(x)
     return variant
 

@@ -93,6 +93,10 @@ def plan(
         _decide(planned, block, example_input, candidates, store, repeats) for block in find_blocks(planned)
     ]
     store.save()
+    if example_input.is_cuda:
+        from lowrank_cnn.kernels.fuse import fuse_neighbours
+
+        fuse_neighbours(planned)
     totals = timed({"before": given, "after": planned}, example_input, repeats)
     used = totals["after"].ms < totals["before"].ms and any(d.choice != GIVEN for d in decisions)
     result = planned if used else given

@@ -88,6 +88,14 @@ def freeze(model: nn.Module) -> nn.Module:
     return twin
 
 
+def fuse_neighbours(model: nn.Module) -> None:
+    """Let the max-pools and response norms of a network know the kernels, in their places; its convs stay."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        known = fused_pool(module) or fused_response_norm(module)
+        if name and known is not None:
+            model.set_submodule(name, known.train(module.training))
+
+
 def conv_options(module: nn.Module) -> dict[str, Any] | None:
     """What a conv is to the kernels, or None for one they do not know (dilated, grouped, padded otherwise).
 

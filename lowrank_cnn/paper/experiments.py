@@ -64,11 +64,6 @@ _SMALL = (
 )
 
 
-def _small(recipe: str, recipe_of_googlenet: str) -> Part:
-    own = {network: {"recipe": recipe_of_googlenet, "stride": 1} for network in GOOGLENET}
-    return Part((*VGG, *GOOGLENET), recipe, seeds=2, own=own, note=_SMALL)
-
-
 _ONE_RUN = (
     "One run of each network: the learning rate is divided when accuracy on the 2% of training images held out "
     "levels off, and the run goes on; the validation set is met once, at the end, one centre crop per image."
@@ -82,8 +77,13 @@ EXPERIMENTS: dict[str, dict[str, Part]] = {
         "init": Part(("nin-c3-lr",), "nin-init", _INITS),
     },
     "tiny-imagenet": {
-        "paper": _small("tiny-vgg", "tiny-googlenet"),
-        "modern": _small("tiny-modern", "tiny-modern"),
+        "paper": Part(
+            (*VGG, *GOOGLENET),
+            "tiny-vgg",
+            seeds=2,
+            own={network: {"recipe": "tiny-googlenet", "stride": 1} for network in GOOGLENET},
+            note=_SMALL,
+        ),
     },
     "ilsvrc": {
         "paper": Part(

@@ -128,21 +128,6 @@ RECIPES: dict[str, Recipe] = {
             evaluate_every=5,
             crop=56,
         ),
-        Recipe(
-            name="tiny-modern",
-            batch_size=256,
-            epochs=30,
-            lr=0.05,
-            nesterov=True,
-            weight_decay=5e-4,
-            schedule="cosine",
-            warmup=2.0,
-            label_smoothing=0.1,
-            ema=0.999,
-            evaluate_every=5,
-            crop=56,
-            norm="batch",
-        ),
     )
 }
 

@@ -85,10 +85,23 @@ class FakeRecord:
         return "replayed"
 
 
+def test_what_is_fused_whole_computes_the_same_and_leaves_the_network_alone():
+    net = create_model("googlenet-lr", num_classes=10, width=0.1, image_size=64).eval()
+    before = [type(module) for module in net.modules()]
+    images = torch.randn(2, 3, 64, 64)
+    fast = sys.modules[optimize.__module__]._fused(net)
+    kinds = {type(module).__name__ for module in fast.modules()}
+    assert {"FusedComposite", "FusedPool", "FusedResponseNorm"} <= kinds
+    assert not {"Conv2d", "MaxPool2d", "LocalResponseNorm"} & kinds
+    torch.testing.assert_close(fast(images), net(images), rtol=1e-4, atol=1e-5)
+    assert [type(module) for module in net.modules()] == before
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_a_graph_is_recorded():
-    net = create_model("nin-c3-lr").cuda().eval()
-    images = torch.randn(3, 2, 3, 32, 32, device="cuda")
+@pytest.mark.parametrize("name", ["nin-c3-lr", "googlenet-lr"])
+def test_on_a_gpu_graphs_are_recorded(name: str):
+    net = create_model(name, num_classes=10, image_size=64 if name == "googlenet-lr" else 32).cuda().eval()
+    images = torch.randn(3, 2, *net.input_size, device="cuda")
     fast = optimize(net, images[0], compile=False, cache=False, repeats=3)
-    assert "planned, recorded" in fast.report.times, fast.report.failed
+    assert {"planned, recorded", "fused, recorded"} <= set(fast.report.times), fast.report.failed
     assert fast.report.times[fast.report.choice].ms == min(time.ms for time in fast.report.times.values())

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lowrank_cnn.kernels import forced
 from lowrank_cnn.kernels.conv.pack import pack_rows
-from lowrank_cnn.kernels.fuse import FusedComposite, freeze, fuse
+from lowrank_cnn.kernels.fuse import FusedComposite, freeze, fuse, fuse_neighbours
 from lowrank_cnn.kernels.modules import FusedNorm, FusedPool
 from lowrank_cnn.layers import build_conv
 from lowrank_cnn.models import create_model
@@ -107,6 +107,24 @@ def test_norm_and_relu_become_one_and_pools_know_the_kernels():
 )  # fmt: skip
 def test_others_stay_as_they_are(layer):
     assert fuse(nn.Sequential(layer, nn.ReLU()))[0] is layer
+
+
+def test_neighbours_alone_can_be_fused():
+    pool, norm = nn.MaxPool2d(3, 1, 1), nn.LocalResponseNorm(5)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), pool, nn.Sequential(norm, pool), nn.MaxPool2d(2, return_indices=True))
+    net.eval()
+    fuse_neighbours(net)
+    kinds = [type(module).__name__ for module in net.modules()]
+    assert kinds == [
+        "Sequential",
+        "Conv2d",
+        "FusedPool",
+        "Sequential",
+        "FusedResponseNorm",
+        "FusedPool",
+        "MaxPool2d",
+    ]
+    assert not any(module.training for module in net.modules())
 
 
 def test_the_copy_follows_the_model():
