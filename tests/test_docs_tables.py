@@ -284,8 +284,9 @@ def test_every_recorded_row_is_made_of_its_own_run():
             ours = run["ways"][f"{row['network']}|{row['mode']}|{row['batch']}|{row['way']}"]["ms"]
             assert row["ms"] == ours
             assert row["ratio"] == pytest.approx(ours / row["dense_ms"])
-            assert row["tricks_way"] == "ours"
-            assert row["tricks_ratio"] == pytest.approx(ours / dense["ours"])
+            assert ("tricks_ratio" in row) == ("ours" in dense)
+            if "ours" in dense:
+                assert row["tricks_ratio"] == pytest.approx(ours / dense["ours"])
 
 
 def test_a_measurement_adds_its_run_to_the_record(blocks: ModuleType, put: Put, tmp_path: Path, monkeypatch):

@@ -36,13 +36,15 @@ class Report:
 class Optimized(nn.Module):
     """A network for inference in its fastest form; inputs are brought into its memory format.
 
-    Where it was recorded, inputs of that size replay a CUDA graph, without launches; others run as ever.
+    Where it was recorded, inputs of that size replay a CUDA graph, without launches; others run as ever. Where it
+    was compiled, `network` still is what it was made of: that is what a tracer sees, and an export holds.
     """
 
-    def __init__(self, network: nn.Module, memory_format: torch.memory_format) -> None:
+    def __init__(self, network: nn.Module, memory_format: torch.memory_format, *, compiled: bool = False) -> None:
         super().__init__()
-        self.network, self.memory_format = network, memory_format
+        self.network, self.memory_format, self.compiled = network, memory_format, compiled
         self.recorded: Recorded | None = None
+        self._runs: Callable[[Tensor], Any] | None = None
         self.report: Report
         self.input_size: tuple[int, ...]
         self.eval()
@@ -51,18 +53,27 @@ class Optimized(nn.Module):
     def forward(self, x: Tensor) -> Any:
         if self.recorded is not None and self.recorded.takes(x):
             return self.recorded(x)
-        return self.network(x.contiguous(memory_format=self.memory_format))
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        run = self.network if traced or not self.compiled else self._through_compiler(x)
+        return run(x.contiguous(memory_format=self.memory_format))
 
     def record(self, x: Tensor) -> None:
         """Keep a run on inputs like this one as a CUDA graph."""
         self.recorded = recorded(self.network, x, self.memory_format)
 
-    # A graph is bound to its memory: a copy of the network, or weights that move, leave it behind.
+    def _through_compiler(self, x: Tensor) -> Callable[[Tensor], Any]:
+        if self._runs is None:
+            options: Any = {"freezing": True} if x.device.type == "cpu" else None
+            # Not the module that torch makes of a module, which would be a part, with all weights once more.
+            self._runs = torch.compile(self.network.__call__, options=options, dynamic=False)
+        return self._runs
+
+    # A graph is bound to its memory, and what is compiled may hold weights: copies and moves leave both behind.
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "recorded": None}
+        return {**self.__dict__, "recorded": None, "_runs": None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Optimized:
-        self.recorded = None
+        self.recorded = self._runs = None
         return super()._apply(fn, recurse)
 
 
@@ -141,12 +152,10 @@ def _recorded(variant: Optimized, x: Tensor) -> Optimized:
 
 
 def _compiled(variant: Optimized, x: Tensor) -> Optimized:
-    """The network through torch.compile, run once so that it fails here if it does."""
-    options: Any = {"freezing": True} if x.device.type == "cpu" else None
-    network: Any = torch.compile(variant.network, options=options, dynamic=False)
-    compiled = Optimized(network, variant.memory_format)
-    compiled(x)
-    return compiled
+    """Another one, through torch.compile, run once so that it fails here if it does."""
+    variant = Optimized(variant.network, variant.memory_format, compiled=True)
+    variant(x)
+    return variant
 
 
 def _measured(variants: dict[str, Optimized], x: Tensor, repeats: int) -> dict[str, Sample]:

@@ -44,6 +44,17 @@ def test_it_exports_for_images_like_the_example(tmp_path):
     assert load(tmp_path / "net.pt2", trusted=True)(torch.zeros(3, 1, 7, 7)).shape == (3, 2)
 
 
+def test_what_was_compiled_is_exported_copied_and_moved(network: nn.Module, tmp_path):
+    fast = sys.modules[optimize.__module__].Optimized(network, torch.channels_last, compiled=True)
+    fast.input_size = (3, 30, 30)
+    torch.testing.assert_close(fast(IMAGE), network(IMAGE), rtol=1e-4, atol=1e-4)
+    assert set(fast.state_dict()) == {f"network.{name}" for name in network.state_dict()}
+    export(fast, tmp_path / "net.pt2")
+    assert load(tmp_path / "net.pt2", trusted=True)(torch.zeros(3, 3, 30, 30)).shape == (3, 10)
+    torch.testing.assert_close(copy.deepcopy(fast)(IMAGE), fast(IMAGE))
+    assert fast.double()(IMAGE.double()).dtype == torch.float64
+
+
 def test_a_network_that_does_not_compile_is_left_as_it_is(network: nn.Module, monkeypatch: pytest.MonkeyPatch):
     def broken(variant: nn.Module, x: torch.Tensor) -> nn.Module:
         raise RuntimeError("no compiler\nand more")
