@@ -131,5 +131,5 @@ def _read(path: Path, best: bool) -> Checkpoint:
     if checkpoint is None:
         raise LowRankError(f"{path} holds no checkpoint.")
     if passed_over:
-        raise LowRankError(f"{passed_over[0]} To use an older state of the run, name its file in {path}.")
+        raise LowRankError(f"{passed_over[0]} {checkpoint.stem}.json is the newest whole one: name it to use it.")
     return checkpoint

@@ -70,6 +70,7 @@ def plan_command(
     threads: Threads = None,
     compile_: Annotated[bool, typer.Option("--compile", help="Try torch.compile too.")] = False,
     cache: Annotated[bool, typer.Option(help="Keep measured times for the next plan.")] = True,
+    twin: Annotated[bool, typer.Option(help="Hold it against the dense network at its own fastest.")] = True,
     input_text: Input = None,
     width: Width = None,
     norm: Norm = None,
@@ -80,6 +81,7 @@ def plan_command(
     from lowrank_cnn.clock import torch_threads
     from lowrank_cnn.count import count
     from lowrank_cnn.deploy import optimize
+    from lowrank_cnn.timing import dense_twin
     from lowrank_cnn.train.launch import resolve_device
 
     source = find_model(model, into=into, width=width, norm=norm, scheme=scheme)
@@ -91,18 +93,31 @@ def plan_command(
     with torch_threads(threads):
         fast = optimize(network, image, compile=compile_, cache=cache)
         macs = batch * count(network, image.shape[1:]).macs
-        where = {"environment": environment(), "model": source.name, "input": list(image.shape), "macs": macs}
+        where: dict[str, Any] = {"environment": environment(), "model": source.name}
+        where |= {"input": list(image.shape), "macs": macs}
+        dense = (source.dense or dense_twin(network)) if twin else None
+        if dense is not None:
+            rival = optimize(dense.eval().to(device), image, compile=compile_, cache=cache)
+            where["twin"] = _beside(fast, rival, image) | {"macs": batch * count(dense, image.shape[1:]).macs}
     plans = [part.plan for part in fast.modules() if hasattr(part, "plan")]
     if as_json:
         return print_json({**where, **fast.report.to_dict(), "plans": [plan.to_dict() for plan in plans]})  # type: ignore[union-attr, operator]
     for plan in plans:
         _print_plan(source.name, plan)
-    rows = [(name, _ms(time), _spread(time)) for name, time in fast.report.times.items()]
-    print_table("The whole network", ("variant", "ms", "quartiles"), rows)
-    for name, why in fast.report.failed.items():
-        console.print(f" {name}: {why}", markup=False)
-    console.print(f" Fastest: {fast.report.choice}.")
+    _print_variants(fast.report)
+    if (held := where.get("twin")) is not None:
+        console.print(f" The dense network at its fastest ({held['choice']}): {held['twin_ms']:.2f} ms, in turns.")
+        time, share = held["ms"] / held["twin_ms"], macs / held["macs"]
+        console.print(f" This one takes {time:.3f} of its time, for {share:.3f} of its MACs.")
     return None
+
+
+def _beside(fast: Any, rival: Any, image: torch.Tensor) -> dict[str, Any]:
+    """Both at their fastest, now in turns: optimised one after the other, they met different moments."""
+    from lowrank_cnn.clock import measure
+
+    times = measure({"ours": lambda: fast(image), "rival": lambda: rival(image)}, cuda=image.is_cuda)
+    return {"choice": rival.report.choice, "twin_ms": times["rival"].ms, "ms": times["ours"].ms}
 
 
 def export_command(
@@ -159,6 +174,14 @@ def _print_timing(timing: Any) -> None:
         console.print(f" Dense twin {twin.name}: {_ms(twin.total)} ms, quartiles {_spread(twin.total)} ms.")
         time, macs = timing.total.ms / twin.total.ms, timing.macs / twin.macs
         console.print(f" That is {time:.3f} of its time, for {macs:.3f} of its MACs.")
+
+
+def _print_variants(report: Any) -> None:
+    rows = [(name, _ms(time), _spread(time)) for name, time in report.times.items()]
+    print_table("The whole network", ("variant", "ms", "quartiles"), rows)
+    for name, why in report.failed.items():
+        console.print(f" {name}: {why}", markup=False)
+    console.print(f" Fastest: {report.choice}.")
 
 
 def _print_plan(name: str, plan: Any) -> None:

@@ -100,7 +100,11 @@ def _others(text: str, pretrained: bool, into: str | None, given: dict[str, Any]
         raise LowRankError(f"{text} is taken with the weights it has; --pretrained is for networks by name.")
     if colon and kind.endswith(".py"):
         return _from_file(Path(kind), rest)
-    return _from_weights(Path(text), find_model(into).network if into else None)
+    source = _from_weights(Path(text), find_model(into).network if into else None)
+    # Built anew: what was passed in holds the weights now, and is what it was converted to.
+    if into and hasattr(source.network, "conversion"):
+        return replace(source, dense=find_model(into).network.eval())
+    return source
 
 
 def _weights_of(name: str) -> str:

@@ -32,10 +32,11 @@ class DamagedCheckpointError(LowRankError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors by name, and the state that JSON can hold."""
+    """The tensors by name, and the state that JSON can hold; `stem` is where it was read from."""
 
     tensors: dict[str, Tensor]
     state: dict[str, Any]
+    stem: Path | None = None
 
     def part(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names begin with `prefix.`, without it."""
@@ -109,7 +110,7 @@ def read_checkpoint(stem: Path) -> Checkpoint:
         raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror}).") from error
     if _sha256(payload) != manifest["tensors"]:
         raise DamagedCheckpointError(f"{path} is damaged: its checksum is not the one that was written.")
-    return Checkpoint(safetensors.load(payload), manifest["state"])
+    return Checkpoint(safetensors.load(payload), manifest["state"], stem)
 
 
 def write_atomically(path: Path, payload: bytes) -> None:

@@ -38,6 +38,7 @@ def test_plan_prints_every_way_and_the_choice(output_of):
     text = output_of("plan", "nin-c3-lr", "--no-cache", "--threads", "1", *SMALL)
     assert fits(text)
     assert "Fastest:" in text
+    assert "of its time, for 0.380 of its MACs" in text
     printed = json.loads(output_of("plan", "nin-c3-lr", "--no-cache", "--json", *SMALL))
     assert printed["choice"] in printed["times"]
     assert torch.get_num_threads() == before
@@ -50,6 +51,8 @@ def test_plan_converts_first_where_a_scheme_is_given(output_of, own):
             json.loads(output_of("plan", model, *scheme, *more, *options)) for scheme in ([], ["--scheme", "lr"])
         )
         assert low_rank["macs"] < dense["macs"], model
+        assert low_rank["twin"]["macs"] == dense["macs"]
+        assert "twin" not in dense
 
 
 def test_an_exported_network_remembers_what_images_it_takes(output_of, own, tmp_path):
@@ -77,8 +80,12 @@ def test_weights_of_ones_own_network_are_counted_timed_and_planned(output_of, tm
     output_of("export", f"{own}:make", weights, "--scheme", "lr", "--input", "1x9x9")
     named = ("--into", f"{own}:make", "--input", "1x9x9", "--json")
     assert json.loads(output_of("count", weights, *named))["macs"] == 7 * 7 * 6 * 3
-    assert json.loads(output_of("time", weights, "--repeats", "3", *named))["timings"][0]["macs"] == 7 * 7 * 6 * 3
-    assert json.loads(output_of("plan", weights, "--no-cache", *named))["input"] == [1, 1, 9, 9]
+    (timing,) = json.loads(output_of("time", weights, "--repeats", "3", *named))["timings"]
+    assert timing["macs"] == 7 * 7 * 6 * 3
+    assert timing["twin"]["macs"] == 7 * 7 * 6 * 9
+    planned = json.loads(output_of("plan", weights, "--no-cache", *named))
+    assert planned["input"] == [1, 1, 9, 9]
+    assert planned["twin"]["macs"] == 7 * 7 * 6 * 9
 
 
 def test_export_writes_the_packages_own_weights(output_of, tmp_path):
