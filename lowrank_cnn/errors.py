@@ -12,6 +12,10 @@ class LowRankError(ValueError):
     """Bad input. The command line prints the sentence and leaves with exit code 2."""
 
 
+class LostDeviceError(LowRankError):
+    """A kernel has stopped the device, and with it all that this process could still do there."""
+
+
 class MissingExtra(LowRankError):
     """An optional dependency is not installed; the sentence names the `pip install` to run."""
 

@@ -27,6 +27,8 @@ _FITTED = 12
 """At how many of them a basis and its join are fitted; the energy between is interpolated."""
 WHOLE = 8
 """Filters come in so many to a group under a budget: fast kernels take no others."""
+_UNITS = 16
+"""Where a layer can have fewer, whole units would be too coarse a choice."""
 _SWEEPS = 2
 """A rough fit is enough to compare numbers of filters."""
 
@@ -190,10 +192,12 @@ def _crossed_energy(weight: Tensor, conv: nn.Conv2d, scheme: Scheme) -> float:
 
 def _curve(conv: nn.Conv2d, scheme: Scheme, dense_macs: int) -> Curve:
     pixels, most, unit = dense_macs / conv.weight.numel(), dearest(conv, scheme), _unit(conv, scheme)
-    sizes = _spread(most // unit, _STEPS, unit)
+    few = [m for m in range(conv.groups, unit, conv.groups) if m <= most]  # for what buys no whole unit
+    sizes = [*few, *_spread(most // unit, _STEPS, unit)]
     keeps = _keeper(conv, scheme)
     if scheme.name != "separable":
-        keeps = _between([(m, keeps(m)) for m in _spread(most // unit, _FITTED, unit)])
+        fitted = [*few[:1], *_spread(most // unit, _FITTED, unit)]
+        keeps = _between([(m, keeps(m)) for m in dict.fromkeys(fitted)])
     steps = [Step(m, round(pixels * _cost(conv, scheme, m)), keeps(m)) for m in sizes]
     return [*steps, Step(None, dense_macs, 1.0)]
 
@@ -203,7 +207,7 @@ def _unit(conv: nn.Conv2d, scheme: Scheme) -> int:
     shares = [share for _, share in scheme.shapes] if scheme.name != "separable" else [Fraction(1)]
     parts = math.lcm(*((share / sum(shares)).denominator for share in shares))
     unit = math.lcm(WHOLE * parts, conv.groups)
-    return unit if dearest(conv, scheme) >= 4 * unit else conv.groups
+    return unit if dearest(conv, scheme) >= _UNITS * unit else conv.groups
 
 
 def _spread(most: int, steps: int, unit: int) -> list[int]:

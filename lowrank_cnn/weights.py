@@ -48,7 +48,10 @@ def write_weights(path: Path, stored: Stored) -> None:
     about = {"input": list(size) if size else None, "card": stored.card, "dtype": str(dtype_of(stored.network))}
     text = json.dumps({**description, **about})
     whole = _Whole(stored.network, {_PREPROCESS + name: tensor for name, tensor in stored.preprocess.items()})
-    safetensors.save_model(whole, str(path), metadata={"format": "pt", _KEY: text})
+    try:
+        safetensors.save_model(whole, str(path), metadata={"format": "pt", _KEY: text})
+    except RuntimeError as error:  # parts of one memory, as layers laid out for the kernels
+        raise LowRankError("layers here share their memory: export the network that was optimised.") from error
 
 
 def read_weights(path: Path, *, into: nn.Module | None = None) -> Stored:

@@ -85,5 +85,8 @@ def test_filters_come_whole_where_a_layer_is_wide_and_singly_where_it_is_narrow(
     for channels, whole in ((256, True), (8, False)):
         conv = nn.Conv2d(channels, channels, 3, padding=1)
         found, _ = curves_of(nn.Sequential(conv), {"0": conv}, chosen, (channels, 8, 8))
-        taken = [replace(chosen, m=step.m).stages((3, 3), channels)[0] for step in found["0"] if step.m]
+        sizes = [step.m for step in found["0"] if step.m]
+        assert sizes[0] == 1  # however little there is to spend
+        taken = [replace(chosen, m=m).stages((3, 3), channels)[0] for m in sizes if m >= 3 * WHOLE or not whole]
         assert all(group.filters % WHOLE == 0 for basis in taken for group in basis.groups) is whole
+        assert [step.macs for step in found["0"]] == sorted({step.macs for step in found["0"]})

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from lowrank_cnn.clock import Sample, measure
 from lowrank_cnn.deploy.merge import merge
 from lowrank_cnn.deploy.plan import GIVEN, check_ready, plan
-from lowrank_cnn.deploy.recorded import Recorded, recorded
+from lowrank_cnn.deploy.recorded import Recorded, alike, recorded
+from lowrank_cnn.errors import LostDeviceError, LowRankError
 from lowrank_cnn.kernels.mode import for_graphs
 
+_FUSED = "fused, channels_last"
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
@@ -104,19 +106,22 @@ def optimize(
     def attempt(name: str, make: Callable[[], Optimized]) -> None:
         try:
             variants[name] = make()
+        except LostDeviceError:
+            raise
         except Exception as error:  # no compiler, say, or a network that waits for the device and has no graph
             failed[name] = str(error).strip().partition("\n")[0]
 
     if example_input.is_cuda:
-        variants["fused, channels_last"] = fused = _fused(folded)
-        attempt("fused, recorded", lambda: _recorded(fused, example_input))
+        attempt(_FUSED, lambda: _fused(folded, example_input))
+        if _FUSED in variants:
+            attempt("fused, recorded", lambda: _recorded(variants[_FUSED], example_input))
         attempt(
             "planned, recorded", lambda: _recorded(_planned(folded, example_input, cache, repeats), example_input)
         )
     if compile:
         times = _measured(variants, example_input, repeats)
-        eager = {name: time for name, time in times.items() if variants[name].recorded is None}
-        for name in dict.fromkeys([_fastest(eager), "folded, channels_last"]):
+        eager = {n: time for n, time in times.items() if variants[n].recorded is None and n != _FUSED}
+        for name in dict.fromkeys([_fastest(eager), "folded, channels_last", *({_FUSED} & set(variants))]):
             attempt(f"{name}, compiled", lambda name=name: _compiled(variants[name], example_input))
     times = _measured(variants, example_input, repeats)
     best = variants[_fastest(times)]
@@ -125,11 +130,18 @@ def optimize(
     return best
 
 
-def _fused(folded: nn.Module) -> Optimized:
-    """Every layer that the kernels know by them, which the dispatch chooses, whatever a plan would make of it."""
+@torch.no_grad()
+def _fused(folded: nn.Module, x: Tensor) -> Optimized:
+    """Every layer that the kernels know by them, which the dispatch chooses, whatever a plan would make of it.
+
+    A forward written by hand may call its layers in an order of its own, which fused ones do not follow.
+    """
     from lowrank_cnn.kernels.fuse import freeze
 
-    return Optimized(freeze(_channels_last(folded)), torch.channels_last)
+    variant = Optimized(freeze(_channels_last(folded)), torch.channels_last)
+    if not alike(variant(x), folded(x)):
+        raise LowRankError("the layers are not called one after the other: fused, their results differ.")
+    return variant
 
 
 def _planned(folded: nn.Module, x: Tensor, cache: str | Path | bool, repeats: int) -> Optimized:

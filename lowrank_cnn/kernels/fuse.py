@@ -88,12 +88,14 @@ def freeze(model: nn.Module) -> nn.Module:
     return twin
 
 
-def fuse_neighbours(model: nn.Module) -> None:
-    """Let the max-pools and response norms of a network know the kernels, in their places; its convs stay."""
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        known = fused_pool(module) or fused_response_norm(module)
-        if name and known is not None:
-            model.set_submodule(name, known.train(module.training))
+def fuse_neighbours(model: nn.Module) -> int:
+    """Let the max-pools and response norms of a network know the kernels, in their places; how many there are."""
+    places = model.named_modules(remove_duplicate=False)
+    found = {name: (module, fused_pool(module) or fused_response_norm(module)) for name, module in places if name}
+    known = {name: (module, twin) for name, (module, twin) in found.items() if twin is not None}
+    for name, (module, twin) in known.items():
+        model.set_submodule(name, twin.train(module.training))
+    return len(known)
 
 
 def conv_options(module: nn.Module) -> dict[str, Any] | None:

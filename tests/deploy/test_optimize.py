@@ -100,12 +100,31 @@ def test_what_is_fused_whole_computes_the_same_and_leaves_the_network_alone():
     net = create_model("googlenet-lr", num_classes=10, width=0.1, image_size=64).eval()
     before = [type(module) for module in net.modules()]
     images = torch.randn(2, 3, 64, 64)
-    fast = sys.modules[optimize.__module__]._fused(net)
+    fast = sys.modules[optimize.__module__]._fused(net, images)
     kinds = {type(module).__name__ for module in fast.modules()}
     assert {"FusedComposite", "FusedPool", "FusedResponseNorm"} <= kinds
     assert not {"Conv2d", "MaxPool2d", "LocalResponseNorm"} & kinds
     torch.testing.assert_close(fast(images), net(images), rtol=1e-4, atol=1e-5)
     assert [type(module) for module in net.modules()] == before
+
+
+class Skipping(nn.Module):
+    """Leaves out its last layer, which fused layers, being fewer, do not let it do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convs = [nn.Conv2d(3, 8, 3, padding=1), *(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))]
+        self.features = nn.Sequential(convs[0], nn.ReLU(), convs[1], nn.ReLU(), convs[2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in range(3):
+            x = self.features[index](x)
+        return x
+
+
+def test_what_differs_fused_is_refused():
+    with pytest.raises(LowRankError, match="results differ"):
+        sys.modules[optimize.__module__]._fused(Skipping().eval(), torch.randn(2, 3, 16, 16))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

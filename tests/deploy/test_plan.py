@@ -9,7 +9,7 @@ from torch import nn
 
 from lowrank_cnn.deploy.blocks import Block, find_blocks
 from lowrank_cnn.deploy.candidates import CANDIDATES, Apart, groups_apart
-from lowrank_cnn.deploy.plan import plan
+from lowrank_cnn.deploy.plan import _with_neighbours, plan
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.layers import FactoredConv2d, build_conv
 from lowrank_cnn.models import create_model
@@ -145,3 +145,29 @@ def test_a_network_of_one_layer_is_planned_too(image: torch.Tensor):
 def test_bad_input_is_refused_in_a_sentence(call, says: str, network: nn.Module, image: torch.Tensor):
     with pytest.raises(LowRankError, match=says):
         call(network, image)
+
+
+class Asking(nn.Module):
+    """Treats pools in a way of its own, as forwards written by hand do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers, self.how = nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(3, 2)), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "size":
+            return x[..., : self.layers[1].kernel_size]
+        for layer in self.layers:
+            x = layer(x)
+            x = 2 * x if self.how == "kind" and isinstance(layer, nn.MaxPool2d) else x
+        return x
+
+
+def test_neighbours_are_fused_where_the_network_stays_the_same(image: torch.Tensor):
+    with torch.no_grad():
+        twin = _with_neighbours(Asking("").eval(), image)
+        assert twin is not None
+        assert type(twin.layers[1]).__name__ == "FusedPool"
+        assert _with_neighbours(Asking("kind").eval(), image) is None
+        assert _with_neighbours(Asking("size").eval(), image) is None
+        assert _with_neighbours(nn.Sequential(nn.Conv2d(3, 8, 3)).eval(), image) is None

@@ -224,7 +224,8 @@ def launch_weight_gradient(
     images, rows, columns = box
     counts = box_count(problem, box)
     depth = min(tile.depth, power_above(problem.channels))
-    filters = min(tile.filters, power_above(max(group.filters for group in problem.groups)))
+    widest = max(lead + group.filters for lead, group in zip(leads(problem), problem.groups, strict=True))
+    filters = min(tile.filters, power_above(widest))
     groups, tiles = weight_rows(problem, filters, depth)
     boxes = counts[0] * counts[1] * counts[2]
     splits = shares(tiles, boxes, programs)

@@ -38,6 +38,8 @@ def laid_out(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def _lying(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
     first, channels = weights[0], weights[0].shape[1]
     place, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    if place % 16:  # a view into other parameters, say: fetches begin every 16 bytes
+        return None
     for weight in weights:
         ordered = weight.permute(2, 3, 0, 1).is_contiguous() and weight.dtype == dtype
         if not ordered or weight.data_ptr() != place or weight.untyped_storage().data_ptr() != storage:

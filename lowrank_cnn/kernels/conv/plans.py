@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from lowrank_cnn.kernels.conv import fold, gather, hopper_plan, stem, tiled, window_plan
@@ -42,6 +43,12 @@ _UNSUPPORTED: dict[str, Callable[[Problem], str | None]] = {
 }
 
 
+@lru_cache(maxsize=4096)
+def refusal(kernel: str, problem: Problem) -> str | None:
+    """Why a kernel cannot take a problem, or None."""
+    return _UNSUPPORTED[kernel](problem)
+
+
 @dataclass(frozen=True)
 class Plan:
     """A kernel by name and its tile."""
@@ -65,7 +72,7 @@ def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: b
     """Plans for a problem on a device of a compute capability, the default first; more where `thorough`."""
     best = known(problem, capability)
     # Shapes are known without their padding, by which a kernel may refuse them.
-    found = [Plan.from_dict(best)] if best and _UNSUPPORTED[best["kernel"]](problem) is None else []
+    found = [Plan.from_dict(best)] if best and refusal(best["kernel"], problem) is None else []
     if capability[0] == 9 and window_plan.unsupported(problem) is None:
         found.append(Plan("window", window_plan.WindowTile()))
     if stem.unsupported(problem) is None:

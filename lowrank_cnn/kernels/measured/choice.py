@@ -220,7 +220,13 @@ def _key(asked: Asked) -> str:
 
 
 def _entry(asked: Asked) -> dict[str, Any] | None:
-    return store.find(_key(asked)) if asked.device.type == "cuda" else None
+    """What was measured before, unless its plan is one that the kernels no longer take."""
+    entry = store.find(_key(asked)) if asked.device.type == "cuda" else None
+    if entry is None:
+        return None
+    from lowrank_cnn.kernels.conv.plans import refusal
+
+    return entry if refusal(entry["plan"]["kernel"], asked.problem) is None else None
 
 
 def _stored(asked: Asked) -> Choice | None:

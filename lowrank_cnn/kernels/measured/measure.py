@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.errors import LostDeviceError
 from lowrank_cnn.kernels.measured.trial import Trial
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.kernels.problem import Problem
@@ -136,17 +136,18 @@ def _per_call(run: Callable[[], object]) -> float:
 
 
 def _refuse_to_go_on(error: Exception, problem: Problem, device: torch.device, plan: Plan | None) -> None:
-    """After an illegal access or instruction a process has lost its device: say which kernel it was, and stop."""
+    """After an illegal access or instruction a process has lost its device: say what ran then, and stop."""
     if device.type != "cuda":
         return
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as lost:
-        if "captur" in str(lost):  # a graph that another thread records forbids to ask
+        if "captur" in str(lost) or is_out_of_memory(lost):  # a graph that another thread records forbids to ask
             return
-        raise LowRankError(
-            f"the GPU stopped in {plan or 'torch'} on {problem}, and this process cannot go on. Please report it; "
-            "LOWRANK_KERNELS=off does without such kernels."
+        reason = str(lost).strip().partition("\n")[0]
+        raise LostDeviceError(
+            f"the GPU stopped while {plan or 'torch'} was measured on {problem} ({reason}), and this process "
+            "cannot go on. Please report it; LOWRANK_KERNELS=off does without such kernels."
         ) from error
 
 

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.errors import LostDeviceError
 from lowrank_cnn.kernels import for_graphs, mode
 from lowrank_cnn.kernels.conv import launch
 from lowrank_cnn.kernels.conv.plans import Plan
@@ -138,7 +138,7 @@ def test_a_kernel_that_stops_the_device_is_named(monkeypatch, ask):
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     for place, name in ((measure, "captured"), (Trial, "random"), (torch.cuda, "synchronize")):
         monkeypatch.setattr(place, name, fail_with(lost))
-    with pytest.raises(LowRankError, match=r"the GPU stopped in .*LOWRANK_KERNELS=off"):
+    with pytest.raises(LostDeviceError, match=r"the GPU stopped while .*illegal.*LOWRANK_KERNELS=off"):
         ask(problem(), torch.device("cuda"), PLAN, training=False)
 
 
@@ -321,3 +321,14 @@ def test_measuring_leaves_the_generators_alone():
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(trial.x, Trial.random(problem(), DEVICE, True).x)
     assert not torch.equal(trial.weights[0].flatten(), trial.weights[1].flatten())
+
+
+def test_a_stored_plan_that_its_kernel_no_longer_takes_is_passed_over(monkeypatch):
+    groups = ((24, 16, 3, 1), (24, 16, 1, 3))
+    padding = (((1, 1), (0, 0)), ((0, 0), (1, 1)))
+    odd = pose((2, 16, 8, 8), groups, torch.bfloat16, stride=(1, 1), padding=padding, pool="floor")
+    entry = {"plan": {"kernel": "hopper", "tile": {}}}
+    monkeypatch.setattr(store, "find", lambda _: entry)
+    monkeypatch.setattr(choice, "_key", str)
+    assert choice._entry(Asked(odd, torch.device("cuda"))) is None
+    assert choice._entry(Asked(replace(odd, pool=None), torch.device("cuda"))) is entry
