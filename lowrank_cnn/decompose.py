@@ -127,7 +127,7 @@ def _check(scheme: Scheme, **asked: float | None) -> None:
 
 
 def _fittable(model: nn.Module, scheme: Scheme, where: Where) -> tuple[dict[str, nn.Conv2d], tuple[Kept, ...]]:
-    """The convs to fit; a join in channel groups sees other groups' basis filters, and fits nothing."""
+    """The convs to fit; those in channel groups by separable pairs alone."""
     convs, kept = select(model, scheme, where)
     if any(conv.weight.is_meta for conv in convs.values()):
         raise LowRankError("there are no weights to fit: the network is on the meta device.")

@@ -1,7 +1,8 @@
 """The composite layer, and the chains of layers that a scheme builds.
 
 State dict of `CompositeConv2d` (stable): `weights.I` for group I, of shape [filters, in_channels /
-channel_groups, height, width], in the order of the groups, and `bias` over all filters, likewise.
+channel_groups, height, width], in the order of the groups, and `bias` in the order of the outputs: by channel
+group, and within one by group.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _PAD_MODES = ("zeros", "reflect", "replicate", "circular")
 
 class CompositeConv2d(nn.Module):
     """Filter groups of several shapes over one input, concatenated: equal to a conv per group and a cat.
+
+    With channel groups, each has filters of every shape, and its outputs stay together, as in a grouped conv.
 
     Every group sits centred in the kernel that encloses them all, so that all share one output grid at any
     stride. `padding` is that of the enclosing kernel: "same" (the input's size divided by the stride, rounded
@@ -81,12 +84,17 @@ class CompositeConv2d(nn.Module):
         sides = self.group_padding
         if self.padding_mode != "zeros":
             x, sides = _pad(x, self.padding, self.padding_mode), self._crops()
-        biases = _split_bias(self.bias, self.composite)
+        biases = [None] * len(self.weights) if self.bias is None else self.by_group(self.bias)
         outputs = [
             _conv(x, weight, bias, pads, self.stride, self.dilation, self.channel_groups)
             for weight, bias, pads in zip(self.weights, biases, sides, strict=True)
         ]
-        return torch.cat(outputs, dim=-3) if len(outputs) > 1 else outputs[0]
+        return _interleaved(outputs, self.channel_groups, axis=-3)
+
+    def by_group(self, values: Tensor) -> list[Tensor]:
+        """What outputs have one of each, a bias say, apart for each filter group."""
+        parts = [group.filters // self.channel_groups for group in self.composite.groups]
+        return [part.flatten() for part in values.view(self.channel_groups, -1).split(parts, dim=1)]
 
     def explain(self, x: Tensor) -> str:
         """Whether such an input runs through a fused GPU kernel or torch's own convs, and why, in one line."""
@@ -96,18 +104,10 @@ class CompositeConv2d(nn.Module):
         return explain_call(x, list(self.weights), training=torch.is_grad_enabled(), **options)
 
     def dense_view(self) -> nn.Module:
-        """The same map as one dense conv, its kernels padded with zeros to the enclosing shape.
-
-        Several groups over several channel groups interleave their outputs, which no grouped conv does: the
-        view of such a layer is ungrouped, with zeros between the channel groups.
-        """
+        """The same map as one dense conv, its kernels padded with zeros to the enclosing shape."""
         weight = dense_weight(list(self.weights), self.composite, self.channel_groups)
-        grouped = len(self.composite.groups) == 1
         options = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
-        options |= {
-            "channel_groups": self.channel_groups if grouped else 1,
-            "padding_mode": self.padding_mode,
-        }
+        options |= {"channel_groups": self.channel_groups, "padding_mode": self.padding_mode}
         single = Composite((FilterGroup(*self.composite.kernel, self.out_channels),))
         view = conv_of(self.in_channels, single, bias=self.bias is not None, **options)
         return _filled(view.to(weight), weight, self.bias)
@@ -231,14 +231,13 @@ def conv_of(in_channels: int, composite: Composite, *, padding: Padding = "same"
 
 def dense_weight(weights: Sequence[Tensor], composite: Composite, channel_groups: int = 1) -> Tensor:
     """The groups' kernels as one tensor, each centred with zeros around it in the enclosing kernel."""
-    spread = len(weights) > 1 and channel_groups > 1
     kernel = composite.kernel
     blocks = []
     for group, weight in zip(composite.groups, weights, strict=True):
-        (top, left), block = offsets(group, kernel), _ungrouped(weight, channel_groups) if spread else weight
+        top, left = offsets(group, kernel)
         sides = (left, kernel[1] - group.width - left, top, kernel[0] - group.height - top)
-        blocks.append(F.pad(block, sides))
-    return torch.cat(blocks)
+        blocks.append(F.pad(weight, sides))
+    return _interleaved(blocks, channel_groups, axis=0)
 
 
 def _axes(scheme: Scheme) -> tuple[int, int]:
@@ -270,10 +269,14 @@ def _check_channels(in_channels: int, composite: Composite, channel_groups: int)
             raise LowRankError(f"the filter group {group} does not divide into {channel_groups} channel groups.")
 
 
-def _split_bias(bias: Tensor | None, composite: Composite) -> Sequence[Tensor | None]:
-    if bias is None:
-        return [None] * len(composite.groups)
-    return bias.split([group.filters for group in composite.groups])
+def _interleaved(parts: Sequence[Tensor], channel_groups: int, *, axis: int) -> Tensor:
+    """The filter groups' outputs as one: what comes of a channel group stays together, as in a grouped conv."""
+    if len(parts) == 1:
+        return parts[0]
+    if channel_groups == 1:
+        return torch.cat(list(parts), dim=axis)
+    apart = [part.unflatten(axis, (channel_groups, -1)) for part in parts]
+    return torch.cat(apart, dim=axis + (axis >= 0)).flatten(axis - (axis < 0), axis + (axis >= 0))
 
 
 def _conv(
@@ -291,14 +294,6 @@ def _pad(x: Tensor, sides: Sides, mode: str) -> Tensor:
     crop = [min(side, 0) for side in (*sides[1], *sides[0])]
     grow = [max(side, 0) for side in (*sides[1], *sides[0])]
     return F.pad(F.pad(x, crop) if any(crop) else x, grow, mode=mode)
-
-
-def _ungrouped(weight: Tensor, channel_groups: int) -> Tensor:
-    """The weight of a grouped conv as that of a plain one: its blocks on a diagonal of zeros."""
-    blocks = weight.chunk(channel_groups)
-    depth = weight.shape[1]
-    rest = depth * (channel_groups - 1)
-    return torch.cat([F.pad(b, (0, 0, 0, 0, i * depth, rest - i * depth)) for i, b in enumerate(blocks)])
 
 
 def _filled(view: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:

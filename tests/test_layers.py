@@ -54,6 +54,16 @@ def test_a_composite_equals_plain_convs_side_by_side(stride: int):
     torch.testing.assert_close(layer(x), torch.cat(plain, dim=1), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("scheme", ["lr", "lr-join", "separable", "mixture(kx1=2, 1xk=1, kxk=1, join)"])
+def test_outputs_see_the_inputs_of_their_own_channel_group_alone(scheme: str):
+    layer = build_conv(16, 32, 3, scheme, channel_groups=4)
+    x = torch.randn(1, 16, 6, 6, requires_grad=True)
+    for index, outputs in enumerate(layer(x).chunk(4, dim=1)):
+        (seen,) = torch.autograd.grad(outputs.abs().sum(), x, retain_graph=True)
+        reached = [bool(part.any()) for part in seen.chunk(4, dim=1)]
+        assert reached == [other == index for other in range(4)]
+
+
 @pytest.mark.parametrize(("kernel", "dilation"), [((3, 3), 1), ((2, 4), 1), ((2, 5), 3), ((4, 1), 2)])
 def test_one_group_is_torchs_own_same_padding(kernel: tuple[int, int], dilation: int):
     ours = CompositeConv2d(3, [(*kernel, 4)], dilation=dilation)

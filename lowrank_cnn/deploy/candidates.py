@@ -145,7 +145,7 @@ def _dense(layer: nn.Module) -> nn.Module | None:
     try:
         if isinstance(layer, FactoredConv2d):
             dense = merge_chain(layer)
-        elif isinstance(layer, CompositeConv2d) and layer.channel_groups == 1:
+        elif isinstance(layer, CompositeConv2d):
             dense = layer.dense_view()
         else:
             return None
@@ -155,12 +155,13 @@ def _dense(layer: nn.Module) -> nn.Module | None:
 
 
 def _split(layer: CompositeConv2d) -> list[nn.Module]:
-    """A conv per group, sharing the composite's weights; none where the padding is not of zeros."""
-    if layer.padding_mode != "zeros":
+    """A conv per group, sharing the composite's weights; none where the padding is not of zeros.
+
+    Nor where several groups meet several channel groups: their outputs are not simply one after the other.
+    """
+    if layer.padding_mode != "zeros" or (layer.channel_groups > 1 and len(layer.weights) > 1):
         return []
-    biases = (
-        [None] * len(layer.weights) if layer.bias is None else layer.bias.split([len(w) for w in layer.weights])
-    )
+    biases = [None] * len(layer.weights) if layer.bias is None else layer.by_group(layer.bias)
     convs = []
     groups = zip(layer.composite.groups, layer.weights, biases, layer.group_padding, strict=True)
     for group, weight, bias, sides in groups:

@@ -134,8 +134,8 @@ def _fold(layer: nn.Module, norm: nn.Module) -> nn.Module:
     """Put a batch norm into the layer in front of it; of a chain, into its last layer."""
     last: Any = list(layer.children())[-1] if isinstance(layer, FactoredConv2d) else layer
     scale, shift = norm_affine(norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)  # type: ignore[arg-type]
-    weights = list(last.weights) if isinstance(last, CompositeConv2d) else [last.weight]
-    scales = scale.split([weight.shape[0] for weight in weights])
+    composite = isinstance(last, CompositeConv2d)
+    weights, scales = (list(last.weights), last.by_group(scale)) if composite else ([last.weight], [scale])
     with torch.no_grad():
         for weight, part in zip(weights, scales, strict=True):
             weight.copy_(scale_filters(weight, part))

@@ -139,8 +139,15 @@ def test_a_bias_of_zeros_does_not_keep_a_pair_apart():
 
 
 def test_channel_groups_that_do_not_match_stay_apart():
-    (row,) = merge(nn.Sequential(build_conv(4, 8, 3, "lr-join", channel_groups=2)).eval()).merging
+    stages = OrderedDict(basis=nn.Conv2d(4, 8, (3, 1), groups=2), join=nn.Conv2d(8, 8, 1))
+    chain = FactoredConv2d(stages, parse_scheme("lr-join"))
+    (row,) = merge(nn.Sequential(chain).eval()).merging
     assert "channel groups" in row.reason
+
+
+def test_a_basis_in_channel_groups_and_its_join_become_a_grouped_conv():
+    (conv,) = merge(nn.Sequential(build_conv(4, 8, 3, "lr-join", channel_groups=2)).eval())
+    assert conv.groups == 2
 
 
 def test_layers_that_reach_along_one_axis_stay_apart():
