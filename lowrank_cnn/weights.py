@@ -21,7 +21,7 @@ from lowrank_cnn.errors import LowRankError, require
 from lowrank_cnn.rebuild import describe, rebuild
 
 CHANGED = (
-    "the network no longer is what its configuration builds (merged or changed by hand): "
+    "the network no longer is what its configuration builds (merged, planned, optimised or changed by hand): "
     "export it before that, or to .onnx or .pt2."
 )
 _KEY = "lowrank_cnn"
@@ -99,7 +99,9 @@ class _Whole(nn.Module):
 
 def _check_description(model: nn.Module, description: Mapping[str, Any]) -> None:
     if description["model"] is None:
-        if any(row.parts and not row.reason for row in getattr(model, "merging", ())):
+        merged = any(row.parts and not row.reason for row in getattr(model, "merging", ()))
+        planned = any(part.plan.used for part in model.modules() if hasattr(part, "plan"))  # type: ignore[union-attr]
+        if merged or planned or hasattr(model, "report"):
             raise LowRankError(CHANGED)
         return
     with torch.device("meta"):

@@ -22,11 +22,16 @@ from lowrank_cnn.kernels.mode import is_for_graphs
 
 @dataclass
 class Cache:
-    """Times of blocks, by a key of device, versions, threads, layer and input; without a path, nothing is kept."""
+    """Times of blocks, by a key of device, versions, threads, layer and input; without a path, nothing is kept.
+
+    `taken` is how many were found; `blind`, it finds none, and what is measured replaces what it has.
+    """
 
     path: Path | None
     entries: dict[str, dict[str, float]] = field(default_factory=dict)
     changed: bool = False
+    taken: int = 0
+    blind: bool = False
 
     @classmethod
     def open(cls, where: str | Path | bool) -> Cache:
@@ -43,7 +48,10 @@ class Cache:
     def times(self, block: Block, x: Tensor, ways: list[str]) -> dict[str, float] | None:
         """What was measured before, if it was measured for exactly these ways."""
         found = self.entries.get(_key(block, x))
-        return dict(found) if isinstance(found, dict) and set(found) == set(ways) else None
+        if self.blind or not isinstance(found, dict) or set(found) != set(ways):
+            return None
+        self.taken += 1
+        return dict(found)
 
     def keep(self, block: Block, x: Tensor, times: dict[str, float]) -> None:
         self.entries[_key(block, x)] = times

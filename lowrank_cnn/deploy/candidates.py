@@ -60,6 +60,12 @@ def groups_apart(model: nn.Module) -> nn.Module:
     return copy_with(model, replaced)
 
 
+def in_layers(model: nn.Module) -> nn.Module:
+    """A copy whose convs are layers again where a plan has products of its own, which other programs lack."""
+    ours = (module for module in model.modules() if isinstance(module, MatrixConv2d | WinogradConv2d))
+    return copy_with(model, {module: module.plain() for module in ours})
+
+
 def as_given(block: Block) -> nn.Module:
     """The layer, its ReLU and its pool, one after the other."""
     return nn.Sequential(*block.modules)

@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.candidates import groups_apart
+from lowrank_cnn.deploy.candidates import groups_apart, in_layers
 from lowrank_cnn.deploy.runtime import OnnxModel
 from lowrank_cnn.errors import LowRankError, require
 from lowrank_cnn.selection import check_module
@@ -143,7 +143,7 @@ def _write_onnx(path: Path, stored: Stored) -> float:
     dtype = dtype_of(stored.network)
     if dtype not in (torch.float32, torch.float16):
         raise LowRankError(f"onnxruntime has no convolutions in {dtype}: export model.float().")
-    program = _program(replace(stored, network=groups_apart(copy.deepcopy(stored.network).eval())))
+    program = _program(replace(stored, network=groups_apart(in_layers(stored.network).eval())))
     with _quiet():
         onnx = torch.onnx.export(
             program, dynamo=True, verbose=False, input_names=["image"], output_names=["output"]
@@ -176,7 +176,7 @@ def _write_program(path: Path, stored: Stored) -> float:
 
 def _program(stored: Stored) -> torch.export.ExportedProgram:
     x = _images(stored, batch=2)
-    network = copy.deepcopy(stored.network).eval()
+    network = in_layers(stored.network).eval()
     batch = {0: torch.export.Dim("batch", min=1)}
     try:
         return torch.export.export(network, (x,), dynamic_shapes=(batch,))

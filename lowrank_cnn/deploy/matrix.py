@@ -9,6 +9,7 @@ products too thin: there each group gathers its patches and multiplies once.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,8 @@ class _Tap:
 class MatrixConv2d(nn.Module):
     """A conv or composite of stride one and equal output size, with what follows it; for inference."""
 
+    shape_of: nn.Module
+
     def __init__(self, layer: nn.Module, *, relu: bool = False, pool: nn.MaxPool2d | None = None) -> None:
         super().__init__()
         parts = parts_of(layer)
@@ -49,12 +52,20 @@ class MatrixConv2d(nn.Module):
         self.thin = weights[0].shape[1] < _THIN
         products = _stacked(weights, steps) if self.thin else _spread(weights, steps)
         self.taps = [taps for taps, _ in products]
+        self.__dict__["shape_of"] = skeleton(layer)  # known, but no part: it has no weights
         for index, (_, matrix) in enumerate(products):
             self.register_buffer(f"matrix{index}", matrix.contiguous())
 
     @staticmethod
     def takes(layer: nn.Module) -> bool:
         return parts_of(layer) is not None
+
+    def plain(self) -> nn.Module:
+        """The layer that it was made of, with what follows it: for programs that have products of their own."""
+        matrices = [self.get_buffer(f"matrix{index}") for index in range(len(self.taps))]
+        shapes = [tuple(weight.shape) for weight in weights_of(self.shape_of)]
+        made = _unstacked(matrices, shapes) if self.thin else _gathered(matrices, self.taps, shapes)
+        return filled(self.shape_of, made, self.get_buffer("bias").flatten(), self.relu, self.pool)
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
@@ -160,3 +171,45 @@ def _spread(weights: list[Tensor], looks: list[tuple[list[int], list[int]]]) -> 
                     others.append(([_Tap(down, right, first, last)], weight[:, :, i, j]))
         first = last
     return [([_Tap(0, 0, 0, first)], torch.cat(centre)), *others]
+
+
+def _unstacked(matrices: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    """The weights out of which `_stacked` made its products."""
+    pairs = zip(matrices, shapes, strict=True)
+    return [matrix.view(f, h, w, c).permute(0, 3, 1, 2) for matrix, (f, c, h, w) in pairs]
+
+
+def _gathered(matrices: list[Tensor], taps: list[list[_Tap]], shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    """The weights out of which `_spread` made its products: the one tap that a group lacks is its centre."""
+    others = list(zip(matrices[1:], (each[0] for each in taps[1:]), strict=True))
+    weights, first = [], 0
+    for filters, channels, height, width in shapes:
+        own = {(tap.down, tap.right): matrix for matrix, tap in others if tap.first == first}
+        own[0, 0] = matrices[0][first : first + filters]
+        stacked = torch.stack([own[place] for place in sorted(own)], dim=-1)
+        weights.append(stacked.view(filters, channels, height, width))
+        first += filters
+    return weights
+
+
+def weights_of(layer: nn.Module) -> list[Tensor]:
+    return list(layer.weights) if isinstance(layer, CompositeConv2d) else [layer.weight]  # type: ignore[list-item]
+
+
+def skeleton(layer: nn.Module) -> nn.Module:
+    """A layer without its weights: what is needed to make it again."""
+    return copy.deepcopy(layer).to("meta")
+
+
+def filled(
+    shape: nn.Module, weights: list[Tensor], bias: Tensor, relu: bool, pool: nn.MaxPool2d | None
+) -> nn.Module:
+    """A layer made again out of its skeleton, and what follows it."""
+    layer = copy.deepcopy(shape).to_empty(device=bias.device).to(bias.dtype)
+    with torch.no_grad():
+        for target, weight in zip(weights_of(layer), weights, strict=True):
+            target.copy_(weight)
+        if isinstance(layer.bias, Tensor):
+            layer.bias.copy_(bias)
+    after = ([nn.ReLU()] if relu else []) + ([copy.deepcopy(pool)] if pool is not None else [])
+    return nn.Sequential(layer, *after).eval()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowrank_cnn.deploy.blocks import finish
-from lowrank_cnn.deploy.matrix import parts_of
+from lowrank_cnn.deploy.matrix import filled, parts_of, skeleton
 
 STEP, PRODUCTS = 4, 6
 FEWEST = 32
@@ -45,6 +45,8 @@ class _Group:
 class WinogradConv2d(nn.Module):
     """A conv or composite of stride one and equal output size, with what follows it; for inference."""
 
+    shape_of: nn.Module
+
     def __init__(self, layer: nn.Module, *, relu: bool = False, pool: nn.MaxPool2d | None = None) -> None:
         super().__init__()
         if not self.takes(layer):
@@ -62,6 +64,7 @@ class WinogradConv2d(nn.Module):
             first += len(weight)
         bias = layer.bias if isinstance(layer.bias, Tensor) else parts[0][0].new_zeros(self.filters)
         self.register_buffer("bias", bias.detach().clone())
+        self.__dict__["shape_of"] = skeleton(layer)  # known, but no part: it has no weights
 
     @staticmethod
     def takes(layer: nn.Module) -> bool:
@@ -70,6 +73,11 @@ class WinogradConv2d(nn.Module):
             return False
         axes = [_axis(looks) for looks in parts[1]]
         return None not in axes and any(axes)
+
+    def plain(self) -> nn.Module:
+        """The layer that it was made of, with what follows it: for programs that filter in ways of their own."""
+        made = [_taps(self.get_buffer(f"matrices{index}"), group.axis) for index, group in enumerate(self.groups)]
+        return filled(self.shape_of, made, self.get_buffer("bias"), self.relu, self.pool)
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
@@ -107,6 +115,16 @@ def _matrices(weight: Tensor, axis: int) -> Tensor:
     taps = weight.double().permute(2, 3, 1, 0) if axis == 2 else weight.double().permute(3, 2, 1, 0)
     made = torch.einsum("pt,rtcf->rpcf", torch.tensor(FILTERS, dtype=torch.float64), taps)
     return made.to(weight.dtype).contiguous()
+
+
+def _taps(matrices: Tensor, axis: int) -> Tensor:
+    """[filters, channels, height, width]: the weight that `_matrices` made its own of, up to rounding."""
+    if not axis:
+        return matrices[0, 0].t()[:, :, None, None]
+    m = matrices.double()
+    taps = torch.stack([4 * m[:, 0], 3 * (m[:, 2] - m[:, 1]), m[:, 5]], dim=1)
+    weight = taps.permute(3, 2, 0, 1) if axis == 2 else taps.permute(3, 2, 1, 0)
+    return weight.to(matrices.dtype)
 
 
 def _inputs(pixels: Tensor, axis: int, beside: int) -> list[Tensor]:

@@ -1,5 +1,6 @@
 import json
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ from torch import nn
 from lowrank_cnn.convert import convert
 from lowrank_cnn.count import count
 from lowrank_cnn.deploy.export import export, load
+from lowrank_cnn.deploy.matrix import MatrixConv2d
 from lowrank_cnn.deploy.merge import merge
+from lowrank_cnn.deploy.optimize import optimize
+from lowrank_cnn.deploy.winograd import WinogradConv2d
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import create_model
 
@@ -225,7 +229,30 @@ def plain(path):
 
 def test_a_merged_network_of_the_users_own_does_not_go_to_safetensors(tmp_path):
     own = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
-    with pytest.raises(LowRankError, match="merged or changed by hand"):
+    with pytest.raises(LowRankError, match="merged, planned, optimised or changed by hand"):
         export(merge(own), tmp_path / "own.safetensors")
     assert not list(tmp_path.iterdir())
     export(merge(nn.Sequential(nn.Conv2d(3, 4, 3)).eval()), tmp_path / "nothing-merged.safetensors")
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
+def test_what_a_plan_runs_by_products_of_its_own_is_exported_as_layers(tmp_path, suffix: str):
+    convs = [nn.Conv2d(32, 32, 3, padding=1) for _ in range(2)]
+    net = nn.Sequential(MatrixConv2d(convs[0], relu=True), WinogradConv2d(convs[1], pool=nn.MaxPool2d(2))).eval()
+    written = export(net, tmp_path / f"net{suffix}", input_size=(32, 8, 8))
+    assert written.error < 1e-4
+    x = torch.randn(3, 32, 8, 8)
+    loaded = load(tmp_path / f"net{suffix}", trusted=True)
+    torch.testing.assert_close(loaded(x), net(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", ["plan", "optimize"])
+def test_weights_of_what_was_planned_are_refused(tmp_path, make: str):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()).eval()
+    if make == "plan":
+        net.plan = SimpleNamespace(used=True)
+    else:
+        net = optimize(net, torch.randn(1, 3, 8, 8), compile=False, cache=False, repeats=3)
+    with pytest.raises(LowRankError, match="planned, optimised"):
+        export(net, tmp_path / "net.safetensors", input_size=(3, 8, 8))
+    assert not list(tmp_path.iterdir())

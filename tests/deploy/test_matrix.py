@@ -25,7 +25,10 @@ def test_any_composite_equals_its_matrix_products(groups, channels: int, dilatio
     if not MatrixConv2d.takes(layer):
         return
     x = torch.randn(2, channels, *size, dtype=torch.float64)
-    torch.testing.assert_close(MatrixConv2d(layer)(x), layer(x), rtol=0, atol=1e-10)
+    fast = MatrixConv2d(layer)
+    torch.testing.assert_close(fast(x), layer(x), rtol=0, atol=1e-10)
+    for ours, right in zip(fast.plain()[0].weights, layer.weights, strict=True):
+        assert torch.equal(ours, right)
 
 
 @pytest.mark.parametrize("channels", [3, 40])
@@ -34,7 +37,10 @@ def test_a_conv_with_what_follows_it(channels: int, kernel):
     conv = nn.Conv2d(channels, 6, kernel, padding="same").double()
     pool = nn.MaxPool2d(2)
     x = torch.randn(3, channels, 8, 10, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(MatrixConv2d(conv, relu=True, pool=pool)(x), pool(conv(x).relu()))
+    fast = MatrixConv2d(conv, relu=True, pool=pool)
+    torch.testing.assert_close(fast(x), pool(conv(x).relu()))
+    torch.testing.assert_close(fast.plain()(x), pool(conv(x).relu()))
+    assert set(fast.float().state_dict()) == {"bias", *(f"matrix{i}" for i in range(len(fast.taps)))}
 
 
 def test_every_odd_kernel_of_same_padding_is_taken():

@@ -107,13 +107,25 @@ def test_a_way_that_gives_something_else_is_not_chosen(network: nn.Module, image
 
 def test_times_are_kept_and_found_again(network: nn.Module, image: torch.Tensor, tmp_path):
     path = tmp_path / "deep" / "plans.json"
-    first = plan(network, image, cache=path, repeats=3)
+    alone = {"as given": CANDIDATES["as given"]}
+    first = plan(network, image, cache=path, repeats=3, candidates=alone)
     stored = json.loads(path.read_text())
-    again = plan(network, image, cache=path, repeats=3)
+    again = plan(network, image, cache=path, repeats=3, candidates=alone)
     assert json.loads(path.read_text()) == stored
     assert [dict(row.times) for row in again.plan.decisions] == [dict(row.times) for row in first.plan.decisions]
     plan(network, image[:1], cache=path, repeats=3)
     assert len(json.loads(path.read_text())) > len(stored)
+
+
+def test_times_that_the_whole_network_belies_are_measured_anew(network: nn.Module, image: torch.Tensor, tmp_path):
+    path = tmp_path / "plans.json"
+    plan(network, image, cache=path, repeats=3, candidates=WORSE)
+    busy = {key: {"as given": 9.0, "slow": 0.1} for key in json.loads(path.read_text())}
+    path.write_text(json.dumps(busy))
+    again = plan(network, image, cache=path, repeats=3, candidates=WORSE)
+    assert not again.plan.used
+    assert all(row.choice == "as given" for row in again.plan.decisions)
+    assert all(times["slow"] > times["as given"] for times in json.loads(path.read_text()).values())
 
 
 def test_a_damaged_cache_counts_as_empty(network: nn.Module, image: torch.Tensor, tmp_path):

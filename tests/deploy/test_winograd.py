@@ -28,13 +28,21 @@ def test_any_composite_of_three_taps_is_what_it_was(groups, bias: bool, images: 
         assert all(kernel[:2] == (1, 1) for kernel in groups)
         return
     x = torch.randn(images, 32, *size, dtype=torch.float64)
-    torch.testing.assert_close(WinogradConv2d(layer)(x), layer(x), rtol=0, atol=1e-10)
+    fast = WinogradConv2d(layer)
+    torch.testing.assert_close(fast(x), layer(x), rtol=0, atol=1e-10)
+    again = fast.plain()
+    assert isinstance(again[0], CompositeConv2d)
+    for ours, right in zip(again[0].weights, layer.weights, strict=True):
+        torch.testing.assert_close(ours, right, rtol=0, atol=1e-12)
+    torch.testing.assert_close(again(x), layer(x), rtol=0, atol=1e-10)
 
 
 def test_a_conv_with_what_follows_it():
     conv, pool = nn.Conv2d(32, 6, 3, padding=1).double(), nn.MaxPool2d(2)
     x = torch.randn(3, 32, 8, 10, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(WinogradConv2d(conv, relu=True, pool=pool)(x), pool(conv(x).relu()))
+    fast = WinogradConv2d(conv, relu=True, pool=pool)
+    torch.testing.assert_close(fast(x), pool(conv(x).relu()))
+    torch.testing.assert_close(fast.plain()(x), pool(conv(x).relu()))
 
 
 def test_in_float32_it_stays_close():
