@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from lowrank_cnn.deploy.candidates import groups_apart, in_layers
+from lowrank_cnn.deploy.names import name_nodes, without_traces
 from lowrank_cnn.deploy.runtime import OnnxModel
 from lowrank_cnn.errors import LowRankError, require
 from lowrank_cnn.selection import check_module
@@ -149,6 +150,7 @@ def _write_onnx(path: Path, stored: Stored) -> float:
             program, dynamo=True, verbose=False, input_names=["image"], output_names=["output"]
         )
     assert onnx is not None
+    name_nodes(onnx.model.graph)
     onnx.save(str(path), external_data=False)
     return _checked(OnnxModel(path), stored)
 
@@ -179,7 +181,7 @@ def _program(stored: Stored) -> torch.export.ExportedProgram:
     network = in_layers(stored.network).eval()
     batch = {0: torch.export.Dim("batch", min=1)}
     try:
-        return torch.export.export(network, (x,), dynamic_shapes=(batch,))
+        return without_traces(torch.export.export(network, (x,), dynamic_shapes=(batch,)))
     except LowRankError:
         raise
     except Exception as error:  # whatever a forward does that cannot be traced
