@@ -13,10 +13,12 @@ from lowrank_cnn.data.augment import centre_crop, resize_shorter
 from lowrank_cnn.data.decode import BadImageError, decode_image, stack
 from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.train.checkpoint import Store, read_state
 from lowrank_cnn.train.inputs import evaluation_batch, input_size, preprocessing
 from lowrank_cnn.train.launch import resolve_device
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.score import Evaluation, check_fits, score
+from lowrank_cnn.train.state import Position
 from lowrank_cnn.trained import Trained, load_checkpoint, load_pretrained
 
 __all__ = ["Evaluation", "Trained", "evaluate", "load_checkpoint", "load_pretrained", "predict"]
@@ -74,6 +76,23 @@ def predict(
         seen = _whole_to_window(preprocess(pixels[None]), trained)
         answers.append(_ranked(network(seen).softmax(1)[0], trained.classes, top))
     return answers
+
+
+def how_far(path: str | Path, *, best: bool = False) -> str | None:
+    """After how much of its training the weights are that `load_checkpoint` reads; None where after all of it.
+
+    None as well for an exported file, which does not say.
+    """
+    path = Path(path)
+    stem = Store(path).newest() if path.is_dir() else path.with_suffix("")
+    if stem is None or not stem.with_suffix(".json").is_file():
+        return None
+    state = read_state(stem)
+    position, epochs = Position(**state["position"]), int(state["recipe"]["epochs"])
+    if position.done(epochs):
+        return None
+    chosen = Position(epoch=position.best_epoch) if best or stem.name.startswith("best-") else position
+    return chosen.told(epochs)
 
 
 def _trained(

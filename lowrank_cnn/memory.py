@@ -10,3 +10,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     words = ("out of memory", "can't allocate memory", "not enough memory")
     known = (MemoryError, torch.OutOfMemoryError)
     return isinstance(error, known) or any(word in str(error).lower() for word in words)
+
+
+def room(device: torch.device) -> float:
+    """Bytes that can still be allocated on a GPU, those that torch keeps for it included; elsewhere no limit."""
+    if device.type != "cuda":
+        return float("inf")
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -13,7 +13,7 @@ from lowrank_cnn.data import Data, ResidentSplit, open_data
 from lowrank_cnn.decompose import decompose
 from lowrank_cnn.deploy import load
 from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.evaluation import Trained, evaluate, load_checkpoint, predict
+from lowrank_cnn.evaluation import Trained, evaluate, how_far, load_checkpoint, predict
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import Recipe, fit, get_recipe
 from lowrank_cnn.train.inputs import preprocessing
@@ -129,6 +129,31 @@ def test_a_single_file_and_the_best_can_be_named(run, data):
     assert best.top1 == record.result["best_accuracy"]
     [file] = out.glob("best-*.safetensors")
     assert evaluate(file, data, device="cpu") == best
+
+
+def test_a_finished_run_is_not_told_to_be_under_way(run):
+    out, _, _ = run
+    assert how_far(out) is None
+    assert how_far(out, best=True) is None
+    assert how_far(max(out.glob("step-*.safetensors"))) is None
+
+
+def test_weights_of_a_run_under_way_are_told_by_its_epochs(data, tmp_path, monkeypatch):
+    network = create_model("nin-c3-lr", num_classes=2, in_channels=1, width=0.05, norm="batch")
+
+    def leave(trainer, stop) -> None:
+        if trainer.iteration == 6:
+            trainer.save()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("lowrank_cnn.train.trainer.Trainer._look_around", leave)
+    with pytest.raises(KeyboardInterrupt):
+        fit(network, data, RECIPE, out=tmp_path, progress=False, device="cpu")
+    assert how_far(tmp_path) == "after 1 of 2 epochs and 2 batches of the next"
+    assert how_far(tmp_path, best=True) == "after 1 of 2 epochs"
+    [best] = tmp_path.glob("best-*.safetensors")
+    assert how_far(best) == "after 1 of 2 epochs"
+    assert how_far(tmp_path / "step-00000000") == "before any training"
 
 
 def test_the_batch_size_does_not_matter(run, data):

@@ -16,8 +16,9 @@ from lowrank_cnn.cli.show import errors, print_json, print_problems, print_table
 from lowrank_cnn.cli.source import build_for, find_model, is_ours
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.errors import LowRankError, nearest
-from lowrank_cnn.evaluation import check_classes, evaluate, predict
+from lowrank_cnn.evaluation import check_classes, evaluate, how_far, predict
 from lowrank_cnn.models import list_models, list_pretrained
+from lowrank_cnn.train.score import FIRST
 from lowrank_cnn.trained import Trained, load_checkpoint, load_pretrained
 
 TRAINED_HELP = "A run's directory, a checkpoint, an exported .safetensors, or a network's name."
@@ -53,8 +54,10 @@ def evaluate_command(
     if as_json:
         print_json({"model": model, "data": images.name, **result.to_dict()})
         return
-    row = (model, f"{result.top1:.2%}", f"{result.top5:.2%}", f"{result.n:,}", f"{result.loss:.4f}")
-    print_table(f"On {images.name}", ("network", "top-1", "top-5", "n", "loss"), [row])
+    top5 = {"top-5": f"{result.top5:.2%}"} if len(images.classes) > FIRST else {}
+    row = {"network": model, "top-1": f"{result.top1:.2%}", **top5}
+    row |= {"n": f"{result.n:,}", "loss": f"{result.loss:.4f}"}
+    print_table(f"On {images.name}", list(row), [list(row.values())])
     print_problems(images)
 
 
@@ -73,6 +76,8 @@ def predict_command(
     trained = load_pretrained(model, pretrained) if pretrained else model
     trained = load_checkpoint(model, network=find_model(into).network) if into and not pretrained else trained
     answers = predict(trained, images, top=top, device=device)
+    if not pretrained:
+        _tell_how_far(model)
     if as_json:
         print_json(
             [
@@ -100,7 +105,16 @@ def _find(model: str, best: bool, images: Data, into: str | None) -> Trained | t
         raise LowRankError(
             f"{model} is neither a checkpoint nor a network's name; {nearest(model, list_models())}"
         )
-    return load_checkpoint(model, best=best, network=find_model(into).network if into else None)
+    trained = load_checkpoint(model, best=best, network=find_model(into).network if into else None)
+    _tell_how_far(model, best=best)
+    return trained
+
+
+def _tell_how_far(model: str, *, best: bool = False) -> None:
+    """Weights of a run that did not come to its end look like any others: say what they are."""
+    if words := how_far(model, best=best):
+        line = f"These are the weights of {model} {words}, not those of a finished run."
+        errors.print(line, markup=False, soft_wrap=True)
 
 
 def _guessing(name: str) -> str:

@@ -22,6 +22,7 @@ from lowrank_cnn.rebuild import entry_description
 from lowrank_cnn.train import Interrupted, Recipe, Record, fit, get_recipe
 from lowrank_cnn.train.randomness import seed_generators
 from lowrank_cnn.train.recipes import RECIPES
+from lowrank_cnn.train.score import FIRST
 from lowrank_cnn.train.settings import parse_settings
 from lowrank_cnn.units import si
 
@@ -152,15 +153,8 @@ def _print_result(record: Record, out: Path | None, as_json: bool) -> None:
     if as_json:
         print_json({"model": record.model["name"], "out": str(out) if out else None, **r})
         return
-    columns = ("network", "top-1", "top-5", "n", "MACs", "params", "seconds", "images/s")
-    row = (
-        record.model["name"],
-        f"{r['top1']:.2%}",
-        f"{r['top5']:.2%}",
-        f"{r['n']:,}",
-        si(r["macs"]) if r["macs"] else "",
-        si(r["params"]),
-        f"{r['seconds']:.1f}",
-        f"{r['images_per_second']:,.0f}",
-    )
-    print_table(f"Trained on {record.data['name']}", columns, [row])
+    top5 = {"top-5": f"{r['top5']:.2%}"} if len(record.data["classes"]) > FIRST else {}
+    row = {"network": record.model["name"], "top-1": f"{r['top1']:.2%}", **top5, "n": f"{r['n']:,}"}
+    row |= {"MACs": si(r["macs"]) if r["macs"] else "", "params": si(r["params"])}
+    row |= {"seconds": f"{r['seconds']:.1f}", "images/s": f"{r['images_per_second']:,.0f}"}
+    print_table(f"Trained on {record.data['name']}", tuple(row), [tuple(row.values())])

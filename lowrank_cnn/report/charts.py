@@ -99,7 +99,7 @@ def _scatter(points: Sequence[Point], data: str, recipe: str, metric: str, axis:
         "y": METRICS[metric],
         "log": bool(costs) and min(costs) > 0 and max(costs) / min(costs) > WIDE,
         "span": least_span([(point.values[metric], point.n) for point in shown]),
-        "front": pareto_front([(as_shown(cost), gain) for cost, gain in places]),
+        "front": sorted(pareto_front([(as_shown(cost), gain) for cost, gain in places]), key=costs.__getitem__),
         "points": [_drawn(point, axis, metric) for point in shown],
     }
 

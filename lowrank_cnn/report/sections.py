@@ -81,7 +81,10 @@ def _sentence(entry: Entry) -> Markup:
 
 
 def summary_table(entries: Sequence[Entry]) -> Markup:
-    return table("Networks of these records", _SUMMARY, [_summary_row(entry) for entry in entries])
+    """A row for each network; without top-5 where none has it, all being of few classes."""
+    kept = [i for i, c in enumerate(_SUMMARY) if c.heading != "top-5" or any(e.top5 is not None for e in entries)]
+    rows = [[row[i] for i in kept] for row in map(_summary_row, entries)]
+    return table("Networks of these records", [_SUMMARY[i] for i in kept], rows)
 
 
 def _summary_row(entry: Entry) -> list[Cell]:

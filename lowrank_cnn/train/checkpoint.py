@@ -77,9 +77,9 @@ class Store:
             )
         return None
 
-    def empty(self) -> bool:
-        """Whether nothing has been saved yet."""
-        return not self._stems("step", ".json")
+    def newest(self) -> Path | None:
+        """Where the newest state lies, whole or not; None where nothing has been saved yet."""
+        return max(self._stems("step", ".json"), default=None)
 
     def _stems(self, kind: str, suffix: str) -> list[Path]:
         return sorted(path.with_suffix("") for path in self.directory.glob(f"{kind}-*{suffix}"))
@@ -111,6 +111,11 @@ def read_checkpoint(stem: Path) -> Checkpoint:
     if _sha256(payload) != manifest["tensors"]:
         raise DamagedCheckpointError(f"{path} is damaged: its checksum is not the one that was written.")
     return Checkpoint(safetensors.load(payload), manifest["state"], stem)
+
+
+def read_state(stem: Path) -> dict[str, Any]:
+    """What a checkpoint holds beside its tensors, without reading these."""
+    return _unsealed(stem.with_suffix(".json"))["state"]
 
 
 def write_atomically(path: Path, payload: bytes) -> None:

@@ -7,13 +7,18 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.memory import is_out_of_memory
+
+if TYPE_CHECKING:
+    from lowrank_cnn.train.state import Position
 
 
 class NotFiniteError(LowRankError):
@@ -68,6 +73,24 @@ def told_out_of_memory(batch_size: int, device: torch.device) -> Iterator[None]:
             f"a batch of {batch_size} images does not fit the memory of {device}: use a smaller "
             "--batch-size, or bf16, or more processes."
         ) from error
+
+
+def way_back(saved: Position | None, epochs: int) -> str:
+    """How a run whose numbers are no longer finite can go on, from what was saved of its epochs."""
+    if saved is None:
+        return "Nothing is saved: start anew with a smaller --lr."
+    state = f"the state {saved.told(epochs)}"
+    if not saved.epoch and not saved.batch:
+        return f"Only {state} is saved: go on from there with --resume and a smaller --lr."
+    return f"What is saved is {state}: go on from there with --resume and a smaller --lr."
+
+
+def farewell(position: Position, directory: Path | None) -> str:
+    """Where a run that was asked to stop stands, and how it goes on."""
+    where = f"Stopped in epoch {position.epoch + 1}, after batch {position.batch}"
+    if directory is None:
+        return f"{where}; nothing is saved, since no directory was given."
+    return f"{where}; all is saved in {directory}. Go on with the same command and --resume."
 
 
 class StopRequest:

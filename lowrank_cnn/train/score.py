@@ -12,6 +12,9 @@ from torch.nn import functional
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.memory import is_out_of_memory
 
+FIRST = 5
+"""Top-5 asks whether the right class is among so many; of no more classes than that it says nothing."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -67,7 +70,7 @@ def score(
 
 
 def _count(logits: Tensor, labels: Tensor) -> Tensor:
-    ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+    ranked = logits.topk(min(FIRST, logits.shape[1]), dim=1).indices == labels[:, None]
     loss = functional.cross_entropy(logits, labels, reduction="sum")
     n = torch.full_like(loss, len(labels))
     return torch.stack([ranked[:, 0].sum(), ranked.sum(), n, loss]).double()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lowrank_cnn.memory import room
 from lowrank_cnn.train import launch
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory
@@ -35,24 +36,50 @@ class Position:
     history: list[dict[str, Any]] = field(default_factory=list)
     changes: list[dict[str, Any]] = field(default_factory=list)
 
+    def done(self, epochs: int) -> bool:
+        """Whether nothing is left of a run of so many epochs."""
+        return self.stopped or self.epoch >= epochs
+
+    def told(self, epochs: int) -> str:
+        """How far the run has come, in words that follow those for what stands there."""
+        batches = f"{self.batch} batch{'es' * (self.batch != 1)}"
+        if not self.epoch:
+            return f"after {batches} of the first of {epochs} epochs" if self.batch else "before any training"
+        rest = f" and {batches} of the next" if self.batch else ""
+        return f"after {self.epoch} of {epochs} epochs{rest}"
+
 
 @dataclass
 class Keeper:
-    """Writes and reads what a run keeps in its directory: tensors, generators, the best weights, the record."""
+    """Writes and reads what a run keeps in its directory: tensors, generators, the best weights, the record.
+
+    `epoch_end` is the state at the end of the last epoch, for a run that fails before it saves; on its device,
+    where a copy takes no time, and only where there is ample room.
+    """
 
     fabric: Fabric
     step: Step
     inputs: Inputs
     record: Record
     unsaved_best: dict[str, Tensor] = field(default_factory=dict)
+    epoch_end: dict[str, Tensor] = field(default_factory=dict)
 
     def hold_best(self) -> None:
         """Remember the weights as they are now; the next save writes them."""
         self.unsaved_best = {name: t.clone() for name, t in self.step.weights.items()}
 
-    def save(self, directory: RunDirectory, state: dict[str, Any], *, iteration: int, best: int) -> None:
-        """Put the state of all processes down, and the weights held since the last time, of iteration `best`."""
-        shared = self._random_states() | {"tally.sums": launch.add_up(self.fabric, self.step.sums)}
+    def hold_epoch(self) -> None:
+        """Remember the state of all processes at the end of an epoch; writing it each time would take too long."""
+        self.epoch_end = {}  # the room of the epoch before
+        tensors = self._tensors()
+        if self.fabric.is_global_zero and sum(t.nbytes for t in tensors.values()) < room(self.fabric.device) / 4:
+            self.epoch_end = {name: t.detach().clone() for name, t in tensors.items()}
+
+    def save(
+        self, directory: RunDirectory, state: dict[str, Any], *, iteration: int, best: int, held: bool = False
+    ) -> None:
+        """Put the state of all processes down (or that held), and the best weights since, of iteration `best`."""
+        tensors = self.epoch_end if held else self._tensors()
         if self.fabric.is_global_zero:
             state = state | {key: getattr(self.record, key) for key in ABOUT}
             preprocess = {f"preprocess.{name}": t for name, t in self.inputs.preprocess.to_dict().items()}
@@ -60,8 +87,7 @@ class Keeper:
             if self.unsaved_best:
                 weights = {f"model.{name}": t for name, t in self.unsaved_best.items()}
                 directory.store.save(Checkpoint(weights | preprocess, state), best, kind="best", keep=1)
-            tensors = self.step.tensors() | preprocess | shared
-            directory.store.save(Checkpoint(tensors, state), iteration)
+            directory.store.save(Checkpoint(tensors | preprocess, state), iteration)
             directory.write_record(self.record)
         self.unsaved_best = {}
 
@@ -72,6 +98,11 @@ class Keeper:
             self.step.sums.zero_()  # those of all processes, which the first goes on with
         if states := checkpoint.part(f"random.{self.fabric.global_rank}"):
             restore_generators(states, self.fabric.device)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All that changes on the way, with what only the processes together know."""
+        shared = self._random_states() | {"tally.sums": launch.add_up(self.fabric, self.step.sums)}
+        return self.step.tensors() | shared
 
     def _random_states(self) -> dict[str, Tensor]:
         states = generator_states(self.fabric.device)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.memory import is_out_of_memory
-from lowrank_cnn.train import launch
+from lowrank_cnn.train import failure, launch
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory
-from lowrank_cnn.train.failure import Interrupted, NotFiniteError, StopRequest, all_finite, first_not_finite
+from lowrank_cnn.train.failure import Interrupted, NotFiniteError, StopRequest
 from lowrank_cnn.train.inputs import Inputs
 from lowrank_cnn.train.progress import Progress
 from lowrank_cnn.train.recipe import Recipe
@@ -56,6 +58,7 @@ class Trainer:
         self.update: Callable[[Tensor, Tensor], None] | None = None
         self.levels = LevelOff(recipe.patience, recipe.levels, recipe.min_delta)
         self.position, self.progress = Position(), Progress()
+        self.saved: Position | None = None
         self.per_epoch = len(inputs.train)
         self.saved_at = self.epoch_began = time.monotonic()
 
@@ -91,16 +94,21 @@ class Trainer:
         self._check_finite(self._tally())
         self.position.epoch_seconds = time.monotonic() - self.epoch_began
         self._share_problems()
+        self._write(self.directory)
+
+    def _write(self, directory: RunDirectory, *, held: bool = False) -> None:
         self.update_record()
         state = {"position": asdict(self.position), "levels": self.levels.state()}
         best = self.position.best_epoch * self.per_epoch
-        self.keeper.save(self.directory, state, iteration=self.iteration, best=best)
+        self.keeper.save(directory, state, iteration=self.iteration, best=best, held=held)
+        self.saved = replace(self.position)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Pick the state up again, every generator included."""
         self.keeper.restore(checkpoint)
         self.position = Position(**checkpoint.state["position"])
         self.levels.restore(checkpoint.state["levels"])
+        self.saved = replace(self.position)
 
     def update_record(self) -> None:
         """Bring the record up to where the run stands."""
@@ -154,7 +162,7 @@ class Trainer:
         if wish:
             self.save()
         if wish == 2:
-            raise Interrupted(self._farewell())
+            raise Interrupted(failure.farewell(self.position, self.directory and self.directory.path))
 
     def _close_epoch(self) -> None:
         """Count, evaluate, remember the best, judge, and stand at the start of the next epoch."""
@@ -178,6 +186,8 @@ class Trainer:
         self.position.epoch, self.position.batch, self.position.epoch_seconds = done, 0, 0.0
         self.epoch_began = time.monotonic()
         self.step.sums.zero_()
+        if self.directory is not None:
+            self.keeper.hold_epoch()
 
     def _watch(self, done: int) -> float | None:
         """The accuracy on the watched images, where this epoch is to be evaluated."""
@@ -215,24 +225,26 @@ class Trainer:
 
     def _check_finite(self, tally: Tally) -> None:
         """Where an update was refused or has spoilt the weights, meet that batch again and name the layer."""
-        if not tally.halted and all_finite(self.step.weights.values()):
+        if not tally.halted and failure.all_finite(self.step.weights.values()):
             return
         batch = min(tally.steps, self.per_epoch - 1)
         images, _ = next(iter(self.inputs.train.epoch(self.position.epoch, batch)))
         with self.fabric.autocast():
-            where = first_not_finite(self.network, images)
+            where = failure.first_not_finite(self.network, images)
+        epoch = self.position.epoch + 1
+        self._save_last_epoch()
         raise NotFiniteError(
-            f"the loss is not finite at epoch {self.position.epoch + 1}, batch {batch + 1}; "
-            f"the first thing that is not: {where}. {self._way_back()}"
+            f"the loss is not finite at epoch {epoch}, batch {batch + 1}; "
+            f"the first thing that is not: {where}. {failure.way_back(self.saved, self.recipe.epochs)}"
         )
 
-    def _way_back(self) -> str:
-        if self.directory is None or self.directory.store.empty():
-            return "Nothing is saved: start anew with a smaller --lr."
-        return "What was saved before is whole: go on with --resume and a smaller --lr."
-
-    def _farewell(self) -> str:
-        where = f"Stopped in epoch {self.position.epoch + 1}, after batch {self.position.batch}"
-        if self.directory is None:
-            return f"{where}; nothing is saved, since no directory was given."
-        return f"{where}; all is saved in {self.directory.path}. Go on with the same command and --resume."
+    def _save_last_epoch(self) -> None:
+        """Put down what was held at the end of the last epoch, where nothing since was: it was finite then."""
+        if self.directory is None or self.saved is None or self.saved.epoch == self.position.epoch:
+            return
+        if self.fabric.is_global_zero and not self.keeper.epoch_end:  # there was no room for it
+            return
+        self.position.batch, self.position.epoch_seconds = 0, 0.0
+        # On a full disk, what was saved before stands.
+        with contextlib.suppress(LowRankError):
+            self._write(self.directory, held=True)

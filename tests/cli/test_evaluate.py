@@ -110,7 +110,36 @@ def test_names_are_printed_as_they_are(lowrank, tmp_path, monkeypatch):
 
 def test_tables_for_people(lowrank, train_small, tmp_path):
     train_small("--out", tmp_path / "run")
-    assert "top-5" in lowrank("evaluate", tmp_path / "run", "--data", "squares", "--device", "cpu").output
+    done = lowrank("evaluate", tmp_path / "run", "--data", "squares", "--device", "cpu")
+    assert "top-1" in done.output
+    assert "top-5" not in done.output  # of two classes, every answer is among the first five
+    assert "finished" not in done.output
+
+
+def test_top5_is_told_of_more_than_five_classes(lowrank, squares, monkeypatch):
+    ten = replace(squares(), classes=tuple("abcdefghij"))
+    monkeypatch.setattr("lowrank_cnn.cli.evaluate.open_data", lambda *_, **__: ten)
+    assert "top-5" in lowrank("evaluate", "nin", "--data", "squares", "--device", "cpu").output
+
+
+def test_weights_of_a_run_that_did_not_come_to_its_end_are_told_as_such(
+    lowrank, train_small, tmp_path, monkeypatch
+):
+    image = pytest.importorskip("PIL.Image")
+
+    def fail(*_):
+        raise LowRankError("no more")
+
+    monkeypatch.setattr("lowrank_cnn.train.trainer.Trainer._train_epoch", fail)
+    assert train_small("--out", tmp_path / "run").exit_code != 0
+    image.new("L", (16, 16), 230).save(tmp_path / "a.png")
+    for command in (
+        ("evaluate", tmp_path / "run", "--data", "squares"),
+        ("predict", tmp_path / "run", tmp_path / "a.png"),
+    ):
+        done = lowrank(*command, "--device", "cpu")
+        assert done.exit_code == 0, done.output
+        assert "before any training, not those of a finished run" in done.stderr
 
 
 def test_a_networks_name_is_evaluated_untrained_and_that_is_said(lowrank):

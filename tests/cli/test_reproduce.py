@@ -49,7 +49,7 @@ def test_gaps_are_shown_with_their_verdict(tmp_path):
 def test_the_table_of_nothing_is_empty(tmp_path):
     done = lowrank("reproduce", "tiny-imagenet", "--out", tmp_path, "--table")
     assert done.exit_code == 0
-    assert "Not begun: 44 runs, the first paper/vgg11-seed1." in done.output
+    assert "Not begun: 22 runs, the first paper/vgg11-seed1." in done.output
     assert not (tmp_path / "report.html").exists()
 
 

@@ -256,3 +256,29 @@ def test_one_image_of_a_thousand_does_not_fill_the_axis(browser: Any, runs: Path
     heights = [box["y"] for dot in chart.locator(".point .dot").all() if (box := dot.bounding_box())]
     assert 2 < max(heights) - min(heights) < 30
     opened.close()
+
+
+def test_ticks_near_each_other_read_apart_and_no_line_strikes_a_label(browser: Any, runs: Path, tmp_path: Path):
+    """Two networks of nearly one cost, all images right: their labels lie on the line of 100%."""
+    for name, macs in (("nin-0", 13_390_000), ("nin-c3-lr-0", 13_210_000)):
+        record = json.loads((runs / name / "record.json").read_text())
+        record["result"] |= {"top1": 1.0, "n": 1000, "macs": macs, "params": macs // 112}
+        record["data"] |= {"name": "shapes"}
+        record["history"] = record["history"][:3]
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    opened = browser.new_page()
+    opened.goto(write_report([tmp_path], tmp_path / "report.html").as_uri())
+    choose(opened, "shapes")
+    for chart in ("scatter-macs", "scatter-params", "curves-accuracy", "curves-loss"):
+        for axis in ("middle", "end"):
+            texts = opened.locator(f"[data-chart={chart}] .tick text[text-anchor={axis}]").all_text_contents()
+            assert len(texts) > 2
+            assert len(set(texts)) == len(texts)
+    epochs = opened.locator("[data-chart=curves-loss] .tick text[text-anchor=middle]")
+    assert epochs.all_text_contents() == ["1", "2", "3"]
+    style = opened.locator("[data-chart=scatter-macs] text.label").first.evaluate(
+        "(label) => [getComputedStyle(label).paintOrder, getComputedStyle(label).stroke]"
+    )
+    assert style[0].startswith("stroke")
+    assert style[1] == "rgb(255, 255, 255)"
+    opened.close()

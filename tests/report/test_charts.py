@@ -1,5 +1,7 @@
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +16,9 @@ from lowrank_cnn.report.charts import (
     scatters,
 )
 from lowrank_cnn.report.entries import gather
-from lowrank_cnn.report.records import Built, LayerTime, Records, Timing
+from lowrank_cnn.report.reading import read_record
+from lowrank_cnn.report.records import Built, LayerTime, Records, Run, Timing
+from lowrank_cnn.report.sections import summary_table
 
 
 def test_every_cost_of_every_data_set_has_a_chart(records: Records):
@@ -33,6 +37,24 @@ def test_each_recipe_has_charts_beside_all_of_them(records: Records):
     by_macs = {c["recipe"]: c["points"] for c in charts if (c["metric"], c["axis"]) == ("top1", "macs")}
     assert list(by_macs) == ["nin-paper", "another", "all"]
     assert [len(points) for points in by_macs.values()] == [3 + 3, 1 + 3, 4 + 3]
+
+
+def test_top5_of_few_classes_is_left_out(runs: Path):
+    record = json.loads((runs / "nin-0" / "record.json").read_text())
+    for classes, metrics in ((5, {"top1"}), (6, {"top1", "top5"})):
+        record["data"] |= {"name": "shapes", "classes": [str(i) for i in range(classes)]}
+        entries = gather(Records([run for run in read_record(record, runs) if isinstance(run, Run)]))
+        charts = [c for c in scatters(points_of(entries)) if c["data"] == "shapes"]
+        assert {c["metric"] for c in charts} == metrics
+        assert ("top-5" in summary_table(entries)) == ("top5" in metrics)
+
+
+def test_a_front_never_goes_back(records: Records):
+    """Costs that are shown alike may differ: the front is drawn by what they are."""
+    alike = [replace(run, top1=0.9, params=118_900 if "c3" in run.built.name else 119_400) for run in records.runs]
+    for chart in scatters(points_of(gather(Records(alike)))):
+        costs = [chart["points"][i]["x"] for i in chart["front"]]
+        assert costs == sorted(costs)
 
 
 def test_points_know_how_far_their_seeds_lie_apart(records: Records):

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.train import NotFiniteError, OutOfMemoryError, load_record
-from lowrank_cnn.train.failure import StopRequest, first_not_finite, told_out_of_memory
+from lowrank_cnn.train.failure import StopRequest, first_not_finite, told_out_of_memory, way_back
+from lowrank_cnn.train.state import Keeper, Position
 
 
 class Explode(nn.Module):
@@ -58,6 +60,68 @@ def test_a_run_that_diverges_names_the_layer_and_keeps_its_last_good_state(drive
     assert load_record(tmp_path).status == "failed"
     assert driver.newest(tmp_path) == 7
     assert all(t.isfinite().all() for t in driver.last_weights(tmp_path).values())
+
+
+def diverge(driver, out, burns_at: int, **options) -> str:
+    """Burn the fuse at a batch of three epochs of five, before any checkpoint is due, and give what is said."""
+    network = driver.tiny_net()
+    network.insert(2, Fuse(burns_at=burns_at))
+    with pytest.raises(NotFiniteError) as caught:
+        driver.fit(network, driver.tiny_data(), driver.PLAIN, out=out, progress=False, device="cpu", **options)
+    return str(caught.value)
+
+
+def test_a_quick_run_that_diverges_keeps_its_last_epoch_and_goes_on_as_if_nothing_had_been(driver, tmp_path):
+    says = diverge(driver, tmp_path, burns_at=13)
+    assert "epoch 3, batch 3" in says
+    assert "What is saved is the state after 2 of 3 epochs: go on from there with --resume" in says
+    assert driver.newest(tmp_path) == 10
+    assert [row["epoch"] for row in load_record(tmp_path).history] == [1, 2]
+    whole, again = driver.tiny_net(), driver.tiny_net()
+    for network in (whole, again):
+        network.insert(2, Fuse(burns_at=99))
+    options = {"progress": False, "device": "cpu"}
+    record = driver.fit(again, driver.tiny_data(), driver.PLAIN, out=tmp_path, resume=True, **options)
+    driver.fit(whole, driver.tiny_data(), driver.PLAIN, **options)
+    assert [row["epoch"] for row in record.history] == [1, 2, 3]
+    assert all(torch.equal(t, again.state_dict()[name]) for name, t in whole.state_dict().items())
+
+
+def test_a_run_that_diverges_at_once_says_that_only_its_start_is_saved(driver, tmp_path):
+    assert "Only the state before any training is saved" in diverge(driver, tmp_path, burns_at=3)
+    assert driver.newest(tmp_path) == 0
+
+
+def test_what_was_saved_within_an_epoch_is_not_taken_back_to_its_start(driver, tmp_path):
+    says = diverge(driver, tmp_path, burns_at=8, checkpoint_every=0.0)
+    assert "the state after 1 of 3 epochs and 2 batches of the next" in says
+    assert driver.newest(tmp_path) == 7
+
+
+def test_on_a_full_disk_what_was_saved_before_stands(driver, tmp_path, monkeypatch):
+    save = Keeper.save
+
+    def full(self, *arguments, held=False, **options):
+        if held:
+            raise LowRankError("the disk is full")
+        save(self, *arguments, **options)
+
+    monkeypatch.setattr(Keeper, "save", full)
+    assert "Only the state before any training is saved" in diverge(driver, tmp_path, burns_at=8)
+
+
+@pytest.mark.parametrize(
+    ("position", "words"),
+    [
+        (None, "Nothing is saved: start anew"),
+        (Position(), "Only the state before any training is saved"),
+        (Position(batch=1), "is the state after 1 batch of the first of 9 epochs:"),
+        (Position(epoch=4), "is the state after 4 of 9 epochs:"),
+        (Position(epoch=4, batch=2), "is the state after 4 of 9 epochs and 2 batches of the next:"),
+    ],
+)
+def test_the_way_back_says_how_far_what_was_saved_has_come(position: Position | None, words: str):
+    assert words in way_back(position, 9)
 
 
 def test_divergence_is_met_at_the_end_of_the_epoch_without_a_directory(driver):

@@ -15,12 +15,16 @@ function fill(element, attributes, children) {
 const svg = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
 const html = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
 
-function si(value) {
+function si(value, digits = 3) {
   for (const [unit, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]])
-    if (Math.abs(value) >= unit) return `${+(value / unit).toPrecision(3)}${letter}`;
-  return `${+value.toPrecision(3)}`;
+    if (Math.abs(value) >= unit) return `${+(value / unit).toPrecision(digits)}${letter}`;
+  return `${+value.toPrecision(digits)}`;
 }
 const percent = (value) => `${(100 * value).toFixed(2)}%`;
+// Ticks are round numbers, written to their last digit: rounded, neighbours would read alike.
+const TICK_DIGITS = 8;
+const plainTick = (value) => `${+value.toPrecision(TICK_DIGITS)}`;
+const percentTick = (value) => `${plainTick(100 * value)}%`;
 
 function niceTicks(low, high, count) {
   const rough = (high - low || Math.abs(high) || 1) / count;
@@ -84,11 +88,14 @@ function axes({ root, area }, x, y, showX, showY) {
       svg("line", { x1: area.left, x2: area.right, y1: at, y2: at }),
       svg("text", { x: area.left - 6, y: at + 4, "text-anchor": "end" }, showY(value))));
   }
+  let free = -Infinity;
   for (const value of x.ticks) {
-    const at = x(value);
+    const at = x(value), text = showX(value), half = measure.measureText(text).width / 2 + 4;
+    if (at - half < free) continue; // no room beside the one before
+    free = at + half;
     root.append(svg("g", { class: "tick" },
       svg("line", { x1: at, x2: at, y1: area.bottom, y2: area.bottom + 4 }),
-      svg("text", { x: at, y: area.bottom + 18, "text-anchor": "middle" }, showX(value))));
+      svg("text", { x: at, y: area.bottom + 18, "text-anchor": "middle" }, text)));
   }
   root.append(svg("path", { class: "axis", d: `M${area.left} ${area.top}V${area.bottom}H${area.right}` }));
 }

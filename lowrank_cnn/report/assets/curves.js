@@ -77,7 +77,8 @@ function drawCurves(runs, key, name, indexOf, width) {
   const sparse = key === "accuracy" ? runs.filter(watchedOnce) : [];
   const limits = key === "accuracy" ? { most: 1, span: Math.max(...runs.map((run) => run.span)) } : {};
   const y = scale([...known(runs, key), ...known(sparse, "trained")], area.bottom, area.top, limits);
-  axes(parts, x, y, (v) => `${v}`, key === "accuracy" ? (v) => `${+(100 * v).toFixed(2)}%` : (v) => `${+v.toPrecision(3)}`);
+  x.ticks = x.ticks.filter(Number.isInteger);
+  axes(parts, x, y, plainTick, key === "accuracy" ? percentTick : plainTick);
   for (const run of runs) {
     const thin = sparse.includes(run), line = look(indexOf(run.group));
     if (thin) line.class += " thin";

@@ -56,7 +56,7 @@ function stairBoxes(points, x, y) {
   });
 }
 
-const showCost = (chart, value) => (chart.axis === "macs" || chart.axis === "params" ? si(value) : `${+value.toPrecision(3)}`);
+const showCost = (chart, value, digits = 3) => (chart.axis === "macs" || chart.axis === "params" ? si(value, digits) : `${+value.toPrecision(digits)}`);
 
 // How far the seeds lie apart: one standard deviation up and down.
 const reach = (p) => (p.spread ? [p.y - p.spread, Math.min(1, p.y + p.spread)] : [p.y]);
@@ -87,7 +87,7 @@ function drawScatter(chart, width) {
   const { root, area } = parts;
   const x = scale(chart.points.map((p) => p.x), area.left, area.right, { log: chart.log, count: width < 420 ? 4 : 6, pad: 0.12 });
   const y = scale(chart.points.flatMap(reach), area.bottom, area.top, { pad: 0.12, most: 1, count: 6, span: chart.span });
-  axes(parts, x, y, (v) => showCost(chart, v), (v) => `${+(100 * v).toFixed(2)}%`);
+  axes(parts, x, y, (v) => showCost(chart, v, TICK_DIGITS), percentTick);
   const front = chart.front.map((index) => chart.points[index]);
   if (front.length > 1) root.append(svg("path", { class: "front", d: staircase(front, x, y) }));
   const first = (p) => (p.source === "ours" ? 0 : front.includes(p) ? 1 : 2);

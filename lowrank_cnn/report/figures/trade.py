@@ -186,7 +186,7 @@ def _fronts(marks: Sequence[Mark]) -> dict[str, list[tuple[float, float]]]:
 
 def _stairs(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The corners of the Pareto front: the least error at each cost."""
-    front = [points[i] for i in pareto_front([(as_shown(cost), -error) for cost, error in points])]
+    front = sorted(points[i] for i in pareto_front([(as_shown(cost), -error) for cost, error in points]))
     stairs = front[:1]
     for cost, error in front[1:]:
         stairs += [(cost, stairs[-1][1]), (cost, error)]
