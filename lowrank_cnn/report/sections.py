@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lowrank_cnn.paper.audit import CONTRADICTED, REPRODUCED, UNREPRODUCIBLE, UNTESTED, Finding, summary
+from lowrank_cnn.paper.gaps import MARGIN
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.charts import data_label
 from lowrank_cnn.report.entries import comparable
@@ -47,18 +48,26 @@ _PUBLISHED = (
 
 
 def headline(entries: Sequence[Entry]) -> Markup:
-    """What was gained, in a few sentences: each low-rank network at its best, the most frugal first."""
+    """What was gained, in a few sentences: each low-rank network at its best, the most frugal first.
+
+    Those that lost much accuracy by it come after the others: a network at a tenth of the cost is no gain as such.
+    """
     saving = [entry for entry in comparable(entries) if entry.top1 is not None and _saves(entry)]
     best: dict[tuple[Built, str], Entry] = {}
     for entry in sorted(saving, key=_weight):
         best[entry.built, entry.data] = entry
-    told = sorted(best.values(), key=lambda entry: entry.ratios["macs"])
+    told = sorted(best.values(), key=lambda entry: (_lost(entry), entry.ratios["macs"]))
     sentences = [tag("li", _sentence(entry)) for entry in told[:MOST_SENTENCES]]
     return tag("ul", *sentences, class_="headline") if sentences else Markup("")
 
 
 def _saves(entry: Entry) -> bool:
     return entry.ratios.get("macs", 1.0) < 1.0
+
+
+def _lost(entry: Entry) -> bool:
+    """Whether accuracy is further below the twin's than what the paper calls comparable."""
+    return 100 * entry.ratios.get("top1", 0.0) < -MARGIN
 
 
 def _weight(entry: Entry) -> tuple[bool, bool, float]:

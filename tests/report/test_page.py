@@ -86,6 +86,13 @@ def test_the_headline_tells_each_network_at_its_best_against_a_twin_trained_as_l
     assert "on CIFAR-10" in sentences[0]
 
 
+def test_the_headline_begins_with_what_kept_its_accuracy():
+    page = render(read_records([Path(__file__).parents[2] / "benchmarks" / "results" / "tiny-imagenet" / "paper"]))
+    sentences = [re.sub("<.*?>", "", text) for text in re.findall(r"<li>(<strong>.*?)</li>", page)]
+    assert sentences[0].startswith("vgg11-gmp-lr-2x reaches")
+    assert not any(text.startswith("vgg11-gmp-lr-lde") for text in sentences)
+
+
 def test_bad_files_are_listed(page: str):
     text = Reader(page).text
     assert "3 files could not be shown." in text
