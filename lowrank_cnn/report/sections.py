@@ -67,7 +67,7 @@ def _saves(entry: Entry) -> bool:
 
 def _lost(entry: Entry) -> bool:
     """Whether accuracy is further below the twin's than what the paper calls comparable."""
-    return 100 * entry.ratios.get("top1", 0.0) < -MARGIN
+    return entry.ratios.get("top1", 0.0) < -MARGIN
 
 
 def _weight(entry: Entry) -> tuple[bool, bool, float]:
