@@ -116,9 +116,12 @@ def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = Fal
 
 def _load_program(path: Path) -> nn.Module:
     try:
-        return torch.export.load(path).module()
+        module = torch.export.load(path).module()
     except Exception as error:  # torch has no error of its own for a file that it did not write
         raise LowRankError(f"{path} is not a torch.export program: {_first_line(error)}") from error
+    for part in module.modules():  # it has no eval() of its own, and was exported from evaluation
+        part.training = False
+    return module
 
 
 def _stored(model: nn.Module, input_size: Sequence[int] | None) -> Stored:

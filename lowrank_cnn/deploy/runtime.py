@@ -28,12 +28,27 @@ class OnnxModel(nn.Module):
         except Exception as error:  # onnxruntime has its own family of errors, none of them public
             first = str(error).strip().partition("\n")[0]
             raise LowRankError(f"onnxruntime cannot read {path}: {first}") from error
-        self.input: str = self.session.get_inputs()[0].name
+        image = self.session.get_inputs()[0]
+        self.input: str = image.name
+        self.input_size = tuple(size if isinstance(size, int) else None for size in image.shape[1:])
+        self.dtype = torch.float16 if image.type == "tensor(float16)" else torch.float32
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
+        self._check(x)
         (output,) = self.session.run(None, {self.input: x.detach().cpu().numpy()})[:1]
         return torch.from_numpy(output)
+
+    def _check(self, x: Tensor) -> None:
+        """Refuse in a sentence what the runtime would refuse in its own words."""
+        sizes = zip(x.shape[1:], self.input_size, strict=False)
+        if x.dim() != 1 + len(self.input_size) or any(
+            right is not None and size != right for size, right in sizes
+        ):
+            takes, given = ("x".join(str(n or "any") for n in shape) for shape in (self.input_size, x.shape[1:]))
+            raise LowRankError(f"this file is for a batch of images of {takes}, not of {given}.")
+        if x.dtype != self.dtype:
+            raise LowRankError(f"this file takes images in {self.dtype}, not in {x.dtype}.")
 
 
 def node_macs(path: str | Path) -> dict[str, int]:

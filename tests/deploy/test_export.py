@@ -256,3 +256,20 @@ def test_weights_of_what_was_planned_are_refused(tmp_path, make: str):
     with pytest.raises(LowRankError, match="planned, optimised"):
         export(net, tmp_path / "net.safetensors", input_size=(3, 8, 8))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_loaded_graph_knows_its_images_and_refuses_others(network, tmp_path):
+    export(network, tmp_path / "net.onnx", input_size=SIZE)
+    loaded = load(tmp_path / "net.onnx")
+    assert loaded.input_size == SIZE
+    with pytest.raises(LowRankError, match="images of 3x32x32, not of 3x30x32"):
+        loaded(torch.zeros(1, 3, 30, 32))
+    with pytest.raises(LowRankError, match="images of 3x32x32, not of 32x32"):
+        loaded(torch.zeros(3, 32, 32))
+    with pytest.raises(LowRankError, match=r"in torch.float32, not in torch.float64"):
+        loaded(torch.zeros(1, *SIZE, dtype=torch.float64))
+
+
+def test_a_loaded_program_is_in_evaluation(network, tmp_path):
+    export(network, tmp_path / "net.pt2", input_size=SIZE)
+    assert not any(part.training for part in load(tmp_path / "net.pt2", trusted=True).modules())
