@@ -13,8 +13,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def room(device: torch.device) -> float:
-    """Bytes that can still be allocated on a GPU, those that torch keeps for it included; elsewhere no limit."""
+    """Bytes of a GPU that nothing has needed so far, torch's own reserve included; elsewhere no limit."""
     if device.type != "cuda":
         return float("inf")
     free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)

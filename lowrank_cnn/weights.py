@@ -11,6 +11,7 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,9 @@ def is_exported(path: Path) -> bool:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """The precision of a network's weights."""
-    return next((parameter.dtype for parameter in model.parameters()), torch.float32)
+    """The precision of a network's weights, or of what a plan has made of them."""
+    tensors = (tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.is_floating_point())
+    return next((tensor.dtype for tensor in tensors), torch.float32)
 
 
 class _Whole(nn.Module):
@@ -100,8 +102,8 @@ class _Whole(nn.Module):
 def _check_description(model: nn.Module, description: Mapping[str, Any]) -> None:
     if description["model"] is None:
         merged = any(row.parts and not row.reason for row in getattr(model, "merging", ()))
-        planned = any(part.plan.used for part in model.modules() if hasattr(part, "plan"))  # type: ignore[union-attr]
-        if merged or planned or hasattr(model, "report"):
+        planned = any(getattr(getattr(part, "plan", None), "used", False) is True for part in model.modules())
+        if merged or planned or getattr(model, "optimized", False) is True:
             raise LowRankError(CHANGED)
         return
     with torch.device("meta"):

@@ -81,6 +81,7 @@ def plan_command(
     from lowrank_cnn.clock import torch_threads
     from lowrank_cnn.count import count
     from lowrank_cnn.deploy import optimize
+    from lowrank_cnn.deploy.plan import Plan
     from lowrank_cnn.timing import dense_twin
     from lowrank_cnn.train.launch import resolve_device
 
@@ -99,7 +100,7 @@ def plan_command(
         if dense is not None:
             rival = optimize(dense.eval().to(device), image, compile=compile_, cache=cache)
             where["twin"] = _beside(fast, rival, image) | {"macs": batch * count(dense, image.shape[1:]).macs}
-    plans = [part.plan for part in fast.modules() if hasattr(part, "plan")]
+    plans = [part.plan for part in fast.modules() if isinstance(getattr(part, "plan", None), Plan)]
     if as_json:
         return print_json({**where, **fast.report.to_dict(), "plans": [plan.to_dict() for plan in plans]})  # type: ignore[union-attr, operator]
     for plan in plans:

@@ -6,7 +6,7 @@ The exporters keep the lines of source, with their paths, that every operation w
 from __future__ import annotations
 
 import ast
-from collections import Counter
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -25,11 +25,12 @@ def without_traces(program: torch.export.ExportedProgram) -> torch.export.Export
 
 def name_nodes(graph: Any) -> None:
     """Call the nodes of an ONNX graph by their layers, and drop what else the exporter wrote down about them."""
-    taken: Counter[str] = Counter()
+    taken: set[str] = set()
     for node in graph:
-        name = _layer(node.metadata_props.get(_SCOPES, "")) or node.name
-        taken[name] += 1
-        node.name = name if taken[name] == 1 else f"{name}_{taken[name]}"
+        name = _layer(node.metadata_props.get(_SCOPES, "")) or str(node.name)
+        numbered = (f"{name}_{number}" for number in count(2))
+        node.name = next(each for each in chain([name], numbered) if each not in taken)
+        taken.add(node.name)
         for part in (node, *node.outputs):
             part.metadata_props.clear()
 

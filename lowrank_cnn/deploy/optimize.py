@@ -42,6 +42,8 @@ class Optimized(nn.Module):
     was compiled, `network` still is what it was made of: that is what a tracer sees, and an export holds.
     """
 
+    optimized = True
+
     def __init__(self, network: nn.Module, memory_format: torch.memory_format, *, compiled: bool = False) -> None:
         super().__init__()
         self.network, self.memory_format, self.compiled = network, memory_format, compiled
@@ -56,18 +58,18 @@ class Optimized(nn.Module):
         if self.recorded is not None and self.recorded.takes(x):
             return self.recorded(x)
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        run = self.network if traced or not self.compiled else self._through_compiler(x)
+        run = self.network if traced or not self.compiled else self._through_compiler()
         return run(x.contiguous(memory_format=self.memory_format))
 
     def record(self, x: Tensor) -> None:
         """Keep a run on inputs like this one as a CUDA graph."""
         self.recorded = recorded(self.network, x, self.memory_format)
 
-    def _through_compiler(self, x: Tensor) -> Callable[[Tensor], Any]:
+    def _through_compiler(self) -> Callable[[Tensor], Any]:
         if self._runs is None:
-            options: Any = {"freezing": True} if x.device.type == "cpu" else None
-            # Not the module that torch makes of a module, which would be a part, with all weights once more.
-            self._runs = torch.compile(self.network.__call__, options=options, dynamic=False)
+            # Known, but no part: torch makes a module of it, which would have all weights once more.
+            self.__dict__["_runs"] = torch.compile(self.network, dynamic=False)
+        assert self._runs is not None
         return self._runs
 
     # A graph is bound to its memory, and what is compiled may hold weights: copies and moves leave both behind.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lowrank_cnn.memory import room
+from lowrank_cnn.memory import is_out_of_memory, room
 from lowrank_cnn.train import launch
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory
@@ -73,7 +73,11 @@ class Keeper:
         self.epoch_end = {}  # the room of the epoch before
         tensors = self._tensors()
         if self.fabric.is_global_zero and sum(t.nbytes for t in tensors.values()) < room(self.fabric.device) / 4:
-            self.epoch_end = {name: t.detach().clone() for name, t in tensors.items()}
+            try:
+                self.epoch_end = {name: t.detach().clone() for name, t in tensors.items()}
+            except RuntimeError as error:  # memory in pieces, say: a run can do without
+                if not is_out_of_memory(error):
+                    raise
 
     def save(
         self, directory: RunDirectory, state: dict[str, Any], *, iteration: int, best: int, held: bool = False

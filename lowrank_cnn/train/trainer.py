@@ -186,7 +186,7 @@ class Trainer:
         self.position.epoch, self.position.batch, self.position.epoch_seconds = done, 0, 0.0
         self.epoch_began = time.monotonic()
         self.step.sums.zero_()
-        if self.directory is not None:
+        if self.directory is not None and not self.position.done(self.recipe.epochs):
             self.keeper.hold_epoch()
 
     def _watch(self, done: int) -> float | None:

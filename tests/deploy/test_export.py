@@ -246,6 +246,20 @@ def test_what_a_plan_runs_by_products_of_its_own_is_exported_as_layers(tmp_path,
     torch.testing.assert_close(loaded(x), net(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_network_of_such_products_alone_keeps_its_precision(tmp_path, dtype: torch.dtype):
+    net = nn.Sequential(WinogradConv2d(nn.Conv2d(32, 8, 3, padding=1).to(dtype))).eval()
+    export(net, tmp_path / "net.pt2", input_size=(32, 8, 8))
+    assert load(tmp_path / "net.pt2", trusted=True)(torch.zeros(1, 32, 8, 8, dtype=dtype)).dtype == dtype
+
+
+def test_what_a_user_calls_plan_or_report_is_the_users(tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1))
+    net.plan, net.report = ["a", "list"], lambda: None
+    export(net, tmp_path / "net.safetensors", input_size=(3, 8, 8))
+    load(tmp_path / "net.safetensors", into=nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)))
+
+
 @pytest.mark.parametrize("make", ["plan", "optimize"])
 def test_weights_of_what_was_planned_are_refused(tmp_path, make: str):
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()).eval()

@@ -6,6 +6,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from torch import nn
 
 from lowrank_cnn.deploy.export import export
 from lowrank_cnn.models import create_model
@@ -23,6 +24,12 @@ def test_a_program_keeps_no_paths(network, tmp_path):
     with ZipFile(tmp_path / "net.pt2") as file:
         parts = {name: file.read(name) for name in file.namelist()}
     assert not [name for name, content in parts.items() if HERE in content or b"site-packages" in content]
+
+
+def test_names_stay_apart_whatever_torch_calls_its_operations(tmp_path):
+    act = nn.SiLU()
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), act, nn.Conv2d(4, 4, 3), act, nn.Conv2d(4, 4, 3), act).eval()
+    assert export(net, tmp_path / "net.onnx", input_size=(3, 12, 12)).error < 1e-4
 
 
 def test_onnx_has_the_names_of_layers_and_no_paths(network, tmp_path):

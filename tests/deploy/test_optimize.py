@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from lowrank_cnn.deploy.export import export, load
 from lowrank_cnn.deploy.optimize import optimize
@@ -53,6 +54,14 @@ def test_what_was_compiled_is_exported_copied_and_moved(network: nn.Module, tmp_
     assert load(tmp_path / "net.pt2", trusted=True)(torch.zeros(3, 3, 30, 30)).shape == (3, 10)
     torch.testing.assert_close(copy.deepcopy(fast)(IMAGE), fast(IMAGE))
     assert fast.double()(IMAGE.double()).dtype == torch.float64
+
+
+def test_a_sequential_is_compiled_too():
+    torch._dynamo.reset()
+    counters.clear()
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+    sys.modules[optimize.__module__].Optimized(net, torch.channels_last, compiled=True)(torch.randn(1, 3, 8, 8))
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_network_that_does_not_compile_is_left_as_it_is(network: nn.Module, monkeypatch: pytest.MonkeyPatch):
