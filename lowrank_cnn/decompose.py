@@ -24,7 +24,7 @@ from lowrank_cnn.factorize import (
     separable_factors,
     separable_weight,
 )
-from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d, weights_of
 from lowrank_cnn.ranks import Curves, by_energy, by_latency, by_macs, curves_of, estimated, schemes_of
 from lowrank_cnn.selection import Kept, Where, select
 from lowrank_cnn.spec import Scheme, parse_scheme
@@ -187,8 +187,7 @@ def _filters(stage: nn.Module) -> int:
 
 def _fill(stage: nn.Module, tensors: Sequence[Tensor]) -> None:
     """Set the weights of a layer, and its bias to zero."""
-    weights = list(stage.weights) if isinstance(stage, CompositeConv2d) else [stage.weight]
-    for weight, tensor in zip(weights, tensors, strict=True):
-        weight.copy_(tensor)  # type: ignore[operator]
+    for weight, tensor in zip(weights_of(stage), tensors, strict=True):
+        weight.copy_(tensor)
     if stage.bias is not None:
         stage.bias.zero_()  # type: ignore[operator, union-attr]

@@ -13,7 +13,7 @@ from lowrank_cnn.data.augment import centre_crop, resize_shorter
 from lowrank_cnn.data.decode import BadImageError, decode_image, stack
 from lowrank_cnn.data.streamed import frame
 from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.train.checkpoint import Store, read_state
+from lowrank_cnn.train.checkpoint import DamagedCheckpointError, Store, read_state
 from lowrank_cnn.train.inputs import evaluation_batch, input_size, preprocessing
 from lowrank_cnn.train.launch import resolve_device
 from lowrank_cnn.train.recipe import Recipe
@@ -84,14 +84,19 @@ def how_far(path: str | Path, *, best: bool = False) -> str | None:
     None as well for an exported file, which does not say.
     """
     path = Path(path)
-    stem = Store(path).newest() if path.is_dir() else path.with_suffix("")
+    best = best or path.name.startswith("best-")
+    whole = path if path.is_dir() else path.parent  # whether a run came to its end, its newest state knows
+    stem = Store(whole).newest() if path.is_dir() or best else path.with_suffix("")
     if stem is None or not stem.with_suffix(".json").is_file():
         return None
-    state = read_state(stem)
+    try:
+        state = read_state(stem)
+    except DamagedCheckpointError:  # the weights that were asked for are others, and were read
+        return None
     position, epochs = Position(**state["position"]), int(state["recipe"]["epochs"])
     if position.done(epochs):
         return None
-    chosen = Position(epoch=position.best_epoch) if best or stem.name.startswith("best-") else position
+    chosen = Position(epoch=position.best_epoch) if best else position
     return chosen.told(epochs)
 
 

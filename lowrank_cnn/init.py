@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d, weights_of
 from lowrank_cnn.spec import Composite
 
 Rectified = Callable[[str, nn.Module], bool]
@@ -61,7 +61,7 @@ def init_(model: nn.Module, *, relu: Rectified | None = None) -> nn.Module:
     for name, layer in weight_layers(model):
         rectified = relu(name, layer) if relu else follows[name]
         fan = sum(_fan(twin, rectified) for twin in together.get(layer, [layer]))
-        for weight in _weights(layer):
+        for weight in weights_of(layer):
             _draw(weight, sigma(fan, relu=rectified))
         _clear_bias(layer)
     return model
@@ -71,7 +71,7 @@ def per_group_(model: nn.Module) -> nn.Module:
     """What one would do without the paper: He's fan-out sigma for each filter group by itself. For comparison."""
     follows = followed_by_relu(model)
     for name, layer in weight_layers(model):
-        for weight in _weights(layer):
+        for weight in weights_of(layer):
             alone = isinstance(layer, CompositeConv2d)
             fan = (
                 weight.shape[0] * weight[0, 0].numel() / layer.channel_groups
@@ -163,10 +163,6 @@ def _fan(layer: nn.Module, rectified: bool) -> float:
         return layer.composite.fan_out / layer.channel_groups
     assert isinstance(layer, nn.Conv2d)
     return layer.kernel_size[0] * layer.kernel_size[1] * layer.out_channels / layer.groups
-
-
-def _weights(layer: nn.Module) -> list[nn.Parameter]:
-    return list(layer.weights) if isinstance(layer, CompositeConv2d) else [layer.weight]  # type: ignore[list-item]
 
 
 def _draw(weight: nn.Parameter, std: float) -> None:

@@ -229,6 +229,11 @@ def conv_of(in_channels: int, composite: Composite, *, padding: Padding = "same"
     )
 
 
+def weights_of(layer: nn.Module) -> list[nn.Parameter]:
+    """The weights of a layer: of a composite one for each filter group, of any other the only one."""
+    return list(layer.weights) if isinstance(layer, CompositeConv2d) else [layer.weight]  # type: ignore[list-item]
+
+
 def dense_weight(weights: Sequence[Tensor], composite: Composite, channel_groups: int = 1) -> Tensor:
     """The groups' kernels as one tensor, each centred with zeros around it in the enclosing kernel."""
     kernel = composite.kernel

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from lowrank_cnn.deploy.blocks import finish
 from lowrank_cnn.geometry import Sides, enclosing_padding
-from lowrank_cnn.layers import CompositeConv2d
+from lowrank_cnn.layers import CompositeConv2d, weights_of
 from lowrank_cnn.spec import Pair
 
 _THIN = 32
@@ -190,10 +190,6 @@ def _gathered(matrices: list[Tensor], taps: list[list[_Tap]], shapes: list[tuple
         weights.append(stacked.view(filters, channels, height, width))
         first += filters
     return weights
-
-
-def weights_of(layer: nn.Module) -> list[Tensor]:
-    return list(layer.weights) if isinstance(layer, CompositeConv2d) else [layer.weight]  # type: ignore[list-item]
 
 
 def skeleton(layer: nn.Module) -> nn.Module:

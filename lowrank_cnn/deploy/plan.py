@@ -31,7 +31,6 @@ from lowrank_cnn.units import si, text_table
 GIVEN = "as given"
 _GAIN = 0.97
 """A block is run in another way only if that takes at most so much of the time: less is noise."""
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
 @dataclass(frozen=True)
@@ -199,14 +198,7 @@ def _ways(block: Block, x: Tensor, candidates: Mapping[str, Candidate]) -> dict[
     made = {name: make(block) for name, make in candidates.items()}
     ways = {name: module.eval() for name, module in made.items() if module is not None}
     expected = ways[GIVEN](x)
-    return {name: way for name, way in ways.items() if _agrees(way(x), expected)}
-
-
-def _agrees(given: Tensor, expected: Tensor) -> bool:
-    if given.shape != expected.shape:
-        return False
-    error = (given - expected).abs().max() / expected.abs().max().clamp_min(1e-12)
-    return bool(error <= _TOLERANCE.get(expected.dtype, 0.05))
+    return {name: way for name, way in ways.items() if alike(way(x), expected, single=1e-3)}
 
 
 class _SeenError(Exception):

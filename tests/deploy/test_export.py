@@ -257,7 +257,8 @@ def test_what_a_user_calls_plan_or_report_is_the_users(tmp_path):
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1))
     net.plan, net.report = ["a", "list"], lambda: None
     export(net, tmp_path / "net.safetensors", input_size=(3, 8, 8))
-    load(tmp_path / "net.safetensors", into=nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)))
+    again = load(tmp_path / "net.safetensors", into=nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)))
+    assert torch.equal(again[0].weight, net[0].weight)
 
 
 @pytest.mark.parametrize("make", ["plan", "optimize"])
