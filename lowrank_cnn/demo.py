@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,13 +36,18 @@ class Row:
     ms_per_image: float
 
 
-def demo(out: str | Path, *, epochs: int | None = None, device: str = "auto") -> tuple[list[Row], Path]:
+def demo(
+    out: str | Path, *, epochs: int | None = None, device: str = "auto", say: Callable[[str], object] = str
+) -> tuple[list[Row], Path]:
     """Train both twins (or take those trained before), time them side by side, write the report.
 
-    Returns the rows of the table and the path of the report.
+    `say` hears what is under way. Returns the rows of the table and the path of the report.
     """
     out = Path(out)
-    records = {name: _train(name, out / name, epochs, device) for name in TWINS}
+    records = {}
+    for number, name in enumerate(TWINS, start=1):
+        say(f"Training the {name} network ({number} of {len(TWINS)}), a minute or two on a CPU.")
+        records[name] = _train(name, out / name, epochs, device)
     times = _time(out)
     rows = [_row(name, records[name], times[name]) for name in TWINS]
     return rows, write_report([out], out / "report.html")

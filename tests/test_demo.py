@@ -14,7 +14,9 @@ def few_digits(monkeypatch):
 
 
 def test_it_trains_both_twins_compares_them_and_writes_a_report(few_digits, tmp_path):
-    (dense, low_rank), report = demo(tmp_path, epochs=1, device="cpu")
+    said: list[str] = []
+    (dense, low_rank), report = demo(tmp_path, epochs=1, device="cpu", say=said.append)
+    assert [line.split(" network")[0] for line in said] == ["Training the dense", "Training the low-rank"]
     assert (dense.name, low_rank.name) == ("dense", "low-rank")
     assert low_rank.macs < 0.5 * dense.macs
     assert low_rank.params < dense.params

@@ -24,7 +24,7 @@ def demo_command(
     as_json: Json = False,
 ) -> None:
     """Train a dense network and its low-rank twin on real digits, and compare them."""
-    rows, report = demo(out, epochs=epochs, device=device)
+    rows, report = demo(out, epochs=epochs, device=device, say=str if as_json else console.print)
     if as_json:
         return print_json({"rows": [vars(row) for row in rows], "report": str(report)})
     dense, low_rank = rows
