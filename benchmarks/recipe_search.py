@@ -28,6 +28,7 @@ from lowrank_cnn.train import fit, get_recipe
 from lowrank_cnn.train.settings import parse_settings
 
 HELD_OUT = 5000
+KEPT = ("top1", "loss", "seconds", "images_per_second")
 
 
 def settled(model: nn.Module) -> None:
@@ -48,11 +49,17 @@ def unrectified(model: nn.Module) -> None:
     nn.init.zeros_(model.features.classes.bias)  # type: ignore[union-attr]
 
 
+def average_pool(model: nn.Module) -> None:
+    """The second pool averages, as in the network that the paper starts from."""
+    model.features.pool2 = nn.AvgPool2d(3, 2, ceil_mode=True)  # type: ignore[union-attr]
+
+
 STARTS = {start.__name__: start for start in (settled, unsettled, unrectified)}
 
 
 def attempt(network: str, recipe_name: str, settings: str, data: Data, arguments: argparse.Namespace) -> dict:
-    recipe = get_recipe(recipe_name, **{"holdout": 0, "levels": 0, **parse_settings(settings.split())})
+    own = {"holdout": 0, "levels": 0, "evaluate_every": 10}
+    recipe = get_recipe(recipe_name, **{**own, **parse_settings(settings.split())})
     recipe = get_recipe(recipe_name, **{**recipe.to_dict(), "epochs": arguments.epochs or recipe.epochs})
     torch.manual_seed(arguments.seed)
     model = create_model(
@@ -60,14 +67,17 @@ def attempt(network: str, recipe_name: str, settings: str, data: Data, arguments
     )
     row = {"network": network, "recipe": recipe_name, "settings": settings, "seed": arguments.seed}
     row |= {"epochs": recipe.epochs, "init": arguments.init, "start": arguments.start, "images": len(data.train)}
+    row |= {"pool": arguments.pool}
     STARTS[arguments.start](model)
+    if arguments.pool == "average":
+        average_pool(model)
     try:
         record = fit(model, data, recipe, seed=arguments.seed, progress=False, compile=arguments.compile)
     except LowRankError as error:
         return row | {"failed": str(error)}
     curve = [round(100 * epoch["accuracy"], 2) for epoch in record.history if epoch["accuracy"] is not None]
     losses = [round(epoch["train_loss"], 4) for epoch in record.history]
-    result = {key: record.result[key] for key in ("top1", "seconds", "images_per_second")}
+    result = {key: record.result[key] for key in KEPT}
     return row | result | {"curve": curve, "train_loss": losses}
 
 
@@ -81,6 +91,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--init", default="composite")
     parser.add_argument("--start", choices=STARTS, default="settled", help="How the class maps begin.")
+    parser.add_argument("--pool", choices=("max", "average"), default="max", help="The second pool of NiN.")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--missing", choices=("refuse", "skip"), default="refuse", help="Shards that are missing.")

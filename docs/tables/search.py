@@ -11,7 +11,8 @@ def search(experiment: str) -> str:
     found = record(path)
     rows: list[list[object]] = []
     for r in found["rows"]:
-        shown = " ".join(word for word in r["settings"].split() if not word.startswith("evaluate_every"))
+        words = [word for word in r["settings"].split() if not word.startswith("evaluate_every")]
+        shown = " ".join(words + (["average pool"] if r.get("pool") == "average" else []))
         what = [f"`{r['network']}`", f"`{r['recipe']}`", r["start"], f"`{shown}`" if shown else ""]
         rows.append([*what, f"{r['images']:,}", r["epochs"], f"{r['top1']:.1%}", r["commit"]])
     note = f"\n{found['note']} One run each, seed {found['rows'][0]['seed']}.\n"

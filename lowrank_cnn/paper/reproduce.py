@@ -153,8 +153,8 @@ class _Bench:
         line = task.line
         self.say(f"{line.part}: {line.network} {line.variant} seed {task.seed}, {task.recipe.epochs} epochs")
         torch.manual_seed(task.seed)
-        network = self.network(task)
-        record = fit(network, self.data, task.recipe, seed=task.seed, out=directory, resume=True, **self.how)
+        recipe = _tested_once(task.recipe)
+        record = fit(self.network(task), self.data, recipe, seed=task.seed, out=directory, resume=True, **self.how)
         self.say(f"  top-1 {100 * record.result['top1']:.2f}% in {record.result['seconds']:.0f} s")
         if not self.keep_weights and first_process():
             _delete_weights(directory)
@@ -173,6 +173,11 @@ def _decided(recipe: Recipe, record: Record) -> Recipe:
     """Replay on all images the drops that were found on a part of them."""
     decisions = {"drop_epochs": tuple(record.result["drop_epochs"]), "epochs": record.result["epochs"]}
     return get_recipe(recipe.name, **{**recipe.to_dict(), **decisions, "holdout": 0.0, "levels": 0})
+
+
+def _tested_once(recipe: Recipe) -> Recipe:
+    """Without images held out the test set would be watched on the way: it is met at the end alone."""
+    return recipe if recipe.holdout else replace(recipe, evaluate_every=max(1, recipe.epochs))
 
 
 def _delete_weights(directory: Path) -> None:

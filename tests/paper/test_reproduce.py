@@ -84,6 +84,19 @@ def test_decisions_are_made_on_held_out_images_and_replayed_on_all(miniature, di
     assert final["recipe"]["epochs"] == decision["result"]["epochs"]
 
 
+def test_the_test_set_is_met_once_at_the_end(miniature, digits, tmp_path):
+    run(digits, tmp_path, parts=("decided", "plain"), networks=("nin-c3-lr",))
+    for name in ("plain/nin-c3-lr-seed1", "decided/nin-c3-lr-seed1"):
+        record = load_record(tmp_path / name)
+        *before, last = record.history
+        assert record.watched == "test"
+        assert last["accuracy"] is not None
+        assert before
+        assert all(epoch["accuracy"] is None for epoch in before)
+    decision = load_record(tmp_path / "decided-decide" / "nin-c3-lr-seed0")
+    assert all(epoch["accuracy"] is not None for epoch in decision.history)
+
+
 def test_equal_compute_gives_the_cheaper_network_more_epochs(miniature, digits, tmp_path):
     rows, _ = run(digits, tmp_path, parts=("equal",))
     assert rows[0].epochs == 2
