@@ -71,7 +71,9 @@ _ONE_RUN = (
 
 EXPERIMENTS: dict[str, dict[str, Part]] = {
     "cifar10": {
-        "paper": Part(NIN, "nin-paper", decide=True),
+        "paper": Part(
+            NIN, "nin-paper", decide=True, own={"nin-c3": {"dropout": 0.4}, "nin-c3-lr": {"dropout": 0.3}}
+        ),
         "modern": Part(NIN, "nin-modern"),
         "modern-equal-compute": Part(("nin-c3-lr",), "nin-modern", as_costly_as="nin"),
         "init": Part(("nin-c3-lr",), "nin-init", _INITS),
