@@ -1,8 +1,7 @@
 """Run an experiment of the paper: train what is not trained yet, go on where a run was cut, write the table.
 
-A run lives in a directory of its own, named after its network, variant and seed. Decisions (when to divide the
-learning rate, when to stop) are made on training images held out for them, by runs with seed 0; the runs that the
-table shows replay those decisions on all training images and meet the test set once, at their end.
+A run lives in a directory of its own, named after its network, variant and seed. It meets the test set once, at
+its end: what a recipe decides on the way, it decides on training images held out.
 
 Several processes may share the work, with the same directory for all: each takes the runs that no other holds.
 """
@@ -10,7 +9,6 @@ Several processes may share the work, with the same directory for all: each take
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,17 +23,13 @@ from lowrank_cnn.models import create_model
 from lowrank_cnn.paper.experiments import Line, Part, lines, parts_of
 from lowrank_cnn.paper.sharing import held
 from lowrank_cnn.paper.table import Table, build_table
-from lowrank_cnn.train import Record, fit, get_recipe
+from lowrank_cnn.train import fit, get_recipe
 from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.inputs import augmentation, input_size
 from lowrank_cnn.train.recipe import Recipe
 
 NETWORK_OPTIONS: dict[str, Callable[[Any], object]] = {"init": str, "width": float, "scheme": str, "stride": int}
 """Settings that are the network's and not the recipe's, and how their text is read."""
-
-
-PAUSE = 1.0
-"""Seconds between two looks at a decision that another process is about to make."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +62,15 @@ def reproduce(
     `out`. A run whose loss is not finite is said, and the others go on.
     """
     bench, known = _Bench(data, Path(out), keep_weights, say, how), parts_of(experiment)
-    left = lines(experiment, parts, networks)
-    while left:
-        undecided = []
-        for line in left:
-            part = known[line.part]
-            task = bench.prepared(line, part, settings or {})
-            try:
-                if not bench.advance(task, part, part.seeds if seeds is None else seeds):
-                    undecided.append(line)
-            except NotFiniteError as error:
-                say(f"  failed: {error}")
-            if first_process():
-                build_table(experiment, out, seeds=seeds).save(Path(out))
-        left = undecided
-        time.sleep(PAUSE if left else 0)
+    for line in lines(experiment, parts, networks):
+        part = known[line.part]
+        task = bench.prepared(line, part, settings or {})
+        try:
+            bench.advance(task, part.seeds if seeds is None else seeds)
+        except NotFiniteError as error:
+            say(f"  failed: {error}")
+        if first_process():
+            build_table(experiment, out, seeds=seeds).save(Path(out))
     return build_table(experiment, out, seeds=seeds)
 
 
@@ -128,28 +116,19 @@ class _Bench:
     def input_size(self, recipe: Recipe) -> tuple[int, int, int]:
         return input_size(self.data.test, augmentation(recipe))
 
-    def advance(self, task: Task, part: Part, seeds: int) -> bool:
-        """Train what no other process holds of one line of the table.
-
-        False where nothing can be trained before another process has decided the schedule on held-out images.
-        """
-        if part.decide:
-            aside = replace(task.line, part=f"{task.line.part}-decide")
-            decision = self.train(replace(task, line=aside))
-            if decision is None:
-                return False
-            task = replace(task, recipe=_decided(task.recipe, decision))
+    def advance(self, task: Task, seeds: int) -> None:
+        """Train what no other process holds of one line of the table."""
         for seed in range(1, 1 + seeds):
             self.train(replace(task, seed=seed))
-        return True
 
-    def train(self, task: Task) -> Record | None:
-        """The finished run of a task; None where another process is at it."""
+    def train(self, task: Task) -> None:
+        """Finish the run of a task, unless another process is at it."""
         directory = task.line.directory(self.out, task.seed)
         with held(directory) as ours:
-            return self._train(task, directory) if ours else None
+            if ours:
+                self._train(task, directory)
 
-    def _train(self, task: Task, directory: Path) -> Record:
+    def _train(self, task: Task, directory: Path) -> None:
         line = task.line
         self.say(f"{line.part}: {line.network} {line.variant} seed {task.seed}, {task.recipe.epochs} epochs")
         torch.manual_seed(task.seed)
@@ -158,7 +137,6 @@ class _Bench:
         self.say(f"  top-1 {100 * record.result['top1']:.2f}% in {record.result['seconds']:.0f} s")
         if not self.keep_weights and first_process():
             _delete_weights(directory)
-        return record
 
 
 def _read(option: str, value: object) -> object:
@@ -167,12 +145,6 @@ def _read(option: str, value: object) -> object:
     except (TypeError, ValueError) as error:
         wanted = NETWORK_OPTIONS[option].__name__
         raise LowRankError(f"{option} wants a value of type {wanted}, not {value!r}.") from error
-
-
-def _decided(recipe: Recipe, record: Record) -> Recipe:
-    """Replay on all images the drops that were found on a part of them."""
-    decisions = {"drop_epochs": tuple(record.result["drop_epochs"]), "epochs": record.result["epochs"]}
-    return get_recipe(recipe.name, **{**recipe.to_dict(), **decisions, "holdout": 0.0, "levels": 0})
 
 
 def _tested_once(recipe: Recipe) -> Recipe:

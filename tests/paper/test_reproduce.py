@@ -27,9 +27,7 @@ def miniature(monkeypatch):
     """An experiment of the same make as the real ones, on digits."""
     parts = {
         "plain": Part(("nin", "nin-c3-lr"), "modern", {"": SMALL}, seeds=2),
-        "decided": Part(
-            ("nin-c3-lr",), "nin-paper", {"": SMALL | {"holdout": 0.25, "patience": 1}}, 1, decide=True
-        ),
+        "watched": Part(("nin-c3-lr",), "nin-paper", {"": SMALL | {"holdout": 0.25}}, seeds=1),
         "own": Part(
             ("nin", "googlenet"),
             "modern",
@@ -74,27 +72,13 @@ def test_finished_runs_are_not_repeated(miniature, digits, tmp_path, monkeypatch
     assert marks == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("record.json")}
 
 
-def test_decisions_are_made_on_held_out_images_and_replayed_on_all(miniature, digits, tmp_path):
-    run(digits, tmp_path, parts=("decided",))
-    decision = json.loads((tmp_path / "decided-decide" / "nin-c3-lr-seed0" / "record.json").read_text())
-    final = json.loads((tmp_path / "decided" / "nin-c3-lr-seed1" / "record.json").read_text())
-    assert (decision["watched"], decision["recipe"]["holdout"]) == ("holdout", 0.25)
-    assert final["recipe"]["holdout"] == 0
-    assert final["recipe"]["drop_epochs"] == decision["result"]["drop_epochs"]
-    assert final["recipe"]["epochs"] == decision["result"]["epochs"]
-
-
 def test_the_test_set_is_met_once_at_the_end(miniature, digits, tmp_path):
-    run(digits, tmp_path, parts=("decided", "plain"), networks=("nin-c3-lr",))
-    for name in ("plain/nin-c3-lr-seed1", "decided/nin-c3-lr-seed1"):
-        record = load_record(tmp_path / name)
-        *before, last = record.history
-        assert record.watched == "test"
-        assert last["accuracy"] is not None
-        assert before
-        assert all(epoch["accuracy"] is None for epoch in before)
-    decision = load_record(tmp_path / "decided-decide" / "nin-c3-lr-seed0")
-    assert all(epoch["accuracy"] is not None for epoch in decision.history)
+    run(digits, tmp_path, parts=("watched", "plain"), networks=("nin-c3-lr",))
+    plain, watched = (load_record(tmp_path / part / "nin-c3-lr-seed1") for part in ("plain", "watched"))
+    assert plain.watched == "test"
+    assert [epoch["accuracy"] is not None for epoch in plain.history] == [False, True]
+    assert watched.watched == "holdout"
+    assert all(epoch["accuracy"] is not None for epoch in watched.history)
 
 
 def test_equal_compute_gives_the_cheaper_network_more_epochs(miniature, digits, tmp_path):

@@ -2,14 +2,12 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from lowrank_cnn.data import open_data
 from lowrank_cnn.paper import experiments
-from lowrank_cnn.paper import reproduce as module
 from lowrank_cnn.paper.experiments import Part
 from lowrank_cnn.paper.reproduce import reproduce
 from lowrank_cnn.paper.sharing import held
@@ -19,17 +17,14 @@ SMALL = {"width": 0.0625, "epochs": 1, "crop": 28, "pad": 0, "mirror": False, "b
 
 @pytest.fixture
 def miniature(monkeypatch):
-    parts = {
-        "plain": Part(("nin",), "modern", {"": SMALL}, seeds=2),
-        "decided": Part(("nin",), "nin-paper", {"": SMALL | {"holdout": 0.25, "patience": 1}}, 1, decide=True),
-    }
-    monkeypatch.setitem(experiments.EXPERIMENTS, "miniature", parts)
+    part = Part(("nin",), "modern", {"": SMALL}, seeds=2)
+    monkeypatch.setitem(experiments.EXPERIMENTS, "miniature", {"plain": part})
 
 
-def run(out: Path, part: str) -> list[str]:
+def run(out: Path) -> list[str]:
     said: list[str] = []
     data = open_data("digits", limit=120)
-    reproduce("miniature", data, out, parts=(part,), say=said.append, device="cpu", progress=False)
+    reproduce("miniature", data, out, say=said.append, device="cpu", progress=False)
     return said
 
 
@@ -60,34 +55,11 @@ def test_a_lock_goes_with_the_process_that_held_it(tmp_path):
 
 def test_runs_that_another_process_holds_are_left_to_it(miniature, tmp_path):
     with held(tmp_path / "plain" / "nin-seed1"):
-        said = run(tmp_path, "plain")
+        said = run(tmp_path)
     assert [line for line in said if "seed 1" in line] == []
     assert not (tmp_path / "plain" / "nin-seed1" / "record.json").exists()
     assert (tmp_path / "plain" / "nin-seed2" / "record.json").exists()
-    assert any("seed 1" in line for line in run(tmp_path, "plain"))
-
-
-def test_what_waits_for_a_decision_is_trained_once_it_is_made(miniature, tmp_path, monkeypatch):
-    other, pauses = held(tmp_path / "decided-decide" / "nin-seed0"), []
-    other.__enter__()
-
-    def pause(seconds: float) -> None:
-        if seconds:
-            pauses.append(seconds)
-            other.__exit__(None, None, None)
-
-    monkeypatch.setattr(module, "time", replace_sleep(pause))
-    run(tmp_path, "decided")
-    assert len(pauses) == 1
-    assert (tmp_path / "decided" / "nin-seed1" / "record.json").exists()
-
-
-def replace_sleep(pause):
-    class Clock:
-        sleep = staticmethod(pause)
-        monotonic = staticmethod(time.monotonic)
-
-    return Clock
+    assert any("seed 1" in line for line in run(tmp_path))
 
 
 def test_ranks_of_one_run_hold_nothing(tmp_path, monkeypatch):
