@@ -49,11 +49,6 @@ def unrectified(model: nn.Module) -> None:
     nn.init.zeros_(model.features.classes.bias)  # type: ignore[union-attr]
 
 
-def average_pool(model: nn.Module) -> None:
-    """The second pool averages, as in the network that the paper starts from."""
-    model.features.pool2 = nn.AvgPool2d(3, 2, ceil_mode=True)  # type: ignore[union-attr]
-
-
 STARTS = {start.__name__: start for start in (settled, unsettled, unrectified)}
 
 
@@ -62,15 +57,11 @@ def attempt(network: str, recipe_name: str, settings: str, data: Data, arguments
     recipe = get_recipe(recipe_name, **{**own, **parse_settings(settings.split())})
     recipe = get_recipe(recipe_name, **{**recipe.to_dict(), "epochs": arguments.epochs or recipe.epochs})
     torch.manual_seed(arguments.seed)
-    model = create_model(
-        network, num_classes=len(data.classes), image_size=recipe.crop or 32, norm=recipe.norm, init=arguments.init
-    )
+    made = {"image_size": recipe.crop or 32, "norm": recipe.norm, "pool": recipe.pool, "init": arguments.init}
+    model = create_model(network, num_classes=len(data.classes), **made)
     row = {"network": network, "recipe": recipe_name, "settings": settings, "seed": arguments.seed}
     row |= {"epochs": recipe.epochs, "init": arguments.init, "start": arguments.start, "images": len(data.train)}
-    row |= {"pool": arguments.pool}
     STARTS[arguments.start](model)
-    if arguments.pool == "average":
-        average_pool(model)
     try:
         record = fit(model, data, recipe, seed=arguments.seed, progress=False, compile=arguments.compile)
     except LowRankError as error:
@@ -91,7 +82,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--init", default="composite")
     parser.add_argument("--start", choices=STARTS, default="settled", help="How the class maps begin.")
-    parser.add_argument("--pool", choices=("max", "average"), default="max", help="The second pool of NiN.")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--missing", choices=("refuse", "skip"), default="refuse", help="Shards that are missing.")

@@ -70,13 +70,14 @@ def train_command(
     frequent = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "norm": norm, "precision": precision}
     resolved = _resolve(recipe, frequent, settings or [])
     options = {"scheme": scheme, "width": width, "stride": stride}
+    own = {"norm": resolved.norm, "pool": resolved.pool, **options}
     seed_generators(seed)
-    found = _checked(model, into, norm=resolved.norm, **options)  # before the images, which may be many
+    found = _checked(model, into, own, options)  # before the images, which may be many
     images = open_data(data, bad=bad, limit=limit, image_size=image_size)
     if not as_json:
         _print_start(images, resolved)
     seed_generators(seed)
-    network = build_for(images, model, norm=resolved.norm, **options) if found is None else found
+    network = build_for(images, model, **own) if found is None else found
     with _leaving_politely():
         record = fit(
             network,
@@ -121,12 +122,12 @@ def _first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _checked(text: str, into: str | None, *, norm: str | None, **options: Any) -> nn.Module | None:
+def _checked(text: str, into: str | None, own: dict[str, Any], options: dict[str, Any]) -> nn.Module | None:
     """A network that is not ours, converted where a scheme is given; of ours the name and options are checked."""
     if is_path(text):
         return find_model(text, into=into, **options).network.train()
     with torch.device("meta"):
-        find_model(text, norm=norm, **options)
+        find_model(text, **own)
     return None
 
 

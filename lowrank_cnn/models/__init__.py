@@ -14,7 +14,7 @@ from lowrank_cnn.spec import Scheme, parse_scheme
 
 FAMILIES: tuple[ModuleType, ...] = (vgg, googlenet, nin)
 _DEFAULTS = {
-    **dict.fromkeys(("num_classes", "norm", "stride", "scheme", "dropout", "image_size")),
+    **dict.fromkeys(("num_classes", "norm", "stride", "scheme", "dropout", "image_size", "pool")),
     "in_channels": 3,
     "width": 1.0,
     "init": "composite",
@@ -45,6 +45,7 @@ def create_model(
     scheme: str | Scheme | Mapping[str, object] | None = None,
     dropout: float | None = None,
     image_size: int | None = None,
+    pool: str | None = None,
     init: str = "composite",
     pretrained: str | None = None,
 ) -> Network:
@@ -57,6 +58,8 @@ def create_model(
     - `dropout` replaces every dropout rate.
     - `image_size` is the side of the images that the network is for, where it is not the paper's: vgg11's first
       fully connected layer is made to fit it, the other networks take any.
+    - `pool="average"` averages in the second pool of the nin networks, as the network that the paper starts from
+      does; the paper's take the maximum.
     - `init` is one of `INITIALISATIONS`, to compare with.
     - `pretrained` names a data set, as in `pretrained="cifar10"`: the network comes with weights trained on it,
       and with the options that they were trained with. `list_pretrained` says which there are.
@@ -67,11 +70,13 @@ def create_model(
     if init not in INITIALISATIONS:
         raise LowRankError(f"there is no initialisation {init!r}; {nearest(init, INITIALISATIONS)}")
     family = family_of(name)
+    if pool is not None and family is not nin:
+        raise LowRankError(f"pool is a choice of the nin networks; {name} has none: leave it at None.")
     variant = family.VARIANTS[name]
     classes = family.CLASSES if num_classes is None else num_classes
     first = variant.stride if stride is None else stride
     text = None if scheme is None else str(parse_scheme(scheme))
-    options = Options(classes, in_channels, width, norm, first, text, dropout, image_size)
+    options = Options(classes, in_channels, width, norm, first, text, dropout, image_size, pool)
     model: Network = INITIALISATIONS[init](family.build(variant, options))  # type: ignore[assignment]
     model.settle()
     model.config = {"name": name, **vars(options), "init": init}

@@ -27,6 +27,7 @@ class Options:
     scheme: str | None = None
     dropout: float | None = None
     image_size: int | None = None
+    pool: str | None = None
 
     def __post_init__(self) -> None:
         for label in ("num_classes", "in_channels", "stride", "image_size"):
@@ -38,6 +39,8 @@ class Options:
             raise LowRankError(f"width must be positive and at most {WIDEST}, not {self.width!r}.")
         if self.norm not in (None, "batch"):
             raise LowRankError(f"norm is None or 'batch', not {self.norm!r}.")
+        if self.pool not in (None, "max", "average"):
+            raise LowRankError(f"pool is 'max' or 'average', not {self.pool!r}.")
         if self.dropout is not None and not (isinstance(self.dropout, int | float) and 0 <= self.dropout < 1):
             raise LowRankError(f"dropout is a share from 0 to below 1, not {self.dropout!r}.")
         if self.scheme is not None:

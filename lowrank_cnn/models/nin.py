@@ -80,7 +80,8 @@ def _features(variant: Variant, options: Options) -> nn.Sequential:
             layers |= conv_block(f"cccp{stage}_{index}", channels, count, 1, options)
             channels = count
         if stage < len(POINTWISE):
-            layers[f"pool{stage}"] = nn.MaxPool2d(3, 2, ceil_mode=True)
+            averaged = stage == 2 and options.pool == "average"
+            layers[f"pool{stage}"] = (nn.AvgPool2d if averaged else nn.MaxPool2d)(3, 2, ceil_mode=True)
             layers[f"dropout{stage}"] = options.drop(0.5)
     # The paper rectifies the class maps too; with batch norm they are plain logits.
     rectified = options.norm is None

@@ -110,7 +110,8 @@ class _Bench:
     def network(self, task: Task) -> torch.nn.Module:
         """The network of a task, made for these images."""
         channels, height, width = self.input_size(task.recipe)
-        options = {"norm": task.recipe.norm, "image_size": height if height == width else None, **task.options}
+        side, recipe = height if height == width else None, task.recipe
+        options = {"norm": recipe.norm, "pool": recipe.pool, "image_size": side, **task.options}
         return create_model(task.line.network, num_classes=len(self.data.classes), in_channels=channels, **options)
 
     def input_size(self, recipe: Recipe) -> tuple[int, int, int]:

@@ -115,7 +115,8 @@ def _settings(
     recipe: Mapping[str, Any], config: Mapping[str, Any], data: Mapping[str, Any]
 ) -> tuple[tuple[str, str], ...]:
     """The recipe, and what else networks that are compared must have alike."""
-    fields = {**recipe, "norm": config.get("norm"), "init": config.get("init") or "composite"}
+    built = {"norm": config.get("norm"), "pool": config.get("pool"), "init": config.get("init") or "composite"}
+    fields = {**recipe, **built}
     fields |= {"images": data.get("train")} if data.get("train") else {}
     return tuple(sorted((str(key)[:40], str(value)[:40]) for key, value in fields.items() if key != "name"))
 

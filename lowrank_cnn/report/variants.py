@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 WORDS: dict[str, Callable[[str], str]] = {
     "epochs": lambda value: f"{value} epochs",
     "norm": lambda value: "no norm" if value == "None" else f"{value} norm",
+    "pool": lambda value: "max pool" if value == "None" else f"{value} pool",
     "init": lambda value: f"{value} init",
 }
 """Settings that read better as a phrase than as name=value."""

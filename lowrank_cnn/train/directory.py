@@ -12,7 +12,7 @@ from lowrank_cnn.train.checkpoint import Checkpoint, Store, clear_temporaries, w
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.record import Record, load_record
 
-FIXED = ("batch_size", "holdout", "preprocess", "zca_epsilon", "resize", "crop", "ema", "norm")
+FIXED = ("batch_size", "holdout", "preprocess", "zca_epsilon", "resize", "crop", "ema", "norm", "pool")
 """Fields that cannot change in mid-run: the order of the data and the saved state hang on them."""
 _MOST_LETTERS = 60
 

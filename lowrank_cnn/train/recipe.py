@@ -86,6 +86,7 @@ class Recipe:
     cutout: int = 0
     # the network and its arithmetic
     norm: str | None = None
+    pool: str | None = None
     dropout: float | None = None
     precision: str = "auto"
 

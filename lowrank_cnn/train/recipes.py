@@ -65,9 +65,9 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="nin-modern",
-            batch_size=128,
-            epochs=56,
-            lr=0.2,
+            batch_size=512,
+            epochs=150,
+            lr=0.8,
             nesterov=True,
             weight_decay=5e-4,
             schedule="cosine",
@@ -76,7 +76,9 @@ RECIPES: dict[str, Recipe] = {
             ema=0.999,
             crop=32,
             pad=4,
+            cutout=12,
             norm="batch",
+            pool="average",
             dropout=0.0,
         ),
         Recipe(

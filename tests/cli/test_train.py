@@ -89,6 +89,7 @@ def test_a_bad_network_is_refused_before_the_images_are_opened(lowrank, tmp_path
         (["nin", "--scheme", "rl"], "no scheme 'rl'"),
         (["nin", "--width", "0"], "width must be positive"),
         (["nin", "--norm", "layer"], "norm is None or 'batch'"),
+        (["vgg11", "--recipe", "nin-modern"], "vgg11 has none"),
         ([named, "--scheme", "rl"], "no scheme 'rl'"),
         ([named, "--width", "2"], "taken as it is"),
     ]
@@ -129,10 +130,10 @@ def test_every_field_of_the_recipe_can_be_set(train_small, tmp_path):
 
 
 def test_the_network_takes_its_options_and_the_shape_of_the_data(train_small, tmp_path):
-    train_small("--scheme", "dense", "--norm", "none", "--out", tmp_path)
+    train_small("--scheme", "dense", "--norm", "none", "--set", "pool=average", "--out", tmp_path)
     model = load_record(tmp_path).model
     assert (model["num_classes"], model["in_channels"], model["width"]) == (2, 1, 0.05)
-    assert (model["scheme"], model["norm"]) == ("dense", None)
+    assert (model["scheme"], model["norm"], model["pool"]) == ("dense", None, "average")
 
 
 def test_a_directory_in_use_is_refused_and_resume_finds_it_done(train_small, tmp_path):

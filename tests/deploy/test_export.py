@@ -48,9 +48,12 @@ def onnx_macs(path) -> int:
     return total
 
 
-@pytest.mark.parametrize("name", ["vgg11-gmp-lr", "vgg11-gmp-lr-join", "nin-c3-lr"])
-def test_onnx_keeps_the_saving_and_the_outputs(name: str, tmp_path, images: torch.Tensor):
-    net = create_model(name, width=0.05).eval()
+@pytest.mark.parametrize(
+    ("name", "pool"),
+    [("vgg11-gmp-lr", None), ("vgg11-gmp-lr-join", None), ("nin-c3-lr", None), ("nin-c3-lr", "average")],
+)
+def test_onnx_keeps_the_saving_and_the_outputs(name: str, pool, tmp_path, images: torch.Tensor):
+    net = create_model(name, width=0.05, pool=pool).eval()
     written = export(net, tmp_path / "net.onnx", input_size=SIZE)
     assert written.error < 1e-4
     assert onnx_macs(tmp_path / "net.onnx") == count(net, SIZE).macs
