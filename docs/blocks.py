@@ -37,9 +37,11 @@ from tables.form import ROOT
 BLOCK = re.compile(r"(<!-- begin ([\w-]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 TABLES: dict[str, Callable[[], str]] = {
-    "cifar-search": partial(search.search, "cifar10"),
+    "cifar-search-modern": partial(search.search, "cifar10", norm=True),
+    "cifar-search-paper": partial(search.search, "cifar10", norm=False),
     "tiny-search": partial(search.search, "tiny-imagenet"),
     "cifar10-init": cifar10.cifar10_init,
+    "cifar10-paper": cifar10.cifar10_paper,
     "cifar10-modern": cifar10.cifar10_modern,
     "cpu-layout": cpu.cpu_layout,
     "cpu-speed": cpu.cpu_speed,

@@ -8,27 +8,36 @@ from typing import Any
 
 from tables.form import RESULTS, markdown, source
 
+ONCE = "Mean ± standard deviation over seeds; 50,000 images to train on, the test set met once, at the end."
+
+
+def cifar10_paper() -> str:
+    """The paper's table and ours, by its recipe."""
+    rows: list[list[object]] = []
+    runs: list[dict[str, Any]] = []
+    for (net, _), runs in sorted(_runs("paper").items()):
+        stated, found = _stated(net), [100 * run["result"]["top1"] for run in runs]
+        dropout = runs[0]["recipe"]["dropout"] or 0.5
+        seconds = mean(run["result"]["seconds"] for run in runs)
+        accuracy = f"**{_mean_and_spread(found)}**", f"{mean(found) - stated:+.2f}"
+        rows.append([f"`{net}`", *_size(runs), f"{stated:.2f}", *accuracy, len(runs), dropout, f"{seconds:.0f} s"])
+    columns = ["network", "MACs", "parameters", "published %", "top-1 %", "gap", "seeds", "dropout", "a run takes"]
+    note = f"\n{ONCE} {runs[0]['result']['epochs']} epochs; all runs at the same time, on one GPU.\n"
+    return markdown(columns, rows) + note + source("cifar10/paper/", runs[0]["environment"])
+
 
 def cifar10_modern() -> str:
     """Dense and low-rank twins by one recipe: equal epochs, and equal training compute."""
-    from lowrank_cnn.paper.published import published
-
     rows: list[list[object]] = []
     runs: list[dict[str, Any]] = []
     for part in ("modern", "modern-equal-compute"):
-        for (net, _), found in _runs(part).items():
-            runs, first = found, found[0]["result"]
-            cost = first["macs"] * first["epochs"] / 1e9
+        for (net, _), runs in _runs(part).items():
+            first = runs[0]["result"]
+            cost = f"{first['macs'] * first['epochs'] / 1e9:.1f} G"
             accuracy = _mean_and_spread([100 * run["result"]["top1"] for run in runs])
-            stated = f"{100 * (published()[net].top1 or 0):.2f}"
-            size = f"{first['macs'] / 1e6:.0f} M", f"{first['params'] / 1e3:.0f} k"
-            found_and_stated = f"**{accuracy}**", len(runs), stated
-            rows.append([f"`{net}`", *size, first["epochs"], f"{cost:.1f} G", *found_and_stated])
-    columns = ["network", "MACs", "parameters", "epochs", "MACs x epochs", "top-1 %", "seeds", "published %"]
-    note = (
-        "\nMean ± standard deviation over seeds; 50,000 images to train on, the test set met once, at the end.\n"
-    )
-    return markdown(columns, rows) + note + source("cifar10/", runs[0]["environment"])
+            rows.append([f"`{net}`", *_size(runs), first["epochs"], cost, f"**{accuracy}**", len(runs)])
+    columns = ["network", "MACs", "parameters", "epochs", "MACs x epochs", "top-1 %", "seeds"]
+    return markdown(columns, rows) + f"\n{ONCE}\n" + source("cifar10/", runs[0]["environment"])
 
 
 def cifar10_init() -> str:
@@ -55,6 +64,19 @@ def _runs(part: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
         variant = path.parent.name.removeprefix(run["model"]["name"]).rpartition("seed")[0].strip("-")
         found.setdefault((run["model"]["name"], variant), []).append(run)
     return found
+
+
+def _size(runs: list[dict[str, Any]]) -> tuple[str, str]:
+    """Multiply-accumulates per image, and parameters."""
+    first = runs[0]["result"]
+    return f"{first['macs'] / 1e6:.0f} M", f"{first['params'] / 1e3:.0f} k"
+
+
+def _stated(net: str) -> float:
+    """The accuracy that the paper states, in percent."""
+    from lowrank_cnn.paper.published import published
+
+    return 100 * (published()[net].top1 or 0)
 
 
 def _mean_and_spread(values: list[float]) -> str:

@@ -23,8 +23,8 @@ class Entry:
     """What sets it apart from others of the same network, data and recipe."""
     ratios: dict[str, float] = field(default_factory=dict, hash=False)
     """Shares of the dense twin's MACs, parameters and times; `top1` is the difference in percentage points."""
-    fair: bool = False
-    """Whether the twin was trained for as long."""
+    otherwise: tuple[str, ...] = ()
+    """How the twin was trained otherwise, in words."""
 
     @property
     def label(self) -> str:

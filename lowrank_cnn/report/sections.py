@@ -71,8 +71,8 @@ def _lost(entry: Entry) -> bool:
 
 
 def _weight(entry: Entry) -> tuple[bool, bool, float]:
-    """What is held against a twin that was trained as well, and as long, says the most; then the more accurate."""
-    return "top1" in entry.ratios, entry.fair, entry.top1 or 0.0
+    """What is held against a twin that was trained as well, and alike, says the most; then the more accurate."""
+    return "top1" in entry.ratios, not entry.otherwise, entry.top1 or 0.0
 
 
 def _sentence(entry: Entry) -> Markup:
@@ -84,8 +84,8 @@ def _sentence(entry: Entry) -> Markup:
     parts = [tag("strong", entry.label), f" reaches {percent(entry.top1)} on {data_label(entry.data)}"]
     if "top1" in entry.ratios:
         twin = dense_twin(entry.built).label
-        longer = "" if entry.fair else ", which was trained for another number of epochs"
-        parts.append(f" ({points(entry.ratios['top1'])} to {twin}{longer})")
+        otherwise = f", which was trained {' and '.join(entry.otherwise)}" if entry.otherwise else ""
+        parts.append(f" ({points(entry.ratios['top1'])} to {twin}{otherwise})")
     return join([*parts, f" with {cost}."])
 
 

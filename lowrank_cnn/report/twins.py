@@ -15,8 +15,12 @@ from lowrank_cnn.report.entry import Entry
 from lowrank_cnn.report.records import CPU, GPU, Built
 from lowrank_cnn.timing import BASELINES
 
-OWN_SCHEDULE = ("epochs", "drop_epochs")
-"""What networks trained in the same way may still differ in: when their learning rate dropped, and the end."""
+OWN = {
+    "epochs": "for another number of epochs",
+    "drop_epochs": "with drops of the learning rate at other epochs",
+    "dropout": "with another share of dropout",
+}
+"""What networks trained in the same way may still have of their own: a smaller one needs less dropout."""
 
 
 def dense_twin(built: Built) -> Built:
@@ -45,8 +49,9 @@ def identity(built: Built) -> tuple[str, ...]:
 def compared(entry: Entry, entries: Sequence[Entry]) -> Entry:
     """The entry with its share of what its dense twin costs, and how far it is from its accuracy."""
     twin = _find_twin(entry, entries)
-    fair = twin is not None and all(twin.settings.get(k) == entry.settings.get(k) for k in OWN_SCHEDULE)
-    return replace(entry, ratios=_ratios(entry, twin), fair=fair)
+    differs = [twin is not None and twin.settings.get(name) != entry.settings.get(name) for name in OWN]
+    otherwise = tuple(words for words, differ in zip(OWN.values(), differs, strict=True) if differ)
+    return replace(entry, ratios=_ratios(entry, twin), otherwise=otherwise)
 
 
 def _ratios(entry: Entry, twin: Entry | None) -> dict[str, float]:
@@ -65,12 +70,12 @@ def _ratios(entry: Entry, twin: Entry | None) -> dict[str, float]:
 
 
 def _find_twin(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
-    """The twin trained in the same way; its schedule may be its own, where none had the very same."""
+    """The twin trained in the same way; a few settings may be its own, where none had the very same."""
     if not twin_known(entry):
         return None
     wanted = (identity(dense_twin(entry.built)), entry.data, entry.recipe)
     twins = [e for e in entries if (identity(e.built), e.data, e.recipe) == wanted and _costs_as_told(e, entry)]
-    for free in ((), OWN_SCHEDULE):
+    for free in ((), ("dropout",), OWN):
         for twin in twins:
             if all(twin.settings.get(k) == v for k, v in entry.settings.items() if k not in free):
                 return twin

@@ -94,11 +94,18 @@ def test_the_best_recipe_comes_first_and_what_compares_nothing_is_left_out():
     assert comparable(list(alone.values())) == list(alone.values())
 
 
-def test_a_twin_that_was_trained_as_long_makes_it_fair():
+def test_it_is_said_how_a_twin_was_trained_otherwise():
     networks = [("nin", 5), ("nin-c3-lr", 5), ("nin-c3-lr", 9)]
     found = entries_of(*(run(name, 0.9, recipe={"epochs": epochs}) for name, epochs in networks))
-    fair = {label: entry.fair for label, entry in found.items()}
-    assert fair == {"nin": True, "nin-c3-lr, 5 epochs": True, "nin-c3-lr, 9 epochs": False}
+    otherwise = {label: entry.otherwise for label, entry in found.items()}
+    longer = ("for another number of epochs",)
+    assert otherwise == {"nin": (), "nin-c3-lr, 5 epochs": (), "nin-c3-lr, 9 epochs": longer}
+
+
+def test_a_smaller_network_may_have_less_dropout():
+    found = entries_of(run("nin", 0.9, recipe={"dropout": 0.5}), run("nin-c3-lr", 0.88, recipe={"dropout": 0.2}))
+    assert found["nin-c3-lr"].ratios["top1"] == pytest.approx(-2.0)
+    assert found["nin-c3-lr"].otherwise == ("with another share of dropout",)
 
 
 def test_the_fastest_runtime_counts_and_batches_must_agree():

@@ -29,6 +29,7 @@ EXPECTED = {
     "big-picture-macs": ["Multiply-accumulates per image, logarithmic", "published, more augmentation", "10G"],
     "big-picture-params": ["Parameters, logarithmic", "100M"],
     "timings": ["vgg11-gmp-lr, published", "conv5y-2", "CPU time (r = 0.94)", "GPU time (r = 0.82)"],
+    "curves": ["nin-paper on CIFAR-10", "Epochs", "training images, every run", "of test images"],
     "filters": ["(a) vertical 3\N{MULTIPLICATION SIGN}1", "(c) combined by the join", "64 filters"],
     "connections": ["(a) fully connected", "1,296 connections", "9 weights", "96 connections"],
     "receptive-field": ["nin, as initialised", "nin-c3-lr, as initialised"],
@@ -42,8 +43,9 @@ def text_of(svg: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_every_figure_says_what_it_shows(name: str, tmp_path: Path):
-    options = Options(model="nin-c3-lr") if name == "receptive-field" else Options()
+def test_every_figure_says_what_it_shows(name: str, records: Records, tmp_path: Path):
+    given = {"receptive-field": Options(model="nin-c3-lr"), "curves": Options(records=records)}
+    options = given.get(name, Options())
     text = text_of(draw_figure(name, tmp_path / "out.svg", options))
     for words in EXPECTED[name]:
         assert any(words in found for found in text), (words, sorted(text))
@@ -79,6 +81,16 @@ def test_the_committed_runs_stand_beside_the_published(tmp_path: Path):
     assert [words for words in text if words.startswith("nin-c3-lr, 56 epochs")]
     assert not [words for words in text if "init" in words]  # the ablation is another question
     assert text_of(ROOT / "docs" / "images" / "nin.svg") == text, "make figures draws it anew"
+
+
+def test_curves_show_runs_on_the_way_and_need_some(records: Records, tmp_path: Path):
+    begun = [replace(run, top1=None, status="running") for run in records.runs]
+    text = text_of(draw_figure("curves", tmp_path / "a.svg", Options(records=Records(begun))))
+    assert not [words for words in text if "test images" in words]
+    assert [words for words in text if words.startswith("nin-c3-lr")]
+    for found, says in ((None, "--runs"), (Records(), "no run")):
+        with pytest.raises(LowRankError, match=says):
+            draw_figure("curves", tmp_path / "b.svg", Options(records=found))
 
 
 def test_networks_of_several_recipes_say_by_which_they_were_trained(records: Records, tmp_path: Path):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lowrank_cnn.errors import LowRankError, nearest
 from lowrank_cnn.report.figures.connections import draw_connections
+from lowrank_cnn.report.figures.curves import draw_curves
 from lowrank_cnn.report.figures.filters import draw_filters
 from lowrank_cnn.report.figures.options import Options
 from lowrank_cnn.report.figures.receptive import draw_receptive_field
@@ -39,6 +40,7 @@ FIGURES = {
     "big-picture-macs": Kind(draw_trade, "single networks on ILSVRC, error against MACs", "runs"),
     "big-picture-params": Kind(draw_trade, "single networks on ILSVRC, error against parameters", "runs"),
     "timings": Kind(draw_timings, "MACs beside time, layer by layer", "runs"),
+    "curves": Kind(draw_curves, "accuracy by epoch, every run of a recipe", "runs"),
     "filters": Kind(draw_filters, "the filters of a first layer and their combinations", NETWORK),
     "connections": Kind(draw_connections, "which input pixel reaches which output pixel"),
     "receptive-field": Kind(draw_receptive_field, "what dense and low-rank twins see", NETWORK),

@@ -1,0 +1,87 @@
+"""Accuracy by epoch: how networks of one recipe trained, every run of them, and where they ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.report.charts import data_label
+from lowrank_cnn.report.entries import comparable, gather
+from lowrank_cnn.report.entry import Entry
+from lowrank_cnn.report.figures.options import Options
+from lowrank_cnn.report.records import Run
+from lowrank_cnn.report.style import COLUMN, CYCLE, SOFT, new_figure, settle
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HEIGHT = 3.3
+EARLY = 0.1
+"""The share of a run whose accuracies, all but chance, do not stretch the scale."""
+Point = tuple[int, float]
+
+
+def draw_curves(name: str, options: Options) -> Figure:
+    """A panel for each data set and recipe: training images by lines, watched ones dashed, the test by a mark."""
+    if options.records is None:
+        raise LowRankError(f"the figure {name} is of runs: give their folder (--runs runs).")
+    entries = [entry for entry in comparable(gather(options.records)) if any(map(_trained, entry.runs))]
+    if not entries:
+        raise LowRankError("no run among these has an epoch to show.")
+    panels = [list(panel) for _, panel in groupby(entries, key=lambda entry: (entry.data, entry.recipe))]
+    figure = new_figure(COLUMN, HEIGHT * len(panels))
+    for place, panel in enumerate(panels, start=1):
+        _panel(figure.add_subplot(len(panels), 1, place), panel)
+    settle(figure)
+    return figure
+
+
+def _panel(axes: Axes, entries: Sequence[Entry]) -> None:
+    axes.set_title(f"{entries[0].recipe} on {data_label(entries[0].data)}")
+    axes.set_xlabel("Epochs")
+    axes.set_ylabel("Accuracy")
+    for place, entry in enumerate(entries):
+        _entry(axes, entry, CYCLE[place % len(CYCLE)])
+    late = [value for entry in entries for run in entry.runs for value in _late(run)]
+    axes.set_ylim(max(0.0, min(late) - 0.02), 1.005)
+    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f}%")
+    axes.plot([], [], color=SOFT, linewidth=0.9, label="training images, every run")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2)
+
+
+def _entry(axes: Axes, entry: Entry, color: str) -> None:
+    for run in entry.runs:
+        axes.plot(*_apart(_trained(run)), color=color, linewidth=0.9, alpha=0.75)
+        if len(watched := _watched(run)) > 1:
+            axes.plot(*_apart(watched), color=color, linewidth=0.9, linestyle=(0, (3, 2)))
+    if entry.top1 is None:
+        axes.plot([], [], color=color, label=entry.label)
+        return
+    end = max(epoch for run in entry.runs for epoch, _ in _trained(run))
+    spread = entry.top1_spread or 0.0
+    label = f"{entry.label}: {100 * entry.top1:.2f}% of test images"
+    axes.errorbar(
+        end, entry.top1, spread, fmt="o", color=color, markersize=4.5, capsize=2.5, zorder=3, label=label
+    )
+
+
+def _trained(run: Run) -> list[Point]:
+    return [(epoch.epoch, epoch.trained) for epoch in run.history if epoch.trained is not None]
+
+
+def _watched(run: Run) -> list[Point]:
+    return [(epoch.epoch, epoch.accuracy) for epoch in run.history if epoch.accuracy is not None]
+
+
+def _late(run: Run) -> list[float]:
+    """The accuracies that the scale must hold."""
+    points = [*_trained(run), *_watched(run)]
+    begin = EARLY * max((epoch for epoch, _ in points), default=0)
+    return [share for epoch, share in points if epoch >= begin]
+
+
+def _apart(points: Sequence[Point]) -> tuple[list[int], list[float]]:
+    return [epoch for epoch, _ in points], [share for _, share in points]
