@@ -97,7 +97,7 @@ class Bench:
             num_classes=len(self.data.classes),
             in_channels=self.data.train.channels,
             width=self.options.width,
-            norm=self.recipe(0).norm,
+            **self.recipe(0).network(),
         )
 
     def fitted(self, line: Line) -> nn.Module:

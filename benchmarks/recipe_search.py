@@ -57,7 +57,7 @@ def attempt(network: str, recipe_name: str, settings: str, data: Data, arguments
     recipe = get_recipe(recipe_name, **{**own, **parse_settings(settings.split())})
     recipe = get_recipe(recipe_name, **{**recipe.to_dict(), "epochs": arguments.epochs or recipe.epochs})
     torch.manual_seed(arguments.seed)
-    made = {"image_size": recipe.crop or 32, "norm": recipe.norm, "pool": recipe.pool, "init": arguments.init}
+    made = {"image_size": recipe.crop or 32, "init": arguments.init, **recipe.network()}
     model = create_model(network, num_classes=len(data.classes), **made)
     row = {"network": network, "recipe": recipe_name, "settings": settings, "seed": arguments.seed}
     row |= {"epochs": recipe.epochs, "init": arguments.init, "start": arguments.start, "images": len(data.train)}

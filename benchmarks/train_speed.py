@@ -61,7 +61,7 @@ class PlainImages(Dataset):
 
 def network(name: str, data: Data, recipe: Recipe) -> nn.Module:
     torch.manual_seed(0)
-    return create_model(name, num_classes=len(data.classes), in_channels=data.train.channels, norm=recipe.norm)
+    return create_model(name, num_classes=len(data.classes), in_channels=data.train.channels, **recipe.network())
 
 
 def plain(name: str, data: Data, recipe: Recipe, epochs: int, workers: int) -> dict[str, object]:

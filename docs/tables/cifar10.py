@@ -17,7 +17,8 @@ def cifar10_paper() -> str:
     runs: list[dict[str, Any]] = []
     for (net, _), runs in sorted(_runs("paper").items()):
         stated, found = _stated(net), [100 * run["result"]["top1"] for run in runs]
-        dropout = runs[0]["recipe"]["dropout"] or 0.5
+        own = runs[0]["recipe"]["dropout"]
+        dropout = 0.5 if own is None else own  # the network's
         seconds = mean(run["result"]["seconds"] for run in runs)
         accuracy = f"**{_mean_and_spread(found)}**", f"{mean(found) - stated:+.2f}"
         rows.append([f"`{net}`", *_size(runs), f"{stated:.2f}", *accuracy, len(runs), dropout, f"{seconds:.0f} s"])

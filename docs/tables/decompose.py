@@ -28,7 +28,7 @@ def decompose() -> str:
     setting = found["setting"]
     images = "the test set" if "test" in dense else f"{setting['held_out']:,} training images held out"
     note = f"\nTop-1 on {images}: mean and standard deviation over {dense['n']} seeds.\n"
-    note += f"Recipe `{setting['recipe']}`; fine-tuning starts at a learning rate of {setting['tune_lr']}.\n"
+    note += f"Recipe `{setting['recipe']}` of that commit; fine-tuning starts at a rate of {setting['tune_lr']}.\n"
     return markdown(columns, rows) + note + source("decompose.json", found["environment"])
 
 

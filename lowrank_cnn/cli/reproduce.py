@@ -63,6 +63,8 @@ def reproduce_command(
         changes = {"settings": parse_settings(settings or []), "keep_weights": weights}
         found = _reproduce(experiment, images, out, **chosen, **changes, **how)
     if first_process():
+        if not (parts or networks):  # what is kept is the table of everything
+            found.save(out)
         _show(found, out, as_json)
 
 
@@ -89,7 +91,6 @@ def _reproduce(experiment: str, images: Data, out: Path, **options: Any) -> Tabl
 
 def _show(table: Table, out: Path, as_json: bool) -> None:
     """The table for people or programs, and the page about all runs beside it."""
-    table.save(out)
     page = write_report([out], out / "report.html") if table.rows else None
     if as_json:
         return print_json(table.to_dict() | {"report": str(page) if page else None})

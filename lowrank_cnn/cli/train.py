@@ -70,7 +70,7 @@ def train_command(
     frequent = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "norm": norm, "precision": precision}
     resolved = _resolve(recipe, frequent, settings or [])
     options = {"scheme": scheme, "width": width, "stride": stride}
-    own = {"norm": resolved.norm, "pool": resolved.pool, **options}
+    own = {**resolved.network(), **options}
     seed_generators(seed)
     found = _checked(model, into, own, options)  # before the images, which may be many
     images = open_data(data, bad=bad, limit=limit, image_size=image_size)

@@ -39,8 +39,8 @@ class Options:
             raise LowRankError(f"width must be positive and at most {WIDEST}, not {self.width!r}.")
         if self.norm not in (None, "batch"):
             raise LowRankError(f"norm is None or 'batch', not {self.norm!r}.")
-        if self.pool not in (None, "max", "average"):
-            raise LowRankError(f"pool is 'max' or 'average', not {self.pool!r}.")
+        if self.pool not in (None, "average"):
+            raise LowRankError(f"pool is None (the paper's maximum) or 'average', not {self.pool!r}.")
         if self.dropout is not None and not (isinstance(self.dropout, int | float) and 0 <= self.dropout < 1):
             raise LowRankError(f"dropout is a share from 0 to below 1, not {self.dropout!r}.")
         if self.scheme is not None:

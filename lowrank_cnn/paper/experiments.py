@@ -68,8 +68,8 @@ _ONE_RUN = (
 )
 
 _BY_HAND = (
-    "The learning rate is divided after the same epochs in all networks, where accuracy on 5,000 training images "
-    "had levelled off with those held out; these runs use all 50,000 and meet the test set once, at the end."
+    "The learning rate is divided after the same epochs in all networks, set by hand near where accuracy on "
+    "held-out training images had levelled off for nin and nin-c3; the test set is met once, at the end."
 )
 
 EXPERIMENTS: dict[str, dict[str, Part]] = {

@@ -23,10 +23,10 @@ from lowrank_cnn.models import create_model
 from lowrank_cnn.paper.experiments import Line, Part, lines, parts_of
 from lowrank_cnn.paper.sharing import held
 from lowrank_cnn.paper.table import Table, build_table
-from lowrank_cnn.train import fit, get_recipe
+from lowrank_cnn.train import fit, get_recipe, load_record
 from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.inputs import augmentation, input_size
-from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.recipe import Recipe, differences
 
 NETWORK_OPTIONS: dict[str, Callable[[Any], object]] = {"init": str, "width": float, "scheme": str, "stride": int}
 """Settings that are the network's and not the recipe's, and how their text is read."""
@@ -65,10 +65,8 @@ def reproduce(
     for line in lines(experiment, parts, networks):
         part = known[line.part]
         task = bench.prepared(line, part, settings or {})
-        try:
-            bench.advance(task, part.seeds if seeds is None else seeds)
-        except NotFiniteError as error:
-            say(f"  failed: {error}")
+        for seed in range(1, 1 + (part.seeds if seeds is None else seeds)):
+            bench.train(replace(task, seed=seed))
         if first_process():
             build_table(experiment, out, seeds=seeds).save(Path(out))
     return build_table(experiment, out, seeds=seeds)
@@ -110,24 +108,24 @@ class _Bench:
     def network(self, task: Task) -> torch.nn.Module:
         """The network of a task, made for these images."""
         channels, height, width = self.input_size(task.recipe)
-        side, recipe = height if height == width else None, task.recipe
-        options = {"norm": recipe.norm, "pool": recipe.pool, "image_size": side, **task.options}
+        side = height if height == width else None
+        options = {**task.recipe.network(), "image_size": side, **task.options}
         return create_model(task.line.network, num_classes=len(self.data.classes), in_channels=channels, **options)
 
     def input_size(self, recipe: Recipe) -> tuple[int, int, int]:
         return input_size(self.data.test, augmentation(recipe))
 
-    def advance(self, task: Task, seeds: int) -> None:
-        """Train what no other process holds of one line of the table."""
-        for seed in range(1, 1 + seeds):
-            self.train(replace(task, seed=seed))
-
     def train(self, task: Task) -> None:
-        """Finish the run of a task, unless another process is at it."""
+        """Finish the run of a task, unless another process is at it; one that diverges is said."""
         directory = task.line.directory(self.out, task.seed)
         with held(directory) as ours:
-            if ours:
+            if not ours:
+                return
+            _check_made_by(task.recipe, directory)
+            try:
                 self._train(task, directory)
+            except NotFiniteError as error:
+                self.say(f"  failed: {error}")
 
     def _train(self, task: Task, directory: Path) -> None:
         line = task.line
@@ -146,6 +144,21 @@ def _read(option: str, value: object) -> object:
     except (TypeError, ValueError) as error:
         wanted = NETWORK_OPTIONS[option].__name__
         raise LowRankError(f"{option} wants a value of type {wanted}, not {value!r}.") from error
+
+
+def _check_made_by(recipe: Recipe, directory: Path) -> None:
+    """Refuse a run that another recipe began: its result is none of this one's."""
+    try:
+        record = load_record(directory)
+    except LowRankError:  # there is none, or none that can be read: the checkpoints know
+        return
+    differ = differences(record.recipe, recipe.to_dict())
+    if differ:
+        then = ", ".join(f"{field}={before}" for field, (before, _) in differ.items())
+        now = ", ".join(str(after) for _, after in differ.values())
+        raise LowRankError(
+            f"{directory} was trained with {then}, not {now}: choose another --out, or move it away."
+        )
 
 
 def _tested_once(recipe: Recipe) -> Recipe:

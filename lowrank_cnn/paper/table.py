@@ -18,6 +18,7 @@ from lowrank_cnn.paper.experiments import Line, Part, lines, parts_of
 from lowrank_cnn.paper.gaps import Scores, answers, order
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.train.checkpoint import write_json
+from lowrank_cnn.train.recipe import differences
 from lowrank_cnn.train.record import Record, load_record
 
 MEASURES = ("top1", "top5")
@@ -156,11 +157,16 @@ def _check_alike(records: dict[int, Record], line: Line, out: Path) -> None:
     """Refuse to average runs that were trained in different ways."""
     for seed, record in records.items():
         first, one = next(iter(records.items()))
-        fields = [name for name in record.recipe if record.recipe[name] != one.recipe.get(name)]
-        if fields or record.model != one.model:
+        fields = differences(one.recipe, record.recipe)
+        if fields or _options(record) != _options(one):
             where = f"{line.directory(out, first)} and {line.directory(out, seed)}"
             what = f"the recipe's {', '.join(fields)}" if fields else "the network's options"
             raise LowRankError(f"{where} differ in {what}: move one of them away, then build the table again.")
+
+
+def _options(record: Record) -> dict[str, Any]:
+    """Those of its network that are set; older records lack some that were added since."""
+    return {name: value for name, value in record.model.items() if value is not None}
 
 
 def _unfinished(line: Line, out: Path, seeds: Iterable[int]) -> dict[str, str]:

@@ -111,6 +111,10 @@ def _epoch(row: Mapping[str, Any]) -> Epoch:
     return Epoch(whole(row.get("epoch")) or 0, number(row.get("train_loss")), *accuracies)
 
 
+_NO_SETTING = ("name", "evaluate_every")
+"""Fields of a recipe that teach nothing."""
+
+
 def _settings(
     recipe: Mapping[str, Any], config: Mapping[str, Any], data: Mapping[str, Any]
 ) -> tuple[tuple[str, str], ...]:
@@ -118,7 +122,9 @@ def _settings(
     built = {"norm": config.get("norm"), "pool": config.get("pool"), "init": config.get("init") or "composite"}
     fields = {**recipe, **built}
     fields |= {"images": data.get("train")} if data.get("train") else {}
-    return tuple(sorted((str(key)[:40], str(value)[:40]) for key, value in fields.items() if key != "name"))
+    return tuple(
+        sorted((str(key)[:40], str(value)[:40]) for key, value in fields.items() if key not in _NO_SETTING)
+    )
 
 
 def _timing(values: Mapping[str, Any], path: Path) -> Iterator[Timing]:

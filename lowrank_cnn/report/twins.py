@@ -49,8 +49,8 @@ def identity(built: Built) -> tuple[str, ...]:
 def compared(entry: Entry, entries: Sequence[Entry]) -> Entry:
     """The entry with its share of what its dense twin costs, and how far it is from its accuracy."""
     twin = _find_twin(entry, entries)
-    differs = [twin is not None and twin.settings.get(name) != entry.settings.get(name) for name in OWN]
-    otherwise = tuple(words for words, differ in zip(OWN.values(), differs, strict=True) if differ)
+    theirs = twin.settings if twin else entry.settings
+    otherwise = tuple(words for name, words in OWN.items() if theirs.get(name) != entry.settings.get(name))
     return replace(entry, ratios=_ratios(entry, twin), otherwise=otherwise)
 
 

@@ -62,6 +62,13 @@ class RunDirectory:
         """The newest whole checkpoint, or None where the run never came to write one."""
         return self.store.latest(lambda damage: say(f"{damage} The one before it is used."))
 
+    def kept_nothing(self) -> bool:
+        """Whether a run has finished here and its weights are gone: to begin anew would lose its record."""
+        try:
+            return load_record(self.path).status == "finished"
+        except LowRankError:
+            return False
+
     def begin(self, recipe: Recipe) -> None:
         """Sweep up after a killed process, and write the resolved recipe beside the run."""
         clear_temporaries(self.path)
@@ -105,10 +112,10 @@ def _short(value: object) -> str:
 
 def recipe_changes(saved: dict[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]]:
     """What differs from the saved recipe, as field: (before, now); refused where the run hangs on it."""
-    now = recipe.to_dict()
-    changes = {field: (saved[field], now[field]) for field in now if saved[field] != now[field]}
+    before, now = Recipe.from_dict(saved).to_dict(), recipe.to_dict()  # an older one may lack a field
+    changes = {field: (before[field], now[field]) for field in now if before[field] != now[field]}
     for field in FIXED:
         if field in changes:
-            before, after = changes[field]
-            raise LowRankError(f"this run was started with {field}={before}, and cannot go on with {after}.")
+            then, after = changes[field]
+            raise LowRankError(f"this run was started with {field}={then}, and cannot go on with {after}.")
     return changes

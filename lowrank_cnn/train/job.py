@@ -86,6 +86,11 @@ class Job:
         checkpoint = self.directory.resume(self.shown.say)
         if checkpoint:
             check_same_run(checkpoint.state, self.about)
+        elif self.directory.kept_nothing():
+            where = self.directory.path
+            raise LowRankError(
+                f"the run in {where} has finished and kept no weights to go on from: choose another --out."
+            )
         else:
             self.shown.say(f"There is nothing to resume in {self.directory.path} yet: the run starts anew.")
         return checkpoint

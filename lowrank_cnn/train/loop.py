@@ -68,7 +68,24 @@ def fit(
     job = Job(fabric, model, data, recipe, seed, precision or recipe.precision, means, directory, shown)
     if resume and (done := job.finished()):
         return done
+    for sentence in remarks(model, recipe):
+        shown.say(sentence)
     return _train(job, job.saved(resume=resume), tensorboard=tensorboard, checkpoint_every=checkpoint_every)
+
+
+def remarks(model: nn.Module, recipe: Recipe) -> list[str]:
+    """What somebody who trains this network by this recipe may not have meant; it is trained all the same."""
+    config = getattr(model, "config", None)
+    has = config if isinstance(config, dict) else recipe.network()
+    said = [
+        f"The recipe {recipe.name} is for networks with {name}={wanted!r}; this one has {name}={has.get(name)!r}."
+        for name, wanted in recipe.network().items()
+        if wanted is not None and has.get(name) != wanted
+    ]
+    if recipe.drop_epochs and recipe.epochs <= max(recipe.drop_epochs):
+        drops = " and ".join(map(str, recipe.drop_epochs))
+        said.append(f"The learning rate is divided after {drops} epochs; this run has {recipe.epochs}.")
+    return said
 
 
 def _resolve(recipe: Recipe | str, epochs: int | None) -> Recipe:

@@ -6,6 +6,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lowrank_cnn.errors import LowRankError, nearest
 from lowrank_cnn.train.settings import read_value
@@ -100,11 +101,19 @@ class Recipe:
                 raise LowRankError(f"{field} lies between {low:g} and {high:g}, not at {value}.")
         if self.nesterov and self.momentum == 0:
             raise LowRankError("nesterov needs a momentum above 0.")
-        if self.levels and not (self.holdout or self.drop_epochs):
+        if self.levels and self.drop_epochs:
+            raise LowRankError(
+                "levels finds the drops and drop_epochs states them: clear one (drop_epochs= or levels=0)."
+            )
+        if self.levels and not self.holdout:
             raise LowRankError(
                 "the levelling-off rule watches held-out training images: set holdout (0.1, say), "
-                "or replay known drops with drop_epochs, or set levels=0."
+                "or state known drops with drop_epochs and set levels=0."
             )
+
+    def network(self) -> dict[str, Any]:
+        """The options of `create_model` that the recipe is for."""
+        return {"norm": self.norm, "pool": self.pool}
 
     def to_dict(self) -> dict[str, object]:
         """The recipe in values that JSON can hold."""
@@ -114,6 +123,16 @@ class Recipe:
     def from_dict(cls, values: Mapping[str, object]) -> Recipe:
         """The recipe that `to_dict` wrote."""
         return changed(cls(), values)
+
+
+def differences(one: Mapping[str, object], other: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """Fields in which two recipes of `to_dict` would teach otherwise; what an older one lacks has its default."""
+    first, second = Recipe.from_dict(one).to_dict(), Recipe.from_dict(other).to_dict()
+    return {
+        field: (value, second[field])
+        for field, value in first.items()
+        if value != second[field] and field not in ("name", "evaluate_every")
+    }
 
 
 def changed(recipe: Recipe, values: Mapping[str, object]) -> Recipe:

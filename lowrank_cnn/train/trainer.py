@@ -202,7 +202,7 @@ class Trainer:
         return accuracy
 
     def _judge(self, accuracy: float | None, done: int) -> None:
-        if accuracy is None or not self.recipe.levels or self.recipe.drop_epochs:
+        if accuracy is None or not self.recipe.levels:
             return
         verdict = self.levels.update(accuracy, done)
         if verdict == "drop":

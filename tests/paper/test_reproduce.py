@@ -100,8 +100,17 @@ def test_every_experiment_names_a_recipe_and_networks_that_exist():
         for part in parts.values():
             assert get_recipe(part.recipe).name == part.recipe
             assert set(part.networks) <= set(list_models())
-            for own in part.own.values():
-                assert get_recipe(str(own.get("recipe", part.recipe)))
+            assert set(part.own) <= set(part.networks)
+
+
+def test_every_line_of_every_experiment_can_be_prepared():
+    bench = module._Bench(Small(), Path(), True, print, {})  # type: ignore[arg-type]
+    for name, parts in experiments.EXPERIMENTS.items():
+        for line in lines(name):
+            task = bench.prepared(line, parts[line.part], {})
+            own = parts[line.part].own.get(line.network, {})
+            assert task.recipe.dropout == own.get("dropout", task.recipe.dropout)
+            assert task.recipe.name == own.get("recipe", parts[line.part].recipe)
 
 
 def test_unknown_names_are_refused_in_a_sentence(digits, tmp_path):
@@ -177,14 +186,35 @@ def test_a_run_that_diverges_is_said_and_the_others_go_on(miniature, digits, tmp
     fit = module.fit
 
     def diverge(network, *arguments, **options):
-        if options["out"].name.startswith("nin-seed"):
+        if options["out"].name == "nin-seed1":
             raise NotFiniteError("the loss is not finite")
         return fit(network, *arguments, **options)
 
     monkeypatch.setattr(module, "fit", diverge)
-    rows, said = run(digits, tmp_path, parts=("plain",), seeds=1)
-    assert [row.network for row in rows] == ["nin-c3-lr"]
-    assert "  failed: the loss is not finite" in said
+    rows, said = run(digits, tmp_path, parts=("plain",))
+    assert [(row.network, len(row.top1)) for row in rows] == [("nin", 1), ("nin-c3-lr", 2)]
+    assert said.count("  failed: the loss is not finite") == 1
+
+
+def test_a_run_by_another_recipe_is_not_taken_for_this_one(miniature, digits, tmp_path):
+    run(digits, tmp_path, parts=("plain",), networks=("nin",), seeds=1)
+    run(digits, tmp_path, parts=("plain",), networks=("nin",), seeds=1, settings={"evaluate_every": 2})
+    with pytest.raises(LowRankError, match=r"nin-seed1 was trained with lr=0\.1, not 0\.5"):
+        run(digits, tmp_path, parts=("plain",), networks=("nin",), seeds=1, settings={"lr": 0.5})
+
+
+def test_what_a_recipe_wants_of_its_network_is_built(miniature, digits, tmp_path):
+    run(digits, tmp_path, parts=("plain",), networks=("nin",), seeds=1, settings={"pool": "average"})
+    assert load_record(tmp_path / "plain" / "nin-seed1").model["pool"] == "average"
+
+
+def test_seeds_of_older_records_are_averaged_with_new_ones(miniature, digits, tmp_path):
+    run(digits, tmp_path, parts=("plain",), networks=("nin",))
+    path = tmp_path / "plain" / "nin-seed1" / "record.json"
+    record = json.loads(path.read_text())
+    del record["model"]["pool"], record["recipe"]["pool"]
+    path.write_text(json.dumps(record | {"recipe": record["recipe"] | {"evaluate_every": 1000}}))
+    assert [len(row.top1) for row in build_table("miniature", tmp_path).rows] == [2]
 
 
 def test_lines_are_named_by_network_variant_and_seed():

@@ -108,6 +108,22 @@ def test_a_smaller_network_may_have_less_dropout():
     assert found["nin-c3-lr"].otherwise == ("with another share of dropout",)
 
 
+def test_a_twin_that_was_trained_as_long_is_preferred():
+    trained = [("nin", 5, 0.2), ("nin", 9, 0.5), ("nin-c3-lr", 9, 0.2)]
+    found = entries_of(
+        *(run(name, 0.9, recipe={"epochs": epochs, "dropout": drop}) for name, epochs, drop in trained)
+    )
+    assert found["nin-c3-lr"].otherwise == ("with another share of dropout",)
+
+
+def test_how_often_a_run_is_evaluated_sets_nothing_apart():
+    found = entries_of(
+        run("nin", 0.9, recipe={"evaluate_every": 5}), run("nin-c3-lr", 0.88, recipe={"evaluate_every": 9})
+    )
+    assert found["nin-c3-lr"].ratios["top1"] == pytest.approx(-2.0)
+    assert found["nin-c3-lr"].label == "nin-c3-lr"
+
+
 def test_the_fastest_runtime_counts_and_batches_must_agree():
     found = entries_of(
         run("nin", 0.9),

@@ -84,10 +84,11 @@ def test_the_committed_runs_stand_beside_the_published(tmp_path: Path):
 
 
 def test_curves_show_runs_on_the_way_and_need_some(records: Records, tmp_path: Path):
-    begun = [replace(run, top1=None, status="running") for run in records.runs]
+    begun = [replace(run, status="running") for run in records.runs]
     text = text_of(draw_figure("curves", tmp_path / "a.svg", Options(records=Records(begun))))
     assert not [words for words in text if "test images" in words]
-    assert [words for words in text if words.startswith("nin-c3-lr")]
+    assert [words for words in text if words.startswith("nin-c3-lr") and words.endswith("unfinished")]
+    assert "watched images" in text
     for found, says in ((None, "--runs"), (Records(), "no run")):
         with pytest.raises(LowRankError, match=says):
             draw_figure("curves", tmp_path / "b.svg", Options(records=found))

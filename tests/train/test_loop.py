@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.models import create_model
 from lowrank_cnn.train import fit, get_recipe, load_record
+from lowrank_cnn.train.loop import remarks
 
 
 def test_it_learns_and_says_so(driver):
@@ -57,7 +59,7 @@ def test_levelling_off_drops_and_ends_the_run_and_the_drops_can_be_replayed(driv
     assert learnt.result["epochs"] == len(learnt.history) < recipe.epochs
     rates = [row["lr"] for row in learnt.history]
     assert rates[drop] == pytest.approx(rates[drop - 1] / 10, rel=0.01)
-    replay = dataclasses.replace(recipe, holdout=0.0, drop_epochs=(drop,), epochs=drop + 1)
+    replay = dataclasses.replace(recipe, holdout=0.0, levels=0, drop_epochs=(drop,), epochs=drop + 1)
     record = fit(driver.tiny_net(stateful=True), driver.tiny_data(), replay, progress=False, device="cpu")
     assert record.watched == "test"
     assert len(record.history) == drop + 1
@@ -119,10 +121,8 @@ def test_bf16_trains_on_a_cpu(driver):
 
 
 def test_a_network_of_the_paper_trains(driver):
-    from lowrank_cnn.models import create_model
-
     network = create_model("nin-c3-lr", num_classes=4, in_channels=1, width=0.05)
-    recipe = get_recipe("nin-paper", epochs=1, batch_size=16, crop=6)
+    recipe = get_recipe("nin-paper", epochs=1, batch_size=16, crop=6, holdout=0.25)
     record = fit(network, driver.tiny_data(), recipe, progress=False, device="cpu")
     assert record.model == network.config
     assert record.watched == "holdout"
@@ -189,3 +189,28 @@ def test_checkpointed_activations_change_nothing(driver, stateful):
     assert one.result["loss"] == other.result["loss"]
     for name, weight in plain.state_dict().items():
         assert torch.equal(weight, saving.state_dict()[name]), name
+
+
+def test_it_is_said_where_a_network_is_not_what_the_recipe_is_for(driver, capsys):
+    recipe = get_recipe("nin-modern", epochs=0, batch_size=4, crop="none", pad=0)
+    for options, wanted in (({}, ["norm='batch'", "pool='average'"]), (recipe.network(), [])):
+        network = create_model("nin", num_classes=4, in_channels=1, width=0.05, **options)
+        fit(network, driver.tiny_data(), recipe, device="cpu")
+        lines = [line for line in capsys.readouterr().out.splitlines() if "is for networks with" in line]
+        assert [words in line for words, line in zip(wanted, lines, strict=True)] == [True] * len(wanted)
+
+
+def test_drops_that_a_run_does_not_reach_are_said():
+    network, recipe = nn.Linear(1, 1), get_recipe("nin-paper")
+    assert remarks(network, recipe) == []
+    assert "after 135 and 162 epochs; this run has 150" in remarks(network, get_recipe("nin-paper", epochs=150))[0]
+
+
+def test_a_finished_record_without_weights_is_not_begun_over(driver, tmp_path):
+    driver.train(tmp_path, driver.PLAIN, epochs=1)
+    before = (tmp_path / "record.json").read_text()
+    for path in [*tmp_path.glob("step-*"), *tmp_path.glob("best-*")]:
+        path.unlink()
+    with pytest.raises(LowRankError, match="kept no weights"):
+        driver.train(tmp_path, driver.PLAIN, epochs=2, resume=True)
+    assert (tmp_path / "record.json").read_text() == before

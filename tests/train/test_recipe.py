@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.train.recipe import Recipe, changed
+from lowrank_cnn.train.recipe import Recipe, changed, differences
 from lowrank_cnn.train.recipes import RECIPES, get_recipe
 
 
@@ -33,6 +33,7 @@ def test_a_recipe_survives_json(name):
         ({"lr": "nan"}, "lr lies between 0"),
         ({"momentum": 0, "nesterov": True}, "nesterov needs a momentum"),
         ({"levels": 2}, "watches held-out training images"),
+        ({"levels": 2, "holdout": 0.1, "drop_epochs": "5"}, "levels finds the drops"),
     ],
 )
 def test_bad_values_are_named(overrides, sentence):
@@ -44,3 +45,11 @@ def test_what_is_not_changed_stays():
     recipe = RECIPES["nin-paper"]
     assert changed(recipe, {"lr": "0.05"}) == Recipe.from_dict(recipe.to_dict() | {"lr": 0.05})
     assert changed(recipe, {}) == recipe
+
+
+def test_recipes_differ_in_what_they_teach():
+    one, other = get_recipe("nin-paper").to_dict(), get_recipe("nin-paper", lr=0.1, evaluate_every=7).to_dict()
+    assert differences(one, other) == {"lr": (0.2, 0.1)}
+    del one["pool"]  # as in a record from before there was one
+    assert differences(one, get_recipe("nin-paper").to_dict()) == {}
+    assert differences(one, get_recipe("nin-paper", pool="average").to_dict()) == {"pool": (None, "average")}

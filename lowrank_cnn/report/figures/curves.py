@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 HEIGHT = 3.3
 EARLY = 0.1
 """The share of a run whose accuracies, all but chance, do not stretch the scale."""
+DASHES = (0, (3, 2))
 Point = tuple[int, float]
 
 
@@ -49,6 +50,8 @@ def _panel(axes: Axes, entries: Sequence[Entry]) -> None:
     axes.set_ylim(max(0.0, min(late) - 0.02), 1.005)
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f}%")
     axes.plot([], [], color=SOFT, linewidth=0.9, label="training images, every run")
+    if any(len(_watched(run)) > 1 for entry in entries for run in entry.runs):
+        axes.plot([], [], color=SOFT, linewidth=0.9, linestyle=DASHES, label="watched images")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2)
 
 
@@ -56,9 +59,9 @@ def _entry(axes: Axes, entry: Entry, color: str) -> None:
     for run in entry.runs:
         axes.plot(*_apart(_trained(run)), color=color, linewidth=0.9, alpha=0.75)
         if len(watched := _watched(run)) > 1:
-            axes.plot(*_apart(watched), color=color, linewidth=0.9, linestyle=(0, (3, 2)))
-    if entry.top1 is None:
-        axes.plot([], [], color=color, label=entry.label)
+            axes.plot(*_apart(watched), color=color, linewidth=0.9, linestyle=DASHES)
+    if entry.top1 is None or not entry.finished:
+        axes.plot([], [], color=color, label=f"{entry.label}: unfinished")
         return
     end = max(epoch for run in entry.runs for epoch, _ in _trained(run))
     spread = entry.top1_spread or 0.0
