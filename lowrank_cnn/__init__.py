@@ -18,8 +18,9 @@ from lowrank_cnn.errors import LowRankError, MissingExtra
 from lowrank_cnn.init import composite_sigma, init_
 from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d, build_conv
 from lowrank_cnn.models import Network, create_model, list_models, list_pretrained
+from lowrank_cnn.scheme import Scheme, parse_scheme
 from lowrank_cnn.selection import stages
-from lowrank_cnn.spec import Composite, FilterGroup, Scheme, parse_scheme
+from lowrank_cnn.spec import Composite, FilterGroup
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import open_data

@@ -23,8 +23,8 @@ from lowrank_cnn.count import LayerCount, count
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.init import followed_by_relu, init_
 from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d, build_conv
+from lowrank_cnn.scheme import Scheme, parse_scheme
 from lowrank_cnn.selection import Kept, NothingToConvertError, Where, select
-from lowrank_cnn.spec import Scheme, parse_scheme
 from lowrank_cnn.units import text_table
 
 Fill = Callable[[str, nn.Conv2d, nn.Module], None]

@@ -26,8 +26,8 @@ from lowrank_cnn.factorize import (
 )
 from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d, weights_of
 from lowrank_cnn.ranks import Curves, by_energy, by_latency, by_macs, curves_of, estimated, schemes_of
+from lowrank_cnn.scheme import Scheme, parse_scheme
 from lowrank_cnn.selection import Kept, Where, select
-from lowrank_cnn.spec import Scheme, parse_scheme
 
 
 @dataclass(frozen=True)

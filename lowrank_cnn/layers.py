@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.geometry import Padding, Sides, enclosing_padding, offsets, pair, recentred, symmetric
 from lowrank_cnn.kernels import composite_conv2d, explain_call
-from lowrank_cnn.spec import Composite, FilterGroup, Pair, Scheme, parse_scheme
+from lowrank_cnn.scheme import Scheme, parse_scheme
+from lowrank_cnn.spec import Composite, FilterGroup, Pair
 
 T = TypeVar("T")
 _PAD_MODES = ("zeros", "reflect", "replicate", "circular")

@@ -17,7 +17,7 @@ from lowrank_cnn.convert import rewrite
 from lowrank_cnn.count import count
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.factorize import crossed_factors, crossed_weight, kept_energy, separable_energy
-from lowrank_cnn.spec import Scheme
+from lowrank_cnn.scheme import Scheme
 
 Convs = Mapping[str, nn.Conv2d]
 Curves = Mapping[str, "Curve"]

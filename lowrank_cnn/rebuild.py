@@ -17,7 +17,7 @@ from lowrank_cnn.convert import Change, Conversion, rewrite
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.network import Network
-from lowrank_cnn.spec import Scheme, parse_scheme
+from lowrank_cnn.scheme import Scheme, parse_scheme
 
 
 def describe(model: nn.Module) -> dict[str, Any]:

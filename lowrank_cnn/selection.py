@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from lowrank_cnn.count import count
 from lowrank_cnn.errors import LowRankError, nearest
 from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
-from lowrank_cnn.spec import Scheme
+from lowrank_cnn.scheme import Scheme
 
 
 class NothingToConvertError(LowRankError):

@@ -15,7 +15,7 @@ from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.layers import FactoredConv2d
 from lowrank_cnn.models import create_model
 from lowrank_cnn.ranks import _time_ratio, dearest, schemes_of
-from lowrank_cnn.spec import parse_scheme
+from lowrank_cnn.scheme import parse_scheme
 
 
 def trained(seed: int = 0, **options) -> nn.Sequential:

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d, build_conv
-from lowrank_cnn.spec import SCHEMES, FilterGroup
+from lowrank_cnn.scheme import SCHEMES
+from lowrank_cnn.spec import FilterGroup
 
 SIZES = st.integers(1, 5)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.ranks import WHOLE, Curve, Step, by_macs, curves_of, estimated
-from lowrank_cnn.spec import parse_scheme
+from lowrank_cnn.scheme import parse_scheme
 
 
 @st.composite

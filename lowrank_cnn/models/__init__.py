@@ -10,7 +10,7 @@ from lowrank_cnn.init import INITIALISATIONS
 from lowrank_cnn.models import googlenet, nin, vgg
 from lowrank_cnn.models.network import Network, Options
 from lowrank_cnn.models.pretrained import agreed, list_pretrained, load_into, read_pretrained
-from lowrank_cnn.spec import Scheme, parse_scheme
+from lowrank_cnn.scheme import Scheme, parse_scheme
 
 FAMILIES: tuple[ModuleType, ...] = (vgg, googlenet, nin)
 _DEFAULTS = {

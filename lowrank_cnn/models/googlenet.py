@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, conv_block
-from lowrank_cnn.spec import Scheme, parse_scheme
+from lowrank_cnn.scheme import Scheme, parse_scheme
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.layers import build_conv
-from lowrank_cnn.spec import Scheme, parse_scheme
+from lowrank_cnn.scheme import Scheme, parse_scheme
 
 WIDEST = 64
 

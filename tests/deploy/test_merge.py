@@ -13,7 +13,7 @@ from lowrank_cnn.deploy.merge import merge
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d, build_conv
 from lowrank_cnn.models import create_model
-from lowrank_cnn.spec import parse_scheme
+from lowrank_cnn.scheme import parse_scheme
 
 
 def shaken(model: nn.Module) -> nn.Module:
