@@ -25,10 +25,11 @@ from lowrank_cnn.spec import Composite, FilterGroup
 if TYPE_CHECKING:
     from lowrank_cnn.data import open_data
     from lowrank_cnn.deploy import export, load, merge, optimize, plan
-    from lowrank_cnn.evaluation import evaluate
+    from lowrank_cnn.evaluation import evaluate, predict
     from lowrank_cnn.report import write_report
     from lowrank_cnn.timing import time_model
     from lowrank_cnn.train import fit, get_recipe
+    from lowrank_cnn.trained import load_pretrained
 
 # Parts that take longer to load than torch's own import are loaded when first asked for.
 _LATER = {
@@ -36,11 +37,13 @@ _LATER = {
     "export": "lowrank_cnn.deploy",
     "fit": "lowrank_cnn.train",
     "get_recipe": "lowrank_cnn.train",
+    "load_pretrained": "lowrank_cnn.trained",
     "load": "lowrank_cnn.deploy",
     "merge": "lowrank_cnn.deploy",
     "open_data": "lowrank_cnn.data",
     "optimize": "lowrank_cnn.deploy",
     "plan": "lowrank_cnn.deploy",
+    "predict": "lowrank_cnn.evaluation",
     "time_model": "lowrank_cnn.timing",
     "write_report": "lowrank_cnn.report",
 }
@@ -82,11 +85,13 @@ __all__ = [
     "list_models",
     "list_pretrained",
     "load",
+    "load_pretrained",
     "merge",
     "open_data",
     "optimize",
     "parse_scheme",
     "plan",
+    "predict",
     "stages",
     "time_model",
     "write_report",

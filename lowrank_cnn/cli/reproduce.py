@@ -13,7 +13,7 @@ from lowrank_cnn.cli.options import Decode
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.paper.experiments import EXPERIMENTS
+from lowrank_cnn.paper.experiments import EXPERIMENTS, lines
 from lowrank_cnn.paper.reproduce import first_process, reproduce
 from lowrank_cnn.paper.table import NOT_BEGUN, Comparison, Row, Table, build_table
 from lowrank_cnn.report import write_report
@@ -35,7 +35,7 @@ def reproduce_command(
     table: Annotated[bool, typer.Option("--table", help="Train nothing: the table of what is finished.")] = False,
     parts: Annotated[list[str] | None, typer.Option("--part", help="A part of it alone; repeatable.")] = None,
     networks: Annotated[list[str] | None, typer.Option("--network", help="A network alone; repeatable.")] = None,
-    seeds: Annotated[int | None, typer.Option(help="Runs of each network.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each network.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Change the recipe: field=value.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
     compile_: Annotated[bool, typer.Option("--compile", help="Compile the networks.")] = False,
@@ -54,6 +54,9 @@ def reproduce_command(
     Started several times with one directory, the processes share the runs out among themselves.
     """
     chosen = {"parts": tuple(parts or ()), "networks": tuple(networks or ()), "seeds": seeds}
+    lines(experiment, chosen["parts"], chosen["networks"])  # refuses unknown names before images are read
+    if table and not out.is_dir():
+        raise LowRankError(f"there are no runs: {out} is no folder.")
     if table:
         found = build_table(experiment, out, **chosen)
     else:
@@ -117,7 +120,9 @@ def _print_missing(table: Table) -> None:
 
 def _print_rows(title: str, rows: Iterable[Row]) -> None:
     columns = ("network", "paper", "top-1", "paper", "top-5", "n", "MACs", "params", "epochs", "s")
-    print_table(title, columns, [_line(row) for row in rows])
+    found = [_line(row) for row in rows]
+    kept = [i for i, _ in enumerate(columns) if any(line[i] != "" for line in found)]
+    print_table(title, [columns[i] for i in kept], [tuple(line[i] for i in kept) for line in found])
 
 
 def _line(row: Row) -> tuple[object, ...]:

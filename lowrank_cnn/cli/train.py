@@ -72,10 +72,10 @@ def train_command(
     options = {"scheme": scheme, "width": width, "stride": stride}
     own = {**resolved.network(), **options}
     seed_generators(seed)
-    found = _checked(model, into, own, options)  # before the images, which may be many
+    found = _checked(model, into, own, {"norm": norm, **options})  # before the images, which may be many
     images = open_data(data, bad=bad, limit=limit, image_size=image_size)
     if not as_json:
-        _print_start(images, resolved)
+        _print_start(images, resolved, out)
     seed_generators(seed)
     network = build_for(images, model, **own) if found is None else found
     with _leaving_politely():
@@ -137,7 +137,7 @@ def _next_command(record: Record, out: Path, data: str, source: str) -> str:
     return shlex.join(["lowrank", "evaluate", str(out), "--data", data, *([] if ours else ["--into", source])])
 
 
-def _print_start(data: Data, recipe: Recipe) -> None:
+def _print_start(data: Data, recipe: Recipe, out: Path | None) -> None:
     if not _first_process():
         return
     fields = "  ".join(f"{field}={value}" for field, value in recipe.to_dict().items())
@@ -145,6 +145,8 @@ def _print_start(data: Data, recipe: Recipe) -> None:
     counts = f"{len(data.train):,} to train on, {len(data.test):,} to test on"
     console.print(f"Images: {data.name}, {counts}, {len(data.classes)} classes", markup=False)
     print_problems(data)
+    if out is None:
+        console.print("Nothing is kept of this run: --out gives it a directory.", markup=False)
 
 
 def _print_result(record: Record, out: Path | None, as_json: bool) -> None:

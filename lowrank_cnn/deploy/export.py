@@ -77,6 +77,7 @@ def export(
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         error = write(temporary, stored)
+        temporary.chmod(0o644)  # safetensors writes for its owner alone
         temporary.replace(path)
     except (OSError, SafetensorError) as failure:
         reason = getattr(failure, "strerror", None) or failure

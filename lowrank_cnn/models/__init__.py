@@ -71,7 +71,7 @@ def create_model(
         raise LowRankError(f"there is no initialisation {init!r}; {nearest(init, INITIALISATIONS)}")
     family = family_of(name)
     if pool is not None and family is not nin:
-        raise LowRankError(f"pool is a choice of the nin networks; {name} has none: leave it at None.")
+        raise LowRankError(f"pool is a choice of the nin networks; {name} has none: leave it out (pool=none).")
     variant = family.VARIANTS[name]
     classes = family.CLASSES if num_classes is None else num_classes
     first = variant.stride if stride is None else stride

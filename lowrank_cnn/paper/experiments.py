@@ -72,6 +72,9 @@ _BY_HAND = (
     "held-out training images had levelled off for nin and nin-c3; the test set is met once, at the end."
 )
 
+CLASSES = {"cifar10": 10}
+"""Of sets that are used whole; the others may be tried on a part of their classes."""
+
 EXPERIMENTS: dict[str, dict[str, Part]] = {
     "cifar10": {
         "paper": Part(

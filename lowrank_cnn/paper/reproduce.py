@@ -20,13 +20,14 @@ from lowrank_cnn.count import count
 from lowrank_cnn.data import Data
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import create_model
-from lowrank_cnn.paper.experiments import Line, Part, lines, parts_of
+from lowrank_cnn.paper.experiments import CLASSES, Line, Part, lines, parts_of
 from lowrank_cnn.paper.sharing import held
 from lowrank_cnn.paper.table import Table, build_table
 from lowrank_cnn.train import fit, get_recipe, load_record
+from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.inputs import augmentation, input_size
-from lowrank_cnn.train.recipe import Recipe, differences
+from lowrank_cnn.train.recipe import Recipe, differences, in_words
 
 NETWORK_OPTIONS: dict[str, Callable[[Any], object]] = {"init": str, "width": float, "scheme": str, "stride": int}
 """Settings that are the network's and not the recipe's, and how their text is read."""
@@ -62,6 +63,8 @@ def reproduce(
     `out`. A run whose loss is not finite is said, and the others go on.
     """
     bench, known = _Bench(data, Path(out), keep_weights, say, how), parts_of(experiment)
+    if len(data.classes) != CLASSES.get(experiment, len(data.classes)):
+        raise LowRankError(f"{experiment} has {CLASSES[experiment]} classes; {data.name} has {len(data.classes)}.")
     for line in lines(experiment, parts, networks):
         part = known[line.part]
         task = bench.prepared(line, part, settings or {})
@@ -131,8 +134,9 @@ class _Bench:
         line = task.line
         self.say(f"{line.part}: {line.network} {line.variant} seed {task.seed}, {task.recipe.epochs} epochs")
         torch.manual_seed(task.seed)
-        recipe = _tested_once(task.recipe)
-        record = fit(self.network(task), self.data, recipe, seed=task.seed, out=directory, resume=True, **self.how)
+        recipe, begun = _tested_once(task.recipe), RunDirectory(directory).holds_run()
+        how = {"seed": task.seed, "out": directory, "resume": begun, **self.how}
+        record = fit(self.network(task), self.data, recipe, **how)
         self.say(f"  top-1 {100 * record.result['top1']:.2f}% in {record.result['seconds']:.0f} s")
         if not self.keep_weights and first_process():
             _delete_weights(directory)
@@ -152,13 +156,8 @@ def _check_made_by(recipe: Recipe, directory: Path) -> None:
         record = load_record(directory)
     except LowRankError:  # there is none, or none that can be read: the checkpoints know
         return
-    differ = differences(record.recipe, recipe.to_dict())
-    if differ:
-        then = ", ".join(f"{field}={before}" for field, (before, _) in differ.items())
-        now = ", ".join(str(after) for _, after in differ.values())
-        raise LowRankError(
-            f"{directory} was trained with {then}, not {now}: choose another --out, or move it away."
-        )
+    if differ := differences(record.recipe, recipe.to_dict()):
+        raise LowRankError(f"{directory} was trained with {in_words(differ)}: choose another --out.")
 
 
 def _tested_once(recipe: Recipe) -> Recipe:

@@ -18,7 +18,7 @@ from lowrank_cnn.train.fused import fused_to_train
 from lowrank_cnn.train.inputs import Inputs, make_inputs
 from lowrank_cnn.train.launch import resolve_precision
 from lowrank_cnn.train.progress import Progress
-from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.recipe import Recipe, differences, in_words
 from lowrank_cnn.train.recompute import recomputed
 from lowrank_cnn.train.record import Record
 
@@ -71,7 +71,12 @@ class Job:
         if self.directory is None or not (done := self.directory.finished(self.recipe, self.shown.say)):
             return None
         check_same_run(vars(done), self.about)
-        self.shown.say(f"The run in {self.directory.path} has finished: nothing is left to do.")
+        differ = differences(done.recipe, self.recipe.to_dict())
+        epochs, _ = differ.pop("epochs", (self.recipe.epochs, None))
+        if differ:
+            raise LowRankError(f"the run in {self.directory.path} has finished with {in_words(differ)}.")
+        fewer = f" its {epochs} epochs" if epochs != self.recipe.epochs else ""
+        self.shown.say(f"The run in {self.directory.path} has finished{fewer}: nothing is left to do.")
         return done
 
     def saved(self, *, resume: bool) -> Checkpoint | None:

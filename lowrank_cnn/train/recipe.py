@@ -40,7 +40,7 @@ _RANGES = {
     "crop": (1, _LARGE),
     "pad": (0, _LARGE),
     "cutout": (0, _LARGE),
-    "dropout": (0, 1),
+    "dropout": (0, 0.999),
 }
 
 
@@ -133,6 +133,12 @@ def differences(one: Mapping[str, object], other: Mapping[str, object]) -> dict[
         for field, value in first.items()
         if value != second[field] and field not in ("name", "evaluate_every")
     }
+
+
+def in_words(differ: Mapping[str, tuple[object, object]]) -> str:
+    """Differences as a part of a sentence."""
+    then, now = (", ".join(f"{field}={values[side]}" for field, values in differ.items()) for side in (0, 1))
+    return f"{then}, not {now}"
 
 
 def changed(recipe: Recipe, values: Mapping[str, object]) -> Recipe:

@@ -59,6 +59,35 @@ def test_training_without_images_is_refused(tmp_path):
     assert "give --data, or --table" in str(error)
 
 
+def test_names_are_checked_before_images_are_read(tmp_path, monkeypatch):
+    def open_(*_, **__):
+        raise AssertionError("the images were opened")
+
+    monkeypatch.setattr("lowrank_cnn.cli.reproduce.open_data", open_)
+    for words, says in (
+        (["cifra"], "did you mean cifar10"),
+        (["cifar10", "--part", "papr"], "did you mean paper"),
+    ):
+        error = lowrank("reproduce", *words, "--data", "digits", "--out", tmp_path).exception
+        assert isinstance(error, LowRankError)
+        assert says in str(error)
+    assert lowrank("reproduce", "cifar10", "--data", "digits", "--seeds", "0", "--out", tmp_path).exit_code == 2
+
+
+def test_a_table_of_no_folder_is_refused(tmp_path):
+    error = lowrank("reproduce", "cifar10", "--table", "--out", tmp_path / "typo").exception
+    assert isinstance(error, LowRankError)
+    assert not (tmp_path / "typo").exists()
+
+
+def test_a_part_alone_leaves_the_table_of_all(tmp_path):
+    lowrank(*RUN, "--network", "nin", "--seeds", 1, "--out", tmp_path)
+    before = (tmp_path / "table.json").read_text()
+    shown = lowrank("reproduce", "cifar10", "--table", "--part", "paper", "--out", tmp_path)
+    assert shown.exit_code == 0
+    assert (tmp_path / "table.json").read_text() == before
+
+
 def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(tmp_path, monkeypatch):
     look_around = Trainer._look_around
 

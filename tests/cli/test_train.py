@@ -92,6 +92,7 @@ def test_a_bad_network_is_refused_before_the_images_are_opened(lowrank, tmp_path
         (["vgg11", "--recipe", "nin-modern"], "vgg11 has none"),
         ([named, "--scheme", "rl"], "no scheme 'rl'"),
         ([named, "--width", "2"], "taken as it is"),
+        ([named, "--norm", "batch"], "taken as it is"),
     ]
     for words, says in mistakes:
         error = lowrank("train", *words, "--data", "squares").exception

@@ -113,6 +113,11 @@ def test_every_line_of_every_experiment_can_be_prepared():
             assert task.recipe.name == own.get("recipe", parts[line.part].recipe)
 
 
+def test_other_images_are_refused(tmp_path):
+    with pytest.raises(LowRankError, match="cifar10 has 10 classes; photographs has 100"):
+        module.reproduce("cifar10", Small(), tmp_path)  # type: ignore[arg-type]
+
+
 def test_unknown_names_are_refused_in_a_sentence(digits, tmp_path):
     with pytest.raises(LowRankError, match="there is no experiment 'cifar'; did you mean cifar10"):
         module.reproduce("cifar", digits, tmp_path)
@@ -199,7 +204,7 @@ def test_a_run_that_diverges_is_said_and_the_others_go_on(miniature, digits, tmp
 def test_a_run_by_another_recipe_is_not_taken_for_this_one(miniature, digits, tmp_path):
     run(digits, tmp_path, parts=("plain",), networks=("nin",), seeds=1)
     run(digits, tmp_path, parts=("plain",), networks=("nin",), seeds=1, settings={"evaluate_every": 2})
-    with pytest.raises(LowRankError, match=r"nin-seed1 was trained with lr=0\.1, not 0\.5"):
+    with pytest.raises(LowRankError, match=r"nin-seed1 was trained with lr=0\.1, not lr=0\.5"):
         run(digits, tmp_path, parts=("plain",), networks=("nin",), seeds=1, settings={"lr": 0.5})
 
 
@@ -245,7 +250,7 @@ def test_tiny_imagenet_has_the_networks_of_both_tables_at_a_quarter_of_their_siz
 class Small:
     """A hundred classes of 64x64 photographs that nobody looks at."""
 
-    classes = tuple(map(str, range(100)))
+    name, classes = "photographs", tuple(map(str, range(100)))
 
     class test:  # noqa: N801
         channels, size = 3, (3, 64, 64)

@@ -214,3 +214,11 @@ def test_a_finished_record_without_weights_is_not_begun_over(driver, tmp_path):
     with pytest.raises(LowRankError, match="kept no weights"):
         driver.train(tmp_path, driver.PLAIN, epochs=2, resume=True)
     assert (tmp_path / "record.json").read_text() == before
+
+
+def test_a_finished_run_is_not_taken_for_one_of_another_recipe(driver, tmp_path, capsys):
+    driver.train(tmp_path, driver.PLAIN, epochs=2)
+    with pytest.raises(LowRankError, match=r"has finished with lr=.*, not lr=0\.7"):
+        driver.train(tmp_path, dataclasses.replace(driver.PLAIN, lr=0.7), epochs=2, resume=True)
+    driver.train(tmp_path, driver.PLAIN, epochs=1, resume=True, progress=True)
+    assert "has finished its 2 epochs" in capsys.readouterr().out

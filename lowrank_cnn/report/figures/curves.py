@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.errors import LowRankError, require
 from lowrank_cnn.report.charts import data_label
 from lowrank_cnn.report.entries import comparable, gather
 from lowrank_cnn.report.entry import Entry
@@ -47,7 +47,10 @@ def _panel(axes: Axes, entries: Sequence[Entry]) -> None:
     for place, entry in enumerate(entries):
         _entry(axes, entry, CYCLE[place % len(CYCLE)])
     late = [value for entry in entries for run in entry.runs for value in _late(run)]
-    axes.set_ylim(max(0.0, min(late) - 0.02), 1.005)
+    late += [entry.top1 for entry in entries if entry.top1 is not None]
+    axes.set_ylim(max(0.0, min(late) - 0.02), min(1.005, max(late) + 0.02))
+    ticker = require("matplotlib.ticker", extra="plots", purpose="drawing a figure")
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f}%")
     axes.plot([], [], color=SOFT, linewidth=0.9, label="training images, every run")
     if any(len(_watched(run)) > 1 for entry in entries for run in entry.runs):
@@ -64,7 +67,7 @@ def _entry(axes: Axes, entry: Entry, color: str) -> None:
         axes.plot([], [], color=color, label=f"{entry.label}: unfinished")
         return
     end = max(epoch for run in entry.runs for epoch, _ in _trained(run))
-    spread = entry.top1_spread or 0.0
+    spread = entry.top1_spread
     label = f"{entry.label}: {100 * entry.top1:.2f}% of test images"
     axes.errorbar(
         end, entry.top1, spread, fmt="o", color=color, markersize=4.5, capsize=2.5, zorder=3, label=label
