@@ -10,9 +10,12 @@ import typer
 from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
 from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.report.entries import comparable, gather
 from lowrank_cnn.report.figures import FIGURES, Options, draw_figure
+from lowrank_cnn.report.figures.trade import PLOTS
 from lowrank_cnn.report.files import read_records, require_records
 from lowrank_cnn.report.page import found_in, write_page
+from lowrank_cnn.report.records import Records
 
 Runs = Annotated[list[Path] | None, typer.Option("--runs", help="Folders or files of records; repeatable.")]
 Weights = Annotated[
@@ -75,7 +78,19 @@ def figure_command(
     if as_json:
         return print_json({"figure": name, "file": str(written)})
     console.print(f"Wrote {written}.", markup=False, soft_wrap=True)
+    if records is not None and name in PLOTS:
+        _print_left_out(records)
     return None
+
+
+def _print_left_out(records: Records) -> None:
+    """A plot of error against cost shows choices; what was trained by a recipe of its own is none."""
+    entries = [entry for entry in gather(records) if entry.runs]
+    shown = comparable(entries)
+    left = dict.fromkeys(f"{entry.label} by {entry.recipe}" for entry in entries if entry not in shown)
+    if left:
+        why = "no other network was trained by the same recipe"
+        errors.print(f"Left out, since {why}: {'; '.join(left)}.", markup=False, soft_wrap=True)
 
 
 def _list_figures(as_json: bool) -> None:

@@ -78,6 +78,15 @@ def test_a_figure_is_written_under_its_own_name(folder: Path):
     assert printed == {"figure": "connections", "file": "c.png"}
 
 
+def test_what_a_plot_leaves_out_is_said(folder: Path):
+    pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib")
+    committed = Path(__file__).parents[2] / "benchmarks" / "results" / "cifar10"
+    said = lowrank("figure", "nin", "--runs", committed, "-o", "a.svg").stderr
+    assert "nin-c3-lr, torch init, no norm by nin-init" in said
+    assert "nin-paper" not in said
+    assert lowrank("figure", "curves", "--runs", committed, "-o", "b.svg").stderr == ""
+
+
 def test_the_filters_of_the_weights_that_come_with_the_package(folder: Path):
     pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib")
     lowrank("figure", "filters", "--model", "nin-c3-lr", "--pretrained", "cifar10", "-o", "f.svg")

@@ -29,7 +29,7 @@ EXPECTED = {
     "big-picture-macs": ["Multiply-accumulates per image, logarithmic", "published, more augmentation", "10G"],
     "big-picture-params": ["Parameters, logarithmic", "100M"],
     "timings": ["vgg11-gmp-lr, published", "conv5y-2", "CPU time (r = 0.94)", "GPU time (r = 0.82)"],
-    "curves": ["nin-paper on CIFAR-10", "Epochs", "training images, every run", "of test images"],
+    "curves": ["nin-paper on CIFAR-10", "Epochs", "training images, every run", "test images, at the end"],
     "filters": ["(a) vertical 3\N{MULTIPLICATION SIGN}1", "(c) combined by the join", "64 filters"],
     "connections": ["(a) fully connected", "1,296 connections", "9 weights", "96 connections"],
     "receptive-field": ["nin, as initialised", "nin-c3-lr, as initialised"],

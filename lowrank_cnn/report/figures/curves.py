@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lowrank_cnn.errors import LowRankError, require
 from lowrank_cnn.report.charts import data_label
-from lowrank_cnn.report.entries import comparable, gather
+from lowrank_cnn.report.entries import gather
 from lowrank_cnn.report.entry import Entry
 from lowrank_cnn.report.figures.options import Options
 from lowrank_cnn.report.records import Run
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HEIGHT = 3.3
+HEIGHT, ROW = 2.7, 0.19
+"""Inches of a panel, and of a row of its legend."""
+LETTERS = 40
+"""Of a label that leaves room for a second one beside it."""
 EARLY = 0.1
 """The share of a run whose accuracies, all but chance, do not stretch the scale."""
 DASHES = (0, (3, 2))
@@ -29,13 +32,15 @@ def draw_curves(name: str, options: Options) -> Figure:
     """A panel for each data set and recipe: training images by lines, watched ones dashed, the test by a mark."""
     if options.records is None:
         raise LowRankError(f"the figure {name} is of runs: give their folder (--runs runs).")
-    entries = [entry for entry in comparable(gather(options.records)) if any(map(_trained, entry.runs))]
+    entries = [entry for entry in gather(options.records) if any(map(_trained, entry.runs))]
     if not entries:
         raise LowRankError("no run among these has an epoch to show.")
     panels = [list(panel) for _, panel in groupby(entries, key=lambda entry: (entry.data, entry.recipe))]
-    figure = new_figure(COLUMN, HEIGHT * len(panels))
-    for place, panel in enumerate(panels, start=1):
-        _panel(figure.add_subplot(len(panels), 1, place), panel)
+    heights = [HEIGHT + ROW * (len(panel) + 3) / _columns(panel) for panel in panels]
+    figure = new_figure(COLUMN, sum(heights))
+    grid = figure.add_gridspec(len(panels), 1, height_ratios=heights)
+    for place, panel in enumerate(panels):
+        _panel(figure.add_subplot(grid[place]), panel)
     settle(figure)
     return figure
 
@@ -55,7 +60,14 @@ def _panel(axes: Axes, entries: Sequence[Entry]) -> None:
     axes.plot([], [], color=SOFT, linewidth=0.9, label="training images, every run")
     if any(len(_watched(run)) > 1 for entry in entries for run in entry.runs):
         axes.plot([], [], color=SOFT, linewidth=0.9, linestyle=DASHES, label="watched images")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2)
+    if any(entry.finished for entry in entries):
+        axes.plot([], [], "o", color=SOFT, markersize=4.5, label="test images, at the end")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=_columns(entries))
+
+
+def _columns(entries: Sequence[Entry]) -> int:
+    """How many labels stand beside each other."""
+    return 2 if max(len(entry.label) for entry in entries) < LETTERS else 1
 
 
 def _entry(axes: Axes, entry: Entry, color: str) -> None:
@@ -68,7 +80,7 @@ def _entry(axes: Axes, entry: Entry, color: str) -> None:
         return
     end = max(epoch for run in entry.runs for epoch, _ in _trained(run))
     spread = entry.top1_spread
-    label = f"{entry.label}: {100 * entry.top1:.2f}% of test images"
+    label = f"{entry.label}: {100 * entry.top1:.2f}%"
     axes.errorbar(
         end, entry.top1, spread, fmt="o", color=color, markersize=4.5, capsize=2.5, zorder=3, label=label
     )
