@@ -28,7 +28,9 @@ class RunDirectory:
         return Store(self.path)
 
     def holds_run(self) -> bool:
-        return (self.path / "recipe.json").exists() or any(self.path.glob("step-*"))
+        return any((self.path / name).exists() for name in ("recipe.json", "record.json")) or any(
+            self.path.glob("step-*")
+        )
 
     def check_free(self) -> None:
         """Refuse to start over what is already there."""

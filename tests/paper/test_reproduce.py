@@ -72,6 +72,16 @@ def test_finished_runs_are_not_repeated(miniature, digits, tmp_path, monkeypatch
     assert marks == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("record.json")}
 
 
+def test_a_record_alone_is_a_finished_run(miniature, digits, tmp_path):
+    first, _ = run(digits, tmp_path, parts=("plain",), networks=("nin",), seeds=1)
+    records = {path: path.read_bytes() for path in tmp_path.rglob("record.json")}
+    for path in [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "record.json"]:
+        path.unlink()
+    again, _ = run(digits, tmp_path, parts=("plain",), networks=("nin",), seeds=1)
+    assert again == first
+    assert records == {path: path.read_bytes() for path in tmp_path.rglob("record.json")}
+
+
 def test_the_test_set_is_met_once_at_the_end(miniature, digits, tmp_path):
     run(digits, tmp_path, parts=("watched", "plain"), networks=("nin-c3-lr",))
     plain, watched = (load_record(tmp_path / part / "nin-c3-lr-seed1") for part in ("plain", "watched"))
