@@ -2,7 +2,7 @@
 
     python benchmarks/train_speed.py --data FOLDER [--out benchmarks/results/train_speed.json]
 
-For each network, the recipe's own step eagerly, as a CUDA graph, and as a graph of compiled kernels; then the same
+For each network and recipe, the recipe's own step eagerly, as a CUDA graph, and as a graph of compiled kernels; then the same
 network, batch and precision in the loop most people write: a Dataset that crops and mirrors image by image in
 worker processes, and eager steps. On a GPU also the share of an epoch in which the device computes steps: the
 time of a step replayed back to back over the time per step in an epoch.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -149,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", required=True)
     parser.add_argument("--networks", nargs="+", default=["nin-c3-lr", "nin"])
-    parser.add_argument("--recipe", default="nin-paper")
+    parser.add_argument("--recipes", nargs="+", default=["nin-paper", "nin-modern"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="Of our own.")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1))
@@ -157,13 +158,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/train_speed.json"))
     arguments = parser.parse_args()
     data = open_data(arguments.data, limit=arguments.limit, missing="skip")
-    recipe = get_recipe(arguments.recipe, holdout=0, levels=0, evaluate_every=10**6)
-    setting = {"recipe": recipe.to_dict(), "images": len(data.train), "workers": arguments.workers}
-    rows: dict[str, object] = {}
+    recipes = {name: get_recipe(name, holdout=0, levels=0, evaluate_every=10**6) for name in arguments.recipes}
+    taught = {name: recipe.to_dict() for name, recipe in recipes.items()}
+    setting = {"recipes": taught, "images": len(data.train), "workers": arguments.workers}
+    rows: list[dict[str, object]] = []
     record = {"kind": "train-speed", "setting": setting, "rows": rows, "environment": environment()}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    for name in arguments.networks:
-        rows[name] = measure(name, data, recipe, arguments)
+    for name, (taught_by, recipe) in itertools.product(arguments.networks, recipes.items()):
+        ways = measure(name, data, recipe, arguments)
+        rows.append({"network": name, "recipe": taught_by, "ways": ways})
         arguments.out.write_text(json.dumps(record, indent=2) + "\n")
 
 

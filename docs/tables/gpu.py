@@ -170,18 +170,19 @@ def _ms(value: float) -> str:
 def train_speed() -> str:
     found = record("train_speed.json")
     rows: list[list[object]] = []
-    for net, ways in found["rows"].items():
-        for way, row in ways.items():
+    for measured in found["rows"]:
+        batch = found["setting"]["recipes"][measured["recipe"]]["batch_size"]
+        for way, row in measured["ways"].items():
             spread = f" ({row['lowest']:,.0f} to {row['highest']:,.0f})" if row["epochs"] > 1 else ", one epoch"
             rates = f"{row['images_per_second']:,.0f}{spread}"
             epoch = f"{found['setting']['images'] / row['images_per_second']:.2f}"
             share = f"{row['device_share']:.1%}" if "device_share" in row else ""
-            rows.append([f"`{net}`", way, rates, epoch, share])
+            rows.append([f"`{measured['network']}`", f"`{measured['recipe']}`", batch, way, rates, epoch, share])
     setting = found["setting"]
     note = (
-        f"\nBatch {setting['recipe']['batch_size']}, all {setting['images']:,} images, median epoch and range; "
-        f"{setting['workers']} workers feed the plain loop.\nThe share is the time of a step replayed back to "
-        "back over the time per step in an epoch: the rest is what\nan epoch does besides its steps.\n"
+        f"\nAll {setting['images']:,} images, median epoch and range; {setting['workers']} workers feed the plain "
+        "loop.\nThe share is the time of a step replayed back to back over the time per step in an epoch: the rest "
+        "is what\nan epoch does besides its steps.\n"
     )
-    columns = ["network", "<loop", "images/s", "s per epoch", "share of the GPU"]
+    columns = ["network", "<recipe", "batch", "<loop", "images/s", "s per epoch", "share of the GPU"]
     return markdown(columns, rows) + note + source("train_speed.json", found["environment"])
