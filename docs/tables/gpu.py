@@ -181,8 +181,8 @@ def train_speed() -> str:
     setting = found["setting"]
     note = (
         f"\nAll {setting['images']:,} images, median epoch and range; {setting['workers']} workers feed the plain "
-        "loop.\nThe share is the time of a step replayed back to back over the time per step in an epoch: the rest "
-        "is what\nan epoch does besides its steps.\n"
+        "loop.\nThe share is the time of a step replayed back to back over the time per step in an epoch: the "
+        "rest is what\nan epoch does besides its steps.\n"
     )
     columns = ["network", "<recipe", "batch", "<loop", "images/s", "s per epoch", "share of the GPU"]
     return markdown(columns, rows) + note + source("train_speed.json", found["environment"])
