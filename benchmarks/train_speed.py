@@ -2,10 +2,10 @@
 
     python benchmarks/train_speed.py --data FOLDER [--out benchmarks/results/train_speed.json]
 
-For each network and recipe, the recipe's own step eagerly, as a CUDA graph, and as a graph of compiled kernels; then
-the same network, batch and precision in the loop most people write: a Dataset that crops and mirrors image by image
-in worker processes, and eager steps. On a GPU also the share of an epoch in which the device computes steps: the
-time of a step replayed back to back over the time per step in an epoch.
+For each network and recipe, the recipe's own step eagerly, as a CUDA graph, and as a graph of compiled kernels;
+then the same network, batch and precision in the loop most people write: a Dataset that crops and mirrors image by
+image in worker processes, and eager steps. On a GPU also the share of an epoch in which the device computes steps:
+the time of a step replayed back to back over the time per step in an epoch.
 """
 
 from __future__ import annotations
