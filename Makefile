@@ -52,6 +52,7 @@ figures: $(VENV)/.installed
 	for name in $(FIGURES); do $(BIN)/lowrank figure $$name -o docs/images/$$name.svg; done
 	$(BIN)/lowrank figure nin --runs benchmarks/results/cifar10 -o docs/images/nin.svg
 	$(BIN)/lowrank figure curves --runs benchmarks/results/cifar10/paper -o docs/images/curves-cifar10.svg
+	$(BIN)/lowrank figure curves --runs benchmarks/results/cifar10/modern -o docs/images/curves-modern-cifar10.svg
 	$(BIN)/lowrank figure curves --runs benchmarks/results/cifar10/init -o docs/images/init-cifar10.svg
 	$(BIN)/lowrank figure filters --model nin-c3-lr --pretrained cifar10 -o docs/images/filters-cifar10.svg
 	$(BIN)/lowrank figure spectra --model nin --pretrained cifar10 -o docs/images/spectra-cifar10.svg

@@ -168,21 +168,42 @@ def _ms(value: float) -> str:
 
 
 def train_speed() -> str:
-    found = record("train_speed.json")
-    rows: list[list[object]] = []
-    for measured in found["rows"]:
-        batch = found["setting"]["recipes"][measured["recipe"]]["batch_size"]
-        for way, row in measured["ways"].items():
-            spread = f" ({row['lowest']:,.0f} to {row['highest']:,.0f})" if row["epochs"] > 1 else ", one epoch"
-            rates = f"{row['images_per_second']:,.0f}{spread}"
-            epoch = f"{found['setting']['images'] / row['images_per_second']:.2f}"
-            share = f"{row['device_share']:.1%}" if "device_share" in row else ""
-            rows.append([f"`{measured['network']}`", f"`{measured['recipe']}`", batch, way, rates, epoch, share])
-    setting = found["setting"]
+    *earlier, newest = record("train_speed.json")["runs"]
+    setting = newest["setting"]
     note = (
         f"\nAll {setting['images']:,} images, median epoch and range; {setting['workers']} workers feed the plain "
         "loop.\nThe share is the time of a step replayed back to back over the time per step in an epoch: the "
         "rest is what\nan epoch does besides its steps.\n"
     )
     columns = ["network", "<recipe", "batch", "<loop", "images/s", "s per epoch", "share of the GPU"]
-    return markdown(columns, rows) + note + source("train_speed.json", found["environment"])
+    table = markdown(columns, [row for measured in newest["rows"] for row in _loops(measured, setting)])
+    compiled = "\n".join(_compiled(measured) for run in earlier for measured in run["rows"])
+    return table + note + f"\n{compiled}\n" + source("train_speed.json", newest["environment"])
+
+
+def _loops(measured: Row, setting: Row) -> list[list[object]]:
+    """A network taught by a recipe, a line for each loop."""
+    batch = setting["recipes"][measured["recipe"]]["batch_size"]
+    who = [f"`{measured['network']}`", f"`{measured['recipe']}`", batch]
+    rows: list[list[object]] = []
+    for way, row in measured["ways"].items():
+        epoch = f"{setting['images'] / row['images_per_second']:.2f}"
+        share = f"{row['device_share']:.1%}" if "device_share" in row else ""
+        rows.append([*who, way, _rate(row), epoch, share])
+    return rows
+
+
+def _compiled(measured: Row) -> str:
+    """What compiling gains, against the graph alone in the same run."""
+    ways = measured["ways"]
+    alone, compiled = ways["CUDA graph"], ways["CUDA graph, compiled"]
+    how = "" if "device_share" in compiled else " (its steps could not be recorded as a graph)"
+    return (
+        f"Compiled, `{measured['network']}` by `{measured['recipe']}` trains {compiled['images_per_second']:,.0f} "
+        f"images/s{how}, in a run in\nwhich the graph alone has {alone['images_per_second']:,.0f}."
+    )
+
+
+def _rate(row: Row) -> str:
+    spread = f" ({row['lowest']:,.0f} to {row['highest']:,.0f})" if row["epochs"] > 1 else ", one epoch"
+    return f"{row['images_per_second']:,.0f}{spread}"

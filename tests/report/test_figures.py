@@ -78,7 +78,7 @@ def test_the_committed_runs_stand_beside_the_published(tmp_path: Path):
     committed = read_records([ROOT / "benchmarks" / "results" / "cifar10"])
     text = text_of(draw_figure("nin", tmp_path / "nin.svg", Options(records=committed)))
     assert {"trained here", "Pareto front, published", "Pareto front, trained here"} <= text
-    assert [words for words in text if words.startswith("nin-c3-lr, 56 epochs")]
+    assert [words for words in text if words.startswith("nin-c3-lr, 150 epochs")]
     assert not [words for words in text if "init" in words]  # the ablation is another question
     assert text_of(ROOT / "docs" / "images" / "nin.svg") == text, "make figures draws it anew"
 
