@@ -7,10 +7,18 @@ from itertools import groupby
 import typer
 
 from lowrank_cnn.cli.models import Json
+from lowrank_cnn.cli.report import Runs
 from lowrank_cnn.cli.show import console, print_json, print_table
-from lowrank_cnn.paper.audit import CONTRADICTED, REPRODUCED, UNREPRODUCIBLE, Finding, audit, summary
+from lowrank_cnn.paper.audit import CONTRADICTED, MISSED, REPRODUCED, UNREPRODUCIBLE, Finding, audit, summary
+from lowrank_cnn.report.files import read_records, require_records
+from lowrank_cnn.report.trained import trained
 
-_SHORT = {REPRODUCED: "reproduced", CONTRADICTED: "contradicted", UNREPRODUCIBLE: "not reproducible"}
+_SHORT = {
+    REPRODUCED: "reproduced",
+    CONTRADICTED: "contradicted",
+    UNREPRODUCIBLE: "not reproducible",
+    MISSED: "not reached",
+}
 _TITLES = {
     "vgg-ilsvrc": "VGG on ILSVRC",
     "vgg-places": "VGG on Places",
@@ -25,17 +33,21 @@ def add_to(app: typer.Typer) -> None:
     app.command("audit")(audit_command)
 
 
-def audit_command(as_json: Json = False) -> None:
-    """Hold every published figure and claim against what this code computes."""
-    findings = audit()
+def audit_command(runs: Runs = None, as_json: Json = False) -> None:
+    """Hold every published figure and claim against what this code computes and, with --runs, what it trained."""
+    records = read_records(runs or [])
+    if runs:
+        require_records(runs, records)
+    findings = audit(trained(records.runs))
     if as_json:
         return print_json([finding.to_dict() for finding in findings])
     for table, rows in groupby(findings, key=lambda finding: finding.table):
         if table != "text":
             _print_counts(_TITLES[table], list(rows))
+    _print_accuracies([f for f in findings if f.quantity.startswith("top") and f.computed])
     console.print(" = : the code counts the published figure exactly. A number: what it counts instead.\n")
     _print_claims([finding for finding in findings if finding.table == "text"])
-    notes = [(f.subject, f.note) for f in findings if f.note and f.table != "text"]
+    notes = [(f.subject, f.note) for f in findings if f.note and f.quantity in ("macs", "params")]
     print_table("Notes", ("network", "<"), notes)
     print_table("In sum", ("verdict", "figures and claims"), list(summary(findings).items()))
     return None
@@ -49,6 +61,13 @@ def _print_counts(title: str, findings: list[Finding]) -> None:
         macs, params = found["macs"], found["params"]
         rows.append((network, macs.published, _ours(macs), params.published, _ours(params)))
     print_table(title, ("network", "MACs", "here", "parameters", "here"), rows)
+
+
+def _print_accuracies(findings: list[Finding]) -> None:
+    """What the runs given say of the published accuracies."""
+    if findings:
+        rows = [(f.subject, f.quantity, f.published, f.computed, _SHORT[f.verdict], f.note) for f in findings]
+        print_table("Accuracies, trained", ("network", "<", "published", "here", "<verdict", "<note"), rows)
 
 
 def _ours(finding: Finding) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -68,7 +69,8 @@ def reproduce_command(
     if first_process():
         if not (parts or networks):  # what is kept is the table of everything
             found.save(out)
-        _show(found, out, as_json)
+        asked = build_table(experiment, out, **chosen)
+        _show(replace(found, missing=asked.missing), out, as_json)
 
 
 def _open(data: str | None, **options: Any) -> Data:

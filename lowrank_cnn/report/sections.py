@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lowrank_cnn.paper.audit import CONTRADICTED, REPRODUCED, UNREPRODUCIBLE, UNTESTED, Finding, summary
+from lowrank_cnn.paper.audit import CONTRADICTED, MISSED, REPRODUCED, UNREPRODUCIBLE, UNTESTED, Finding, summary
 from lowrank_cnn.paper.gaps import MARGIN
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.charts import data_label
@@ -22,6 +22,7 @@ VERDICTS = {
     REPRODUCED: "good",
     CONTRADICTED: "bad",
     UNREPRODUCIBLE: "warn",
+    MISSED: "warn",
     UNTESTED: "quiet",
 }
 MOST_SENTENCES = 4

@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +71,17 @@ def test_models_lists_costs_and_accuracy_as_json():
     assert len(rows) == 14
     assert rows["nin-c3-lr"]["macs"] == 104260224
     assert rows["vgg11"]["top5"] == 0.8617
+
+
+def test_audit_holds_accuracies_against_runs():
+    runs = str(Path(__file__).parents[2] / "benchmarks" / "results" / "cifar10" / "paper")
+    findings = json.loads(lowrank("audit", "--runs", runs, "--json").stdout)
+    verdicts = {
+        f["subject"]: f["verdict"] for f in findings if f["table"] == "nin-cifar10" and f["quantity"] == "top1"
+    }
+    assert verdicts == dict.fromkeys(("nin", "nin-c3", "nin-c3-lr"), "reproduced")
+    assert "91.65%" in lowrank("audit", "--runs", runs).stdout
+    assert lowrank("audit", "--runs", "nowhere").returncode == 2
 
 
 def test_audit_as_json_has_a_verdict_for_everything():

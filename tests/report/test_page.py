@@ -81,7 +81,7 @@ def test_the_headline_tells_each_network_at_its_best_against_a_twin_trained_as_l
     )
     sentences = re.findall(r"<li>(<strong>.*?)</li>", page)
     named = [re.sub("<.*?>", "", sentence).partition(" reaches")[0] for sentence in sentences]
-    assert named == ["nin-c3-lr, 56 epochs", "nin-c3"]
+    assert named == ["nin-c3-lr, 150 epochs", "nin-c3"]
     assert "to nin) with 54% of the MACs" in sentences[0]
     assert "on CIFAR-10" in sentences[0]
 
