@@ -45,7 +45,7 @@ def convert_command(
     macs: Annotated[float | None, typer.Option(help="Fit, within this share of the MACs.")] = None,
     latency: Annotated[float | None, typer.Option(help="Fit, within this share of the time.")] = None,
     input_text: Input = None,
-    pretrained: Pretrained = False,
+    pretrained: Pretrained = None,
     width: Width = None,
     norm: Norm = None,
     into: Into = None,

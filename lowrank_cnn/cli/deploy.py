@@ -128,7 +128,7 @@ def export_command(
     merged: Annotated[bool, typer.Option("--merge", help="Fold batch norms and chains first, exactly.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
     input_text: Input = None,
-    pretrained: Pretrained = False,
+    pretrained: Pretrained = None,
     width: Width = None,
     norm: Norm = None,
     into: Into = None,

@@ -12,7 +12,8 @@ Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 Into = Annotated[str | None, typer.Option(help=INTO_HELP)]
 Input = Annotated[str | None, typer.Option("--input", help="Image size, as 3x224x224.")]
 Pretrained = Annotated[
-    bool, typer.Option("--pretrained", help="Trained weights: timm's, torchvision's, or the package's own.")
+    str | None,
+    typer.Option(help="Trained weights: cifar10, ours; default or a name of theirs for timm and torchvision."),
 ]
 Width = Annotated[float | None, typer.Option(help="Scale the filters of one of our networks.")]
 Norm = Annotated[str | None, typer.Option(help="batch, for one of our networks.")]

@@ -14,7 +14,7 @@ from torch import nn
 
 from lowrank_cnn.convert import convert
 from lowrank_cnn.errors import LowRankError, nearest, require
-from lowrank_cnn.models import create_model, list_models, list_pretrained
+from lowrank_cnn.models import create_model, list_models
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data
@@ -25,6 +25,9 @@ MODEL_HELP = (
     "directory, or path.py:function, which runs that file of yours and calls the function."
 )
 INTO_HELP = "For weights of a network that is not ours: that network, unconverted, as path.py:function."
+
+DEFAULT = "default"
+"""The trained weights that timm and torchvision choose themselves."""
 
 Size = tuple[int, ...]
 
@@ -55,10 +58,11 @@ class Source:
 
 
 def find_model(
-    text: str, *, pretrained: bool = False, into: str | None = None, scheme: str | None = None, **options: Any
+    text: str, *, pretrained: str | None = None, into: str | None = None, scheme: str | None = None, **options: Any
 ) -> Source:
     """The network that a text names; the options are those of `create_model`, for our own networks.
 
+    pretrained: which trained weights a network by name gets.
     into: for the weights of a network that is not ours, the text that names that network, before any conversion.
     scheme: one of our networks is built by it, any other is converted.
     """
@@ -77,23 +81,21 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value is not None}
 
 
-def _ours(name: str, pretrained: bool, options: dict[str, Any]) -> Source:
+def _ours(name: str, pretrained: str | None, options: dict[str, Any]) -> Source:
+    network = create_model(name, pretrained=pretrained, **options)  # which refuses what the weights are not for
     if not pretrained:
-        network = create_model(name, **options)
         return Source(name, network, network.input_size)
     from lowrank_cnn.trained import load_pretrained
 
-    data = _weights_of(name)
-    network = create_model(name, pretrained=data, **options)  # which refuses what the weights are not for
-    return Source(name, network, network.input_size, replace(load_pretrained(name, data), network=network))
+    return Source(name, network, network.input_size, replace(load_pretrained(name, pretrained), network=network))
 
 
-def _others(text: str, pretrained: bool, into: str | None, given: dict[str, Any]) -> Source:
+def _others(text: str, pretrained: str | None, into: str | None, given: dict[str, Any]) -> Source:
     """A network that is not built by name, as it is."""
     kind, colon, rest = text.partition(":")
     if given:
         raise LowRankError(f"{text} is taken as it is; {' and '.join(given)} can be set for our own networks.")
-    makers: dict[str, Callable[[str, bool], Source]] = {"timm": _from_timm, "torchvision": _from_torchvision}
+    makers: dict[str, Callable[[str, str | None], Source]] = {"timm": _from_timm, "torchvision": _from_torchvision}
     if colon and kind in makers:
         return makers[kind](rest, pretrained)
     if pretrained:
@@ -105,15 +107,6 @@ def _others(text: str, pretrained: bool, into: str | None, given: dict[str, Any]
     if into and hasattr(source.network, "conversion"):
         return replace(source, dense=find_model(into).network.eval())
     return source
-
-
-def _weights_of(name: str) -> str:
-    """The data set on which the package's own weights of a network were trained."""
-    found = [data for known, data in list_pretrained() if known == name]
-    if not found:
-        known = ", ".join(dict.fromkeys(known for known, _ in list_pretrained()))
-        raise LowRankError(f"there are no trained weights of {name}; there are those of {known}.")
-    return found[0]
 
 
 def _from_weights(path: Path, into: nn.Module | None) -> Source:
@@ -156,23 +149,24 @@ def is_ours(text: str) -> bool:
     return text in list_models() and not Path(text).exists()
 
 
-def _from_timm(name: str, pretrained: bool) -> Source:
+def _from_timm(name: str, pretrained: str | None) -> Source:
     timm: Any = require("timm", extra="zoo", purpose=f"timm:{name}")
     known = timm.list_models()
     if name.partition(".")[0] not in known:  # behind the point stands which weights
         raise LowRankError(f"timm has no network {name!r}; {nearest(name, known)}")
-    network = _called(lambda: timm.create_model(name, pretrained=pretrained), f"timm:{name}")
+    chosen = f"{name}.{pretrained}" if pretrained not in (None, DEFAULT) else name
+    network = _called(lambda: timm.create_model(chosen, pretrained=pretrained is not None), f"timm:{chosen}")
     config = getattr(network, "pretrained_cfg", None) or getattr(network, "default_cfg", {})
     size = config.get("input_size")
     return Source(f"timm:{name}", network, tuple(size) if size else None)
 
 
-def _from_torchvision(name: str, pretrained: bool) -> Source:
+def _from_torchvision(name: str, pretrained: str | None) -> Source:
     models: Any = require("torchvision.models", extra="zoo", purpose=f"torchvision:{name}")
     known = models.list_models()
     if name not in known:
         raise LowRankError(f"torchvision has no network {name!r}; {nearest(name, known)}")
-    options = {"weights": "DEFAULT" if pretrained else None}
+    options = {"weights": pretrained.upper() if pretrained == DEFAULT else pretrained}
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
         options["weights_backbone"] = None  # else they are fetched although nobody asked for weights
     network = _called(lambda: models.get_model(name, **options), f"torchvision:{name}")

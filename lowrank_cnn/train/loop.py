@@ -85,6 +85,9 @@ def remarks(model: nn.Module, recipe: Recipe) -> list[str]:
     if recipe.drop_epochs and recipe.epochs <= max(recipe.drop_epochs):
         drops = " and ".join(map(str, recipe.drop_epochs))
         said.append(f"The learning rate is divided after {drops} epochs; this run has {recipe.epochs}.")
+    if recipe.schedule in ("cosine", "poly") and (recipe.drop_epochs or recipe.levels):
+        dividing = "drop_epochs" if recipe.drop_epochs else "levels"
+        said.append(f"The schedule {recipe.schedule} ends at zero by itself; {dividing} divides the rate on top.")
     return said
 
 

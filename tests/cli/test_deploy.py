@@ -89,7 +89,7 @@ def test_weights_of_ones_own_network_are_counted_timed_and_planned(output_of, tm
 
 
 def test_export_writes_the_packages_own_weights(output_of, tmp_path):
-    output_of("export", "nin-c3-lr", tmp_path / "net.safetensors", "--pretrained")
+    output_of("export", "nin-c3-lr", tmp_path / "net.safetensors", "--pretrained", "cifar10")
     ours, right = load(tmp_path / "net.safetensors"), create_model("nin-c3-lr", pretrained="cifar10")
     assert ours.state_dict().keys() == right.state_dict().keys()
     for name, value in right.state_dict().items():

@@ -20,9 +20,11 @@ def zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     timm, torchvision, models = ModuleType("timm"), ModuleType("torchvision"), ModuleType("torchvision.models")
 
     given: list[dict] = []
-    models.given = given
+    asked: list[tuple[str, object]] = []
+    models.given, models.asked = given, asked
 
     def create(name: str, pretrained: bool) -> nn.Module:
+        asked.append((name, pretrained))
         if name == "vgg11":
             raise RuntimeError("no such weights\nat all")
         network = resnet()
@@ -32,7 +34,13 @@ def zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     timm.list_models = models.list_models = lambda: ["resnet18", "vgg11", "fcn"]
     timm.create_model = create
     models.get_model_builder = lambda name: resnet if name != "fcn" else lambda weights, weights_backbone: None
-    models.get_model = lambda name, weights, **backbone: given.append(backbone) or resnet()
+
+    def get_model(name: str, weights: str | None, **backbone: object) -> nn.Module:
+        asked.append((name, weights))
+        given.append(backbone)
+        return resnet()
+
+    models.get_model = get_model
     torchvision.models = models
     for module in (timm, torchvision, models):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -48,9 +56,26 @@ def test_networks_of_timm_and_torchvision_convert(output_of):
     output_of("convert", "torchvision:fcn")
     assert sys.modules["torchvision.models"].given == [{}, {"weights_backbone": None}]
     with pytest.raises(LowRankError, match=r"timm:vgg11 does not run: RuntimeError: no such weights$"):
-        output_of("convert", "timm:vgg11", "--pretrained")
+        output_of("convert", "timm:vgg11", "--pretrained", "default")
     with pytest.raises(LowRankError, match="timm has no network 'resnet19'; did you mean resnet18"):
         output_of("convert", "timm:resnet19")
+
+
+@pytest.mark.usefixtures("zoo")
+@pytest.mark.parametrize(
+    ("model", "weights", "asked"),
+    [
+        ("timm:resnet18", None, ("resnet18", False)),
+        ("timm:resnet18", "default", ("resnet18", True)),
+        ("timm:resnet18", "a1_in1k", ("resnet18.a1_in1k", True)),
+        ("torchvision:resnet18", None, ("resnet18", None)),
+        ("torchvision:resnet18", "default", ("resnet18", "DEFAULT")),
+        ("torchvision:resnet18", "IMAGENET1K_V1", ("resnet18", "IMAGENET1K_V1")),
+    ],
+)
+def test_weights_of_others_are_taken_by_name(output_of, model: str, weights: str | None, asked: tuple):
+    output_of("convert", model, *(["--pretrained", weights] if weights else []))
+    assert sys.modules["torchvision.models"].asked == [asked]
 
 
 def test_without_timm_the_command_says_how_to_get_it(output_of, monkeypatch: pytest.MonkeyPatch):
@@ -88,8 +113,8 @@ def test_a_function_in_the_users_own_file(output_of, own):
         (["convert", "nothing.py:net"], "no file nothing.py"),
         (["convert", "torchvision:vgg11", "--width", "0.5"], "taken as it is; width can be set"),
         (["convert", __file__], "names no network"),
-        (["export", "vgg11-gmp", "net.onnx", "--pretrained"], "no trained weights of vgg11-gmp"),
-        (["export", "net.safetensors", "net.onnx", "--pretrained"], "taken with the weights it has"),
+        (["export", "vgg11-gmp", "net.onnx", "--pretrained", "cifar10"], "no weights of vgg11-gmp on cifar10"),
+        (["export", "net.safetensors", "net.onnx", "--pretrained", "cifar10"], "taken with the weights it has"),
     ],
 )
 def test_bad_input_is_one_sentence(output_of, arguments: list[str], says: str):

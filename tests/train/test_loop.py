@@ -204,6 +204,11 @@ def test_drops_that_a_run_does_not_reach_are_said():
     network, recipe = nn.Linear(1, 1), get_recipe("nin-paper")
     assert remarks(network, recipe) == []
     assert "after 135 and 162 epochs; this run has 150" in remarks(network, get_recipe("nin-paper", epochs=150))[0]
+    for schedule, said in (("cosine", 1), ("poly", 1), ("constant", 0)):
+        assert len(remarks(network, get_recipe("nin-paper", schedule=schedule))) == said
+    watched = get_recipe("vgg-paper", schedule="cosine")
+    assert "levels divides the rate on top" in remarks(network, watched)[0]
+    assert remarks(network, get_recipe("vgg-paper", schedule="cosine", levels=0)) == []
 
 
 def test_a_finished_record_without_weights_is_not_begun_over(driver, tmp_path):
