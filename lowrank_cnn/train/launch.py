@@ -6,6 +6,7 @@ The same call serves a laptop, one GPU, and every process that `torchrun` starte
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -37,15 +38,28 @@ def launch(device: str = "auto", precision: str = "auto", strategy: str = "auto"
     kind, _, index = resolve_device(device).partition(":")
     world = int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    launched = fabric.Fabric(
-        accelerator=kind,
-        devices=local if world > 1 else [int(index)] if index else 1,
-        num_nodes=max(1, world // local),
-        strategy="ddp" if world > 1 and strategy == "auto" else strategy,
-        precision=_FABRIC_PRECISION[resolve_precision(precision, kind)],
-    )
-    launched.launch()
+    with _without_hints():
+        launched = fabric.Fabric(
+            accelerator=kind,
+            devices=local if world > 1 else [int(index)] if index else 1,
+            num_nodes=max(1, world // local),
+            strategy="ddp" if world > 1 and strategy == "auto" else strategy,
+            precision=_FABRIC_PRECISION[resolve_precision(precision, kind)],
+        )
+        launched.launch()
     return launched
+
+
+@contextlib.contextmanager
+def _without_hints() -> Iterator[None]:
+    """Fabric's warnings are heard; what it says of precision is in the record already."""
+    log = logging.getLogger("lightning_fabric")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def resolve_device(device: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.train.launch import batch_norm_over_all, resolve_device
+from lowrank_cnn.train.launch import batch_norm_over_all, launch, resolve_device
 
 
 def processes(n: int, device: str) -> Any:
@@ -37,6 +38,22 @@ def test_devices_are_counted_from_0(monkeypatch):
     assert resolve_device("cuda:1") == "cuda:1"
     with pytest.raises(LowRankError, match="no device 'cuda:2': this machine has 2"):
         resolve_device("cuda:2")
+
+
+def test_fabric_starts_without_hints_and_speaks_as_before_afterwards():
+    pytest.importorskip("lightning_fabric")
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("lightning_fabric")
+    log.addHandler(handler)
+    try:
+        assert launch("cpu", "bf16").device.type == "cpu"
+        assert heard == []
+        log.info("a hint")
+    finally:
+        log.removeHandler(handler)
+    assert heard == ["a hint"]
 
 
 def test_batch_norm_sees_all_gpus_while_training_and_is_itself_again_after(driver):
