@@ -12,7 +12,7 @@ import typer
 from lowrank_cnn.cli.convert import export_source
 from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.options import Input, Into, Model, Norm, Pretrained, Width
-from lowrank_cnn.cli.show import console, print_json, print_table
+from lowrank_cnn.cli.show import console, print_json, print_table, status_line
 from lowrank_cnn.cli.source import MODEL_HELP, find_model, parse_size
 from lowrank_cnn.environment import environment
 from lowrank_cnn.errors import LowRankError
@@ -91,14 +91,15 @@ def plan_command(
     if batch < 1:
         raise LowRankError(f"the batch must be positive, not {batch}.")
     image = torch.randn(batch, *source.size(parse_size(input_text)), device=device)
-    with torch_threads(threads):
-        fast = optimize(network, image, compile=compile_, cache=cache)
+    how: dict[str, Any] = {"compile": compile_, "cache": cache}
+    with torch_threads(threads), status_line() as shown:
+        fast = optimize(network, image, say=shown(source.name), **how)
         macs = batch * count(network, image.shape[1:]).macs
         where: dict[str, Any] = {"environment": environment(), "model": source.name}
         where |= {"input": list(image.shape), "macs": macs}
         dense = (source.dense or dense_twin(network)) if twin else None
         if dense is not None:
-            rival = optimize(dense.eval().to(device), image, compile=compile_, cache=cache)
+            rival = optimize(dense.eval().to(device), image, say=shown("the dense network"), **how)
             where["twin"] = _beside(fast, rival, image) | {"macs": batch * count(dense, image.shape[1:]).macs}
     plans = [part.plan for part in fast.modules() if isinstance(getattr(part, "plan", None), Plan)]
     if as_json:

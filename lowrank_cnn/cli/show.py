@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +31,16 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     for row in rows:
         table.add_row(*(Text("" if value is None else str(value)) for value in row))
     console.print(table)
+
+
+@contextlib.contextmanager
+def status_line() -> Iterator[Callable[[str], Callable[[str], None]]]:
+    """One line on a terminal for what is under way, of whom and what; in the end it is gone.
+
+    It is drawn when told and never by itself: a thread that turns a wheel would show in what is measured.
+    """
+    with Live(console=errors, auto_refresh=False, transient=True) as live:
+        yield lambda whose: lambda what: live.update(Text(f" {whose}, {what} ..."), refresh=True)
 
 
 def print_json(value: object) -> None:

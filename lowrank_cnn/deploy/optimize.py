@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.clock import Sample, measure
 from lowrank_cnn.deploy.merge import merge
-from lowrank_cnn.deploy.plan import GIVEN, check_ready, plan
+from lowrank_cnn.deploy.plan import GIVEN, check_ready, plan, silent
 from lowrank_cnn.deploy.recorded import Recorded, alike, recorded
 from lowrank_cnn.errors import LostDeviceError, LowRankError
 from lowrank_cnn.kernels.mode import for_graphs
@@ -88,24 +88,28 @@ def optimize(
     compile: bool = True,
     cache: str | Path | bool = True,
     repeats: int = 11,
+    say: Callable[[str], None] | None = None,
 ) -> Optimized:
     """Fold batch norms, plan every block in both memory formats, compile the best, and keep what is fastest.
 
     On a GPU layers are fused as well, and CUDA graphs recorded, which inputs of the example's size replay. The
     result is for inference and carries `report`; by its times it is never slower than `model`. What cannot be
-    compiled or recorded is left as it is, and the report says why.
+    compiled or recorded is left as it is, and the report says why. `say` is told what is under way (`say=print`).
     """
+    tell = say or silent
     check_ready(model, example_input)
     folded = merge(model, chains=False, example_input=example_input)
     variants = {GIVEN: Optimized(copy.deepcopy(model), torch.preserve_format)}
     for name, layout in LAYOUTS.items():
         laid_out = copy.deepcopy(folded).to(memory_format=layout)  # type: ignore[call-overload]
-        planned = plan(laid_out, example_input.contiguous(memory_format=layout), cache=cache, repeats=repeats)
+        images = example_input.contiguous(memory_format=layout)
+        planned = plan(laid_out, images, cache=cache, repeats=repeats, say=_after(f"planned, {name}", tell))
         variants[f"folded, {name}"] = Optimized(laid_out, layout)
         variants[f"planned, {name}"] = Optimized(planned, layout)
     failed: dict[str, str] = {}
 
     def attempt(name: str, make: Callable[[], Optimized]) -> None:
+        tell(name)
         try:
             variants[name] = make()
         except LostDeviceError:
@@ -121,15 +125,21 @@ def optimize(
             "planned, recorded", lambda: _recorded(_planned(folded, example_input, cache, repeats), example_input)
         )
     if compile:
+        tell(f"{len(variants)} variants in turns")
         times = _measured(variants, example_input, repeats)
         eager = {n: time for n, time in times.items() if variants[n].recorded is None and n != _FUSED}
         for name in dict.fromkeys([_fastest(eager), "folded, channels_last", *({_FUSED} & set(variants))]):
             attempt(f"{name}, compiled", lambda name=name: _compiled(variants[name], example_input))
+    tell(f"{len(variants)} variants in turns")
     times = _measured(variants, example_input, repeats)
     best = variants[_fastest(times)]
     best.report = Report(_fastest(times), times, failed)
     best.input_size = tuple(example_input.shape[1:])
     return best
+
+
+def _after(name: str, tell: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda text: tell(f"{name}: {text}")
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ is measured against the one that was given, and that one is returned where nothi
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -79,32 +79,43 @@ def plan(
     cache: str | Path | bool = True,
     candidates: Mapping[str, Candidate] = CANDIDATES,
     repeats: int = 11,
+    say: Callable[[str], None] | None = None,
 ) -> nn.Module:
     """A copy of `model`, for inference, whose blocks run in the fastest way measured; it carries `plan`.
 
     `cache` says where measured times are kept (True: the user's cache directory; False: nowhere). They are found
     again by device, versions, threads, layer and input; where what they promised does not show in the whole
-    network, since the machine was busy then say, all is measured anew.
+    network, since the machine was busy then say, all is measured anew. `say` is told which block is measured.
     """
     check_ready(model, example_input)
     store = Cache.open(cache)
-    result = _planned(model, example_input, store, candidates, repeats)
+    result = _planned(model, example_input, store, candidates, repeats, say or silent)
     found: Plan = result.plan  # type: ignore[assignment]
     if store.taken and not found.used and any(decision.choice != GIVEN for decision in found.decisions):
         store.blind = True
-        result = _planned(model, example_input, store, candidates, repeats)
+        result = _planned(model, example_input, store, candidates, repeats, say or silent)
     store.save()
     return result
 
 
+def silent(_text: str) -> None:
+    """Tell nobody."""
+
+
 def _planned(
-    model: nn.Module, example_input: Tensor, store: Cache, candidates: Mapping[str, Candidate], repeats: int
+    model: nn.Module,
+    example_input: Tensor,
+    store: Cache,
+    candidates: Mapping[str, Candidate],
+    repeats: int,
+    say: Callable[[str], None],
 ) -> nn.Module:
     given = copy.deepcopy(model)
     planned = nn.Sequential(copy.deepcopy(model)) if type(model) in LAYERS else copy.deepcopy(model)
-    decisions = [
-        _decide(planned, block, example_input, candidates, store, repeats) for block in find_blocks(planned)
-    ]
+    blocks, decisions = find_blocks(planned), []
+    for place, block in enumerate(blocks, 1):
+        say(f"{block.name}, block {place} of {len(blocks)}")
+        decisions.append(_decide(planned, block, example_input, candidates, store, repeats))
     contenders = {GIVEN: given}
     if any(decision.choice != GIVEN for decision in decisions):
         contenders["planned"] = planned

@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 
 from lowrank_cnn.deploy.export import export, load
 from lowrank_cnn.deploy.optimize import optimize
+from lowrank_cnn.deploy.plan import plan
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import create_model
 
@@ -35,6 +36,17 @@ def test_the_result_computes_the_same_and_says_how(network: nn.Module):
     }  # fmt: skip
     assert times[fast.report.choice].ms == min(sample.ms for sample in times.values()) <= times["as given"].ms
     assert json.dumps(fast.report.to_dict())
+
+
+def test_what_is_under_way_is_said(network: nn.Module):
+    said: list[str] = []
+    fast = optimize(network, IMAGE, compile=False, cache=False, repeats=3, say=said.append)
+    blocks = [d.name for d in plan(network, IMAGE, cache=False, repeats=3).plan.decisions]  # type: ignore[union-attr]
+    for layout in ("contiguous", "channels_last"):
+        assert [text for text in said if layout in text] == [
+            f"planned, {layout}: {name}, block {place} of {len(blocks)}" for place, name in enumerate(blocks, 1)
+        ]
+    assert said[-1] == f"{len(fast.report.times)} variants in turns"
 
 
 def test_it_exports_for_images_like_the_example(tmp_path):
