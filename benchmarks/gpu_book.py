@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from gpu_floor import Limits, floor_ms, layers
 from gpu_ways import OURS, RIVALS, TRICKS, images, network, step_of, way
+from runs import earlier_runs, write_runs
 
 from lowrank_cnn.deploy.merge import merge
 from lowrank_cnn.environment import environment
@@ -80,14 +78,6 @@ def _replayed(graph: torch.cuda.CUDAGraph, repeats: int) -> list[float]:
     return [start.elapsed_time(stop) for start, stop in zip(marks[::2], marks[1::2], strict=True)]
 
 
-def earlier_runs(path: Path) -> list[dict[str, Any]]:
-    """The runs that a record holds already, oldest first."""
-    found = json.loads(path.read_text()) if path.exists() else {"kind": KIND, "runs": []}
-    if found.get("kind") != KIND:
-        sys.exit(f"{path} is no record of whole networks: name another file by --out.")
-    return found["runs"]
-
-
 class Book:
     """What was measured, once each, written as it grows."""
 
@@ -95,7 +85,7 @@ class Book:
         self.options, self.deadline = options, start + options.budget
         self.found: dict[str, Any] = {"environment": environment(), "undone": [], "limits": {}}
         self.found |= {"ways": {}, "rows": []}
-        self.earlier = earlier_runs(options.out)
+        self.earlier = earlier_runs(options.out, KIND)
 
     def get(self, setting: Setting) -> dict[str, Any]:
         if str(setting) not in self.found["ways"]:
@@ -111,14 +101,11 @@ class Book:
         return self.found["ways"][str(setting)]
 
     def write(self) -> None:
-        """The record with this run last; of what it skipped the names alone. The file is whole at every moment."""
+        """The record with this run last; of what it skipped the names alone."""
         ways = {name: row for name, row in self.found["ways"].items() if "skipped" not in row}
         undone = dict.fromkeys([*self.found["undone"], *(name for name in self.found["ways"] if name not in ways)])
         run = {**self.found, "undone": list(undone), "ways": ways}
-        whole = {"kind": KIND, "runs": [*self.earlier, run]}
-        scratch = self.options.out.with_suffix(".part")
-        scratch.write_text(json.dumps(whole, indent=1) + "\n")
-        scratch.replace(self.options.out)
+        write_runs(self.options.out, KIND, [*self.earlier, run])
 
     def best(self, name: str, mode: str, batch: int, ways: tuple[str, ...]) -> tuple[str, dict[str, Any]] | None:
         rows = {how: self.get(Setting(name, mode, batch, how)) for how in ways}

@@ -26,8 +26,11 @@ SHOWN = ("commit", "date", "torch", "python", "gpu", "cpu")
 
 def card_of(record: Record) -> dict[str, Any]:
     """What somebody who takes the weights should know."""
+    dropout = record.recipe.get(
+        "dropout"
+    )  # that of the recipe, where it has one, is what the network was trained with
     return {
-        "model": record.model,
+        "model": record.model if dropout is None else {**record.model, "dropout": dropout},
         "recipe": record.recipe,
         "data": record.data,
         "seed": record.seed,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import sys
 import time
@@ -24,6 +23,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from runs import earlier_runs, write_runs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -36,6 +36,7 @@ from lowrank_cnn.train import fit, get_recipe, trainer
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.step import GraphedStep
 
+KIND = "train-speed"
 WAYS = {
     "eager": {"cuda_graphs": False},
     "CUDA graph": {"cuda_graphs": True},
@@ -46,14 +47,14 @@ WAYS = {
 class PlainImages(Dataset):
     """Image by image, as a tutorial writes it."""
 
-    def __init__(self, images: Tensor, labels: Tensor, crop: int) -> None:
-        self.images, self.labels, self.crop = images, labels, crop
+    def __init__(self, images: Tensor, labels: Tensor, crop: int, pad: int) -> None:
+        self.images, self.labels, self.crop, self.pad = images, labels, crop, pad
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        image = self.images[index].float() / 255
+        image = nn.functional.pad(self.images[index].float() / 255, (self.pad,) * 4)
         room = image.shape[-1] - self.crop + 1
         top, left = (int(torch.randint(room, ())) for _ in range(2))
         image = image[:, top : top + self.crop, left : left + self.crop]
@@ -71,7 +72,7 @@ def plain(name: str, data: Data, recipe: Recipe, epochs: int, workers: int) -> d
     net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     assert isinstance(data.train, ResidentSplit)
     pixels = data.train.images
-    images = PlainImages(pixels, data.train.labels, recipe.crop or pixels.shape[-1])
+    images = PlainImages(pixels, data.train.labels, recipe.crop or pixels.shape[-1], recipe.pad)
     options = {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": device.type == "cuda"}
     loader = DataLoader(images, recipe.batch_size, shuffle=True, drop_last=True, **options)
     optimizer = torch.optim.SGD(net.parameters(), recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay)
@@ -159,15 +160,15 @@ def main() -> None:
     arguments = parser.parse_args()
     data = open_data(arguments.data, limit=arguments.limit, missing="skip")
     recipes = {name: get_recipe(name, holdout=0, levels=0, evaluate_every=10**6) for name in arguments.recipes}
-    taught = {name: recipe.to_dict() for name, recipe in recipes.items()}
-    setting = {"recipes": taught, "images": len(data.train), "workers": arguments.workers}
+    settings = {name: recipe.to_dict() for name, recipe in recipes.items()}
+    setting = {"recipes": settings, "images": len(data.train), "workers": arguments.workers}
     rows: list[dict[str, object]] = []
-    record = {"kind": "train-speed", "setting": setting, "rows": rows, "environment": environment()}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    for name, (taught_by, recipe) in itertools.product(arguments.networks, recipes.items()):
-        ways = measure(name, data, recipe, arguments)
-        rows.append({"network": name, "recipe": taught_by, "ways": ways})
-        arguments.out.write_text(json.dumps(record, indent=2) + "\n")
+    run = {"setting": setting, "rows": rows, "environment": environment()}
+    earlier = earlier_runs(arguments.out, KIND)
+    for network_name, (recipe_name, recipe) in itertools.product(arguments.networks, recipes.items()):
+        ways = measure(network_name, data, recipe, arguments)
+        rows.append({"network": network_name, "recipe": recipe_name, "ways": ways})
+        write_runs(arguments.out, KIND, [*earlier, run])
 
 
 if __name__ == "__main__":

@@ -302,9 +302,38 @@ def test_a_measurement_adds_its_run_to_the_record(blocks: ModuleType, put: Put, 
     assert old["environment"]["commit"] == "1old"
     assert new["ways"] == {"a|inference|256|fused": {"ms": 4.0}}
     assert new["undone"] == ["dense|inference|256|cudnn"]
-    put("other.json", {"kind": "train-speed"})
-    with pytest.raises(SystemExit, match="no record of whole networks"):
-        book_of.earlier_runs(tmp_path / "other.json")
+    put("other.json", {"kind": "train-speed", "runs": []})
+    with pytest.raises(SystemExit, match="no record of runs of gpu-speed"):
+        book_of.Book(SimpleNamespace(out=tmp_path / "other.json", budget=9), 0.0)
+
+
+def training_run(commit: str, **rates: float) -> dict[str, Any]:
+    """A run of train_speed.py: images per second by the way to train."""
+    spread = {"lowest": 1.0, "highest": 9.0, "epochs": 2}
+    ways = {way: {"images_per_second": rate, **spread} for way, rate in rates.items()}
+    setting = {"recipes": {"nin-paper": {"batch_size": 128}}, "images": 50_000, "workers": 8}
+    rows = [{"network": "nin", "recipe": "nin-paper", "ways": ways}]
+    return {"setting": setting, "rows": rows, "environment": {**ENVIRONMENT, "commit": commit}}
+
+
+def test_training_speed_is_of_the_newest_run_and_so_is_compiling(blocks: ModuleType, put: Put):
+    graph, compiled = "CUDA graph", "CUDA graph, compiled"
+    runs = [
+        training_run("1", **{graph: 100.0, compiled: 70.0}),
+        training_run("2", **{graph: 200.0, compiled: 150.0}),
+        training_run("3", **{graph: 1000.0}),
+    ]
+    runs[1]["rows"][0]["ways"][compiled]["device_share"] = 0.9
+    put("train_speed.json", {"runs": runs})
+    text = blocks.TABLES["train-speed"]()
+    assert cells(text, "`nin`") == ["`nin`", "`nin-paper`", "128", graph, "1,000 (1 to 9)", "50.00", ""]
+    assert "trains 150 images/s (uncompiled\nin the same run: 200)." in text
+    assert "70" not in text
+    assert "commit 3" in text
+    put("train_speed.json", {"runs": runs[:1]})
+    assert "trains 70 images/s, its steps not recorded as a graph (" in blocks.TABLES["train-speed"]()
+    put("train_speed.json", {"runs": runs[2:]})
+    assert "Compiled" not in blocks.TABLES["train-speed"]()
 
 
 def test_a_rival_that_failed_leaves_an_empty_cell(blocks: ModuleType, put: Put):

@@ -177,8 +177,7 @@ def train_speed() -> str:
     )
     columns = ["network", "<recipe", "batch", "<loop", "images/s", "s per epoch", "share of the GPU"]
     table = markdown(columns, [row for measured in newest["rows"] for row in _loops(measured, setting)])
-    compiled = "\n".join(_compiled(measured) for run in earlier for measured in run["rows"])
-    return table + note + f"\n{compiled}\n" + source("train_speed.json", newest["environment"])
+    return table + note + _compiled([newest, *earlier[::-1]]) + source("train_speed.json", newest["environment"])
 
 
 def _loops(measured: Row, setting: Row) -> list[list[object]]:
@@ -193,15 +192,20 @@ def _loops(measured: Row, setting: Row) -> list[list[object]]:
     return rows
 
 
-def _compiled(measured: Row) -> str:
-    """What compiling gains, against the graph alone in the same run."""
-    ways = measured["ways"]
-    alone, compiled = ways["CUDA graph"], ways["CUDA graph, compiled"]
-    how = "" if "device_share" in compiled else " (its steps could not be recorded as a graph)"
-    return (
-        f"Compiled, `{measured['network']}` by `{measured['recipe']}` trains {compiled['images_per_second']:,.0f} "
-        f"images/s{how}, in a run in\nwhich the graph alone has {alone['images_per_second']:,.0f}."
-    )
+def _compiled(runs: list[Run]) -> str:
+    """What compiling makes of the newest runs that tried it, beside the graph alone of the same run."""
+    told: dict[tuple[str, str], str] = {}
+    for measured in (measured for run in runs for measured in run["rows"]):
+        ways, whose = measured["ways"], (measured["network"], measured["recipe"])
+        if whose in told or "CUDA graph, compiled" not in ways:
+            continue
+        alone, compiled = ways["CUDA graph"], ways["CUDA graph, compiled"]
+        how = "" if "device_share" in compiled else ", its steps not recorded as a graph"
+        told[whose] = (
+            f"Compiled, `{whose[0]}` by `{whose[1]}` trains {compiled['images_per_second']:,.0f} images/s{how} "
+            f"(uncompiled\nin the same run: {alone['images_per_second']:,.0f})."
+        )
+    return "".join(f"\n{text}\n" for text in told.values())
 
 
 def _rate(row: Row) -> str:

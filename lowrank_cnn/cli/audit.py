@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from itertools import groupby
+from pathlib import Path
 
 import typer
 
 from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.report import Runs
-from lowrank_cnn.cli.show import console, print_json, print_table
-from lowrank_cnn.paper.audit import CONTRADICTED, MISSED, REPRODUCED, UNREPRODUCIBLE, Finding, audit, summary
+from lowrank_cnn.cli.show import console, errors, print_json, print_table
+from lowrank_cnn.paper.accuracy import MISSED, REPRODUCED, UNDECIDED, UNTESTED, Accuracies
+from lowrank_cnn.paper.audit import CONTRADICTED, UNREPRODUCIBLE, Finding, audit, summary
 from lowrank_cnn.report.files import read_records, require_records
-from lowrank_cnn.report.trained import trained
+from lowrank_cnn.report.trained import accuracies
 
 _SHORT = {
     REPRODUCED: "reproduced",
     CONTRADICTED: "contradicted",
     UNREPRODUCIBLE: "not reproducible",
     MISSED: "not reached",
+    UNDECIDED: "undecided",
+    UNTESTED: "not tested",
 }
 _TITLES = {
     "vgg-ilsvrc": "VGG on ILSVRC",
@@ -35,10 +39,7 @@ def add_to(app: typer.Typer) -> None:
 
 def audit_command(runs: Runs = None, as_json: Json = False) -> None:
     """Hold every published figure and claim against what this code computes and, with --runs, what it trained."""
-    records = read_records(runs or [])
-    if runs:
-        require_records(runs, records)
-    findings = audit(trained(records.runs))
+    findings = audit(_trained(runs) if runs else None)
     if as_json:
         return print_json([finding.to_dict() for finding in findings])
     for table, rows in groupby(findings, key=lambda finding: finding.table):
@@ -51,6 +52,20 @@ def audit_command(runs: Runs = None, as_json: Json = False) -> None:
     print_table("Notes", ("network", "<"), notes)
     print_table("In sum", ("verdict", "figures and claims"), list(summary(findings).items()))
     return None
+
+
+def _trained(runs: list[Path]) -> Accuracies:
+    """What the runs in these folders say of published accuracies; that none says anything is said."""
+    records = read_records(runs)
+    require_records(runs, records)
+    for problem in records.problems:
+        errors.print(f"Skipped {problem.path}: {problem.reason}", markup=False, soft_wrap=True)
+    found = accuracies(records.runs)
+    if not found:
+        where = " and ".join(map(str, runs))
+        why = "none is a finished one of a published network by the paper's recipe on its images"
+        errors.print(f"No accuracy is tested by the {len(records.runs)} runs in {where}: {why}.", soft_wrap=True)
+    return found
 
 
 def _print_counts(title: str, findings: list[Finding]) -> None:
@@ -75,5 +90,5 @@ def _ours(finding: Finding) -> str:
 
 
 def _print_claims(findings: list[Finding]) -> None:
-    rows = [(f.subject, f.computed, _SHORT.get(f.verdict, "not tested"), f.note) for f in findings]
+    rows = [(f.subject, f.computed, _SHORT[f.verdict], f.note) for f in findings]
     print_table("Claims of the text", ("claim", "here", "<verdict", "<note"), rows)

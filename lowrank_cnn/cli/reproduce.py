@@ -66,11 +66,12 @@ def reproduce_command(
         how |= {"checkpoint_activations": recompute, "decode": decode}
         changes = {"settings": parse_settings(settings or []), "keep_weights": weights}
         found = _reproduce(experiment, images, out, **chosen, **changes, **how)
+        # All that is finished is shown, whoever trained it; what is missing, of what was asked for alone.
+        found = replace(found, missing=build_table(experiment, out, **chosen).missing)
     if first_process():
         if not (parts or networks):  # what is kept is the table of everything
             found.save(out)
-        asked = build_table(experiment, out, **chosen)
-        _show(replace(found, missing=asked.missing), out, as_json)
+        _show(found, out, as_json)
 
 
 def _open(data: str | None, **options: Any) -> Data:

@@ -19,6 +19,8 @@ from lowrank_cnn.errors import LowRankError
 
 FOLDER = Path(__file__).parent / "weights"
 _PREPROCESS = "preprocess."
+_FREE = ("dropout",)
+"""Options that change no weights: whoever trains on may have them otherwise."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,15 @@ def load_into(model: torch.nn.Module, found: Pretrained) -> None:
 def agreed(
     options: Mapping[str, Any], defaults: Mapping[str, Any], found: Pretrained, data: str
 ) -> dict[str, Any]:
-    """The options that the weights want; one that was asked for otherwise is refused."""
-    for key, value in options.items():
-        if value != defaults[key] and value != found.config.get(key):
+    """The options that the weights want; one that was asked for otherwise is refused, unless it changes none."""
+    asked = {key: value for key, value in options.items() if value != defaults[key]}
+    for key, value in asked.items():
+        if key not in _FREE and value != found.config.get(key):
             stated = found.config.get(key)
             raise LowRankError(
                 f"the weights of {found.config['name']} on {data} are for {key}={stated!r}, not {value!r}."
             )
-    return dict(found.config)
+    return {**found.config, **{key: asked[key] for key in _FREE if key in asked}}
 
 
 def _path(name: str, data: str, folder: Path) -> Path:

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
-from statistics import correlation, mean, stdev
+from statistics import correlation
 
 import torch
 
 from lowrank_cnn.count import Count, count
 from lowrank_cnn.models import create_model, list_models
+from lowrank_cnn.paper.accuracy import REPRODUCED, Accuracies, hold_claim, hold_figure
 from lowrank_cnn.paper.claims import CLAIMS, Claim
-from lowrank_cnn.paper.gaps import pooled_deviation, t95
 from lowrank_cnn.paper.published import Published, published, rows, timings
 from lowrank_cnn.paper.rivals import build_rival
 
-REPRODUCED = "reproduced"
 CONTRADICTED = "contradicted by the paper's own table"
 UNREPRODUCIBLE = "not reproducible from what was published"
-MISSED = "not reached by the runs here"
-UNTESTED = "not tested: needs training"
-
-REACHED = 0.3
-"""Percentage points that the mean of our runs may lie below a published accuracy that it reproduces."""
-
-Trained = Mapping[tuple[str, str, str], tuple[float, ...]]
-"""Accuracies of runs by the published recipe on the published images: by table, network and measure, as shares."""
 
 _NOTES = {
     (
@@ -69,14 +59,14 @@ class Finding:
         return asdict(self)
 
 
-def audit(trained: Trained | None = None) -> list[Finding]:
+def audit(accuracies: Accuracies | None = None) -> list[Finding]:
     """Every row of the published tables, then every claim of the text, each with what this code computes.
 
-    Accuracies are held against those `trained`; without any they are not tested.
+    Published accuracies are held against ours; without any they are not tested.
     """
-    trained = trained or {}
-    figures = [finding for row in rows() for finding in _check_row(row, trained)]
-    return figures + [_check_claim(claim, trained) for claim in CLAIMS] + list(_check_correlation())
+    ours = accuracies or {}
+    figures = [finding for row in rows() for finding in _check_row(row, ours)]
+    return figures + [_check_claim(claim, ours) for claim in CLAIMS] + list(_check_correlation())
 
 
 def summary(findings: list[Finding]) -> dict[str, int]:
@@ -84,7 +74,7 @@ def summary(findings: list[Finding]) -> dict[str, int]:
     return dict(Counter(finding.verdict for finding in findings))
 
 
-def _check_row(row: Published, trained: Trained) -> Iterator[Finding]:
+def _check_row(row: Published, accuracies: Accuracies) -> Iterator[Finding]:
     ours = _count(row)
     for quantity in ("macs", "params"):
         stated, computed = getattr(row, quantity), getattr(ours, quantity)
@@ -93,19 +83,9 @@ def _check_row(row: Published, trained: Trained) -> Iterator[Finding]:
         yield Finding(row.table, row.network, quantity, f"{stated:,}", f"{computed:,}", verdict, note)
     for quantity in ("top1", "top5"):
         if (stated := getattr(row, quantity)) is not None:
-            runs = trained.get((row.table, row.network, quantity), ())
-            computed, verdict, note = _hold_against(stated, runs)
+            runs = accuracies.get((row.table, row.network, quantity), ())
+            computed, verdict, note = hold_figure(stated, runs)
             yield Finding(row.table, row.network, quantity, f"{100 * stated:.2f}%", computed, verdict, note)
-
-
-def _hold_against(stated: float, runs: tuple[float, ...]) -> tuple[str, str, str]:
-    """What runs gave for a published accuracy, the verdict, and how it came about."""
-    if not runs:
-        return "", UNTESTED, ""
-    reached = 100 * (mean(runs) - stated) >= -REACHED
-    spread = f", standard deviation {100 * stdev(runs):.2f}" if len(runs) > 1 else ""
-    note = f"The mean of {len(runs)} runs{spread}; reproduced if at most {REACHED} points below."
-    return f"{100 * mean(runs):.2f}%", REPRODUCED if reached else MISSED, note
 
 
 def _note(row: Published, quantity: str) -> str:
@@ -135,15 +115,14 @@ def _googlenet_with_everything() -> Count:
     return count(model, model.input_size, convention="paper")
 
 
-def _check_claim(claim: Claim, trained: Trained) -> Finding:
+def _check_claim(claim: Claim, accuracies: Accuracies) -> Finding:
     table = published()
     ours, base = table[claim.network], table[claim.base]
     in_table = claim.value(getattr(ours, claim.quantity), getattr(base, claim.quantity))
     unit = " points" if claim.kind == "points" else "%"
     stated = f"{'>' if claim.at_least else ''}{claim.stated:.{claim.digits}f}{unit}"
     if claim.quantity.startswith("top"):
-        runs = [trained.get((row.table, row.network, claim.quantity), ()) for row in (ours, base)]
-        computed, verdict, note = _hold_claim(claim, *runs)
+        computed, verdict, note = hold_claim(claim, ours, base, accuracies)
         verdict = verdict if claim.holds(in_table) else CONTRADICTED
         note = f"The paper's table gives {in_table:+.2f} points.{note}"
         return Finding("text", claim.text, "claim", stated, computed, verdict, note)
@@ -152,20 +131,6 @@ def _check_claim(claim: Claim, trained: Trained) -> Finding:
     verdict = REPRODUCED if claim.holds(value) else missed
     note = "" if verdict == REPRODUCED else f"The table says {in_table:.1f}{unit}."
     return Finding("text", claim.text, "claim", stated, f"{value:.1f}{unit}", verdict, note)
-
-
-def _hold_claim(claim: Claim, ours: tuple[float, ...], base: tuple[float, ...]) -> tuple[str, str, str]:
-    """The gap between two trained networks: as claimed where its 95% interval over seeds holds what is stated."""
-    if not (ours and base):
-        return "", UNTESTED, ""
-    gap = claim.value(mean(ours), mean(base))
-    deviation, freedom = pooled_deviation([ours, base])
-    if deviation is None:
-        return f"{gap:+.2f} points", UNTESTED, " Single runs say nothing of a gap."
-    reach = 100 * t95(freedom) * deviation * math.sqrt(1 / len(ours) + 1 / len(base))
-    agrees = claim.holds(gap) or abs(gap - claim.stated) <= reach
-    note = f" Here ± {reach:.2f} to 95%, over {len(ours)} and {len(base)} runs."
-    return f"{gap:+.2f} points", REPRODUCED if agrees else MISSED, note
 
 
 def _check_correlation() -> Iterator[Finding]:

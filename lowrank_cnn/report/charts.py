@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -10,6 +9,7 @@ from statistics import StatisticsError, correlation
 from typing import Any
 
 from lowrank_cnn.paper.published import MAIN_TABLES, Published, rows, timings
+from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.entry import Entry
 from lowrank_cnn.report.numbers import as_shown
 from lowrank_cnn.report.pareto import pareto_front
@@ -34,8 +34,6 @@ LEAST_SPAN = 0.02
 SPAN_ERRORS = 6
 """And so many standard errors of an accuracy: three up and three down is what other test images might give."""
 
-_SET_NAMES = {"cifar10": "CIFAR-10", "ilsvrc12": "ILSVRC", "imagenet1k": "ILSVRC", "places205": "Places"}
-
 
 @dataclass(frozen=True)
 class Point:
@@ -51,11 +49,6 @@ class Point:
     details: tuple[tuple[str, str], ...]
     n: int | None = None
     """The number of test images, where it is known."""
-
-
-def data_label(name: str) -> str:
-    """One name per data set, however a folder spells it."""
-    return _SET_NAMES.get(re.sub(r"[^a-z0-9]", "", name.lower()), name)
 
 
 def points_of(entries: Sequence[Entry]) -> list[Point]:

@@ -19,7 +19,7 @@ from lowrank_cnn.report.entry import Entry
 from lowrank_cnn.report.files import read_records, require_records
 from lowrank_cnn.report.markup import embed, escape
 from lowrank_cnn.report.records import Records
-from lowrank_cnn.report.trained import trained
+from lowrank_cnn.report.trained import accuracies
 
 SCRIPTS = ("base.js", "table.js", "scatter.js", "curves.js", "bars.js", "start.js")
 
@@ -59,7 +59,7 @@ def render(records: Records) -> str:
         "headline": sections.headline(entries),
         "summary": sections.summary_table(entries),
         "published": sections.published_table(),
-        "audit": sections.audit_part(audit(trained(records.runs))),
+        "audit": sections.audit_part(audit(accuracies(records.runs))),
         "environment": sections.environment_part(records, here),
         "problems": sections.problems_part(records.problems),
         "data": embed(_chart_data(records, entries)),

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lowrank_cnn.data.cifar_binary import CLASSES as CIFAR10_CLASSES
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import family_of, list_models
+from lowrank_cnn.report.datasets import data_name
 from lowrank_cnn.report.fields import first, items, mapping, number, share, sizes, text, whole
 from lowrank_cnn.report.records import CPU, GPU, Built, Epoch, LayerTime, Run, Timing
 from lowrank_cnn.train.score import FIRST
@@ -51,7 +51,7 @@ def _training(values: Mapping[str, Any], path: Path) -> Iterator[Run]:
     yield Run(
         path=str(path),
         built=built,
-        data=_data_name(data),
+        data=data_name(data),
         recipe=text(recipe.get("name")) or "custom",
         seed=whole(values.get("seed")),
         status=text(values.get("status")) or "unknown",
@@ -62,7 +62,7 @@ def _training(values: Mapping[str, Any], path: Path) -> Iterator[Run]:
         params=whole(result.get("params")),
         seconds=number(result.get("seconds")),
         history=history,
-        settings=_settings(recipe, config, data),
+        settings=settings_of(recipe, config, data),
         n=whole(result.get("n")) or whole(data.get("test")),
         dense=_dense(result, built),
         config=config,
@@ -91,14 +91,6 @@ def _dense(result: Mapping[str, Any], built: Built) -> dict[str, int] | None:
     return None if told and not found else found
 
 
-def _data_name(data: Mapping[str, Any]) -> str:
-    """A data set is called by its folder, which may be any; CIFAR-10 is known by its classes and their images."""
-    is_cifar10 = tuple(items(data.get("classes"))) == CIFAR10_CLASSES
-    if is_cifar10 and (data.get("train"), data.get("test")) == (50_000, 10_000):
-        return "cifar10"
-    return text(data.get("name")) or "unnamed data"
-
-
 def _image_size(config: Mapping[str, Any], recipe: Mapping[str, Any], data: Mapping[str, Any]) -> tuple[int, ...]:
     """The images as the network got them, and as its cost was counted: cropped, where the recipe crops."""
     image = sizes(first(data, "size", "image"))
@@ -115,7 +107,7 @@ _NO_SETTING = ("name", "evaluate_every")
 """Fields of a recipe that teach nothing."""
 
 
-def _settings(
+def settings_of(
     recipe: Mapping[str, Any], config: Mapping[str, Any], data: Mapping[str, Any]
 ) -> tuple[tuple[str, str], ...]:
     """The recipe, and what else networks that are compared must have alike."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lowrank_cnn.paper.audit import CONTRADICTED, MISSED, REPRODUCED, UNREPRODUCIBLE, UNTESTED, Finding, summary
+from lowrank_cnn.paper.accuracy import MISSED, REPRODUCED, UNDECIDED, UNTESTED
+from lowrank_cnn.paper.audit import CONTRADICTED, UNREPRODUCIBLE, Finding, summary
 from lowrank_cnn.paper.gaps import MARGIN
 from lowrank_cnn.paper.published import Published, rows
-from lowrank_cnn.report.charts import data_label
+from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.entries import comparable
 from lowrank_cnn.report.entry import Entry
 from lowrank_cnn.report.fields import text
@@ -23,6 +24,7 @@ VERDICTS = {
     CONTRADICTED: "bad",
     UNREPRODUCIBLE: "warn",
     MISSED: "warn",
+    UNDECIDED: "quiet",
     UNTESTED: "quiet",
 }
 MOST_SENTENCES = 4

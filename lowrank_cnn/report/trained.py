@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
-from lowrank_cnn.paper.audit import Trained
+from lowrank_cnn.models import family_of
+from lowrank_cnn.paper.accuracy import Accuracies
 from lowrank_cnn.paper.published import Published, rows
-from lowrank_cnn.report.charts import data_label
+from lowrank_cnn.report.datasets import data_label
+from lowrank_cnn.report.fields import number
+from lowrank_cnn.report.reading import settings_of
 from lowrank_cnn.report.records import Run
+from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recipes import get_recipe
 
 RECIPES = {
@@ -18,12 +23,15 @@ RECIPES = {
 }
 """What the networks of a table are trained by."""
 
+OWN = ("dropout", "precision", "epochs", "images")
+"""Settings that a network or a machine has for itself; a run may be longer than the recipe, and no shorter."""
 
-def trained(runs: Iterable[Run]) -> Trained:
+
+def accuracies(runs: Iterable[Run]) -> Accuracies:
     """The accuracies of finished runs that the audit can hold against the paper's tables."""
     found: dict[tuple[str, str, str], tuple[float, ...]] = {}
     told = [run for run in runs if run.finished]
-    for row in rows():
+    for row in (row for row in rows() if row.table in RECIPES):
         for run in (run for run in told if _is_of(run, row)):
             for measure in ("top1", "top5"):
                 if (value := getattr(run, measure)) is not None:
@@ -33,10 +41,27 @@ def trained(runs: Iterable[Run]) -> Trained:
 
 
 def _is_of(run: Run, row: Published) -> bool:
-    """Whether a run trained the network of a row, whole, on the images of its table, and as long."""
-    recipe = RECIPES.get(row.table)
-    if recipe is None or run.recipe != recipe or data_label(run.data) != data_label(row.dataset):
+    """Whether a run trained the network of a row, as published, on the images of its table, by its recipe."""
+    built, recipe = run.built, RECIPES[row.table]
+    if built.name != row.network or run.recipe != recipe or data_label(run.data) != data_label(row.dataset):
         return False
-    whole = run.built.name == row.network and run.built.width == 1 and not run.built.scheme
-    epochs = dict(run.settings).get("epochs", "0")
-    return whole and (run.built.stride or 1) == row.stride and float(epochs) >= get_recipe(recipe).epochs
+    own_stride = family_of(row.network).VARIANTS[row.network].stride
+    as_published = built.width == 1 and not (built.scheme or built.base)
+    return as_published and (built.stride or own_stride) == row.stride and _as_taught(run, recipe)
+
+
+def _as_taught(run: Run, recipe: str) -> bool:
+    """Whether a run kept to its recipe; what an older record lacks had its default."""
+    told, default, wanted = dict(run.settings), _settings(Recipe()), _settings(get_recipe(recipe))
+    kept = all(told.get(name, default[name]) == value for name, value in wanted.items() if name not in OWN)
+    try:
+        epochs = number(float(told.get("epochs", "")))
+    except ValueError:
+        return False
+    return kept and epochs is not None and epochs >= get_recipe(recipe).epochs
+
+
+@cache
+def _settings(recipe: Recipe) -> dict[str, str]:
+    """A recipe, and a network that it is for, as the settings of a run."""
+    return dict(settings_of(recipe.to_dict(), recipe.network(), {}))

@@ -81,7 +81,28 @@ def test_audit_holds_accuracies_against_runs():
     }
     assert verdicts == dict.fromkeys(("nin", "nin-c3", "nin-c3-lr"), "reproduced")
     assert "91.65%" in lowrank("audit", "--runs", runs).stdout
-    assert lowrank("audit", "--runs", "nowhere").returncode == 2
+    assert "standard deviation" not in lowrank("audit", "--runs", runs, columns=200).stdout.partition("Notes")[2]
+
+
+def test_audit_says_where_runs_test_nothing(tmp_path):
+    others = str(Path(__file__).parents[2] / "benchmarks" / "results" / "cifar10" / "modern-equal-compute")
+    (tmp_path / "damaged.json").write_text("{")
+    done = lowrank("audit", "--runs", others, "--runs", str(tmp_path))
+    assert "No accuracy is tested by the 3 runs in" in done.stderr
+    assert "damaged.json" in done.stderr
+    (tmp_path / "damaged.json").unlink()
+    for empty in ("nowhere", str(tmp_path)):
+        assert lowrank("audit", "--runs", empty).returncode == 2
+
+
+def test_audit_says_which_accuracy_was_not_reached(tmp_path):
+    record = (
+        Path(__file__).parents[2] / "benchmarks" / "results" / "cifar10" / "paper" / "nin-seed1" / "record.json"
+    )
+    values = json.loads(record.read_text())
+    values["result"]["top1"] = 0.85
+    (tmp_path / "record.json").write_text(json.dumps(values))
+    assert "not reached" in lowrank("audit", "--runs", str(tmp_path), columns=200).stdout
 
 
 def test_audit_as_json_has_a_verdict_for_everything():

@@ -1,5 +1,8 @@
 """Weights that come with the package."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -49,6 +52,27 @@ def test_options_that_do_not_fit_are_refused(stored):
     assert agreed({"num_classes": 7, "norm": None}, defaults, found, "toys")["norm"] == "batch"
     with pytest.raises(LowRankError, match="are for num_classes=7, not 10"):
         agreed({"num_classes": 10, "norm": None}, defaults, found, "toys")
+
+
+def test_dropout_is_as_it_was_trained_with_unless_asked_for_otherwise():
+    def shares(**options: object) -> set[float]:
+        net = create_model("nin-c3-lr", pretrained="cifar10", **options)
+        return {part.p for part in net.modules() if isinstance(part, torch.nn.Dropout)}
+
+    assert shares() == {read_pretrained("nin-c3-lr", "cifar10").card["recipe"]["dropout"]} == {0.0}
+    assert shares(dropout=0.3) == {0.3}
+
+
+@pytest.mark.parametrize(("name", "data"), list_pretrained())
+def test_cards_say_what_the_committed_records_say(name: str, data: str):
+    card = read_pretrained(name, data).card
+    run = Path(__file__).parents[2] / "benchmarks" / "results" / data / "modern" / f"{name}-seed{card['seed']}"
+    record = json.loads((run / "record.json").read_text())
+    assert card["recipe"] == record["recipe"]
+    assert card["trained"] == {key: record["result"][key] for key in card["trained"]}
+    assert card["environment"]["commit"] == record["environment"]["commit"]
+    assert card["halved"]["top1"] == pytest.approx(record["result"]["top1"], abs=0.001)
+    assert card["halved"]["n"] == record["result"]["n"] == 10_000
 
 
 def test_create_model_takes_them(stored, monkeypatch):

@@ -8,7 +8,6 @@ import pytest
 from lowrank_cnn.report.charts import (
     LEAST_SPAN,
     curves,
-    data_label,
     layer_charts,
     least_span,
     pearson,
@@ -130,11 +129,3 @@ def test_a_timing_without_layers_has_no_chart():
     layer = (LayerTime("a", 1, 1.0),)
     alone = Timing("", Built("nin"), "CPU", "torch", 1, 1.0, 1, 1, layer)
     assert len(layer_charts([alone])) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "label"),
-    [("CIFAR-10", "CIFAR-10"), ("cifar10", "CIFAR-10"), ("ilsvrc12", "ILSVRC"), ("my set", "my set")],
-)
-def test_data_sets_have_one_name(name: str, label: str):
-    assert data_label(name) == label

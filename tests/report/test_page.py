@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.paper import accuracy, audit
 from lowrank_cnn.report import read_records, write_report
 from lowrank_cnn.report.markup import Cell, Column, embed, escape, table, tag
 from lowrank_cnn.report.page import render
+from lowrank_cnn.report.sections import VERDICTS
 
 HOSTILE = '</script><img src=x onerror="document.title=1">&\u2028<!--'
 
@@ -84,6 +86,18 @@ def test_the_headline_tells_each_network_at_its_best_against_a_twin_trained_as_l
     assert named == ["nin-c3-lr, 150 epochs", "nin-c3"]
     assert "to nin) with 54% of the MACs" in sentences[0]
     assert "on CIFAR-10" in sentences[0]
+
+
+def test_the_audit_holds_accuracies_against_the_runs_of_the_page():
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "cifar10"
+    assert "standard deviation 0.20; reproduced if" in render(read_records([results / "paper"]))
+    assert "reproduced if" not in render(read_records([results / "modern"]))
+
+
+def test_every_verdict_has_its_colour():
+    stated = [value for module in (accuracy, audit) for name, value in vars(module).items() if name[0].isupper()]
+    verdicts = {value for value in stated if isinstance(value, str)}
+    assert set(VERDICTS) == verdicts
 
 
 def test_the_headline_begins_with_what_kept_its_accuracy():

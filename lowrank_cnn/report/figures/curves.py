@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from lowrank_cnn.errors import LowRankError, require
-from lowrank_cnn.report.charts import data_label
+from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.entries import gather
 from lowrank_cnn.report.entry import Entry
 from lowrank_cnn.report.figures.options import Options

@@ -10,7 +10,7 @@ from torch import nn
 
 from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import create_model, list_pretrained
-from lowrank_cnn.report.charts import data_label
+from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.records import Records
 
 

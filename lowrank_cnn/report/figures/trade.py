@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lowrank_cnn.errors import require
 from lowrank_cnn.paper.published import Published, rows
-from lowrank_cnn.report.charts import data_label
+from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.entries import comparable, gather
 from lowrank_cnn.report.entry import Entry
 from lowrank_cnn.report.figures.options import Options

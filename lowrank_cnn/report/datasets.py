@@ -1,0 +1,34 @@
+"""What data sets are called, however a folder spells them, and whether a run had the whole of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lowrank_cnn.data.cifar_binary import CLASSES as CIFAR10_CLASSES
+from lowrank_cnn.report.fields import items, text, whole
+
+_NAMES = {"cifar10": "CIFAR-10", "ilsvrc12": "ILSVRC", "imagenet1k": "ILSVRC", "places205": "Places"}
+_WHOLE = {"CIFAR-10": (50_000, 10_000), "ILSVRC": (1_281_167, 50_000), "Places": (2_448_873, 20_500)}
+_NEARLY = 0.99
+"""Of the images: a few may be damaged, and were left out."""
+
+
+def data_label(name: str) -> str:
+    """One name per data set, whoever's it is on the Hub."""
+    return _NAMES.get(re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower()), name)
+
+
+def data_name(data: Mapping[str, Any]) -> str:
+    """A data set is called by its folder, which may be any; CIFAR-10 is known by its classes and their images.
+
+    A part of a known set is another: its accuracies stand beside no published ones.
+    """
+    name, sizes = text(data.get("name")) or "unnamed data", [whole(data.get(split)) for split in ("train", "test")]
+    if tuple(items(data.get("classes"))) == CIFAR10_CLASSES and tuple(sizes) == _WHOLE["CIFAR-10"]:
+        return "cifar10"
+    full = _WHOLE.get(data_label(name))
+    if full is None or all(size is None or size >= _NEARLY * n for size, n in zip(sizes, full, strict=True)):
+        return name
+    return f"a part of {data_label(name)} ({' + '.join(f'{size or 0:,}' for size in sizes)} images)"
