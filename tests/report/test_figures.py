@@ -1,6 +1,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -159,6 +160,11 @@ def test_a_checkpoint_shows_what_was_learned(tmp_path: Path):
     fit(network, Data("grey", ("dark", "bright"), split, split), recipe, out=tmp_path / "run", device="cpu")
     figure = draw_figure("filters", tmp_path / "out.svg", Options(checkpoint=tmp_path / "run"))
     assert "First layer of nin-c3-lr, trained" in text_of(figure)
+    with mock.patch("lowrank_cnn.report.figures.options.create_model", wraps=create_model) as built:
+        text = text_of(draw_figure("receptive-field", tmp_path / "out.svg", Options(checkpoint=tmp_path / "run")))
+    assert {"nin, as initialised", "nin-c3-lr, trained"} <= text
+    assert len([words for words in text if "of 196 pixels hold" in words]) == 2
+    built.assert_called_once_with("nin", width=0.05, num_classes=2, in_channels=3, image_size=14)
 
 
 @pytest.mark.parametrize("scheme", ["lr-join", "mixture(kx1, 1xk, kxk, join)", "separable"])

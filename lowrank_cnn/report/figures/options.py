@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,25 +39,27 @@ class Options:
             return f"{network_name(network)}, trained", network
         return self.named(self.model or default)
 
-    def named(self, name: str, *, trained: bool = True) -> tuple[str, nn.Module]:
+    def named(self, name: str, *, trained: bool = True, **options: Any) -> tuple[str, nn.Module]:
         """A network by its name: trained where weights are asked for, else as it is before training."""
         if trained and self.pretrained:
             label = f"{name}, trained on {data_label(self.pretrained)}"
             return label, create_model(name, pretrained=self.pretrained).eval()
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
-            return f"{name}, as initialised", create_model(name)
+            return f"{name}, as initialised", create_model(name, **options)
 
     def has_weights(self, name: str) -> bool:
         return self.pretrained is not None and (name, self.pretrained) in list_pretrained()
 
 
 def load_trained(path: str | Path) -> nn.Module:
-    """The network of a run's checkpoint, in evaluation mode."""
+    """The network of a run's checkpoint, in evaluation mode, for images as it was trained on."""
     # Loaded when asked for: it brings the data and training parts along.
     from lowrank_cnn.evaluation import load_checkpoint
 
-    return load_checkpoint(path).network.eval()
+    trained = load_checkpoint(path)
+    trained.network.input_size = trained.input_size  # type: ignore[assignment]
+    return trained.network.eval()
 
 
 def network_name(network: nn.Module) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,15 @@ def _twin(network: nn.Module, options: Options) -> list[tuple[str, nn.Module]]:
     twin = dense_twin(Built(name)).name
     if twin == name or twin not in list_models():
         return []
-    return [options.named(twin, trained=options.has_weights(twin))]
+    return [options.named(twin, trained=options.has_weights(twin), **_size_of(network))]
+
+
+def _size_of(network: nn.Module) -> dict[str, Any]:
+    """The options that decide how large a network is, and the images it sees, for a twin as large."""
+    config = getattr(network, "config", {})
+    channels, height, width = getattr(network, "input_size", (3, 0, 1))
+    side = {"in_channels": channels, "image_size": height} if height == width else {}
+    return {name: config[name] for name in ("width", "norm", "num_classes") if config.get(name)} | side
 
 
 def effective_field(network: nn.Module, *, seed: int = 0) -> Tensor:
