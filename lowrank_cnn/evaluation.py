@@ -61,12 +61,15 @@ def evaluate(
 
 @torch.no_grad()
 def predict(
-    model: Trained | str | Path, images: Sequence[str | Path], *, top: int = 5, device: str = "auto"
+    model: Trained | str | Path, images: Sequence[str | Path] | str | Path, *, top: int = 5, device: str = "auto"
 ) -> list[list[tuple[str, float]]]:
     """For each image file the likeliest classes with their probabilities, the likeliest first."""
-    if top < 1:
-        raise LowRankError(f"top is the number of classes to name, at least 1, not {top}.")
+    if not isinstance(top, int) or top < 1:
+        raise LowRankError(f"top is the number of classes to name, at least 1, not {top!r}.")
+    if isinstance(model, nn.Module):
+        raise LowRankError("predict needs classes and how images are prepared: give what load_pretrained gives.")
     trained = model if isinstance(model, Trained) else load_checkpoint(model)
+    images = [images] if isinstance(images, str | Path) else images
     place = torch.device(resolve_device(device))
     network = trained.network.to(place).eval()
     preprocess = trained.preprocess.to(place)

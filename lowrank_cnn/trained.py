@@ -83,6 +83,7 @@ def load_checkpoint(path: str | Path, *, best: bool = False, network: nn.Module 
         network.load_state_dict(weights)
     except RuntimeError as error:
         raise LowRankError(f"the weights in {path} are not those of {state['model']['name']}.") from error
+    network.begun_from = Path(path).name  # type: ignore[assignment]
     return _trained(network, checkpoint.part("preprocess"), state)
 
 

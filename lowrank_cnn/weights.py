@@ -71,6 +71,7 @@ def read_weights(path: Path, *, into: nn.Module | None = None) -> Stored:
         raise LowRankError(
             f"the weights in {path} do not fit the network: {sorted(wrong)[0]} is missing or unknown."
         )
+    network.begun_from = path.name  # type: ignore[assignment]
     card, size = description.get("card"), _size(description.get("input"))
     if size is not None:
         network.input_size = size  # type: ignore[assignment]

@@ -174,6 +174,7 @@ def test_predictions_agree_with_the_evaluation(run, data, tmp_path):
     assert hits / len(paths) == record.result["top1"]
     assert sum(p for _, p in answers[0]) == pytest.approx(1.0, rel=1e-5)
     assert answers[0][0][1] >= answers[0][1][1]
+    assert predict(out, paths[0], device="cpu") == predict(out, str(paths[0]), device="cpu") == answers[:1]
 
 
 class Probe(nn.Module):
@@ -217,11 +218,16 @@ def test_images_of_another_size_than_in_training_are_refused(run, data):
         evaluate(out, dataclasses.replace(data, test=larger), device="cpu")
 
 
-@pytest.mark.parametrize("top", [0, -1])
+@pytest.mark.parametrize("top", [0, -1, "x", 1.5])
 def test_at_least_one_class_is_named(run, top):
     out, _, _ = run
-    with pytest.raises(LowRankError, match=f"at least 1, not {top}"):
+    with pytest.raises(LowRankError, match=f"at least 1, not {top!r}"):
         predict(out, [], top=top, device="cpu")
+
+
+def test_a_network_alone_does_not_predict():
+    with pytest.raises(LowRankError, match="give what load_pretrained gives"):
+        predict(nn.Linear(1, 1), [])  # type: ignore[arg-type]
 
 
 def test_an_image_of_another_size_and_colour_is_fitted(run, tmp_path):

@@ -13,7 +13,7 @@ import typer
 from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.options import Bad, Device, Into, Limit, Size, Source, Workers
 from lowrank_cnn.cli.show import errors, print_json, print_problems, print_table
-from lowrank_cnn.cli.source import build_for, find_model, is_ours
+from lowrank_cnn.cli.source import build_for, find_model, is_ours, is_path
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.errors import LowRankError, nearest
 from lowrank_cnn.evaluation import check_classes, evaluate, how_far, predict
@@ -46,6 +46,10 @@ def evaluate_command(
     as_json: Json = False,
 ) -> None:
     """Measure top-1 and top-5 accuracy on the test images."""
+    if pretrained and best:
+        raise LowRankError("--best is for runs; of the package's own weights there is one version.")
+    if pretrained and is_path(model):
+        raise LowRankError(f"{model} has weights of its own: --pretrained is for networks by name.")
     images = open_data(data, bad=bad, limit=limit, image_size=image_size)
     trained = load_pretrained(model, pretrained) if pretrained else _find(model, best, images, into)
     if isinstance(trained, Trained):

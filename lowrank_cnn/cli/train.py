@@ -14,7 +14,7 @@ import typer
 from torch import nn
 
 from lowrank_cnn.cli.models import Json
-from lowrank_cnn.cli.options import Bad, Decode, Device, Into, Limit, Model, Size, Source, Workers
+from lowrank_cnn.cli.options import Bad, Decode, Device, Into, Limit, Model, Pretrained, Size, Source, Workers
 from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
 from lowrank_cnn.cli.source import build_for, find_model, is_path
 from lowrank_cnn.data import Data, open_data
@@ -41,6 +41,7 @@ def train_command(
     width: Annotated[float | None, typer.Option(help="Scale the number of filters.")] = None,
     norm: Annotated[str | None, typer.Option(help="batch, or none; else as the recipe says.")] = None,
     stride: Annotated[int | None, typer.Option(help="Stride of the first conv.")] = None,
+    pretrained: Pretrained = None,
     into: Into = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs to train at most.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Images per step, over all processes.")] = None,
@@ -69,10 +70,11 @@ def train_command(
     """Train a network from scratch, or go on with the weights of one; under torchrun, on all of its processes."""
     frequent = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "norm": norm, "precision": precision}
     resolved = _resolve(recipe, frequent, settings or [])
-    options = {"scheme": scheme, "width": width, "stride": stride}
-    own = {**resolved.network(), **options}
+    options = {"scheme": scheme, "width": width, "stride": stride, "pretrained": pretrained}
+    given = {"norm": norm, **options}
+    own = given if pretrained else {**resolved.network(), **options}  # trained weights know what they are for
     seed_generators(seed)
-    found = _checked(model, into, own, {"norm": norm, **options})  # before the images, which may be many
+    found = _checked(model, into, own, given)  # before the images, which may be many
     images = open_data(data, bad=bad, limit=limit, image_size=image_size)
     if not as_json:
         _print_start(images, resolved, out)
@@ -126,7 +128,7 @@ def _checked(text: str, into: str | None, own: dict[str, Any], options: dict[str
     """A network that is not ours, converted where a scheme is given; of ours the name and options are checked."""
     if is_path(text):
         return find_model(text, into=into, **options).network.train()
-    with torch.device("meta"):
+    with torch.device("cpu" if own.get("pretrained") else "meta"):
         find_model(text, **own)
     return None
 

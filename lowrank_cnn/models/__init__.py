@@ -62,7 +62,8 @@ def create_model(
       does; the paper's take the maximum.
     - `init` is one of `INITIALISATIONS`, to compare with.
     - `pretrained` names a data set, as in `pretrained="cifar10"`: the network comes with weights trained on it,
-      and with the options that they were trained with. `list_pretrained` says which there are.
+      and with the options that they were trained with; for another `num_classes`, its last layer begins anew.
+      `list_pretrained` says which there are.
     """
     if pretrained is not None:
         given = locals()
@@ -88,6 +89,7 @@ def _with_weights(name: str, data: str, options: Mapping[str, object]) -> Networ
     found = read_pretrained(name, data)
     model = create_model(**agreed(options, _DEFAULTS, found, data))
     load_into(model, found)
+    model.begun_from = f"{name} on {data}"
     return model.eval()
 
 

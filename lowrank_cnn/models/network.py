@@ -75,6 +75,7 @@ class Network(nn.Module):
     """The least height and width of an image that leaves something for the last layer to see."""
 
     input_size: tuple[int, int, int]
+    begun_from: str
     config: dict[str, object]
 
     def settle(self) -> None:

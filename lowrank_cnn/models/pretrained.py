@@ -19,8 +19,8 @@ from lowrank_cnn.errors import LowRankError
 
 FOLDER = Path(__file__).parent / "weights"
 _PREPROCESS = "preprocess."
-_FREE = ("dropout",)
-"""Options that change no weights: whoever trains on may have them otherwise."""
+_FREE = ("dropout", "num_classes")
+"""Options that whoever trains on may have otherwise: they change no weights, or those of the last layer alone."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,12 @@ def write_pretrained(found: Pretrained, data: str, folder: Path = FOLDER) -> Pat
 
 
 def load_into(model: torch.nn.Module, found: Pretrained) -> None:
-    """Give a network the weights; they are the ones it was described for."""
+    """Give a network the weights it was described for; a layer for other classes keeps its fresh ones."""
+    own, classes = model.state_dict(), found.config["num_classes"]
+    of_classes = [name for name, weight in found.weights.items() if weight.shape[:1] == (classes,) and name in own]
+    fresh = [name for name in of_classes if own[name].shape != found.weights[name].shape]
     try:
-        model.load_state_dict(found.weights)
+        model.load_state_dict({**found.weights, **{name: own[name] for name in fresh}})
     except RuntimeError as error:
         raise LowRankError(f"the weights of {found.config['name']} do not fit the network.") from error
 
@@ -87,7 +90,7 @@ def load_into(model: torch.nn.Module, found: Pretrained) -> None:
 def agreed(
     options: Mapping[str, Any], defaults: Mapping[str, Any], found: Pretrained, data: str
 ) -> dict[str, Any]:
-    """The options that the weights want; one that was asked for otherwise is refused, unless it changes none."""
+    """The options that the weights want; one that was asked for otherwise is refused, unless it is free."""
     asked = {key: value for key, value in options.items() if value != defaults[key]}
     for key, value in asked.items():
         if key not in _FREE and value != found.config.get(key):

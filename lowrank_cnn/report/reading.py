@@ -62,7 +62,7 @@ def _training(values: Mapping[str, Any], path: Path) -> Iterator[Run]:
         params=whole(result.get("params")),
         seconds=number(result.get("seconds")),
         history=history,
-        settings=settings_of(recipe, config, data),
+        settings=settings_of(recipe, config, data, begun_from=text(values.get("begun_from"))),
         n=whole(result.get("n")) or whole(data.get("test")),
         dense=_dense(result, built),
         config=config,
@@ -108,12 +108,13 @@ _NO_SETTING = ("name", "evaluate_every")
 
 
 def settings_of(
-    recipe: Mapping[str, Any], config: Mapping[str, Any], data: Mapping[str, Any]
+    recipe: Mapping[str, Any], config: Mapping[str, Any], data: Mapping[str, Any], begun_from: str | None = None
 ) -> tuple[tuple[str, str], ...]:
     """The recipe, and what else networks that are compared must have alike."""
     built = {"norm": config.get("norm"), "pool": config.get("pool"), "init": config.get("init") or "composite"}
     fields = {**recipe, **built}
     fields |= {"images": data.get("train")} if data.get("train") else {}
+    fields |= {"begun_from": begun_from} if begun_from else {}
     return tuple(
         sorted((str(key)[:40], str(value)[:40]) for key, value in fields.items() if key not in _NO_SETTING)
     )
@@ -221,4 +222,5 @@ READERS: dict[str, Reader] = {
     "timing": _timing,
     "timings": _timings,
     "reproduction": _nothing,
+    "search": _nothing,
 }

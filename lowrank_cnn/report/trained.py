@@ -54,6 +54,8 @@ def _as_taught(run: Run, recipe: str) -> bool:
     """Whether a run kept to its recipe; what an older record lacks had its default."""
     told, default, wanted = dict(run.settings), _settings(Recipe()), _settings(get_recipe(recipe))
     kept = all(told.get(name, default[name]) == value for name, value in wanted.items() if name not in OWN)
+    if "begun_from" in told:
+        return False
     try:
         epochs = number(float(told.get("epochs", "")))
     except ValueError:

@@ -149,7 +149,13 @@ class Job:
             precision=self.precision,
             device=str(self.fabric.device),
             processes=self.fabric.world_size,
+            begun_from=begun_from(self.model),
         )
+
+
+def begun_from(model: nn.Module) -> str:
+    """The trained weights that a network was given, in words."""
+    return str(getattr(model, "begun_from", ""))
 
 
 def about(model: nn.Module, data: Data, seed: int) -> dict[str, Any]:

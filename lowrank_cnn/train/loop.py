@@ -17,7 +17,7 @@ from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory, recipe_changes
 from lowrank_cnn.train.failure import told_out_of_memory
-from lowrank_cnn.train.job import Job, Means
+from lowrank_cnn.train.job import Job, Means, begun_from
 from lowrank_cnn.train.launch import batch_norm_over_all, launch
 from lowrank_cnn.train.progress import Charts, Lines, Live, Progress
 from lowrank_cnn.train.randomness import seed_generators
@@ -59,6 +59,9 @@ def fit(
     `decode="gpu"` lets the GPU decode streamed photographs to train on, which needs torchvision.
     Raises `Interrupted`, a KeyboardInterrupt, after Ctrl-C has been answered and the state saved.
     """
+    if not isinstance(model, nn.Module):
+        hint = "give its .network" if hasattr(model, "network") else "create_model makes one from a name"
+        raise LowRankError(f"fit trains an nn.Module, not a {type(model).__name__}: {hint}.")
     means = Means(compile, cuda_graphs, checkpoint_activations, workers, decode)
     recipe = _resolve(recipe, epochs)
     data = data if isinstance(data, Data) else open_data(data)
@@ -88,6 +91,10 @@ def remarks(model: nn.Module, recipe: Recipe) -> list[str]:
     if recipe.schedule in ("cosine", "poly") and (recipe.drop_epochs or recipe.levels):
         dividing = "drop_epochs" if recipe.drop_epochs else "levels"
         said.append(f"The schedule {recipe.schedule} ends at zero by itself; {dividing} divides the rate on top.")
+    if begun := begun_from(model):
+        said.append(
+            f"The network begins with trained weights ({begun}); images are prepared anew, for these data."
+        )
     return said
 
 

@@ -14,6 +14,8 @@ from lowrank_cnn.train.checkpoint import write_json
 
 SCHEMA = 1
 KIND = "training"
+LATER = {"begun_from"}
+"""Fields that records have had for a while only."""
 STATUSES = ("running", "interrupted", "failed", "finished")
 
 
@@ -39,6 +41,7 @@ class Record:
 
     `watched` says whose accuracy the history shows: the images held out of training, or the test set.
     `changes` are the fields of the recipe that were changed when an interrupted run was taken up again.
+    `begun_from` names the trained weights that the network had before the run; empty where it had none.
     """
 
     model: dict[str, Any]
@@ -54,6 +57,7 @@ class Record:
     result: dict[str, Any] = field(default_factory=dict)
     status: str = "running"
     environment: dict[str, Any] = field(default_factory=environment)
+    begun_from: str = ""
     kind: str = KIND
     schema: int = SCHEMA
 
@@ -81,7 +85,7 @@ def _checked(values: object, path: Path) -> Record:
     if values.get("schema") != SCHEMA:
         raise LowRankError(f"{path} has schema {values.get('schema')}; this version reads schema {SCHEMA}.")
     known = {f.name: f for f in dataclasses.fields(Record)}
-    wrong = sorted(values.keys() ^ known.keys())
+    wrong = sorted((values.keys() ^ known.keys()) - (LATER - values.keys()))
     if wrong:
         raise LowRankError(f"{path} is not a record of this version: {', '.join(wrong)} missing or unknown.")
     if values["status"] not in STATUSES:

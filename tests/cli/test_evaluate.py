@@ -153,6 +153,8 @@ def test_a_networks_name_is_evaluated_untrained_and_that_is_said(lowrank):
     ("arguments", "sentence"),
     [
         (("predict", "run", "x.png", "--top=-1"), "at least 1, not -1"),
+        (("evaluate", "nin", "--data", "squares", "--pretrained", "cifar10", "--best"), "--best is for runs"),
+        (("evaluate", __file__, "--data", "squares", "--pretrained", "cifar10"), "is for networks by name"),
         (("evaluate", "nowhere", "--data", "squares"), "neither a checkpoint nor a network's name"),
         (("predict", "nowhere", "x.png"), "neither a run's directory"),
         (("predict", "nin-c3-lr", "x.png"), "fresh weights, which can only guess: for trained ones give a run's"),

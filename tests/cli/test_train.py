@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.deploy.runtime import node_macs
 from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.evaluation import load_checkpoint
+from lowrank_cnn.models import create_model
 from lowrank_cnn.train import load_record
 from lowrank_cnn.train.trainer import Trainer
 
@@ -162,9 +168,34 @@ def test_ctrl_c_leaves_with_130_and_a_way_back(train_small, tmp_path, monkeypatc
     assert load_record(tmp_path).status == "finished"
 
 
+def in_colour(data: Data) -> Data:
+    def coloured(split: Any) -> ResidentSplit:
+        return ResidentSplit.of(split.images.expand(-1, 3, -1, -1).contiguous(), split.labels)
+
+    return replace(data, train=coloured(data.train), test=coloured(data.test))
+
+
+def test_trained_weights_are_trained_on_and_the_record_says_so(lowrank, squares, tmp_path, monkeypatch):
+    monkeypatch.setattr("lowrank_cnn.cli.train.open_data", lambda *_, **__: in_colour(squares()))
+    small = ("--set", "crop=none", "--set", "pad=0", "--set", "cutout=0", "--epochs", "0", "--batch-size", "16")
+    named = ("train", "nin-c3-lr", "--pretrained", "cifar10", "--data", "squares")
+    done = lowrank(*named, "--out", tmp_path, "--device", "cpu", *small)
+    assert done.exit_code == 0, done.output
+    assert "begins with trained weights (nin-c3-lr on cifar10)" in done.output.replace("\n", " ")
+    record = load_record(tmp_path)
+    assert record.begun_from == "nin-c3-lr on cifar10"
+    assert (record.model["num_classes"], record.model["norm"]) == (2, "batch")
+    kept, theirs = load_checkpoint(tmp_path).network, create_model("nin-c3-lr", pretrained="cifar10")
+    name = "features.conv1_1.weights.0"
+    assert torch.equal(kept.state_dict()[name], theirs.state_dict()[name])
+    assert kept.begun_from == tmp_path.name
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (("train", "nin", "--data", "squares", "--pretrained", "cifar10", "--width", "0.5"), "are for width=1.0"),
+        (("train", "vgg11", "--data", "squares", "--pretrained", "cifar10"), "no weights of vgg11 on cifar10"),
         (("train", "nim", "--data", "squares"), "no network 'nim'"),
         (("train", "nin", "--data", "squares", "--recipe", "modem"), "did you mean modern"),
         (("train", "nin", "--data", "squares", "--set", "lrr=1"), "no field 'lrr'"),

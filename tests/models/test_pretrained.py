@@ -48,10 +48,23 @@ def test_a_damaged_file_is_said(stored):
 
 def test_options_that_do_not_fit_are_refused(stored):
     found = read_pretrained("nin-c3-lr", "toys", stored[1])
-    defaults = {"num_classes": None, "norm": None}
-    assert agreed({"num_classes": 7, "norm": None}, defaults, found, "toys")["norm"] == "batch"
-    with pytest.raises(LowRankError, match="are for num_classes=7, not 10"):
-        agreed({"num_classes": 10, "norm": None}, defaults, found, "toys")
+    defaults = {"width": 1.0, "norm": None}
+    assert agreed({"width": 0.1, "norm": None}, defaults, found, "toys")["norm"] == "batch"
+    with pytest.raises(LowRankError, match=r"are for width=0.1, not 0.2"):
+        agreed({"width": 0.2, "norm": None}, defaults, found, "toys")
+
+
+def test_a_layer_for_other_classes_begins_anew():
+    ours = create_model("nin-c3-lr", pretrained="cifar10", num_classes=7)
+    theirs = read_pretrained("nin-c3-lr", "cifar10")
+    fresh = [name for name, weight in ours.state_dict().items() if weight.shape != theirs.weights[name].shape]
+    assert fresh == ["features.classes.weight", "features.classes.bias"]
+    for name, weight in ours.state_dict().items():
+        assert name in fresh or torch.equal(weight, theirs.weights[name].to(weight.dtype))
+    assert ours.config["num_classes"] == 7
+    assert ours.begun_from == "nin-c3-lr on cifar10"
+    with pytest.raises(LowRankError, match="do not fit the network"):
+        load_into(create_model("nin-c3-lr", width=0.5, norm="batch", num_classes=7), theirs)
 
 
 def test_dropout_is_as_it_was_trained_with_unless_asked_for_otherwise():
@@ -99,8 +112,8 @@ def test_what_comes_with_the_package_can_be_used(name, data):
     assert found.card["trained"]["n"] == found.card["halved"]["n"] == 10_000
     assert abs(found.card["trained"]["top1"] - found.card["halved"]["top1"]) < 0.002
     assert net(torch.randn(1, 3, 32, 32)).shape == (1, len(found.card["data"]["classes"]))
-    with pytest.raises(LowRankError, match="num_classes=10, not 100"):
-        create_model(name, pretrained=data, num_classes=100)
+    with pytest.raises(LowRankError, match="norm='batch', not 'none'"):
+        create_model(name, pretrained=data, norm="none")
 
 
 def test_the_paper_s_small_networks_come_with_weights():

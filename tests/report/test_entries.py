@@ -48,6 +48,11 @@ def test_ratios_to_the_dense_twin():
     assert found["nin"].ratios == pytest.approx({"macs": 1.0, "params": 1.0, "top1": 0.0})
 
 
+def test_a_run_that_began_with_trained_weights_always_says_so():
+    assert set(entries_of({**run("nin", 0.9), "begun_from": "a.safetensors"})) == {"nin, begun from a.safetensors"}
+    assert set(entries_of({**run("nin", 0.9), "begun_from": ""})) == {"nin"}
+
+
 def test_a_twin_that_was_not_trained_is_counted():
     ratios = entries_of(run("nin-c3-lr", 0.88, macs=104260224))["nin-c3-lr"].ratios
     assert ratios["macs"] == pytest.approx(0.5406, abs=1e-3)

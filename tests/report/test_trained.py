@@ -67,6 +67,7 @@ def test_every_row_of_every_table_is_found(row):
         ("pool", "average"),
         ("init", "torch"),
         ("holdout", "0.1"),
+        ("begun_from", "weights.safetensors"),
         ("clip_norm", "0.0"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,6 +199,14 @@ def test_it_is_said_where_a_network_is_not_what_the_recipe_is_for(driver, capsys
         fit(network, driver.tiny_data(), recipe, device="cpu")
         lines = [line for line in capsys.readouterr().out.splitlines() if "is for networks with" in line]
         assert [words in line for words, line in zip(wanted, lines, strict=True)] == [True] * len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("model", "hint"), [("nin", "create_model makes one"), (SimpleNamespace(network=None), "give its .network")]
+)
+def test_what_is_no_network_is_not_trained(driver, model, hint):
+    with pytest.raises(LowRankError, match=f"fit trains an nn.Module, not a {type(model).__name__}: {hint}"):
+        fit(model, driver.tiny_data(), "modern")
 
 
 def test_drops_that_a_run_does_not_reach_are_said():

@@ -21,6 +21,17 @@ def test_a_record_reads_back(tmp_path):
     assert load_record(tmp_path) == load_record(tmp_path / "record.json") == sample_record
 
 
+def test_older_records_lack_what_came_later_and_nothing_else(tmp_path):
+    values = dataclasses.asdict(sample())
+    del values["begun_from"]
+    (tmp_path / "record.json").write_text(json.dumps(values))
+    assert load_record(tmp_path).begun_from == ""
+    del values["seed"]
+    (tmp_path / "record.json").write_text(json.dumps(values))
+    with pytest.raises(LowRankError, match="seed missing or unknown"):
+        load_record(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
