@@ -194,6 +194,8 @@ def test_a_mosaic_is_white_where_a_cross_has_nothing():
     assert image.shape == (3, 3, 3)
     assert image[0, 0].tolist() == [1.0, 1.0, 1.0]
     assert image[0, 1].tolist() == [0.0, 0.0, 0.0]
+    cross[:, :, 1, 0] = 2.0
+    assert mosaic(cross)[1, 0].max() < 0.95  # and not where it has most
 
 
 def test_connections_are_those_of_a_convolution():

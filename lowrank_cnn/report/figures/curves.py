@@ -24,6 +24,8 @@ LETTERS = 40
 """Of a label that leaves room for a second one beside it."""
 EARLY = 0.1
 """The share of a run whose accuracies, all but chance, do not stretch the scale."""
+BESIDE = 0.012
+"""How far the marks of networks stand apart, of the longest run: equal accuracies would hide each other."""
 DASHES = (0, (3, 2))
 Point = tuple[int, float]
 
@@ -49,11 +51,13 @@ def _panel(axes: Axes, entries: Sequence[Entry]) -> None:
     axes.set_title(f"{entries[0].recipe} on {data_label(entries[0].data)}")
     axes.set_xlabel("Epochs")
     axes.set_ylabel("Accuracy")
+    longest = max(epoch for entry in entries for run in entry.runs for epoch, _ in _trained(run))
     for place, entry in enumerate(entries):
-        _entry(axes, entry, CYCLE[place % len(CYCLE)])
+        _entry(axes, entry, CYCLE[place % len(CYCLE)], BESIDE * place * longest)
     late = [value for entry in entries for run in entry.runs for value in _late(run)]
     late += [entry.top1 for entry in entries if entry.top1 is not None]
     axes.set_ylim(max(0.0, min(late) - 0.02), min(1.005, max(late) + 0.02))
+    axes.set_xlim(0, longest * (1.03 + BESIDE * len(entries)))
     ticker = require("matplotlib.ticker", extra="plots", purpose="drawing a figure")
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f}%")
@@ -70,9 +74,10 @@ def _columns(entries: Sequence[Entry]) -> int:
     return 2 if max(len(entry.label) for entry in entries) < LETTERS else 1
 
 
-def _entry(axes: Axes, entry: Entry, color: str) -> None:
+def _entry(axes: Axes, entry: Entry, color: str, shift: float) -> None:
     for run in entry.runs:
-        axes.plot(*_apart(_trained(run)), color=color, linewidth=0.9, alpha=0.75)
+        alone = "x" if len(_trained(run)) == 1 else None
+        axes.plot(*_apart(_trained(run)), color=color, linewidth=0.9, alpha=0.75, marker=alone, markersize=5)
         if len(watched := _watched(run)) > 1:
             axes.plot(*_apart(watched), color=color, linewidth=0.9, linestyle=DASHES)
     if entry.top1 is None or not entry.finished:
@@ -82,7 +87,7 @@ def _entry(axes: Axes, entry: Entry, color: str) -> None:
     spread = entry.top1_spread
     label = f"{entry.label}: {100 * entry.top1:.2f}%"
     axes.errorbar(
-        end, entry.top1, spread, fmt="o", color=color, markersize=4.5, capsize=2.5, zorder=3, label=label
+        end + shift, entry.top1, spread, fmt="o", color=color, markersize=4.5, capsize=2.5, zorder=3, label=label
     )
 
 

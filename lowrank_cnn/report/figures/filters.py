@@ -19,6 +19,8 @@ from lowrank_cnn.report.style import COLUMN, headline, image_axes, new_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+ZERO = 0.45
+"""The grey of a zero: the largest weight then stays darker than the white between the filters."""
 MOST_FILTERS = 96
 
 
@@ -127,6 +129,6 @@ def _colours(weight: Tensor) -> Tensor:
     """[n, height, width, 3] in 0..1."""
     shown = weight if weight.shape[1] == 3 else weight.mean(dim=1, keepdim=True).expand(-1, 3, -1, -1)
     largest = shown.abs().amax(dim=(1, 2, 3), keepdim=True).clamp_min(1e-12)
-    colours = 0.5 + 0.5 * shown / largest
+    colours = ZERO * (1 + shown / largest)
     absent = (shown == 0).all(dim=1, keepdim=True)
     return torch.where(absent, torch.ones_like(colours), colours).permute(0, 2, 3, 1)
