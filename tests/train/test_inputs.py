@@ -23,7 +23,7 @@ from lowrank_cnn.train.inputs import held_out
     [
         (
             {"batch_size": 128},
-            "80 images to train on, fewer than one batch of 128: set batch_size .* to 80 or less",
+            "80 images to train on, fewer than one batch of 128: set batch_size to 80 or less",
         ),
         (
             {"batch_size": 80, "holdout": 0.1},
