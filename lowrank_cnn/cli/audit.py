@@ -45,8 +45,8 @@ def audit_command(runs: Runs = None, as_json: Json = False) -> None:
     for table, rows in groupby(findings, key=lambda finding: finding.table):
         if table != "text":
             _print_counts(_TITLES[table], list(rows))
-    _print_accuracies([f for f in findings if f.quantity.startswith("top") and f.computed])
     console.print(" = : the code counts the published figure exactly. A number: what it counts instead.\n")
+    _print_accuracies([f for f in findings if f.quantity.startswith("top") and f.computed])
     _print_claims([finding for finding in findings if finding.table == "text"])
     notes = [(f.subject, f.note) for f in findings if f.note and f.quantity in ("macs", "params")]
     print_table("Notes", ("network", "<"), notes)
@@ -64,7 +64,8 @@ def _trained(runs: list[Path]) -> Accuracies:
     if not found:
         where = " and ".join(map(str, runs))
         why = "none is a finished one of a published network by the paper's recipe on its images"
-        errors.print(f"No accuracy is tested by the {len(records.runs)} runs in {where}: {why}.", soft_wrap=True)
+        line = f"No accuracy is tested by the {len(records.runs)} runs in {where}: {why}."
+        errors.print(line, markup=False, soft_wrap=True)
     return found
 
 
