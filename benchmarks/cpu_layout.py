@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lowrank_cnn.environment import environment
 from lowrank_cnn.models import create_model
+from lowrank_cnn.system.environment import environment
 
 Step = Callable[[nn.Module, Tensor], None]
 

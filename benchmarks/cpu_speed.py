@@ -29,15 +29,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.clock import Sample, measure
-from lowrank_cnn.count import count
 from lowrank_cnn.deploy import export, merge, plan
 from lowrank_cnn.deploy.candidates import CANDIDATES
-from lowrank_cnn.deploy.optimize import LAYOUTS
+from lowrank_cnn.deploy.optimizing import LAYOUTS
 from lowrank_cnn.deploy.runtime import OnnxModel
-from lowrank_cnn.environment import environment
+from lowrank_cnn.deploy.timing import BASELINES
+from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
-from lowrank_cnn.timing import BASELINES
+from lowrank_cnn.system.clock import Sample, measure
+from lowrank_cnn.system.environment import environment
 
 NETWORKS = {
     "vgg11-gmp-lr": 0.345,

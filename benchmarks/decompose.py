@@ -39,16 +39,16 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lowrank_cnn.convert import Conversion
 from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.decompose import decompose
 from lowrank_cnn.deploy import load
-from lowrank_cnn.environment import environment
-from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.evaluation import evaluate, load_checkpoint
+from lowrank_cnn.method.converting import Conversion
+from lowrank_cnn.method.decomposing import decompose
 from lowrank_cnn.models import create_model
-from lowrank_cnn.rebuild import rewrite_again
+from lowrank_cnn.models.rebuild import rewrite_again
+from lowrank_cnn.system.environment import environment
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Recipe, Record, fit, get_recipe, load_record
+from lowrank_cnn.train.evaluation import evaluate, load_checkpoint
 from lowrank_cnn.train.inputs import augmentation, input_size
 
 RESULTS = Path(__file__).parent / "results"

@@ -29,13 +29,13 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lowrank_cnn.data import Data, Preprocess, make_loader, open_data
-from lowrank_cnn.environment import environment
-from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.evaluation import load_checkpoint
-from lowrank_cnn.init import weight_layers
-from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.method.init import weight_layers
+from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
 from lowrank_cnn.models import create_model, list_models
+from lowrank_cnn.system.environment import environment
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import get_recipe
+from lowrank_cnn.train.evaluation import load_checkpoint
 from lowrank_cnn.train.inputs import augmentation, input_size, preprocessing
 from lowrank_cnn.train.recipe import Recipe
 

@@ -14,11 +14,11 @@ from gpu_floor import Limits, floor_ms, layers
 from gpu_ways import OURS, RIVALS, TRICKS, images, network, step_of, way
 from runs import earlier_runs, write_runs
 
-from lowrank_cnn.deploy.merge import merge
-from lowrank_cnn.environment import environment
+from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.kernels import tune
-from lowrank_cnn.kernels.measured.measure import captured
+from lowrank_cnn.kernels.autotune.measure import captured
 from lowrank_cnn.models import vgg
+from lowrank_cnn.system.environment import environment
 
 KIND = "gpu-speed"
 TWINS = {**dict.fromkeys(vgg.VARIANTS, "vgg11-gmp"), "nin-c3-lr": "nin", "googlenet-lr": "googlenet"}

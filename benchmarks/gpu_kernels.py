@@ -29,12 +29,12 @@ from gpu_trials import try_all
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowrank_cnn.environment import environment
 from lowrank_cnn.kernels.conv.known import shape_of
 from lowrank_cnn.kernels.conv.launch import forward
 from lowrank_cnn.kernels.conv.plans import Plan, plans
 from lowrank_cnn.kernels.problem import Problem, describe
 from lowrank_cnn.kernels.reference import composite_reference
+from lowrank_cnn.system.environment import environment
 
 
 @dataclass(frozen=True)

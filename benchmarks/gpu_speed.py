@@ -32,7 +32,7 @@ from gpu_book import TWINS, Book, Setting, compare, show
 from gpu_floor import layers, limits
 from gpu_ways import OURS, RIVALS, TRICKS, network, step_of
 
-from lowrank_cnn.kernels.measured.measure import times
+from lowrank_cnn.kernels.autotune.measure import times
 
 NETWORKS = [name for name in TWINS if name not in ("vgg11", "vgg11-gmp") and "/" not in name]
 FIRST = ("vgg11-gmp-lr", "vgg11-gmp-lr-2x", "vgg11-gmp-lr-join")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowrank_cnn.deploy.candidates import CANDIDATES
-from lowrank_cnn.deploy.plan import plan
+from lowrank_cnn.deploy.planning import plan
 from lowrank_cnn.kernels.fuse import FusedComposite, freeze, fuse
 from lowrank_cnn.kernels.mode import for_graphs, forced
 from lowrank_cnn.models.network import Network

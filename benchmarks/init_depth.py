@@ -21,9 +21,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lowrank_cnn.environment import environment
-from lowrank_cnn.init import init_, per_group_, torch_default_
-from lowrank_cnn.layers import CompositeConv2d
+from lowrank_cnn.method.init import init_, per_group_, torch_default_
+from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.system.environment import environment
 
 WIDTH, DEPTH, PIXELS, SEEDS = 384, 30, 8, (0, 1, 2)
 MIXES = (

@@ -48,8 +48,8 @@ from jpeg_ways import (
 
 from lowrank_cnn.data import Augment, Standardize, StreamedLoader, StreamedSplit, open_data
 from lowrank_cnn.data.types import Decode
-from lowrank_cnn.environment import environment
 from lowrank_cnn.paper.full_run import idle_share
+from lowrank_cnn.system.environment import environment
 
 
 def per_core(work: Decoder, images: list[bytes], repeats: int) -> dict[str, float]:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from lowrank_cnn.data import open_data
-from lowrank_cnn.data.decode import crop_at, decode_image, resize_shorter
-from lowrank_cnn.data.framing import Framing, frame_by_pillow, frame_by_simplejpeg, frame_by_torch, framer
-from lowrank_cnn.data.gpu_decode import Decoder as GpuDecoder
-from lowrank_cnn.data.gpu_decode import find_decoder
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.data.images.decode import crop_at, decode_image, resize_shorter
+from lowrank_cnn.data.images.framing import Framing, frame_by_pillow, frame_by_simplejpeg, frame_by_torch, framer
+from lowrank_cnn.data.stream.gpu_decode import Decoder as GpuDecoder
+from lowrank_cnn.data.stream.gpu_decode import find_decoder
+from lowrank_cnn.system.errors import LowRankError
 
 WIDTH, HEIGHT, TILE, QUALITY = 500, 375, 64, 90
 FRAMING = Framing((224, 224), None, 256, 0, True, (0, 0, 0))

@@ -24,11 +24,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lowrank_cnn.environment import environment
-from lowrank_cnn.kernels.measured.ahead import prepare
+from lowrank_cnn.kernels.autotune.ahead import prepare
 from lowrank_cnn.kernels.mode import for_graphs
-from lowrank_cnn.memory import is_out_of_memory
 from lowrank_cnn.models import create_model, list_models
+from lowrank_cnn.system.environment import environment
+from lowrank_cnn.system.memory import is_out_of_memory
 from lowrank_cnn.train.fused import fused_to_train
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recompute import recomputed

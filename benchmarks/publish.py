@@ -16,8 +16,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lowrank_cnn.data import open_data
-from lowrank_cnn.evaluation import evaluate, load_checkpoint, load_pretrained
 from lowrank_cnn.models.pretrained import FOLDER, Pretrained, write_pretrained
+from lowrank_cnn.train.evaluation import evaluate, load_checkpoint, load_pretrained
 from lowrank_cnn.train.record import Record, load_record
 
 STATED = ("top1", "top5", "n", "loss", "epochs", "macs", "params", "seconds")

@@ -21,9 +21,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.environment import environment
-from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import create_model
+from lowrank_cnn.system.environment import environment
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import fit, get_recipe
 from lowrank_cnn.train.settings import parse_settings
 

@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lowrank_cnn.data import Data, ResidentSplit, open_data
-from lowrank_cnn.environment import environment
 from lowrank_cnn.models import create_model
+from lowrank_cnn.system.environment import environment
 from lowrank_cnn.train import fit, get_recipe, trainer
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.step import GraphedStep

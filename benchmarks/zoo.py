@@ -65,8 +65,8 @@ def examine(text: str, scheme: str, largest: int) -> Row:
 
 
 def _examined(text: str, scheme: str, largest: int) -> Row:
-    from lowrank_cnn.convert import convert
-    from lowrank_cnn.selection import NothingToConvertError
+    from lowrank_cnn.method.converting import convert
+    from lowrank_cnn.method.selection import NothingToConvertError
 
     light = _on_meta(text)
     network, size = light or _build(text)
@@ -87,7 +87,7 @@ def _examined(text: str, scheme: str, largest: int) -> Row:
 
 
 def _counted(network: Any, new: Any, size: tuple[int, ...]) -> Row:
-    from lowrank_cnn.convert import conversion_costs
+    from lowrank_cnn.method.converting import conversion_costs
 
     total = conversion_costs(network, new, size)[-1]
     reasons = Counter(kept.reason for kept in new.conversion.kept)
@@ -144,9 +144,6 @@ def _first_line(error: Exception) -> str:
 def serve(pipe: Connection, scheme: str, largest: int) -> None:
     """A process that examines what it is sent until it is ended, or has become too large."""
     import torch
-
-    import lowrank_cnn.cli.source
-    import lowrank_cnn.convert  # noqa: F401
 
     torch.set_num_threads(1)
     pipe.send("ready")
@@ -285,7 +282,7 @@ def _arguments() -> argparse.Namespace:
 
 def _table(options: argparse.Namespace) -> Table:
     """The table of this scheme with what an earlier run has left, or a new one."""
-    from lowrank_cnn.environment import environment
+    from lowrank_cnn.system.environment import environment
 
     versions = {family: getattr(import_module(family), "__version__", None) for family in options.families}
     about = {"kind": "zoo", "scheme": options.scheme, "environment": environment() | versions}

@@ -8,51 +8,60 @@ lr.count(net, (3, 224, 224)).macs
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-from lowrank_cnn._version import __version__
-from lowrank_cnn.convert import conversion_costs, convert
-from lowrank_cnn.count import Count, count
-from lowrank_cnn.decompose import decompose
-from lowrank_cnn.errors import LowRankError, MissingExtra
-from lowrank_cnn.init import composite_sigma, init_
-from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d, build_conv
-from lowrank_cnn.models import Network, create_model, list_models, list_pretrained
-from lowrank_cnn.scheme import Scheme, parse_scheme
-from lowrank_cnn.selection import stages
-from lowrank_cnn.spec import Composite, FilterGroup
+from lowrank_cnn import _moved
+from lowrank_cnn.system.version import __version__
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import open_data
     from lowrank_cnn.deploy import export, load, merge, optimize, plan
-    from lowrank_cnn.evaluation import evaluate, predict
+    from lowrank_cnn.deploy.timing import time_model
+    from lowrank_cnn.method.converting import conversion_costs, convert
+    from lowrank_cnn.method.counting import Count, count
+    from lowrank_cnn.method.decomposing import decompose
+    from lowrank_cnn.method.init import composite_sigma, init_
+    from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, build_conv
+    from lowrank_cnn.method.scheme import Scheme, parse_scheme
+    from lowrank_cnn.method.selection import stages
+    from lowrank_cnn.method.spec import Composite, FilterGroup
+    from lowrank_cnn.models import Network, create_model, list_models, list_pretrained
     from lowrank_cnn.report import write_report
-    from lowrank_cnn.timing import time_model
+    from lowrank_cnn.system.errors import LowRankError, MissingExtra
     from lowrank_cnn.train import fit, get_recipe
-    from lowrank_cnn.trained import load_pretrained
+    from lowrank_cnn.train.evaluation import evaluate, predict
+    from lowrank_cnn.train.trained import load_pretrained
 
-# Parts that take longer to load than torch's own import are loaded when first asked for.
-_LATER = {
-    "evaluate": "lowrank_cnn.evaluation",
-    "export": "lowrank_cnn.deploy",
-    "fit": "lowrank_cnn.train",
-    "get_recipe": "lowrank_cnn.train",
-    "load": "lowrank_cnn.deploy",
-    "load_pretrained": "lowrank_cnn.trained",
-    "merge": "lowrank_cnn.deploy",
-    "open_data": "lowrank_cnn.data",
-    "optimize": "lowrank_cnn.deploy",
-    "plan": "lowrank_cnn.deploy",
-    "predict": "lowrank_cnn.evaluation",
-    "time_model": "lowrank_cnn.timing",
-    "write_report": "lowrank_cnn.report",
+# Every public name is loaded when it is first used, so that `import lowrank_cnn` does not wait for torch.
+_HOMES = {
+    "data": ["open_data"],
+    "deploy": ["export", "load", "merge", "optimize", "plan"],
+    "deploy.timing": ["time_model"],
+    "method.converting": ["conversion_costs", "convert"],
+    "method.counting": ["Count", "count"],
+    "method.decomposing": ["decompose"],
+    "method.init": ["composite_sigma", "init_"],
+    "method.layers": ["CompositeConv2d", "FactoredConv2d", "build_conv"],
+    "method.scheme": ["Scheme", "parse_scheme"],
+    "method.selection": ["stages"],
+    "method.spec": ["Composite", "FilterGroup"],
+    "models": ["Network", "create_model", "list_models", "list_pretrained"],
+    "report": ["write_report"],
+    "system.errors": ["LowRankError", "MissingExtra"],
+    "train": ["fit", "get_recipe"],
+    "train.evaluation": ["evaluate", "predict"],
+    "train.trained": ["load_pretrained"],
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(_LATER[name]), name)
-    raise AttributeError(f"module 'lowrank_cnn' has no attribute {name!r}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'lowrank_cnn' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"lowrank_cnn.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
@@ -96,3 +105,6 @@ __all__ = [
     "time_model",
     "write_report",
 ]
+
+_moved.install()
+sys.modules[__name__].__class__ = _moved.Package

@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lowrank_cnn import demo
+from lowrank_cnn.cli import demonstration as demo
 from lowrank_cnn.cli import main
 from lowrank_cnn.data import open_data
+from lowrank_cnn.deploy.timing import time_model
 from lowrank_cnn.models import list_models
-from lowrank_cnn.timing import time_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

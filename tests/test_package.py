@@ -1,9 +1,13 @@
 """What a user sees before anything runs: the import, its needs, and the names it gives."""
 
+import importlib
 import subprocess
 import sys
 
+import pytest
+
 import lowrank_cnn
+from lowrank_cnn._moved import MOVED
 
 BLOCKED = ["pyarrow", "PIL", "lightning_fabric", "tensorboard", "huggingface_hub", "mlxtend", "matplotlib", "onnx"]
 BLOCKED += ["onnxruntime", "triton", "typer", "rich", "safetensors", "scipy"]
@@ -27,7 +31,7 @@ def test_importing_needs_torch_alone():
 def test_every_public_name_is_there():
     for name in lowrank_cnn.__all__:
         assert getattr(lowrank_cnn, name) is not None
-    assert set(lowrank_cnn._LATER) <= set(lowrank_cnn.__all__)
+    assert {*lowrank_cnn._HOME_OF, "__version__"} == set(lowrank_cnn.__all__)
 
 
 def test_a_function_stays_one_after_its_modules_were_imported():
@@ -35,3 +39,24 @@ def test_a_function_stays_one_after_its_modules_were_imported():
     code += "print([n for n in lr.__all__ if n[0].islower() and not callable(getattr(lr, n))])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_importing_does_not_wait_for_torch():
+    code = "import sys, lowrank_cnn; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.parametrize("old", sorted(MOVED))
+def test_a_path_from_before_the_move_imports_the_same_module(old: str):
+    new = importlib.import_module(f"lowrank_cnn.{MOVED[old]}")
+    spec = new.__spec__
+    assert importlib.import_module(f"lowrank_cnn.{old}") is new
+    assert new.__spec__ is spec
+
+
+def test_old_paths_leave_the_functions_of_their_names_alone():
+    importlib.import_module("lowrank_cnn.convert")
+    importlib.import_module("lowrank_cnn.deploy.plan")
+    assert callable(lowrank_cnn.convert)
+    assert callable(lowrank_cnn.deploy.plan)

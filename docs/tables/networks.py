@@ -15,7 +15,7 @@ def networks() -> str:
     """Every network with its cost, counted now, beside the dense network of its family."""
     import torch
 
-    from lowrank_cnn.count import count
+    from lowrank_cnn.method.counting import count
     from lowrank_cnn.models import create_model, family_of, list_models
     from lowrank_cnn.paper.published import published
 

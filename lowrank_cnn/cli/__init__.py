@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from lowrank_cnn._version import __version__
 from lowrank_cnn.cli.show import errors
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.version import __version__
 
 COMMANDS = ("models", "audit", "train", "evaluate", "convert", "deploy", "demo", "reproduce", "shrink", "report")
 """The files of this package that add commands, in the order of the help text."""

@@ -14,14 +14,14 @@ from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.options import Input, Into, Model, Norm, Pretrained, Width
 from lowrank_cnn.cli.show import print_json, print_table
 from lowrank_cnn.cli.source import Source, find_model, parse_size
-from lowrank_cnn.convert import Conversion, Cost, conversion_costs, convert, told_if_low_rank
-from lowrank_cnn.decompose import decompose
-from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.selection import stages
-from lowrank_cnn.units import si
+from lowrank_cnn.method.converting import Conversion, Cost, conversion_costs, convert, told_if_low_rank
+from lowrank_cnn.method.decomposing import decompose
+from lowrank_cnn.method.selection import stages
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.text import si
 
 if TYPE_CHECKING:
-    from lowrank_cnn.deploy.export import Exported
+    from lowrank_cnn.deploy.exporting import Exported
 
 
 def add_to(app: typer.Typer) -> None:

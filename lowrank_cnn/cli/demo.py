@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from lowrank_cnn.cli.demonstration import Row, demo
 from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.show import console, print_json, print_table
-from lowrank_cnn.demo import Row, demo
-from lowrank_cnn.units import si
+from lowrank_cnn.system.text import si
 
 
 def add_to(app: typer.Typer) -> None:

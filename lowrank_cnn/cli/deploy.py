@@ -14,9 +14,9 @@ from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.options import Input, Into, Model, Norm, Pretrained, Width
 from lowrank_cnn.cli.show import console, print_json, print_table, status_line
 from lowrank_cnn.cli.source import MODEL_HELP, find_model, parse_size
-from lowrank_cnn.environment import environment
-from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.units import si
+from lowrank_cnn.system.environment import environment
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.text import si
 
 Batch = Annotated[int, typer.Option(help="Images at a time.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")]
@@ -44,7 +44,7 @@ def time_command(
     as_json: Json = False,
 ) -> None:
     """Time networks and their layers beside their MACs and their dense twins."""
-    from lowrank_cnn.timing import time_model
+    from lowrank_cnn.deploy.timing import time_model
 
     options = {"batch": batch, "device": device, "threads": threads, "runtime": runtime, "repeats": repeats}
     timings = []
@@ -78,11 +78,11 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Measure the ways to run each layer on this machine, and the network as a whole."""
-    from lowrank_cnn.clock import torch_threads
-    from lowrank_cnn.count import count
     from lowrank_cnn.deploy import optimize
-    from lowrank_cnn.deploy.plan import Plan
-    from lowrank_cnn.timing import dense_twin
+    from lowrank_cnn.deploy.planning import Plan
+    from lowrank_cnn.deploy.timing import dense_twin
+    from lowrank_cnn.method.counting import count
+    from lowrank_cnn.system.clock import torch_threads
     from lowrank_cnn.train.launch import resolve_device
 
     source = find_model(model, into=into, width=width, norm=norm, scheme=scheme)
@@ -116,7 +116,7 @@ def plan_command(
 
 def _beside(fast: Any, rival: Any, image: torch.Tensor) -> dict[str, Any]:
     """Both at their fastest, now in turns: optimised one after the other, they met different moments."""
-    from lowrank_cnn.clock import measure
+    from lowrank_cnn.system.clock import measure
 
     times = measure({"ours": lambda: fast(image), "rival": lambda: rival(image)}, cuda=image.is_cuda)
     return {"choice": rival.report.choice, "twin_ms": times["rival"].ms, "ms": times["ours"].ms}

@@ -15,11 +15,11 @@ from lowrank_cnn.cli.options import Bad, Device, Into, Limit, Size, Source, Work
 from lowrank_cnn.cli.show import errors, print_json, print_problems, print_table
 from lowrank_cnn.cli.source import build_for, find_model, is_ours, is_path
 from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.errors import LowRankError, nearest
-from lowrank_cnn.evaluation import check_classes, evaluate, how_far, predict
 from lowrank_cnn.models import list_models, list_pretrained
+from lowrank_cnn.system.errors import LowRankError, nearest
+from lowrank_cnn.train.evaluation import check_classes, evaluate, how_far, predict
 from lowrank_cnn.train.score import FIRST
-from lowrank_cnn.trained import Trained, load_checkpoint, load_pretrained
+from lowrank_cnn.train.trained import Trained, load_checkpoint, load_pretrained
 
 TRAINED_HELP = "A run's directory, a checkpoint, an exported .safetensors, or a network's name."
 Weights = Annotated[

@@ -9,11 +9,11 @@ import typer
 
 from lowrank_cnn.cli.show import print_json, print_table
 from lowrank_cnn.cli.source import INTO_HELP, MODEL_HELP, find_model, is_ours, parse_size
-from lowrank_cnn.count import Count, count
+from lowrank_cnn.method.counting import Count, count
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.paper.published import published
-from lowrank_cnn.units import si
+from lowrank_cnn.system.text import si
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 

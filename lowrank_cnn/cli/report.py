@@ -9,13 +9,13 @@ import typer
 
 from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
-from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.report.entries import comparable, gather
 from lowrank_cnn.report.figures import FIGURES, Options, draw_figure
 from lowrank_cnn.report.figures.trade import PLOTS
 from lowrank_cnn.report.files import read_records, require_records
 from lowrank_cnn.report.page import found_in, write_page
 from lowrank_cnn.report.records import Records
+from lowrank_cnn.system.errors import LowRankError
 
 Runs = Annotated[list[Path] | None, typer.Option("--runs", help="Folders or files of records; repeatable.")]
 Weights = Annotated[

@@ -13,14 +13,14 @@ from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.options import Decode
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
 from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.paper.experiments import EXPERIMENTS, lines
 from lowrank_cnn.paper.reproduce import first_process, reproduce
 from lowrank_cnn.paper.table import NOT_BEGUN, Comparison, Row, Table, build_table
 from lowrank_cnn.report import write_report
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.text import si
 from lowrank_cnn.train import Interrupted
 from lowrank_cnn.train.settings import parse_settings
-from lowrank_cnn.units import si
 
 Choice = Literal["skip", "refuse"]
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lowrank_cnn.convert import convert
-from lowrank_cnn.errors import LowRankError, nearest, require
+from lowrank_cnn.method.converting import convert
 from lowrank_cnn.models import create_model, list_models
+from lowrank_cnn.system.errors import LowRankError, nearest, require
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data
-    from lowrank_cnn.trained import Trained
+    from lowrank_cnn.train.trained import Trained
 
 MODEL_HELP = (
     "A network's name (`lowrank models`), timm:NAME, torchvision:NAME, an exported .safetensors, a run's "
@@ -85,7 +85,7 @@ def _ours(name: str, pretrained: str | None, options: dict[str, Any]) -> Source:
     network = create_model(name, pretrained=pretrained, **options)  # which refuses what the weights are not for
     if not pretrained:
         return Source(name, network, network.input_size)
-    from lowrank_cnn.trained import load_pretrained
+    from lowrank_cnn.train.trained import load_pretrained
 
     return Source(name, network, network.input_size, replace(load_pretrained(name, pretrained), network=network))
 
@@ -111,8 +111,8 @@ def _others(text: str, pretrained: str | None, into: str | None, given: dict[str
 
 def _from_weights(path: Path, into: nn.Module | None) -> Source:
     """An exported network, or that of a run, for the images that it was trained on."""
-    from lowrank_cnn.trained import load_checkpoint, trained_of
-    from lowrank_cnn.weights import read_weights
+    from lowrank_cnn.models.files import read_weights
+    from lowrank_cnn.train.trained import load_checkpoint, trained_of
 
     if path.is_dir() or path.with_suffix(".json").is_file():
         trained = load_checkpoint(path, network=into)

@@ -18,13 +18,13 @@ from lowrank_cnn.cli.options import Bad, Decode, Device, Into, Limit, Model, Pre
 from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
 from lowrank_cnn.cli.source import build_for, find_model, is_path
 from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.rebuild import entry_description
+from lowrank_cnn.models.rebuild import entry_description
+from lowrank_cnn.system.text import si
 from lowrank_cnn.train import Interrupted, Recipe, Record, fit, get_recipe
 from lowrank_cnn.train.randomness import seed_generators
 from lowrank_cnn.train.recipes import RECIPES
 from lowrank_cnn.train.score import FIRST
 from lowrank_cnn.train.settings import parse_settings
-from lowrank_cnn.units import si
 
 
 def add_to(app: typer.Typer) -> None:

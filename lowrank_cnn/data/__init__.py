@@ -8,7 +8,6 @@ from typing import get_args
 import torch
 
 from lowrank_cnn.data.augment import Augment
-from lowrank_cnn.data.parquet import Missing
 from lowrank_cnn.data.preprocess import (
     Preprocess,
     Standardize,
@@ -16,12 +15,13 @@ from lowrank_cnn.data.preprocess import (
     fit_preprocess,
     preprocess_from_dict,
 )
+from lowrank_cnn.data.readers.parquet import Missing
+from lowrank_cnn.data.readers.sources import open_source
+from lowrank_cnn.data.readers.splits import RESIDENT_BYTES, Options
 from lowrank_cnn.data.resident import ResidentLoader, ResidentSplit
-from lowrank_cnn.data.sources import open_source
-from lowrank_cnn.data.splits import RESIDENT_BYTES, Options
-from lowrank_cnn.data.streamed import StreamedLoader, StreamedSplit, decode_rate
+from lowrank_cnn.data.stream.streamed import StreamedLoader, StreamedSplit, decode_rate
 from lowrank_cnn.data.types import Bad, Data, Decode, Loader, Problems, Split
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 
 __all__ = [
     "Augment",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lowrank_cnn.cache import cache_folder
+from lowrank_cnn.system.cache import cache_folder
 
 _LAYOUT = 1
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowrank_cnn.data.cache import cached, digest
 from lowrank_cnn.data.types import Split
-from lowrank_cnn.errors import LowRankError, nearest
+from lowrank_cnn.system.errors import LowRankError, nearest
 
 _CHUNK = 4096
 _MIN_NORM = 1e-8

@@ -20,7 +20,7 @@ from lowrank_cnn.data.augment import (
 )
 from lowrank_cnn.data.preprocess import Preprocess, to_unit
 from lowrank_cnn.data.types import Problems, Size, check_batches, generator
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 
 _CHUNK_BYTES = 2**29
 _PREPARE_IMAGES = 4096

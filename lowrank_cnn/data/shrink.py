@@ -17,13 +17,13 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lowrank_cnn.data.decode import UNDECODABLE, BadImageError, decode_image, look_at, resize_shorter
-from lowrank_cnn.data.sources import open_source
-from lowrank_cnn.data.splits import Options
-from lowrank_cnn.data.store import Store
-from lowrank_cnn.data.streamed import StreamedSplit
+from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, decode_image, look_at, resize_shorter
+from lowrank_cnn.data.readers.sources import open_source
+from lowrank_cnn.data.readers.splits import Options
+from lowrank_cnn.data.readers.store import Store
+from lowrank_cnn.data.stream.streamed import StreamedSplit
 from lowrank_cnn.data.types import Problems, generator
-from lowrank_cnn.errors import LowRankError, require
+from lowrank_cnn.system.errors import LowRankError, require
 
 PER_SHARD = 4096
 _ROW_GROUP = 100

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 
 Size = tuple[int, int, int]
 Bad = Literal["skip", "refuse"]

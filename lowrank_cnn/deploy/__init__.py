@@ -1,8 +1,13 @@
 """From a trained network to one that runs: merge exactly, measure what is fastest, export, load back."""
 
-from lowrank_cnn.deploy.export import export, load
-from lowrank_cnn.deploy.merge import merge
-from lowrank_cnn.deploy.optimize import optimize
-from lowrank_cnn.deploy.plan import plan
+import sys
+
+from lowrank_cnn import _moved
+from lowrank_cnn.deploy.exporting import export, load
+from lowrank_cnn.deploy.merging import merge
+from lowrank_cnn.deploy.optimizing import optimize
+from lowrank_cnn.deploy.planning import plan
 
 __all__ = ["export", "load", "merge", "optimize", "plan"]
+
+sys.modules[__name__].__class__ = _moved.Package

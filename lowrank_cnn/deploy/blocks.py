@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.deploy.graph import successors
-from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
 
 LAYERS = (nn.Conv2d, CompositeConv2d, FactoredConv2d)
 _NOTHING = (nn.Identity, nn.Dropout)

@@ -10,13 +10,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.convert import copy_with, laid_out_as
 from lowrank_cnn.deploy.blocks import Block, find_blocks, finish
 from lowrank_cnn.deploy.chains import InexactError, merge_chain
 from lowrank_cnn.deploy.matrix import MatrixConv2d
 from lowrank_cnn.deploy.winograd import WinogradConv2d
-from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d, conv_of
-from lowrank_cnn.spec import Composite
+from lowrank_cnn.method.converting import copy_with, laid_out_as
+from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, conv_of
+from lowrank_cnn.method.spec import Composite
 
 Candidate = Callable[[Block], nn.Module | None]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.deploy.transforms import compose, compose_bias
-from lowrank_cnn.geometry import Sides, enclosing_padding
-from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d, conv_of
-from lowrank_cnn.spec import Composite, FilterGroup, Pair
+from lowrank_cnn.method.geometry import Sides, enclosing_padding
+from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, conv_of
+from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
 
 
 class InexactError(Exception):

@@ -11,7 +11,7 @@ from collections import Counter
 
 from torch import fx, nn
 
-from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
 
 
 class _Tracer(fx.Tracer):

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowrank_cnn.deploy.blocks import finish
-from lowrank_cnn.geometry import Sides, enclosing_padding
-from lowrank_cnn.layers import CompositeConv2d, weights_of
-from lowrank_cnn.spec import Pair
+from lowrank_cnn.method.geometry import Sides, enclosing_padding
+from lowrank_cnn.method.layers import CompositeConv2d, weights_of
+from lowrank_cnn.method.spec import Pair
 
 _THIN = 32
 """Below so many channels the taps of a group are stacked into one product."""

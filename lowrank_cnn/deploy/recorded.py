@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.kernels.measured.measure import captured
+from lowrank_cnn.kernels.autotune.measure import captured
+from lowrank_cnn.system.errors import LowRankError
 
 _ROUNDED = 0.05
 """How far results in half precision may be off, relative to the largest value."""

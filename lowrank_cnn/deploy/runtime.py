@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.errors import LowRankError, require
+from lowrank_cnn.system.errors import LowRankError, require
 
 
 class OnnxModel(nn.Module):

@@ -3,9 +3,9 @@
 `composite_conv2d` is the whole interface; it runs anywhere, and fused where that is supported and faster.
 """
 
+from lowrank_cnn.kernels.autotune.choice import Choice, choose, explain
+from lowrank_cnn.kernels.autotune.support import unsupported
 from lowrank_cnn.kernels.dispatch import composite_conv2d, explain_call, tune
-from lowrank_cnn.kernels.measured.choice import Choice, choose, explain
-from lowrank_cnn.kernels.measured.support import unsupported
 from lowrank_cnn.kernels.mode import for_graphs, forced
 from lowrank_cnn.kernels.problem import Problem, describe
 from lowrank_cnn.kernels.reference import composite_reference

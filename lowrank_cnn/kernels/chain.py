@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowrank_cnn.kernels.autotune import choice
 from lowrank_cnn.kernels.dispatch import composite_conv2d
-from lowrank_cnn.kernels.measured import choice
 from lowrank_cnn.kernels.mode import asked_for, mode
 from lowrank_cnn.kernels.problem import Pair, Problem, Sides, pose
 

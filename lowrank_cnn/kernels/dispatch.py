@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.kernels import mode
-from lowrank_cnn.kernels.measured import choice
+from lowrank_cnn.kernels.autotune import choice
 from lowrank_cnn.kernels.problem import Pair, Sides, describe
 from lowrank_cnn.kernels.reference import composite_by_torch
 
@@ -62,7 +62,7 @@ def explain_call(x: Tensor, weights: Sequence[Tensor], *, training: bool = False
 
 def tune(model: torch.nn.Module, example: Tensor, *, training: bool = False) -> None:
     """Measure every plan of every layer a model calls on an example; later runs take the fastest."""
-    from lowrank_cnn.kernels.measured.ahead import prepare
+    from lowrank_cnn.kernels.autotune.ahead import prepare
 
     with mode.tuning(), torch.set_grad_enabled(training):
         prepare(lambda: model(example))

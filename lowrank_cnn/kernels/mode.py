@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 
 MODES = ("off", "on", "auto")
 _forced: ContextVar[str | None] = ContextVar("lowrank_kernels", default=None)

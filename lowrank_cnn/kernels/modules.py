@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from lowrank_cnn.kernels.mode import asked_for, mode, survey
 from lowrank_cnn.kernels.problem import Pair
-from lowrank_cnn.memory import is_out_of_memory
+from lowrank_cnn.system.memory import is_out_of_memory
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST = 2**30
@@ -48,7 +48,7 @@ class FusedNorm(nn.Module):
         norm = self.norm
         if not (kernels_take(x) and norm.training and norm.momentum is not None and _several(x)):
             return F.relu(norm.forward(x), inplace=self.inplace)
-        from lowrank_cnn.kernels.neighbours.norm_ops import batch_norm_relu, batch_norm_statistics
+        from lowrank_cnn.kernels.between.norm_ops import batch_norm_relu, batch_norm_statistics
 
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
         mean, rstd = batch_norm_statistics(x.detach(), *running, norm.momentum, norm.eps)
@@ -68,7 +68,7 @@ class FusedPool(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not (kernels_take(x) and self._fits(x)):
             return F.max_pool2d(x, self.kernel, self.stride, self.padding, ceil_mode=self.ceil)
-        from lowrank_cnn.kernels.neighbours.pool import max_pool2d
+        from lowrank_cnn.kernels.between.pool import max_pool2d
 
         codes = torch.is_grad_enabled() and x.requires_grad
         return max_pool2d(x, list(self.kernel), list(self.stride), list(self.padding), self.ceil, codes)[0]
@@ -96,7 +96,7 @@ class FusedResponseNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not kernels_take(x):
             return F.local_response_norm(x, self.size, self.alpha, self.beta, self.k)
-        from lowrank_cnn.kernels.neighbours.response_norm_ops import local_response_norm
+        from lowrank_cnn.kernels.between.response_norm_ops import local_response_norm
 
         return local_response_norm(x, self.size, self.alpha, self.beta, self.k)
 
@@ -131,7 +131,7 @@ def _is_recent(device: torch.device) -> bool:
 
 
 def _runs(device: torch.device) -> bool:
-    from lowrank_cnn.kernels.neighbours.norm import launch_statistics
+    from lowrank_cnn.kernels.between.norm import launch_statistics
 
     launch_statistics(torch.zeros(2, 8, 2, 2, device=device), None, None, 0.1, 1e-5)
     return True

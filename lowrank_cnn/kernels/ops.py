@@ -40,8 +40,8 @@ def composite_conv2d(
     codes: bool,
 ) -> tuple[Tensor, Tensor]:
     """Result and codes. `pool` is "", "floor" or "ceil"; without `codes` the second is empty."""
+    from lowrank_cnn.kernels.autotune import choice
     from lowrank_cnn.kernels.conv import launch
-    from lowrank_cnn.kernels.measured import choice
 
     problem = _problem(x, weights, stride, padding, relu, pool)
     seen = empty_codes(problem, x) if codes else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 
 Pair = tuple[int, int]
 Sides = tuple[Pair, Pair]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lowrank_cnn.kernels import mode
-from lowrank_cnn.kernels.measured import choice
+from lowrank_cnn.kernels.autotune import choice
 
 asked_for = torch.compiler.assume_constant_result(mode.asked_for)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import ModuleType
 
-from lowrank_cnn.errors import LowRankError, nearest
-from lowrank_cnn.init import INITIALISATIONS
+from lowrank_cnn.method.init import INITIALISATIONS
+from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.models import googlenet, nin, vgg
 from lowrank_cnn.models.network import Network, Options
 from lowrank_cnn.models.pretrained import agreed, list_pretrained, load_into, read_pretrained
-from lowrank_cnn.scheme import Scheme, parse_scheme
+from lowrank_cnn.system.errors import LowRankError, nearest
 
 FAMILIES: tuple[ModuleType, ...] = (vgg, googlenet, nin)
 _DEFAULTS = {

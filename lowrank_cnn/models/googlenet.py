@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, conv_block
-from lowrank_cnn.scheme import Scheme, parse_scheme
 
 
 @dataclass(frozen=True)

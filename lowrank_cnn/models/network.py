@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.layers import build_conv
-from lowrank_cnn.scheme import Scheme, parse_scheme
+from lowrank_cnn.method.layers import build_conv
+from lowrank_cnn.method.scheme import Scheme, parse_scheme
+from lowrank_cnn.system.errors import LowRankError
 
 WIDEST = 64
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lowrank_cnn.init import sigma
+from lowrank_cnn.method.init import sigma
 from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, conv_block
 
 Conv = tuple[int, int, str]

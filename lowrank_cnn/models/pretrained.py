@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 
 FOLDER = Path(__file__).parent / "weights"
 _PREPROCESS = "preprocess."

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from lowrank_cnn.method.scheme import Scheme
 from lowrank_cnn.models.network import FlattenSized, GlobalMaxPool, Network, Options, conv_block
-from lowrank_cnn.scheme import Scheme
 
 STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 """Filters of the 3x3 convs; a 2x2 max-pool closes each stage."""

@@ -10,7 +10,7 @@ from statistics import correlation
 
 import torch
 
-from lowrank_cnn.count import Count, count
+from lowrank_cnn.method.counting import Count, count
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.paper.accuracy import REPRODUCED, Accuracies, hold_claim, hold_figure
 from lowrank_cnn.paper.claims import CLAIMS, Claim

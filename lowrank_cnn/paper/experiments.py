@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lowrank_cnn.errors import LowRankError, nearest
 from lowrank_cnn.models import googlenet, nin, vgg
 from lowrank_cnn.paper.published import MAIN_TABLES
+from lowrank_cnn.system.errors import LowRankError, nearest
 
 VGG, GOOGLENET, NIN = tuple(vgg.VARIANTS), tuple(googlenet.VARIANTS), tuple(nin.VARIANTS)
 PLACES = ("vgg11-gmp", "vgg11-gmp-sf", "vgg11-gmp-lr-join", "vgg11-gmp-lr")

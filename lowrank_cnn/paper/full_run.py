@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from lowrank_cnn.errors import LowRankError, nearest
 from lowrank_cnn.models import create_model
 from lowrank_cnn.paper.experiments import EXPERIMENTS
+from lowrank_cnn.system.errors import LowRankError, nearest
 from lowrank_cnn.train import get_recipe
 
 IMAGES = {"ilsvrc": 1_281_167, "places": 2_448_873}

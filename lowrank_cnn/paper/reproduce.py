@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from lowrank_cnn.count import count
 from lowrank_cnn.data import Data
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
 from lowrank_cnn.paper.experiments import CLASSES, Line, Part, lines, parts_of
 from lowrank_cnn.paper.sharing import held
 from lowrank_cnn.paper.table import Table, build_table
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import fit, get_recipe, load_record
 from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.failure import NotFiniteError

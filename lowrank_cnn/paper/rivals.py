@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.errors import LowRankError, nearest
+from lowrank_cnn.system.errors import LowRankError, nearest
 
 Row = tuple[int, ...] | str
 """(kernel, filters), with stride, or with stride, padding and channel groups; "M2" or "M3": a max-pool."""

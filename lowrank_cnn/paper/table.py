@@ -12,11 +12,11 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from lowrank_cnn.environment import environment
-from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.paper.experiments import Line, Part, lines, parts_of
 from lowrank_cnn.paper.gaps import Scores, answers, order
 from lowrank_cnn.paper.published import Published, rows
+from lowrank_cnn.system.environment import environment
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.checkpoint import write_json
 from lowrank_cnn.train.recipe import differences
 from lowrank_cnn.train.record import Record, load_record

@@ -14,7 +14,7 @@ from lowrank_cnn.report.entry import Entry
 from lowrank_cnn.report.numbers import as_shown
 from lowrank_cnn.report.pareto import pareto_front
 from lowrank_cnn.report.records import CPU, GPU, Run, Timing
-from lowrank_cnn.units import si
+from lowrank_cnn.system.text import si
 
 PUBLISHED_TABLES = (*MAIN_TABLES, "vgg-places", "big-picture")
 """Those whose accuracies are of one view of each image, as ours are."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lowrank_cnn.data.cifar_binary import CLASSES as CIFAR10_CLASSES
+from lowrank_cnn.data.readers.cifar_binary import CLASSES as CIFAR10_CLASSES
 from lowrank_cnn.report.fields import items, text, whole
 
 _NAMES = {"cifar10": "CIFAR-10", "ilsvrc12": "ILSVRC", "imagenet1k": "ILSVRC", "places205": "Places"}

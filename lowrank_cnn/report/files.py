@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.report.reading import read_record
 from lowrank_cnn.report.records import Problem, Records
+from lowrank_cnn.system.errors import LowRankError
 
 LARGEST_FILE = 64 * 2**20
 FIRST_STEP = "lowrank train nin-c3-lr --data digits --recipe digits --width 0.25 --out runs/first"

@@ -10,8 +10,6 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from lowrank_cnn.environment import environment
-from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.paper.audit import audit
 from lowrank_cnn.report import charts, sections
 from lowrank_cnn.report.entries import gather
@@ -20,6 +18,8 @@ from lowrank_cnn.report.files import read_records, require_records
 from lowrank_cnn.report.markup import embed, escape
 from lowrank_cnn.report.records import Records
 from lowrank_cnn.report.trained import accuracies
+from lowrank_cnn.system.environment import environment
+from lowrank_cnn.system.errors import LowRankError
 
 SCRIPTS = ("base.js", "table.js", "scatter.js", "curves.js", "bars.js", "start.js")
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import family_of, list_models
 from lowrank_cnn.report.datasets import data_name
 from lowrank_cnn.report.fields import first, items, mapping, number, share, sizes, text, whole
 from lowrank_cnn.report.records import CPU, GPU, Built, Epoch, LayerTime, Run, Timing
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.score import FIRST
 
 _TIMING_FIELDS = {"runtime", "device", "layers", "total"}

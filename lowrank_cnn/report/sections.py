@@ -17,7 +17,7 @@ from lowrank_cnn.report.markup import Cell, Column, Markup, join, table, tag
 from lowrank_cnn.report.numbers import DASH, duration, percent, points, ratio
 from lowrank_cnn.report.records import CPU, GPU, Built, Problem, Records
 from lowrank_cnn.report.twins import dense_twin, is_twin, twin_known
-from lowrank_cnn.units import si
+from lowrank_cnn.system.text import si
 
 VERDICTS = {
     REPRODUCED: "good",

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowrank_cnn.errors import LowRankError, require
+from lowrank_cnn.system.errors import LowRankError, require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

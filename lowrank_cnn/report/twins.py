@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from lowrank_cnn.count import count
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.deploy.timing import BASELINES
+from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
 from lowrank_cnn.report.entry import Entry
 from lowrank_cnn.report.records import CPU, GPU, Built
-from lowrank_cnn.timing import BASELINES
+from lowrank_cnn.system.errors import LowRankError
 
 OWN = {
     "epochs": "for another number of epochs",

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowrank_cnn.errors import LowRankError, require
+from lowrank_cnn.system.errors import LowRankError, require
 
 FORMAT = "lowrank-cnn checkpoint 1"
 KEEP = 2

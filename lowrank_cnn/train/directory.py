@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.checkpoint import Checkpoint, Store, clear_temporaries, write_json
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.record import Record, load_record

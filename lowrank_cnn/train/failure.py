@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.memory import is_out_of_memory
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from lowrank_cnn.train.state import Position

@@ -16,9 +16,9 @@ from lowrank_cnn.data import (
     make_loader,
     preprocess_from_dict,
 )
-from lowrank_cnn.data.streamed import frame
+from lowrank_cnn.data.stream.streamed import frame
 from lowrank_cnn.data.types import Decode, Split
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.recipe import Recipe
 
 EVALUATION_PIXELS = 2**20

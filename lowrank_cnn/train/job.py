@@ -10,8 +10,8 @@ from torch import nn
 
 from lowrank_cnn.data import Data
 from lowrank_cnn.data.types import Decode
-from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.rebuild import run_entry
+from lowrank_cnn.models.rebuild import run_entry
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory, check_same_run
 from lowrank_cnn.train.fused import fused_to_train

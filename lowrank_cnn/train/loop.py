@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from lowrank_cnn.count import count
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.data.types import Decode
-from lowrank_cnn.dense_cost import dense_cost
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.dense_cost import dense_cost
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory, recipe_changes
 from lowrank_cnn.train.failure import told_out_of_memory

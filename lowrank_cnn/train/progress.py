@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lowrank_cnn.errors import require
+from lowrank_cnn.system.errors import require
 from lowrank_cnn.train.record import Epoch
 from lowrank_cnn.train.step import Tally
 

@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lowrank_cnn.errors import LowRankError, require
+from lowrank_cnn.system.errors import LowRankError, require
 
 _RANK_STRIDE = 1_000_003  # keeps the processes' streams apart, and apart from those of neighbouring seeds
 

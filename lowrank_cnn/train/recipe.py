@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowrank_cnn.errors import LowRankError, nearest
+from lowrank_cnn.system.errors import LowRankError, nearest
 from lowrank_cnn.train.settings import read_value
 
 SCHEDULES = ("paper", "poly", "cosine", "constant")

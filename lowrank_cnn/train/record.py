@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowrank_cnn.environment import environment
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.environment import environment
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.checkpoint import write_json
 
 SCHEMA = 1

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.memory import is_out_of_memory
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.memory import is_out_of_memory
 
 FIRST = 5
 """Top-5 asks whether the right class is among so many; of no more classes than that it says nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import typing
 
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 
 
 def parse_settings(settings: list[str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lowrank_cnn.memory import is_out_of_memory, room
+from lowrank_cnn.system.memory import is_out_of_memory, room
 from lowrank_cnn.train import launch
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowrank_cnn.kernels.measured.ahead import prepare
+from lowrank_cnn.kernels.autotune.ahead import prepare
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.train.recipe import Recipe
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.memory import is_out_of_memory
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.memory import is_out_of_memory
 from lowrank_cnn.train import failure, launch
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from lowrank_cnn.count import count
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
+from lowrank_cnn.system.errors import LowRankError
 
 SMALL = ["--width", "0.1"]
 

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from lowrank_cnn.deploy.export import load
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.deploy.exporting import load
 from lowrank_cnn.models import create_model
+from lowrank_cnn.system.errors import LowRankError
 
 SMALL = ["--width", "0.1"]
 

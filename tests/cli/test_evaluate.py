@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowrank_cnn.data import ResidentSplit
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import load_record
 
 pytestmark = pytest.mark.usefixtures("squares")

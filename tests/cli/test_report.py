@@ -10,8 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from lowrank_cnn.cli.report import add_to
-from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.report.figures import FIGURES
+from lowrank_cnn.system.errors import LowRankError
 
 RECORD = {
     "kind": "training",

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from lowrank_cnn.cli.reproduce import add_to
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.trainer import Trainer
 
 SMALL = ("--set", "width=0.05", "--set", "epochs=1", "--set", "crop=28", "--set", "batch_size=16")

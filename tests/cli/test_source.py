@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 from torch import nn
 
-from lowrank_cnn.errors import LowRankError, MissingExtra
+from lowrank_cnn.system.errors import LowRankError, MissingExtra
 
 
 def resnet() -> nn.Module:

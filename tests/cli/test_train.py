@@ -14,10 +14,10 @@ import torch
 
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.deploy.runtime import node_macs
-from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.evaluation import load_checkpoint
 from lowrank_cnn.models import create_model
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import load_record
+from lowrank_cnn.train.evaluation import load_checkpoint
 from lowrank_cnn.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("squares")

@@ -19,7 +19,7 @@ from lowrank_cnn.data.augment import (
     scaled,
 )
 from lowrank_cnn.data.types import generator
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 
 
 def slowly(images: Tensor, rows: Tensor, moves: Moves, window: tuple[int, int], cutout: int) -> Tensor:

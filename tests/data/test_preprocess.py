@@ -18,7 +18,7 @@ from lowrank_cnn.data import (
 )
 from lowrank_cnn.data.preprocess import normalise_contrast, to_unit
 from lowrank_cnn.data.types import generator
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 
 
 @pytest.fixture(scope="module")

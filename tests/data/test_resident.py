@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.data import Augment, ResidentLoader, ResidentSplit, Standardize, make_loader, resident
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 
 PLAIN = Augment(mirror=False)
 

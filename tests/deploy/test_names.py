@@ -8,7 +8,7 @@ from zipfile import ZipFile
 import pytest
 from torch import nn
 
-from lowrank_cnn.deploy.export import export
+from lowrank_cnn.deploy.exporting import export
 from lowrank_cnn.models import create_model
 
 HERE = str(Path(__file__).resolve().parents[2]).encode()

@@ -11,7 +11,7 @@ from torch import nn
 
 from lowrank_cnn.deploy import recorded as module
 from lowrank_cnn.deploy.recorded import recorded
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 
 IMAGES = torch.randn(3, 2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 LAST = torch.channels_last

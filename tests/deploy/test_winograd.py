@@ -7,7 +7,7 @@ from torch import nn
 from lowrank_cnn.deploy.blocks import find_blocks
 from lowrank_cnn.deploy.candidates import CANDIDATES
 from lowrank_cnn.deploy.winograd import WinogradConv2d
-from lowrank_cnn.layers import CompositeConv2d, build_conv
+from lowrank_cnn.method.layers import CompositeConv2d, build_conv
 
 KERNELS = st.sampled_from([(3, 1), (1, 3), (3, 3), (1, 1)])
 

@@ -23,13 +23,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from lowrank_cnn.kernels.autotune.ahead import compile_ahead
+from lowrank_cnn.kernels.autotune.support import Asked
+from lowrank_cnn.kernels.autotune.trial import Trial
+from lowrank_cnn.kernels.between import norm, pool, response_norm
 from lowrank_cnn.kernels.conv import hopper, launch
 from lowrank_cnn.kernels.conv.plans import plans
-from lowrank_cnn.kernels.measured.ahead import compile_ahead
-from lowrank_cnn.kernels.measured.support import Asked
-from lowrank_cnn.kernels.measured.trial import Trial
 from lowrank_cnn.kernels.modules import MOST_CHANNELS
-from lowrank_cnn.kernels.neighbours import norm, pool, response_norm
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
 
 LAYERS = {

@@ -9,10 +9,10 @@ from torch import nn
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import chain, forced
+from lowrank_cnn.kernels.autotune import choice
 from lowrank_cnn.kernels.chain import FusedChain, enclosing, merged_bias, merged_weight
 from lowrank_cnn.kernels.fuse import FusedComposite, conv_options, fuse
-from lowrank_cnn.kernels.measured import choice
-from lowrank_cnn.layers import build_conv
+from lowrank_cnn.method.layers import build_conv
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

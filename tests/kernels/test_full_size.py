@@ -10,12 +10,12 @@ from torch.nn import functional as F
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import forced
+from lowrank_cnn.kernels.between.response_norm_ops import local_response_norm
 from lowrank_cnn.kernels.conv import launch
 from lowrank_cnn.kernels.conv.backward import launch_weight_gradient
 from lowrank_cnn.kernels.conv.plans import Plan
 from lowrank_cnn.kernels.conv.plans import plans as plans_of
 from lowrank_cnn.kernels.fuse import fuse
-from lowrank_cnn.kernels.neighbours.response_norm_ops import local_response_norm
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
 from lowrank_cnn.kernels.reference import composite_reference
 

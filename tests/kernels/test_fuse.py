@@ -13,7 +13,7 @@ from lowrank_cnn.kernels import forced
 from lowrank_cnn.kernels.conv.pack import pack_rows
 from lowrank_cnn.kernels.fuse import FusedComposite, freeze, fuse, fuse_neighbours
 from lowrank_cnn.kernels.modules import FusedNorm, FusedPool
-from lowrank_cnn.layers import build_conv
+from lowrank_cnn.method.layers import build_conv
 from lowrank_cnn.models import create_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -308,7 +308,7 @@ def test_a_relu_with_a_forward_of_its_own_stays(layer):
 def test_where_triton_cannot_build_torch_runs(monkeypatch):
     pytest.importorskip("triton")
     from lowrank_cnn.kernels import modules
-    from lowrank_cnn.kernels.neighbours import norm
+    from lowrank_cnn.kernels.between import norm
 
     def fails(*_):
         raise RuntimeError("Failed to find C compiler.")
@@ -325,7 +325,7 @@ def test_where_triton_cannot_build_torch_runs(monkeypatch):
 def test_triton_is_asked_again_where_memory_ran_out(monkeypatch):
     pytest.importorskip("triton")
     from lowrank_cnn.kernels import modules
-    from lowrank_cnn.kernels.neighbours import norm
+    from lowrank_cnn.kernels.between import norm
 
     def fails(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")

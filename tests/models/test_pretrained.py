@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import create_model, list_pretrained
 from lowrank_cnn.models import pretrained as module
 from lowrank_cnn.models.pretrained import Pretrained, agreed, load_into, read_pretrained, write_pretrained
+from lowrank_cnn.system.errors import LowRankError
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from lowrank_cnn.data import open_data
-from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import list_models
 from lowrank_cnn.paper import experiments
 from lowrank_cnn.paper import reproduce as module
 from lowrank_cnn.paper.experiments import Line, Part, lines
 from lowrank_cnn.paper.reproduce import reproduce
 from lowrank_cnn.paper.table import build_table
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import NotFiniteError, get_recipe, load_record
 
 SMALL = {"width": 0.0625, "epochs": 2, "crop": 28, "pad": 0, "mirror": False, "batch_size": 32}

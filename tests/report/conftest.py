@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowrank_cnn.count import Count, count
+from lowrank_cnn.method.counting import Count, count
 from lowrank_cnn.models import create_model
 
 ENVIRONMENT = {

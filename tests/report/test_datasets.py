@@ -1,6 +1,6 @@
 import pytest
 
-from lowrank_cnn.data.cifar_binary import CLASSES
+from lowrank_cnn.data.readers.cifar_binary import CLASSES
 from lowrank_cnn.report.datasets import data_label, data_name
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.layers import build_conv
+from lowrank_cnn.method.layers import build_conv
 from lowrank_cnn.models import create_model
 from lowrank_cnn.paper.published import rows
 from lowrank_cnn.report import read_records
@@ -18,6 +17,7 @@ from lowrank_cnn.report.figures.filters import combined, filter_banks, mosaic
 from lowrank_cnn.report.figures.receptive import area, effective_field
 from lowrank_cnn.report.figures.spectra import channel_energy, dense_layers, spatial_energy
 from lowrank_cnn.report.records import Records
+from lowrank_cnn.system.errors import LowRankError
 
 pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib")
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.paper import accuracy, audit
 from lowrank_cnn.report import read_records, write_report
 from lowrank_cnn.report.markup import Cell, Column, embed, escape, table, tag
 from lowrank_cnn.report.page import render
 from lowrank_cnn.report.sections import VERDICTS
+from lowrank_cnn.system.errors import LowRankError
 
 HOSTILE = '</script><img src=x onerror="document.title=1">&\u2028<!--'
 

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowrank_cnn.data.cifar_binary import CLASSES
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.data.readers.cifar_binary import CLASSES
 from lowrank_cnn.report import read_records
 from lowrank_cnn.report.charts import curves, layer_charts, points_of, scatters
 from lowrank_cnn.report.entries import gather
@@ -14,6 +13,7 @@ from lowrank_cnn.report.markup import embed
 from lowrank_cnn.report.reading import device_class, read_record
 from lowrank_cnn.report.records import Records, Run, Timing
 from lowrank_cnn.report.sections import headline, summary_table
+from lowrank_cnn.system.errors import LowRankError
 
 HERE = Path("record.json")
 RUN = {

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.checkpoint import (
     Checkpoint,
     DamagedCheckpointError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.directory import FIXED, recipe_changes
 from lowrank_cnn.train.recipes import get_recipe
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import NotFiniteError, OutOfMemoryError, load_record
 from lowrank_cnn.train.failure import StopRequest, first_not_finite, told_out_of_memory, way_back
 from lowrank_cnn.train.state import Keeper, Position
@@ -38,8 +38,8 @@ def test_bad_weights_are_named_before_their_output():
 
 
 def test_weights_in_a_list_belong_to_their_layer():
-    from lowrank_cnn.layers import CompositeConv2d
-    from lowrank_cnn.spec import FilterGroup
+    from lowrank_cnn.method.layers import CompositeConv2d
+    from lowrank_cnn.method.spec import FilterGroup
 
     composite = CompositeConv2d(1, (FilterGroup(3, 1, 2), FilterGroup(1, 3, 2)))
     with torch.no_grad():

@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from lowrank_cnn.data import open_data, streamed
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.data import open_data
+from lowrank_cnn.data.stream import streamed
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import fit
 from lowrank_cnn.train.inputs import held_out
 

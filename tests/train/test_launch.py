@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.launch import batch_norm_over_all, launch, resolve_device
 
 

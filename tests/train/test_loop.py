@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import create_model
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import fit, get_recipe, load_record
 from lowrank_cnn.train.loop import remarks
 

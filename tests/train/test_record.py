@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.record import Record, load_record
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lowrank_cnn.data import ResidentSplit
-from lowrank_cnn.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import load_record
 from lowrank_cnn.train.directory import check_same_run
 from lowrank_cnn.train.trainer import Trainer

@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.kernels.conv.pack import union_taps
 from lowrank_cnn.kernels.conv.start import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
 from lowrank_cnn.kernels.tiles import power_above
+from lowrank_cnn.system.errors import LowRankError
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from lowrank_cnn.kernels.conv import backward, backward_plan, fold, gather, hopp
 from lowrank_cnn.kernels.conv.known import known
 from lowrank_cnn.kernels.conv.pack import pack_rows, pack_union
 from lowrank_cnn.kernels.conv.plans import OLDER, Plan, plans
-from lowrank_cnn.kernels.placed import on_its_device
+from lowrank_cnn.kernels.device_guard import on_its_device
 from lowrank_cnn.kernels.problem import Problem, pixels_last
 
 OLDER_WEIGHTS = (32, 64, 64, 4, 3)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowrank_cnn.errors import LowRankError, nearest
 from lowrank_cnn.report.figures.connections import draw_connections
 from lowrank_cnn.report.figures.curves import draw_curves
 from lowrank_cnn.report.figures.filters import draw_filters
@@ -17,6 +16,7 @@ from lowrank_cnn.report.figures.spectra import draw_spectra
 from lowrank_cnn.report.figures.timings import draw_timings
 from lowrank_cnn.report.figures.trade import draw_trade
 from lowrank_cnn.report.style import save, style
+from lowrank_cnn.system.errors import LowRankError, nearest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowrank_cnn.errors import require
 from lowrank_cnn.report.figures.options import Options
 from lowrank_cnn.report.numbers import TIMES
 from lowrank_cnn.report.style import BLUE, COLUMN, CYCLE, GREEN, GRID, ORANGE, SOFT, new_figure
+from lowrank_cnn.system.errors import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

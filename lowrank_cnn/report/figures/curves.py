@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from lowrank_cnn.errors import LowRankError, require
 from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.entries import gather
 from lowrank_cnn.report.entry import Entry
 from lowrank_cnn.report.figures.options import Options
 from lowrank_cnn.report.records import Run
 from lowrank_cnn.report.style import COLUMN, CYCLE, SOFT, new_figure, settle
+from lowrank_cnn.system.errors import LowRankError, require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.layers import CompositeConv2d, FactoredConv2d, dense_weight
+from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, dense_weight
 from lowrank_cnn.report.figures.options import Options
 from lowrank_cnn.report.numbers import TIMES
 from lowrank_cnn.report.style import COLUMN, headline, image_axes, new_figure
+from lowrank_cnn.system.errors import LowRankError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

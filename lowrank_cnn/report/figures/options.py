@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowrank_cnn.errors import LowRankError
 from lowrank_cnn.models import create_model, list_pretrained
 from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.records import Records
+from lowrank_cnn.system.errors import LowRankError
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Options:
 def load_trained(path: str | Path) -> nn.Module:
     """The network of a run's checkpoint, in evaluation mode, for images as it was trained on."""
     # Loaded when asked for: it brings the data and training parts along.
-    from lowrank_cnn.evaluation import load_checkpoint
+    from lowrank_cnn.train.evaluation import load_checkpoint
 
     trained = load_checkpoint(path)
     trained.network.input_size = trained.input_size  # type: ignore[assignment]

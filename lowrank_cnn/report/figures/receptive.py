@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.errors import LowRankError
-from lowrank_cnn.layers import CompositeConv2d
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.models import list_models
 from lowrank_cnn.report.figures.options import Options, network_name
 from lowrank_cnn.report.records import Built
 from lowrank_cnn.report.style import COLUMN, image_axes, new_figure
 from lowrank_cnn.report.twins import dense_twin
+from lowrank_cnn.system.errors import LowRankError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.errors import LowRankError, require
 from lowrank_cnn.report.figures.options import Options, network_name
 from lowrank_cnn.report.numbers import TIMES, percent_tick
 from lowrank_cnn.report.style import COLUMN, CYCLE, INK, SOFT, headline, new_figure
+from lowrank_cnn.system.errors import LowRankError, require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

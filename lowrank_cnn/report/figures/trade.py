@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lowrank_cnn.errors import require
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.entries import comparable, gather
@@ -16,6 +15,7 @@ from lowrank_cnn.report.labels import place_labels
 from lowrank_cnn.report.numbers import as_shown
 from lowrank_cnn.report.pareto import pareto_front
 from lowrank_cnn.report.style import COLUMN, GREEN, LEGEND, MARKS, SOFT, new_figure, settle
+from lowrank_cnn.system.errors import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import choose, forced
+from lowrank_cnn.kernels.autotune.trial import _sides
 from lowrank_cnn.kernels.conv import launch
 from lowrank_cnn.kernels.conv.fold import fold_pixels, fold_weights, folded, unfold_pixels, unfold_weights
 from lowrank_cnn.kernels.conv.plans import Plan, plans
 from lowrank_cnn.kernels.conv.tiled import Tile
-from lowrank_cnn.kernels.measured.trial import _sides
 from lowrank_cnn.kernels.problem import describe, empty_codes
 from lowrank_cnn.kernels.reference import composite_by_torch, composite_reference
 

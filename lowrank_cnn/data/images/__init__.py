@@ -1,0 +1,1 @@
+"""Decode one image and frame it as the window that a network sees."""

@@ -1,0 +1,136 @@
+"""From the bytes of an image file to pixels: any colour mode, any size, and a named reason where it fails."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.data.augment import scaled
+from lowrank_cnn.system.errors import require
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# Formats whose decoders are plain libraries: EPS, say, would start another program.
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+_GREY = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "F"}
+_DEEP = {"I", "I;16", "I;16B", "I;16L"}
+
+UNDECODABLE = "undecodable image"
+
+
+class BadImageError(Exception):
+    """One image that cannot be used, and why."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the header of an image file tells: its height and width and whether it is grey."""
+
+    height: int
+    width: int
+    grey: bool
+
+
+def look_at(data: bytes) -> Look:
+    """Read the header alone."""
+    image = _open(data)
+    return Look(image.height, image.width, image.mode in _GREY)
+
+
+def decode_image(data: bytes, *, channels: int, at_least: int | None = None) -> Image:
+    """A grey (one channel) or RGB (three) image; a JPEG may come at a reduced scale of at least this size."""
+    image = _open(data)
+    try:
+        if at_least is not None:
+            image.draft(None, (at_least, at_least))
+        image.load()
+        return _convert(image, channels)
+    except MemoryError:
+        raise
+    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, zlib.error and more
+        raise BadImageError(_reason(error)) from error
+
+
+def resize_shorter(image: Image, side: int) -> Image:
+    """The image at the scale where its shorter side has this length."""
+    pillow = require("PIL.Image", extra="data", purpose="resizing images")
+    height, width = scaled(image.height, image.width, side)
+    size = (width, height)
+    return image if size == image.size else image.resize(size, pillow.Resampling.BILINEAR, reducing_gap=3.0)
+
+
+def resize_window(image: Image, side: int, top: int, left: int, height: int, width: int) -> Image:
+    """A window of the image at the scale where its shorter side has this length; only the window is computed."""
+    whole_height, whole_width = scaled(image.height, image.width, side)
+    if (whole_width, whole_height) == image.size:
+        return image.crop((left, top, left + width, top + height))
+    pillow = require("PIL.Image", extra="data", purpose="resizing images")
+    down, across = image.height / whole_height, image.width / whole_width
+    right, bottom = min((left + width) * across, image.width), min((top + height) * down, image.height)
+    box = (left * across, top * down, right, bottom)
+    return image.resize((width, height), pillow.Resampling.BILINEAR, box=box, reducing_gap=3.0)
+
+
+def fit(image: Image, height: int, width: int) -> Image:
+    """Scaled to cover the size, then its centre: the image itself where it has the size already."""
+    if image.size == (width, height):
+        return image
+    pillow = require("PIL.Image", extra="data", purpose="resizing images")
+    scale = max(height / image.height, width / image.width)
+    whole = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
+    left, top = (whole[0] - width) // 2, (whole[1] - height) // 2
+    scaled = image.resize(whole, pillow.Resampling.BILINEAR, reducing_gap=3.0)
+    return scaled.crop((left, top, left + width, top + height))
+
+
+def crop_at(image: Image, top: int, left: int, height: int, width: int, *, fill: tuple[int, ...]) -> Image:
+    """A window that may reach beyond the image, where it has the colour `fill`."""
+    inside = top >= 0 and left >= 0 and top + height <= image.height and left + width <= image.width
+    if inside:
+        return image.crop((left, top, left + width, top + height))
+    pillow = require("PIL.Image", extra="data", purpose="padding images")
+    canvas = pillow.new(image.mode, (width, height), fill)
+    canvas.paste(image, (-left, -top))
+    return canvas
+
+
+def stack(pixels: Sequence[bytes], height: int, width: int, channels: int) -> Tensor:
+    """The bytes of images of one size as uint8 [n, H, W, C]."""
+    if not pixels:
+        return torch.empty(0, height, width, channels, dtype=torch.uint8)
+    joined = bytearray().join(pixels)
+    return torch.frombuffer(joined, dtype=torch.uint8).view(-1, height, width, channels)
+
+
+def _open(data: bytes) -> Image:
+    pillow = require("PIL.Image", extra="data", purpose="decoding images")
+    try:
+        image = pillow.open(io.BytesIO(data), formats=_FORMATS)
+    except MemoryError:
+        raise
+    except Exception as error:  # unknown format, broken header, decompression bomb
+        raise BadImageError(_reason(error)) from error
+    if pillow.MAX_IMAGE_PIXELS and image.width * image.height > pillow.MAX_IMAGE_PIXELS:
+        raise BadImageError(f"{image.width}x{image.height} pixels are too many")
+    return image
+
+
+def _convert(image: Image, channels: int) -> Image:
+    mode = "L" if channels == 1 else "RGB"
+    if image.mode in _DEEP:
+        image = image.point(lambda value: value * (1 / 256)).convert("L")
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).splitlines()
+    text = lines[0] if lines else type(error).__name__
+    return "not a known image format" if text.startswith("cannot identify") else text

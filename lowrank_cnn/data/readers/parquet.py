@@ -1,0 +1,220 @@
+"""Parquet shards in the Hugging Face image layout: finding them, their classes, and reading rows."""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.data.images.decode import BadImageError
+from lowrank_cnn.data.readers.store import NO_LABEL
+from lowrank_cnn.data.types import Problems
+from lowrank_cnn.system.errors import LowRankError, require
+
+Missing = Literal["skip", "refuse"]
+_SHARD = re.compile(
+    r"(?P<split>train|test|validation|valid|val)(-(?P<part>\d+)-of-(?P<parts>\d+)(-[0-9a-f]+)?)?\.parquet"
+)
+_IMAGE_COLUMNS = ("image", "img")
+_LABEL_COLUMNS = ("label", "fine_label")
+_TEST_SPLITS = ("test", "validation", "valid", "val")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A row group: what is read from a shard at once."""
+
+    shard: int
+    number: int
+    first: int
+    rows: int
+
+
+@dataclass
+class ParquetStore:
+    """The rows of several shards, numbered through; row groups in use are kept, the oldest dropped."""
+
+    shards: tuple[Path, ...]
+    groups: tuple[Group, ...]
+    labels: Tensor
+    image_column: str
+    _starts: list[int] = field(repr=False)
+    _held: OrderedDict[int, Any] = field(default_factory=OrderedDict, repr=False)
+    _capacity: int = 2
+
+    def read(self, row: int) -> bytes:
+        index, offset = self._find(row)
+        column = self._load(index)
+        if column is None:
+            raise BadImageError(f"row group {self.groups[index].number} is unreadable")
+        data = column[offset].as_py()
+        if not data:
+            raise BadImageError("no bytes")
+        return data
+
+    def where(self, row: int) -> str:
+        index, offset = self._find(row)
+        group = self.groups[index]
+        return f"{self.shards[group.shard].name}:{group.first + offset}"
+
+    def shuffled(self, draw: torch.Generator) -> Tensor:
+        """Shards in random order, each whole, its row groups in random order within it."""
+        shard_of = torch.tensor([group.shard for group in self.groups])
+        place = torch.randperm(len(self.shards), generator=draw)[shard_of]
+        mixed = torch.randperm(len(self.groups), generator=draw)
+        order = mixed[torch.argsort(place[mixed], stable=True)].tolist()
+        starts = self._starts
+        return torch.cat([torch.arange(starts[i], starts[i] + self.groups[i].rows) for i in order])
+
+    def keep(self, places: int, rows: int) -> None:
+        mean = max(1, len(self.labels) // len(self.groups))
+        self._capacity = places * (-(-rows // mean) + 1)
+
+    def _find(self, row: int) -> tuple[int, int]:
+        index = bisect_right(self._starts, row) - 1
+        return index, row - self._starts[index]
+
+    def _load(self, index: int) -> Any:
+        if index not in self._held:
+            while len(self._held) >= self._capacity:
+                self._held.popitem(last=False)
+            self._held[index] = self._read_group(self.groups[index])
+        self._held.move_to_end(index)
+        return self._held[index]
+
+    def _read_group(self, group: Group) -> Any:
+        """The column of image bytes, or None where the shard is damaged there."""
+        pq = require("pyarrow.parquet", extra="data", purpose="reading parquet")
+        try:
+            with pq.ParquetFile(self.shards[group.shard]) as file:
+                table = file.read_row_group(group.number, columns=[self.image_column], use_threads=False)
+        except (OSError, ValueError):  # pyarrow's errors derive from these
+            return None
+        column = table.column(0).combine_chunks()
+        return column.field("bytes") if hasattr(column, "field") else column
+
+
+def find_shards(folder: Path) -> dict[str, list[Path]]:
+    """Shards by split name, from the folder itself or the one subfolder that holds them; {} where none is."""
+    by_folder: dict[Path, dict[str, list[Path]]] = {}
+    for file in sorted((*folder.glob("*.parquet"), *folder.glob("*/*.parquet"))):
+        if match := _SHARD.fullmatch(file.name):
+            by_folder.setdefault(file.parent, {}).setdefault(match["split"], []).append(file)
+    if len(by_folder) > 1:
+        names = ", ".join(sorted(str(found) for found in by_folder))
+        raise LowRankError(f"{folder} holds several sets, point at one of them: {names}.")
+    return next(iter(by_folder.values()), {})
+
+
+def absent_shards(files: Sequence[Path]) -> list[str]:
+    """Names of the shards that the others' `-of-` count promises and that are not there."""
+    matches = [match for file in files if (match := _SHARD.fullmatch(file.name)) and match["parts"]]
+    counts = {match["parts"] for match in matches}
+    if len(counts) > 1:
+        raise LowRankError(f"{files[0].parent} mixes shards of {' and '.join(sorted(counts))} in one split.")
+    present = {int(match["part"]) for match in matches}
+    return [
+        f"{match['split']}-{part:0{len(match['part'])}d}-of-{match['parts']}.parquet"
+        for match in matches[:1]
+        for part in range(int(match["parts"]))
+        if part not in present
+    ]
+
+
+def open_shards(files: Sequence[Path], *, missing: Missing, problems: Problems) -> tuple[ParquetStore, list[str]]:
+    """The store over these shards, and the class names that their schema gives ([] where it gives none)."""
+    absent = absent_shards(files)
+    if absent and missing == "refuse":
+        raise LowRankError(f"{files[0].parent} lacks the shard {', '.join(absent)}.")
+    problems.add_all(("missing shard", name) for name in absent)
+    pq = require("pyarrow.parquet", extra="data", purpose="reading parquet")
+    groups: list[Group] = []
+    labels: list[Tensor] = []
+    schemas = []
+    for shard, path in enumerate(files):
+        try:
+            with pq.ParquetFile(path) as file:
+                schemas.append(file.schema_arrow)
+                groups += _groups(file.metadata, shard)
+                labels.append(_read_labels(file, path))
+        except (OSError, ValueError) as error:
+            if isinstance(error, LowRankError):
+                raise
+            raise LowRankError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+    image = _image_column(schemas[0], files[0])
+    store = ParquetStore(tuple(files), tuple(groups), torch.cat(labels), image, _starts(groups))
+    return store, _class_names(schemas[0])
+
+
+def numbered_classes(labels: Tensor, name: str) -> tuple[str, ...]:
+    """Class names where the schema has none: the label numbers."""
+    highest = int(labels.max())
+    if highest >= len(labels):
+        raise LowRankError(f"{name} names no classes, and its labels go up to {highest}: one of them is wrong.")
+    return tuple(str(label) for label in range(highest + 1))
+
+
+def labelled_split(shards: dict[str, list[Path]]) -> list[Path] | None:
+    """The shards to test on: `test`, or validation where the test labels are withheld (all negative)."""
+    present = [shards[name] for name in _TEST_SPLITS if name in shards]
+    return next((files for files in present if not _withheld(files[0])), None)
+
+
+def _withheld(path: Path) -> bool:
+    pq = require("pyarrow.parquet", extra="data", purpose="reading parquet")
+    try:
+        with pq.ParquetFile(path) as file:
+            return bool((_read_labels(file, path) < 0).all())
+    except (OSError, ValueError):
+        return False  # opening the split says what is wrong with it
+
+
+def _groups(metadata: Any, shard: int) -> list[Group]:
+    counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+    firsts = accumulate(counts, initial=0)
+    return [
+        Group(shard, n, first, rows) for n, (first, rows) in enumerate(zip(firsts, counts, strict=False)) if rows
+    ]
+
+
+def _starts(groups: Sequence[Group]) -> list[int]:
+    return list(accumulate((group.rows for group in groups[:-1]), initial=0))
+
+
+def _read_labels(file: Any, path: Path) -> Tensor:
+    name = next((name for name in _LABEL_COLUMNS if name in file.schema_arrow.names), None)
+    if name is None:
+        raise LowRankError(f"{path} has no column label, only {', '.join(file.schema_arrow.names)}.")
+    column = file.read(columns=[name], use_threads=False).column(0)
+    if not str(column.type).startswith(("int", "uint")):
+        raise LowRankError(f"the column {name} of {path} holds {column.type}, not class numbers.")
+    return torch.tensor(column.cast("int64").fill_null(NO_LABEL).to_pylist(), dtype=torch.int64)
+
+
+def _image_column(schema: Any, path: Path) -> str:
+    """The leaf to read: `bytes` within the struct, or the column itself where it is plain bytes."""
+    for name in (name for name in _IMAGE_COLUMNS if name in schema.names):
+        kind = schema.field(name).type
+        if str(kind) in ("binary", "large_binary"):
+            return name
+        if str(kind).startswith("struct") and kind.get_field_index("bytes") >= 0:
+            return f"{name}.bytes"
+    raise LowRankError(f"{path} has no column image with bytes, only {', '.join(schema.names)}.")
+
+
+def _class_names(schema: Any) -> list[str]:
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        names = next(features[name]["names"] for name in _LABEL_COLUMNS if name in features)
+    except (KeyError, TypeError, ValueError, StopIteration):
+        return []
+    return [str(name) for name in names] if isinstance(names, list) else []

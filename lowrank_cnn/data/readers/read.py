@@ -1,0 +1,105 @@
+"""Decoding many rows of a store at once, by worker processes where it pays, into one uint8 tensor."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, Look, decode_image, fit, look_at, stack
+from lowrank_cnn.data.readers.store import Store
+from lowrank_cnn.data.resident import Decoded
+from lowrank_cnn.data.types import Bad, Problems, Size
+from lowrank_cnn.system.errors import LowRankError
+
+OTHER_SIZE = "image of another size, resized"
+_CHUNK = 256
+_WORTH_WORKERS = 4096
+_MOST_WORKERS = 16
+_LOOKS = 64
+_RUN = 8
+
+
+@dataclass(frozen=True)
+class Chunks(Dataset):
+    """Rows decoded to one size, in chunks: images, which of them are good, and what was wrong."""
+
+    store: Store
+    rows: Tensor
+    size: Size
+    any_size: bool
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // _CHUNK)
+
+    def __getitem__(self, chunk: int) -> tuple[Tensor, Tensor, list[tuple[str, str]]]:
+        rows = self.rows[chunk * _CHUNK : (chunk + 1) * _CHUNK].tolist()
+        channels, height, width = self.size
+        at_least = max(height, width) if self.any_size else None
+        pixels: list[bytes] = []
+        good = torch.ones(len(rows), dtype=torch.bool)
+        found: list[tuple[str, str]] = []
+        for place, row in enumerate(rows):
+            try:
+                image = decode_image(self.store.read(row), channels=channels, at_least=at_least)
+            except BadImageError as error:
+                good[place] = False
+                pixels.append(bytes(channels * height * width))
+                found.append((UNDECODABLE, f"{self.store.where(row)}: {error}"))
+                continue
+            if image.size != (width, height) and not self.any_size:
+                found.append((OTHER_SIZE, f"{self.store.where(row)}: {image.height}x{image.width}"))
+            pixels.append(fit(image, height, width).tobytes())
+        images = stack(pixels, height, width, channels)
+        return images.permute(0, 3, 1, 2).contiguous(), good, found
+
+
+def decode_rows(
+    store: Store, rows: Tensor, *, size: Size, any_size: bool, bad: Bad, problems: Problems
+) -> Decoded:
+    """All these rows as one tensor, without the bad ones, which are added to the problems."""
+    images = torch.empty(len(rows), *size, dtype=torch.uint8)
+    good = torch.ones(len(rows), dtype=torch.bool)
+    chunks = Chunks(store, rows, size, any_size)
+    for number, (part, kept, found) in enumerate(_each(chunks)):
+        place = slice(number * _CHUNK, number * _CHUNK + len(kept))
+        images[place], good[place] = part, kept
+        problems.add_all(found)
+        if bad == "refuse":
+            problems.refuse()
+    if not good.any():
+        raise LowRankError(f"none of {len(rows)} images can be decoded: {problems}.")
+    labels = store.labels[rows]
+    return Decoded(images, labels, problems) if good.all() else Decoded(images[good], labels[good], problems)
+
+
+def _each(chunks: Chunks) -> Iterable[tuple[Tensor, Tensor, list[tuple[str, str]]]]:
+    """Every chunk in order, by processes for large sets: Pillow holds the interpreter on small images."""
+    workers = min(_MOST_WORKERS, os.cpu_count() or 1) if len(chunks.rows) >= _WORTH_WORKERS else 0
+    if workers < 2 or "fork" not in multiprocessing.get_all_start_methods():
+        return (chunks[number] for number in range(len(chunks)))
+    return DataLoader(chunks, batch_size=None, num_workers=workers, multiprocessing_context="fork")
+
+
+def look_around(store: Store, rows: Tensor) -> list[Look]:
+    """The headers of a few rows spread over the store, those that cannot be read left out."""
+    looks: list[Look] = []
+    for index in spread(len(rows), _LOOKS).tolist():
+        try:
+            looks.append(look_at(store.read(int(rows[index]))))
+        except BadImageError:
+            continue
+    return looks
+
+
+def spread(n: int, most: int) -> Tensor:
+    """At most so many positions of 0 to n - 1, in short runs: reading one row reads its neighbours too."""
+    if n <= most:
+        return torch.arange(n)
+    runs = max(1, most // _RUN)
+    return (torch.arange(runs)[:, None] * n // runs + torch.arange(_RUN)).flatten()

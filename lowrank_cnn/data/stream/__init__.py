@@ -1,0 +1,1 @@
+"""Stream large data sets: worker processes decode batches ahead of training."""

@@ -1,0 +1,230 @@
+"""Large sets: read from their shards or folders by worker processes, never as a whole in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lowrank_cnn.data.augment import Augment, cut_out, draw_moves, send
+from lowrank_cnn.data.images.decode import BadImageError, decode_image, fit, stack
+from lowrank_cnn.data.images.framing import Framing
+from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, to_unit
+from lowrank_cnn.data.readers.read import spread
+from lowrank_cnn.data.readers.store import Store
+from lowrank_cnn.data.stream.gpu_decode import check_framing, decode_parts, find_decoder
+from lowrank_cnn.data.stream.lanes import WINDOW, epoch_lanes, lane_count, rank_range
+from lowrank_cnn.data.stream.parts import Part, Parts, Trouble, trouble_of
+from lowrank_cnn.data.stream.prefetch import Made, ahead
+from lowrank_cnn.data.types import Bad, Decode, Problems, Size, check_batches, generator
+from lowrank_cnn.system.errors import LowRankError
+
+_SAMPLE = 1024
+_PREFETCH = 4
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedSplit:
+    """Rows of a store, decoded when they are needed; bad ones met on the way are counted and left out."""
+
+    store: Store
+    rows: Tensor
+    size: Size | None
+    channels: int
+    problems: Problems = field(default_factory=Problems)
+    bad: Bad = "skip"
+
+    @property
+    def labels(self) -> Tensor:
+        return self.store.labels[self.rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def subset(self, index: Tensor) -> StreamedSplit:
+        return replace(self, rows=self.rows[index])
+
+    def pixels(self) -> Iterator[Tensor]:
+        for index in spread(len(self), _SAMPLE).tolist():
+            try:
+                image = decode_image(self.store.read(int(self.rows[index])), channels=self.channels)
+            except BadImageError:
+                continue
+            image = fit(image, *self.size[1:]) if self.size else image
+            pixels = stack([image.tobytes()], image.height, image.width, self.channels)
+            yield pixels.permute(0, 3, 1, 2)
+
+
+class StreamedLoader:
+    """Batches of a streamed split, each process reading its own part through its own workers.
+
+    With `decode="gpu"` these only read, and the device decodes (`gpu_decode`): the same crops of the same images,
+    but not bit for bit the same pixels.
+    """
+
+    def __init__(
+        self,
+        split: StreamedSplit,
+        *,
+        batch_size: int,
+        preprocess: Preprocess | None,
+        augment: Augment,
+        seed: int,
+        device: torch.device | str,
+        rank: int = 0,
+        world: int = 1,
+        train: bool,
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = True,
+        workers: int = 0,
+        decode: Decode = "cpu",
+    ) -> None:
+        if isinstance(preprocess, Whiten):
+            raise LowRankError("whitening needs a set held in memory, and this one is streamed.")
+        self._batches = check_batches(len(split), batch_size=batch_size, rank=rank, world=world, train=train)
+        self.split, self.augment, self.seed, self.train = split, augment, seed, train
+        self.batch_size, self.rank, self.world, self.workers = batch_size, rank, world, workers
+        self.device, self.dtype, self.channels_last = torch.device(device), dtype, channels_last
+        self._preprocess = preprocess.to(self.device) if preprocess else to_unit
+        size = None if split.size is None else split.size[1:]
+        self._framing = frame(size, augment, train=train, fill=_fill(preprocess, split.channels))
+        self._decoder = find_decoder(self.device) if decode == "gpu" else None
+        if self._decoder:
+            check_framing(self._framing, split.channels, train=train)
+        # One for all epochs: memory that was freed in one stream serves no other.
+        self._stream = torch.cuda.Stream(self.device) if self._decoder and self.device.type == "cuda" else None
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        parts = self._training_parts(epoch) if self.train else self._evaluation_parts()
+        ready = self._ready(parts, iter(self._load(parts, start)), epoch, start)
+        with contextlib.closing(ahead(ready, self._stream) if self._decoder else ready) as made:
+            for (found, failure), batch in made:
+                self._note(found, failure)
+                if batch:
+                    images, labels = batch
+                    yield images, labels
+
+    def _ready(
+        self, parts: Parts, loaded: Iterator[Part], epoch: int, start: int
+    ) -> Generator[Made[Trouble], None, None]:
+        """The troubles met on the way to every batch, and its images and labels, where there are any."""
+        for batch in range(start, parts.batches):
+            met = list(itertools.islice(loaded, parts.parts))
+            if self._decoder:
+                met = [decode_parts(parts, batch, met, self._decoder, self.device)]
+            trouble = trouble_of(met)
+            labels = torch.tensor([label for part in met for label in part.labels], dtype=torch.int64)
+            if trouble[1] or not len(labels):
+                yield trouble, ()
+                continue
+            images = self._finish(self._send([part.images for part in met]), epoch, batch)
+            yield trouble, (images, send(labels, self.device))
+
+    def _training_parts(self, epoch: int) -> Parts:
+        """What this process reads in an epoch: its lanes, shared out among its workers."""
+        lanes = lane_count(self.batch_size, self.world, self.workers)
+        used = self._batches * self.batch_size
+        rows = epoch_lanes(self.split.store, self.split.rows, lanes=lanes, used=used, seed=self.seed, epoch=epoch)
+        mine = range(lanes * self.rank // self.world, lanes * (self.rank + 1) // self.world)
+        return self._parts(rows, mine, self.batch_size // lanes, draw=("crops", self.seed, epoch))
+
+    def _evaluation_parts(self) -> Parts:
+        """This process's stretch of the rows, in their order, as one lane."""
+        first, end = rank_range(len(self.split), self.rank, self.world)
+        return self._parts(self.split.rows[first:end][None], range(1), self.batch_size // self.world, draw=None)
+
+    def _parts(self, lanes: Tensor, mine: range, per_lane: int, *, draw: tuple[str | int, ...] | None) -> Parts:
+        parts = min(max(1, self.workers), len(mine))
+        self.split.store.keep(-(-len(mine) // parts), WINDOW if draw else per_lane)
+        channels, encoded = self.split.channels, self._decoder is not None
+        return Parts(self.split.store, lanes, mine, per_lane, parts, channels, self._framing, draw, encoded)
+
+    def _load(self, parts: Parts, start: int) -> Iterable[Part]:
+        """Every part in order; as the workers take turns, each meets the same lanes in every training batch."""
+        keys = [(batch, part) for batch in range(start, parts.batches) for part in range(parts.parts)]
+        workers = min(self.workers, parts.parts) if self.train else self.workers
+        if not workers or not keys:
+            return (parts[key] for key in keys)
+        pin = self.device.type == "cuda"
+        return DataLoader(
+            parts,
+            batch_size=None,
+            sampler=keys,
+            num_workers=workers,
+            prefetch_factor=_PREFETCH,
+            pin_memory=pin,
+        )
+
+    def _send(self, tensors: list[Tensor]) -> Tensor:
+        """One tensor on the device: its pieces travel from pinned memory and are joined there."""
+        sent = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+        return torch.cat(sent) if len(sent) > 1 else sent[0]
+
+    def _note(self, found: list[tuple[str, str]], failure: str) -> None:
+        self.split.problems.add_all(found)
+        if failure:
+            raise LowRankError(f"{failure}: {self.split.problems}.")
+        if self.split.bad == "refuse":
+            self.split.problems.refuse()
+
+    @torch.no_grad()
+    def _finish(self, images: Tensor, epoch: int, batch: int) -> Tensor:
+        """uint8 [n, h, w, C] on the device, preprocessed and cut out."""
+        ready = self._preprocess(images.permute(0, 3, 1, 2))
+        if self.train and self.augment.cutout:
+            window, draw = self._framing.window, generator("cutouts", self.seed, epoch, batch)
+            moves = draw_moves(self.batch_size, padded=window, window=window, mirror=False, draw=draw)
+            mine = slice(self.rank * len(images), (self.rank + 1) * len(images))
+            ready = cut_out(ready, moves[mine].to(self.device), cutout=self.augment.cutout)
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        return ready.to(self.dtype).contiguous(memory_format=layout)
+
+
+def frame(size: tuple[int, int] | None, augment: Augment, *, train: bool, fill: tuple[int, ...]) -> Framing:
+    """The window that images are brought to: all of this size, or of any."""
+    augment = augment if size else augment.for_any_size()
+    smallest = size or (augment.resize or 0, augment.resize or 0)
+    window = augment.window(*smallest, train=train)
+    return Framing(window, size, augment.resize, augment.pad, augment.mirror, fill)
+
+
+def _fill(preprocess: Preprocess | None, channels: int) -> tuple[int, ...]:
+    """The colour of padding: what preprocessing takes to zero."""
+    if isinstance(preprocess, Standardize):
+        return tuple(round(value) for value in preprocess.mean.tolist())
+    return (0,) * channels
+
+
+def decode_rate(split: StreamedSplit, n: int, workers: int, *, augment: Augment | None = None) -> float:
+    """Images per second and core: read, decoded and framed.
+
+    The first batch only warms up; what the workers prefetch meanwhile is small beside a few thousand images.
+    """
+    batch = max(1, min(64, n // 4))
+    some = split.subset(torch.arange(min(n, len(split))))
+    loader = StreamedLoader(
+        some,
+        batch_size=batch,
+        preprocess=None,
+        augment=augment or Augment(),
+        seed=0,
+        device="cpu",
+        train=True,
+        workers=workers,
+    )
+    parts = loader._training_parts(0)
+    loaded = iter(loader._load(parts, 0))
+    for _ in itertools.islice(loaded, parts.parts):
+        pass
+    began = time.perf_counter()
+    images = sum(len(part.labels) for part in loaded)
+    return images / (time.perf_counter() - began) / parts.parts

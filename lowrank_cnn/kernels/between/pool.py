@@ -1,0 +1,248 @@
+"""Max-pool over channels-last maps, forward and backward, each value written once.
+
+The forward keeps one byte per result: the winner's place in its window. In the backward every input pixel looks
+up the few windows that cover it and takes the gradient of those it has won, so that nothing is added by atomics
+and the result is the same every time.
+"""
+
+# ruff: noqa: N803
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowrank_cnn.kernels.device_guard import on_its_device
+from lowrank_cnn.kernels.problem import Pair, empty_maps, pixels_last
+from lowrank_cnn.kernels.tiles import lanes_of
+
+VALUES = 1024
+"""Values per program: with 128 threads, 16 bytes of bfloat16 per thread and window place."""
+UNROLLED = 25
+"""Loops over up to so many places or windows are unrolled, so that all their loads are under way at once."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A pool of one input size: window, stride, padding, and the sizes before and after."""
+
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    size: Pair
+    result: Pair
+
+
+def window(
+    size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil: bool
+) -> Window:
+    """The pool of [..., height, width] maps; each part of it is rows, columns."""
+    sides = zip(size[-2:], kernel, stride, padding, strict=True)
+    rows, columns = (_windows(*side, ceil) for side in sides)
+    pairs = ((part[0], part[1]) for part in (kernel, stride, padding, size[-2:]))
+    return Window(*pairs, (rows, columns))
+
+
+def _windows(size: int, kernel: int, stride: int, padding: int, ceil: bool) -> int:
+    """How many windows there are along a side; one must begin within the image or the padding before it."""
+    spare = stride - 1 if ceil else 0
+    count = (size + 2 * padding - kernel + spare) // stride + 1
+    return count - 1 if ceil and (count - 1) * stride >= size + padding else count
+
+
+@triton.jit
+def place_in_turn(
+    x, best, code, tap, top, left, base, keep, height, width,
+    TOTAL: tl.constexpr, KERNEL_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The larger of what was best so far and one place of the window; the first wins, and NaN over all."""
+    down, right = tap // KERNEL_WIDTH, tap % KERNEL_WIDTH
+    row, column = top + down, left + right
+    inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    source = base + (down * width + right) * TOTAL
+    value = tl.load(x + source, mask=keep & inside[:, None], other=float("-inf")).to(tl.float32)
+    better = (value > best) | (value != value)
+    return tl.where(better, value, best), tl.where(better, tap, code)
+
+
+@triton.jit
+def pool_forward(
+    x, y, codes, pixels, height, width, result_height, result_width,
+    TOTAL: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
+    CODES: tl.constexpr, UNROLL: tl.constexpr, PIXELS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """A block of results for a block of channels."""
+    pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    keep = (pixel < pixels)[:, None] & (lane < TOTAL)[None, :]
+    top = pixel // result_width % result_height * STRIDE[0] - PADDING[0]
+    left = pixel % result_width * STRIDE[1] - PADDING[1]
+    image = pixel // (result_width * result_height)
+    base = ((image * height + top) * width + left)[:, None] * TOTAL + lane[None, :]
+    # Where nothing exceeds minus infinity, the first place inside the image has won.
+    first = tl.maximum(-top, 0) * KERNEL[1] + tl.maximum(-left, 0)
+    code = tl.zeros((PIXELS, LANES), tl.int32) + first[:, None]
+    best = tl.full((PIXELS, LANES), float("-inf"), tl.float32)
+    if UNROLL:
+        for tap in tl.static_range(KERNEL[0] * KERNEL[1]):
+            best, code = place_in_turn(
+                x, best, code, tap, top, left, base, keep, height, width, TOTAL, KERNEL[1]
+            )  # fmt: skip
+    else:
+        for tap in range(KERNEL[0] * KERNEL[1]):
+            best, code = place_in_turn(
+                x, best, code, tap, top, left, base, keep, height, width, TOTAL, KERNEL[1]
+            )  # fmt: skip
+    target = pixel[:, None] * TOTAL + lane[None, :]
+    tl.store(y + target, best.to(y.dtype.element_ty), mask=keep)
+    if CODES:
+        tl.store(codes + target, code.to(tl.uint8), mask=keep)
+
+
+@triton.jit
+def won_from(
+    grad, codes, turn, down, right, image, lane, keep, result_height, result_width,
+    TOTAL: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What pixels get from one of the windows that may cover them, counted from the last such window back."""
+    back, aside = turn // COLUMNS, turn % COLUMNS
+    row, column = down // STRIDE[0] - back, right // STRIDE[1] - aside
+    from_top, from_left = down % STRIDE[0] + back * STRIDE[0], right % STRIDE[1] + aside * STRIDE[1]
+    covers = (row >= 0) & (row < result_height) & (from_top < KERNEL[0])
+    covers &= (column >= 0) & (column < result_width) & (from_left < KERNEL[1])
+    source = ((image * result_height + row) * result_width + column)[:, None] * TOTAL + lane[None, :]
+    seen = keep & covers[:, None]
+    code = tl.load(codes + source, mask=seen, other=255).to(tl.int32)
+    g = tl.load(grad + source, mask=seen, other=0.0).to(tl.float32)
+    return tl.where(code == (from_top * KERNEL[1] + from_left)[:, None], g, 0.0)
+
+
+@triton.jit
+def pool_backward(
+    grad, codes, dx, pixels, height, width, result_height, result_width,
+    TOTAL: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, PIXELS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """A block of input pixels for a block of channels; at most `ROWS` x `COLUMNS` windows cover a pixel."""
+    pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    keep = (pixel < pixels)[:, None] & (lane < TOTAL)[None, :]
+    down = pixel // width % height + PADDING[0]
+    right = pixel % width + PADDING[1]
+    image = pixel // (width * height)
+    summed = tl.zeros((PIXELS, LANES), tl.float32)
+    if UNROLL:
+        for turn in tl.static_range(ROWS * COLUMNS):
+            summed += won_from(
+                grad, codes, turn, down, right, image, lane, keep, result_height, result_width,
+                TOTAL, KERNEL, STRIDE, COLUMNS,
+            )  # fmt: skip
+    else:
+        for turn in range(ROWS * COLUMNS):
+            summed += won_from(
+                grad, codes, turn, down, right, image, lane, keep, result_height, result_width,
+                TOTAL, KERNEL, STRIDE, COLUMNS,
+            )  # fmt: skip
+    target = pixel[:, None] * TOTAL + lane[None, :]
+    tl.store(dx + target, summed.to(dx.dtype.element_ty), mask=keep)
+
+
+@on_its_device
+def launch_forward(x: Tensor, pool: Window, codes: Tensor | None) -> Tensor:
+    """The result, channels-last; `codes`, where given, are filled for the backward."""
+    batch, channels = x.shape[:2]
+    y = empty_maps((batch, channels, *pool.result), x)
+    pixels, lanes = batch * pool.result[0] * pool.result[1], lanes_of(channels)
+    block = VALUES // lanes
+    out = y.permute(0, 2, 3, 1)
+    pool_forward[(-(-pixels // block), -(-channels // lanes))](
+        pixels_last(x), out, codes if codes is not None else out, pixels, *pool.size, *pool.result,
+        TOTAL=channels, KERNEL=pool.kernel, STRIDE=pool.stride, PADDING=pool.padding, CODES=codes is not None,
+        UNROLL=pool.kernel[0] * pool.kernel[1] <= UNROLLED, PIXELS=block, LANES=lanes, num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+@on_its_device
+def launch_backward(grad: Tensor, codes: Tensor, pool: Window) -> Tensor:
+    """The gradient of the input, channels-last."""
+    batch, channels = grad.shape[:2]
+    dx = empty_maps((batch, channels, *pool.size), grad)
+    pixels, lanes = batch * pool.size[0] * pool.size[1], lanes_of(channels)
+    block = VALUES // lanes
+    rows, columns = (-(-kernel // stride) for kernel, stride in zip(pool.kernel, pool.stride, strict=True))
+    pool_backward[(-(-pixels // block), -(-channels // lanes))](
+        pixels_last(grad), codes, dx.permute(0, 2, 3, 1), pixels, *pool.size, *pool.result,
+        TOTAL=channels, KERNEL=pool.kernel, STRIDE=pool.stride, PADDING=pool.padding, ROWS=rows,
+        COLUMNS=columns, UNROLL=rows * columns <= UNROLLED, PIXELS=block, LANES=lanes, num_warps=4,
+    )  # fmt: skip
+    return dx
+
+
+@torch.library.custom_op("lowrank::max_pool2d", mutates_args=())
+def max_pool2d(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil: bool,
+    codes: bool,
+) -> tuple[Tensor, Tensor]:
+    """Result and the winners' places, [N, H, W, C]; without `codes` the second is empty."""
+    pool = window(x.shape, kernel, stride, padding, ceil)
+    seen = _codes(x, pool) if codes else None
+    y = launch_forward(x, pool, seen)
+    return y, seen if seen is not None else x.new_empty(0, dtype=torch.uint8)
+
+
+@max_pool2d.register_fake
+def _(x, kernel, stride, padding, ceil, codes):
+    pool = window(x.shape, kernel, stride, padding, ceil)
+    y = empty_maps((x.shape[0], x.shape[1], *pool.result), x)
+    return y, _codes(x, pool) if codes else x.new_empty(0, dtype=torch.uint8)
+
+
+@torch.library.custom_op("lowrank::max_pool2d_backward", mutates_args=())
+def max_pool2d_backward(
+    grad: Tensor,
+    codes: Tensor,
+    size: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil: bool,
+) -> Tensor:
+    """The gradient of an input of `size` rows and columns."""
+    return launch_backward(grad, codes, window(size, kernel, stride, padding, ceil))
+
+
+@max_pool2d_backward.register_fake
+def _(grad, codes, size, kernel, stride, padding, ceil):
+    return empty_maps((grad.shape[0], grad.shape[1], *size), grad)
+
+
+def _codes(x: Tensor, pool: Window) -> Tensor:
+    return x.new_empty((x.shape[0], *pool.result, x.shape[1]), dtype=torch.uint8)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, kernel, stride, padding, ceil, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1])
+    ctx.options = (list(x.shape[2:]), kernel, stride, padding, ceil)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    (codes,) = ctx.saved_tensors
+    return (max_pool2d_backward(grad, codes, *ctx.options), None, None, None, None, None)
+
+
+max_pool2d.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,220 @@
+"""Exact multiply-accumulates, parameters and activation memory of any module, without computing anything.
+
+The model runs once on the meta device, where tensors have shapes and no storage. Each operation that multiplies
+is looked up in PyTorch's own table of formulas (`torch.utils.flop_counter`; a new operation is registered there)
+and booked on the layer that called it. One use of a weight is one multiply-accumulate (MAC), never a FLOP.
+
+Conventions:
+- "mac": convs, linear layers and matrix products in evaluation. Biases, norms, activations and pools cost nothing.
+- "paper": as published: one more MAC per bias and layer (not per pixel), the auxiliary heads included, and the
+  parameters without what the paper left out of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.system.errors import LowRankError
+
+CONVENTIONS = ("mac", "paper")
+_LAYERS = (CompositeConv2d, nn.Conv2d, nn.Linear)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    if a.shape[1] != b.shape[0]:
+        raise RuntimeError(f"a matrix of {a.shape[1]} columns meets one of {b.shape[0]} rows")
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+# On the meta device torch runs a linear layer by decomposition, and loads its compiler (a second) to do so.
+_SHAPES: dict[object, Callable[..., Tensor]] = {
+    torch.ops.aten.addmm.default: lambda _bias, a, b: _product(a, b),
+    torch.ops.aten.mm.default: _product,
+}
+
+
+@dataclass(frozen=True)
+class LayerCount:
+    """One layer: its name, what it is, the shape it gives, and what it costs for one image."""
+
+    name: str
+    type: str
+    output: tuple[int, ...]
+    macs: int
+    params: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True)
+class Count:
+    """A network's cost for one image, in total and per layer, in the order of execution."""
+
+    input: tuple[int, ...]
+    convention: str
+    macs: int
+    params: int
+    activation_bytes: int
+    layers: tuple[LayerCount, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """In values that JSON can hold."""
+        return asdict(self)
+
+
+def count(model: nn.Module, input_size: Sequence[int], *, convention: str = "mac") -> Count:
+    """Count a model on one image of `input_size` (channels, height, width). The model is left as it was.
+
+    `convention` is "mac" (convs, linear layers and matrix products in evaluation) or "paper" (as published: one
+    more MAC per bias and layer, and the auxiliary heads).
+    """
+    if convention not in CONVENTIONS:
+        raise LowRankError(f"the convention is {' or '.join(CONVENTIONS)}, not {convention!r}.")
+    size = _checked(input_size)
+    paper = convention == "paper"
+    book = _Book(biases=paper)
+    with _mode(model, training=paper), torch.no_grad(), book.follow(model):
+        _run(model, size)
+    left_out = getattr(model, "unpublished" if paper else "auxiliary", ())
+    params = sum(p.numel() for name, p in model.named_parameters() if not _within(name, left_out))
+    layers = tuple(book.layers())
+    macs, memory = sum(layer.macs for layer in layers), sum(layer.activation_bytes for layer in layers)
+    return Count(size, convention, macs, params, memory, layers)
+
+
+def _checked(input_size: Sequence[int]) -> tuple[int, ...]:
+    size = tuple(input_size)
+    if len(size) != 3 or any(not isinstance(v, int) or v < 1 for v in size):
+        raise LowRankError(f"an input size is (channels, height, width), like (3, 224, 224), not {input_size!r}.")
+    return size
+
+
+def _run(model: nn.Module, size: tuple[int, ...]) -> None:
+    """One forward pass with every parameter and buffer lent to the model as a tensor without storage."""
+    lent = {name: tensor.to("meta") for name, tensor in _tensors(model)}
+    dtype = next((t.dtype for t in lent.values() if t.is_floating_point()), None)
+    try:
+        with torch.device("meta"):
+            functional_call(model, lent, (torch.empty(1, *size, dtype=dtype),), tie_weights=False)
+    except LowRankError:
+        raise
+    except Exception as error:  # whatever a forward does that needs values, or another size
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise LowRankError(f"the model does not take an input of {'x'.join(map(str, size))}: {first}") from error
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, once for each module that holds them.
+
+    Torch lends one to every name it goes by, and so takes it back wrongly from a module with two names.
+    """
+    for name, module in model.named_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield f"{name}.{key}" if name else key, tensor
+
+
+@contextmanager
+def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Evaluation, or training for a model whose auxiliary heads are counted; each module's own mode after."""
+    before = {module: module.training for module in model.modules()}
+    model.train(training and bool(getattr(model, "auxiliary", ())))
+    try:
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
+
+
+def _within(name: str, parents: Sequence[str]) -> bool:
+    return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+
+
+class _Book(TorchDispatchMode):
+    """Books each operation's MACs on the layer that is running; what runs outside any is booked on its caller."""
+
+    def __init__(self, *, biases: bool) -> None:
+        super().__init__()
+        self.biases = biases
+        self.running: list[tuple[str, nn.Module]] = []
+        self.macs: dict[str, int] = {}
+        self.modules: dict[str, nn.Module] = {}
+        self.outputs: dict[str, tuple[int, ...]] = {}
+        self.memory: dict[str, int] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: without this, torch loads its compiler first, for more than a second."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        shape = _SHAPES.get(func)
+        out = shape(*args) if shape else func(*args, **(kwargs or {}))
+        formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+        if formula is not None and self.running:
+            name, module = self.running[-1]
+            self.modules[name] = module
+            # PyTorch counts a multiplication and an addition apart.
+            self.macs[name] = self.macs.get(name, 0) + formula(*args, **(kwargs or {}), out_val=out) // 2
+        return out
+
+    @contextmanager
+    def follow(self, model: nn.Module) -> Iterator[None]:
+        """Hook every module, so that the one that is running is known."""
+        hooks = []
+        for name, module in model.named_modules():
+            hooks.append(module.register_forward_pre_hook(self._enter(name)))
+            hooks.append(module.register_forward_hook(self._leave(name), always_call=True))
+        try:
+            with self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def layers(self) -> Iterator[LayerCount]:
+        for name, module in self.modules.items():
+            kind = type(module).__name__
+            kind += f" {module.composite}" if isinstance(module, CompositeConv2d) else ""
+            params = sum(p.numel() for p in _own_parameters(module))
+            macs = self.macs[name] + (_biases(module) if self.biases else 0)
+            yield LayerCount(name, kind, self.outputs.get(name, ()), macs, params, self.memory.get(name, 0))
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, _inputs: object) -> None:
+            # A layer is booked whole: what its parts do is part of it.
+            inside = self.running and isinstance(self.running[-1][1], _LAYERS)
+            self.running.append(self.running[-1] if inside else (name, module))
+
+        return hook
+
+    def _leave(self, name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _inputs: object, output: object) -> None:
+            self.running.pop()
+            if isinstance(output, Tensor):
+                self.outputs[name] = tuple(output.shape[1:])
+                self.memory[name] = prod(output.shape) * output.element_size()
+
+        return hook
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters a booked layer holds itself; a composite's sit one level down, in its list."""
+    yield from module.parameters(recurse=isinstance(module, CompositeConv2d))
+
+
+def _biases(module: nn.Module) -> int:
+    bias = getattr(module, "bias", None)
+    return bias.numel() if isinstance(bias, Tensor) and isinstance(module, _LAYERS) else 0

@@ -1,0 +1,136 @@
+"""The nearest low-rank filters to given dense ones, as functions of tensors alone.
+
+A separable pair of rank m is the matrix [c*k_w, d*k_h] of the dense weight cut to m singular values (Jaderberg et
+al. 2014), which no other pair of that rank comes nearer to. A basis and its join are a sum, over the groups, of
+matrices [d, taps*c] of rank m_i that live on the group's taps alone. Group by group, the nearest such matrix to
+what the others leave is again cut singular values; repeating this lowers the error at every step. Taps that no
+group has (the corners, for a vertical and a horizontal group) are lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowrank_cnn.method.geometry import offsets
+from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
+
+
+def separable_factors(weight: Tensor, m: int, *, lying_first: bool, groups: int = 1) -> tuple[Tensor, Tensor]:
+    """The best pair for [d, c, k_h, k_w]: [m, c, 1, k_w] and [d, m, k_h, 1], or upright first.
+
+    Singular values are shared evenly between the two. With channel groups, m is their total.
+    """
+    parts = [_separable(part, m // groups, lying_first) for part in weight.chunk(groups)]
+    return torch.cat([first for first, _ in parts]), torch.cat([second for _, second in parts])
+
+
+def separable_energy(weight: Tensor, *, lying_first: bool, groups: int = 1) -> Tensor:
+    """The share of the squared weight that 1, 2, ... components per channel group keep."""
+    spectra = [torch.linalg.svdvals(_unfolded(part, lying_first)).square() for part in weight.chunk(groups)]
+    together = torch.stack(spectra).sum(0)
+    return together.cumsum(0) / together.sum()
+
+
+def crossed_factors(weight: Tensor, basis: Composite, *, sweeps: int = 30) -> tuple[list[Tensor], Tensor]:
+    """Basis filters [m_i, c, h_i, w_i] for each group, and the join [d, m, 1, 1], for a dense [d, c, k_h, k_w]."""
+    kernel = (max(weight.shape[2], basis.kernel[0]), max(weight.shape[3], basis.kernel[1]))
+    left, error = centred(weight, kernel), float("inf")
+    parts = [Part.nothing(weight, group) for group in basis.groups]
+    for _ in range(sweeps if len(parts) > 1 else 1):
+        for index, group in enumerate(basis.groups):
+            left = left + centred(parts[index].weight, kernel)
+            parts[index] = _nearest(centred(left, (group.height, group.width)), group.filters)
+            left = left - centred(parts[index].weight, kernel)
+        before, error = error, float(left.square().sum())
+        if error > before * (1 - 1e-4):
+            break
+    return [part.filters for part in parts], torch.cat([part.join for part in parts], dim=1)[:, :, None, None]
+
+
+def crossed_weight(filters: Sequence[Tensor], join: Tensor) -> Tensor:
+    """The dense weight that a basis and its join stand for."""
+    kernel = (max(part.shape[2] for part in filters), max(part.shape[3] for part in filters))
+    basis = torch.cat([centred(part, kernel) for part in filters])
+    return torch.einsum("dm,mchw->dchw", join.flatten(1), basis)
+
+
+def separable_weight(first: Tensor, second: Tensor, *, groups: int = 1) -> Tensor:
+    """The dense weight that a pair stands for."""
+    halves = zip(first.flatten(2).chunk(groups), second.flatten(2).chunk(groups), strict=True)
+    weight = torch.cat([torch.einsum("mca,dmb->dcab", a, b) for a, b in halves])
+    return weight.transpose(2, 3) if first.shape[2] == 1 else weight
+
+
+def centred(weight: Tensor, kernel: Pair) -> Tensor:
+    """A weight with zeros around it, or cut, to another kernel with the same centre."""
+    height, width = weight.shape[2:]
+    sides = []
+    for size, new in ((width, kernel[1]), (height, kernel[0])):
+        if new >= size:
+            before = offsets(FilterGroup(size, 1, 1), (new, 1))[0]
+        else:
+            before = -offsets(FilterGroup(new, 1, 1), (size, 1))[0]
+        sides += [before, new - size - before]
+    return F.pad(weight, sides)
+
+
+def kept_energy(weight: Tensor, fitted: Tensor) -> float:
+    """The share of the squared weight that the fitted one keeps; both centred on the same tap."""
+    kernel = (max(weight.shape[2], fitted.shape[2]), max(weight.shape[3], fitted.shape[3]))
+    target = centred(weight, kernel)
+    missing = (target - centred(fitted, kernel)).square().sum() / target.square().sum().clamp_min(1e-30)
+    return 1.0 - float(missing)
+
+
+def _separable(weight: Tensor, m: int, lying_first: bool) -> tuple[Tensor, Tensor]:
+    filters, channels, height, width = weight.shape
+    left, values, right = torch.linalg.svd(_unfolded(weight, lying_first), full_matrices=False)
+    root, spare = values[:m].sqrt(), max(0, m - len(values))
+    first = F.pad((left[:, :m] * root).T, (0, 0, 0, spare))
+    second = F.pad(root[:, None] * right[:m], (0, 0, 0, spare)).reshape(m, filters, -1).transpose(0, 1)
+    if lying_first:
+        return first.reshape(m, channels, 1, width), second.reshape(filters, m, height, 1)
+    return first.reshape(m, channels, height, 1), second.reshape(filters, m, 1, width)
+
+
+def _unfolded(weight: Tensor, lying_first: bool) -> Tensor:
+    """The weight as the matrix whose rank is that of the pair: [channels x first axis, filters x second axis]."""
+    order = (1, 3, 0, 2) if lying_first else (1, 2, 0, 3)
+    turned = weight.permute(order)
+    return turned.reshape(turned.shape[0] * turned.shape[1], -1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The share of one filter group in a weight: filters [m, c, h, w], their join [d, m], and the product."""
+
+    filters: Tensor
+    join: Tensor
+    weight: Tensor
+
+    @classmethod
+    def nothing(cls, weight: Tensor, group: FilterGroup) -> Part:
+        filters = weight.new_zeros(group.filters, weight.shape[1], group.height, group.width)
+        join = weight.new_zeros(weight.shape[0], group.filters)
+        return cls(filters, join, weight.new_zeros(weight.shape[0], *filters.shape[1:]))
+
+
+def _nearest(weight: Tensor, m: int) -> Part:
+    """The nearest [d, m] times [m, c, h, w] to a weight; components it does not need are zero."""
+    matrix = weight.flatten(1)
+    # Left singular vectors from the small Gram matrix: to project onto them, their precision is enough.
+    values, vectors = torch.linalg.eigh(matrix @ matrix.T)
+    used = min(m, len(values))
+    join = vectors[:, -used:].flip(1)
+    filters = join.T @ matrix
+    product = (join @ filters).reshape(weight.shape)
+    balance = filters.norm(dim=1).clamp_min(1e-30).sqrt()
+    join, filters = join * balance, filters / balance[:, None]
+    extra = m - used
+    filters = F.pad(filters, (0, 0, 0, extra)).reshape(m, *weight.shape[1:])
+    return Part(filters, F.pad(join, (0, extra)), product)

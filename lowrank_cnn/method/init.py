@@ -1,0 +1,180 @@
+r"""The initialisation that lets groups of different shapes train together.
+
+After He et al. (2015), for any composite (Ioannou et al. 2016, appendix A). Back-propagation through a layer is
+dx = sum_i W_i^T dy_i: each input value collects, from group i, h_i*w_i*d_i products of a weight and a gradient.
+With weights of one variance s^2 for all groups, and a ReLU that passes half of the gradients,
+
+    Var[dx] = 1/2 * (sum_i h_i*w_i*d_i) * s^2 * Var[dy]
+
+stays constant with depth for s = sqrt(2 / sum_i h_i*w_i*d_i), and for s = sqrt(1 / sum) where no ReLU follows: a
+basis before its join, the first half of a separable pair. Giving each of N groups its own He sigma instead makes
+every group contribute a full Var[dy]: gradients grow N-fold per layer.
+
+Forward, the variance changes by c_in/c_out per layer, which telescopes over the network. `docs/method.md` shows
+what borders, fan-in initialisation and PyTorch's default do to a deep stack.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, weights_of
+from lowrank_cnn.method.spec import Composite
+
+Rectified = Callable[[str, nn.Module], bool]
+
+_RECTIFIERS = (
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.PReLU,
+    nn.RReLU,
+    nn.ELU,
+    nn.SELU,
+    nn.CELU,
+    nn.GELU,
+    nn.SiLU,
+)
+_RECTIFIERS += (nn.Hardswish, nn.Mish, nn.Softplus)
+
+
+def sigma(fan: float, *, relu: bool) -> float:
+    """The one standard deviation of a layer's weights, before a ReLU or not."""
+    return math.sqrt((2.0 if relu else 1.0) / fan)
+
+
+def composite_sigma(composite: Composite, *, relu: bool = True, channel_groups: int = 1) -> float:
+    """The paper's sigma for all groups of a composite: sqrt(2 / fan-out) before a ReLU, sqrt(1 / fan-out) else."""
+    return sigma(composite.fan_out / channel_groups, relu=relu)
+
+
+def init_(model: nn.Module, *, relu: Rectified | None = None) -> nn.Module:
+    """Initialise every composite, join, dense conv and linear layer in place, biases to zero.
+
+    Whether a ReLU follows is found from the order of the modules (see `followed_by_relu`); give
+    `relu(name, module) -> bool` where that order misleads.
+    """
+    follows, together = followed_by_relu(model), _side_by_side(model)
+    for name, layer in weight_layers(model):
+        rectified = relu(name, layer) if relu else follows[name]
+        fan = sum(_fan(twin, rectified) for twin in together.get(layer, [layer]))
+        for weight in weights_of(layer):
+            _draw(weight, sigma(fan, relu=rectified))
+        _clear_bias(layer)
+    return model
+
+
+def per_group_(model: nn.Module) -> nn.Module:
+    """What one would do without the paper: He's fan-out sigma for each filter group by itself. For comparison."""
+    follows = followed_by_relu(model)
+    for name, layer in weight_layers(model):
+        for weight in weights_of(layer):
+            alone = isinstance(layer, CompositeConv2d)
+            fan = (
+                weight.shape[0] * weight[0, 0].numel() / layer.channel_groups
+                if alone
+                else _fan(layer, follows[name])
+            )
+            _draw(weight, sigma(fan, relu=follows[name]))
+        _clear_bias(layer)
+    return model
+
+
+def torch_default_(model: nn.Module) -> nn.Module:
+    """PyTorch's own initialisation, each filter group as a conv of its own. For comparison."""
+    for _, layer in weight_layers(model):
+        if not isinstance(layer, CompositeConv2d):
+            layer.reset_parameters()  # type: ignore[operator]
+            continue
+        for weight in filter(_has_storage, layer.weights):
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        _clear_bias(layer)
+    return model
+
+
+INITIALISATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "composite": init_,
+    "per-group": per_group_,
+    "torch": torch_default_,
+}
+"""The paper's initialisation and the two that it is compared with."""
+
+
+def weight_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The composites, convs and linear layers of a model, by name, each once."""
+    for name, module in model.named_modules():
+        if isinstance(module, (CompositeConv2d, nn.Conv2d, nn.Linear)):
+            yield name, module
+
+
+def followed_by_relu(model: nn.Module) -> dict[str, bool]:
+    """For each weight layer: does an activation stand between it and the next one?
+
+    Modules are read in the order of their definition, which in networks of `nn.Sequential` is that of execution.
+    A model that calls its activations as functions shows none of them: there every layer counts as rectified but
+    the last, which gives the logits. Inside a `FactoredConv2d` only the last layer can be.
+    """
+    inside = _unrectified(model)
+    layers = [name for name, _ in weight_layers(model)]
+    modules = [module for _, module in model.named_modules()]
+    if not any(isinstance(module, _RECTIFIERS) for module in modules):
+        return {name: name not in inside and name != layers[-1] for name in layers}
+    follows = dict.fromkeys(layers, False)
+    current = None
+    for name, module in model.named_modules():
+        if name in follows:
+            current = name
+        elif isinstance(module, _RECTIFIERS) and current is not None:
+            follows[current] = current not in inside
+    return follows
+
+
+def _side_by_side(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
+    """Layers that read one input in parallel branches are groups of one composite, whatever lies behind them.
+
+    A module with such branches names their first layers in `entries`, as GoogLeNet's inception does.
+    """
+    found: dict[nn.Module, list[nn.Module]] = {}
+    for module in model.modules():
+        if entries := getattr(module, "entries", ()):
+            layers = [module.get_submodule(entry) for entry in entries]
+            found |= dict.fromkeys(layers, layers)
+    return found
+
+
+def _unrectified(model: nn.Module) -> set[str]:
+    """The layers of factored convs that another layer of the same chain follows."""
+    chains = ((name, m) for name, m in model.named_modules() if isinstance(m, FactoredConv2d))
+    return {f"{name}.{child}".lstrip(".") for name, chain in chains for child in list(chain._modules)[:-1]}
+
+
+def _fan(layer: nn.Module, rectified: bool) -> float:
+    """The outgoing connections of an input value; of a linear classifier the incoming ones of a logit.
+
+    The sigma of the last layer scales the gradients of all others alike, so the derivation leaves it free, and
+    by fan-out the logits would grow as the classes become fewer.
+    """
+    if isinstance(layer, nn.Linear):
+        return layer.out_features if rectified else layer.in_features
+    if isinstance(layer, CompositeConv2d):
+        return layer.composite.fan_out / layer.channel_groups
+    assert isinstance(layer, nn.Conv2d)
+    return layer.kernel_size[0] * layer.kernel_size[1] * layer.out_channels / layer.groups
+
+
+def _draw(weight: nn.Parameter, std: float) -> None:
+    if _has_storage(weight):
+        nn.init.normal_(weight, std=std)
+
+
+def _has_storage(weight: nn.Parameter) -> bool:
+    """On the meta device there is nothing to fill, and torch's way of not filling it takes a second to load."""
+    return not weight.is_meta
+
+
+def _clear_bias(layer: nn.Module) -> None:
+    if isinstance(layer.bias, nn.Parameter):
+        nn.init.zeros_(layer.bias)

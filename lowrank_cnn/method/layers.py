@@ -1,0 +1,312 @@
+"""The composite layer, and the chains of layers that a scheme builds.
+
+State dict of `CompositeConv2d` (stable): `weights.I` for group I, of shape [filters, in_channels /
+channel_groups, height, width], in the order of the groups, and `bias` in the order of the outputs: by channel
+group, and within one by group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowrank_cnn.kernels import composite_conv2d, explain_call
+from lowrank_cnn.method.geometry import Padding, Sides, enclosing_padding, offsets, pair, recentred, symmetric
+from lowrank_cnn.method.scheme import Scheme, parse_scheme
+from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
+from lowrank_cnn.system.errors import LowRankError
+
+T = TypeVar("T")
+_PAD_MODES = ("zeros", "reflect", "replicate", "circular")
+
+
+class CompositeConv2d(nn.Module):
+    """Filter groups of several shapes over one input, concatenated: equal to a conv per group and a cat.
+
+    With channel groups, each has filters of every shape, and its outputs stay together, as in a grouped conv.
+
+    Every group sits centred in the kernel that encloses them all, so that all share one output grid at any
+    stride. `padding` is that of the enclosing kernel: "same" (the input's size divided by the stride, rounded
+    up), "valid", or a number (a pair) as for `nn.Conv2d`.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        groups: Composite | Iterable[FilterGroup | Sequence[int]],
+        *,
+        stride: int | Sequence[int] = 1,
+        padding: Padding = "same",
+        dilation: int | Sequence[int] = 1,
+        channel_groups: int = 1,
+        padding_mode: str = "zeros",
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.composite = Composite.of(groups)
+        self.in_channels, self.out_channels = in_channels, self.composite.filters
+        self.stride, self.dilation = pair(stride, "stride"), pair(dilation, "dilation")
+        self.channel_groups, self.padding_mode = channel_groups, padding_mode
+        _check_channels(in_channels, self.composite, channel_groups)
+        if padding_mode not in _PAD_MODES:
+            raise LowRankError(f"padding_mode is one of {', '.join(_PAD_MODES)}, not {padding_mode!r}.")
+        self.padding = enclosing_padding(padding, self.composite.kernel, self.dilation)
+        self.group_padding = tuple(self._padding_of(group) for group in self.composite.groups)
+        make = {"device": device, "dtype": dtype}
+        depth = in_channels // channel_groups
+        shapes = [(g.filters, depth, g.height, g.width) for g in self.composite.groups]
+        self.weights = nn.ParameterList([nn.Parameter(torch.empty(shape, **make)) for shape in shapes])
+        self.bias = nn.Parameter(torch.empty(self.out_channels, **make)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The paper's initialisation, as if a ReLU follows; `init_` looks at the network around it."""
+        sigma = math.sqrt(2 * self.channel_groups / self.composite.fan_out)
+        for weight in self.weights:
+            if not weight.is_meta:
+                nn.init.normal_(weight, std=sigma)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input(x)
+        if self._fusible(x) is None:
+            return composite_conv2d(
+                x, list(self.weights), self.bias, stride=self.stride, padding=self.group_padding
+            )
+        sides = self.group_padding
+        if self.padding_mode != "zeros":
+            x, sides = _pad(x, self.padding, self.padding_mode), self._crops()
+        biases = [None] * len(self.weights) if self.bias is None else self.by_group(self.bias)
+        outputs = [
+            _conv(x, weight, bias, pads, self.stride, self.dilation, self.channel_groups)
+            for weight, bias, pads in zip(self.weights, biases, sides, strict=True)
+        ]
+        return _interleaved(outputs, self.channel_groups, axis=-3)
+
+    def by_group(self, values: Tensor) -> list[Tensor]:
+        """What outputs have one of each, a bias say, apart for each filter group."""
+        parts = [group.filters // self.channel_groups for group in self.composite.groups]
+        return [part.flatten() for part in values.view(self.channel_groups, -1).split(parts, dim=1)]
+
+    def explain(self, x: Tensor) -> str:
+        """Whether such an input runs through a fused GPU kernel or torch's own convs, and why, in one line."""
+        if reason := self._fusible(x):
+            return f"torch ({reason})"
+        options = {"stride": self.stride, "padding": self.group_padding}
+        return explain_call(x, list(self.weights), training=torch.is_grad_enabled(), **options)
+
+    def dense_view(self) -> nn.Module:
+        """The same map as one dense conv, its kernels padded with zeros to the enclosing shape."""
+        weight = dense_weight(list(self.weights), self.composite, self.channel_groups)
+        options = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
+        options |= {"channel_groups": self.channel_groups, "padding_mode": self.padding_mode}
+        single = Composite((FilterGroup(*self.composite.kernel, self.out_channels),))
+        view = conv_of(self.in_channels, single, bias=self.bias is not None, **options)
+        return _filled(view.to(weight), weight, self.bias)
+
+    def extra_repr(self) -> str:
+        text = f"{self.in_channels}, {self.composite}, stride={self.stride}, padding={self.padding}"
+        text += f", dilation={self.dilation}" if self.dilation != (1, 1) else ""
+        text += f", channel_groups={self.channel_groups}" if self.channel_groups > 1 else ""
+        text += f", padding_mode={self.padding_mode!r}" if self.padding_mode != "zeros" else ""
+        return text + ("" if self.bias is not None else ", bias=False")
+
+    def _padding_of(self, group: FilterGroup) -> Sides:
+        """The padding that puts a group on the enclosing kernel's grid: negative where it must crop."""
+        axes = zip(
+            self.padding, offsets(group, self.composite.kernel), self.composite.kernel, self.dilation,
+            (group.height, group.width), strict=True,
+        )  # fmt: skip
+        (top, bottom), (left, right) = (
+            (before - offset * step, after - (size - taps - offset) * step)
+            for (before, after), offset, size, step, taps in axes
+        )
+        return (top, bottom), (left, right)
+
+    def _crops(self) -> tuple[Sides, ...]:
+        """The groups' padding once the input itself has been padded for the enclosing kernel."""
+        (top, bottom), (left, right) = self.padding
+        return tuple(((t - top, b - bottom), (lt - left, r - right)) for (t, b), (lt, r) in self.group_padding)
+
+    def _fusible(self, x: Tensor) -> str | None:
+        """What keeps the layer from the fused kernels, whatever the device; None where nothing does."""
+        if x.dim() != 4:
+            return "an image without its batch"
+        if self.channel_groups > 1 or self.dilation != (1, 1) or self.padding_mode != "zeros":
+            return "channel groups, dilation or padding other than zeros"
+        return None
+
+    def _check_input(self, x: Tensor) -> None:
+        if x.dim() not in (3, 4) or x.shape[-3] != self.in_channels:
+            expected = f"[N, {self.in_channels}, H, W]"
+            raise LowRankError(f"a composite layer takes {expected}, not an input of shape {list(x.shape)}.")
+        kernel, sizes = self.composite.kernel, x.shape[-2:]
+        # A reflection does not repeat the border itself, so it reaches one pixel less than the image.
+        room = {"reflect": 1, "circular": 0}.get(self.padding_mode)
+        if room is not None and any(max(p) > n - room for p, n in zip(self.padding, sizes, strict=True)):
+            raise LowRankError(
+                f"{self.padding_mode} padding of {self.padding} is larger than an input of {sizes[0]}x{sizes[1]}."
+            )
+        reach = [step * (size - 1) + 1 for size, step in zip(kernel, self.dilation, strict=True)]
+        padded = [size + sum(sides) for size, sides in zip(sizes, self.padding, strict=True)]
+        if any(space < span for space, span in zip(padded, reach, strict=True)):
+            raise LowRankError(
+                f"filters that span {reach[0]}x{reach[1]} do not fit an input of {sizes[0]}x{sizes[1]} "
+                f"padded to {padded[0]}x{padded[1]}."
+            )
+
+
+class FactoredConv2d(nn.Sequential):
+    """Convs in a chain with nothing between them, so that together they are one linear map.
+
+    Its children are `basis` and `join`, or `first` and `second` for a separable pair.
+    """
+
+    def __init__(self, stages: OrderedDict[str, nn.Module], scheme: Scheme) -> None:
+        super().__init__(stages)
+        self.scheme = scheme
+
+
+def build_conv(
+    in_channels: int,
+    filters: int,
+    kernel: int | Sequence[int],
+    scheme: str | Scheme = "dense",
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: Padding = "same",
+    dilation: int | Sequence[int] = 1,
+    channel_groups: int = 1,
+    padding_mode: str = "zeros",
+    bias: bool = True,
+) -> nn.Module:
+    """What stands in the place of a dense conv under a scheme: one layer, or a chain of two.
+
+    A basis takes the stride, padding and dilation of the dense conv and its join none; the halves of a
+    separable pair take those of the axis they run along.
+    """
+    scheme, kernel = parse_scheme(scheme), pair(kernel, "kernel")
+    stages = scheme.stages(kernel, filters, channel_groups=channel_groups)
+    stride, dilation = pair(stride, "stride"), pair(dilation, "dilation")
+    sides = enclosing_padding(padding, kernel, dilation)
+    common = {"channel_groups": channel_groups, "padding_mode": padding_mode, "bias": bias}
+    whole = {
+        "stride": stride,
+        "padding": recentred(sides, kernel, stages[0].kernel, dilation),
+        "dilation": dilation,
+    }
+    if len(stages) == 1:
+        return conv_of(in_channels, stages[0], **whole, **common)
+    places = [whole, {"padding": 0}]
+    if scheme.name == "separable":
+        places = [
+            _along(axis, whole, sides, kernel, stage) for axis, stage in zip(_axes(scheme), stages, strict=True)
+        ]
+    names = ("first", "second") if scheme.name == "separable" else ("basis", "join")
+    depths = (in_channels, stages[0].filters)
+    layers = (conv_of(c, s, **place, **common) for c, s, place in zip(depths, stages, places, strict=True))
+    return FactoredConv2d(OrderedDict(zip(names, layers, strict=True)), scheme)
+
+
+def conv_of(in_channels: int, composite: Composite, *, padding: Padding = "same", **options: Any) -> nn.Module:
+    """A composite layer, or the plain `nn.Conv2d` that it is when it has a single group."""
+    sides = enclosing_padding(padding, composite.kernel, pair(options.get("dilation", 1), "dilation"))
+    if len(composite.groups) > 1 or not symmetric(sides):
+        return CompositeConv2d(in_channels, composite, padding=sides, **options)
+    channel_groups = options.pop("channel_groups", 1)
+    _check_channels(in_channels, composite, channel_groups)
+    pads = (sides[0][0], sides[1][0])
+    return nn.Conv2d(
+        in_channels, composite.filters, composite.kernel, padding=pads, groups=channel_groups, **options
+    )
+
+
+def weights_of(layer: nn.Module) -> list[nn.Parameter]:
+    """The weights of a layer: of a composite one for each filter group, of any other the only one."""
+    return list(layer.weights) if isinstance(layer, CompositeConv2d) else [layer.weight]  # type: ignore[list-item]
+
+
+def dense_weight(weights: Sequence[Tensor], composite: Composite, channel_groups: int = 1) -> Tensor:
+    """The groups' kernels as one tensor, each centred with zeros around it in the enclosing kernel."""
+    kernel = composite.kernel
+    blocks = []
+    for group, weight in zip(composite.groups, weights, strict=True):
+        top, left = offsets(group, kernel)
+        sides = (left, kernel[1] - group.width - left, top, kernel[0] - group.height - top)
+        blocks.append(F.pad(weight, sides))
+    return _interleaved(blocks, channel_groups, axis=0)
+
+
+def _axes(scheme: Scheme) -> tuple[int, int]:
+    """The axis (0 vertical, 1 horizontal) along which each half of a separable scheme runs."""
+    return (0, 1) if scheme.shapes[0][0].endswith("x1") else (1, 0)
+
+
+def _along(axis: int, whole: dict[str, Any], sides: Sides, kernel: Pair, stage: Composite) -> dict[str, Any]:
+    """The stride, dilation and padding of a dense conv along one axis, and none along the other."""
+    sides = recentred(sides, kernel, stage.kernel, whole["dilation"])
+    return {
+        "stride": _only(axis, whole["stride"], 1),
+        "dilation": _only(axis, whole["dilation"], 1),
+        "padding": _only(axis, sides, (0, 0)),
+    }
+
+
+def _only(axis: int, both: tuple[T, T], otherwise: T) -> tuple[T, T]:
+    return (both[0], otherwise) if axis == 0 else (otherwise, both[1])
+
+
+def _check_channels(in_channels: int, composite: Composite, channel_groups: int) -> None:
+    if not isinstance(in_channels, int) or in_channels < 1:
+        raise LowRankError(f"in_channels must be a positive number, not {in_channels!r}.")
+    if not isinstance(channel_groups, int) or channel_groups < 1 or in_channels % channel_groups:
+        raise LowRankError(f"{in_channels} input channels do not divide into {channel_groups} channel groups.")
+    for group in composite.groups:
+        if group.filters % channel_groups:
+            raise LowRankError(f"the filter group {group} does not divide into {channel_groups} channel groups.")
+
+
+def _interleaved(parts: Sequence[Tensor], channel_groups: int, *, axis: int) -> Tensor:
+    """The filter groups' outputs as one: what comes of a channel group stays together, as in a grouped conv."""
+    if len(parts) == 1:
+        return parts[0]
+    if channel_groups == 1:
+        return torch.cat(list(parts), dim=axis)
+    apart = [part.unflatten(axis, (channel_groups, -1)) for part in parts]
+    return torch.cat(apart, dim=axis + (axis >= 0)).flatten(axis - (axis < 0), axis + (axis >= 0))
+
+
+def _conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sides: Sides, stride: Pair, dilation: Pair, groups: int
+) -> Tensor:
+    """A conv with any sides: those a conv takes are left to it, others are padded or cropped before."""
+    padding = (sides[0][0], sides[1][0])
+    if not symmetric(sides):
+        x, padding = F.pad(x, (*sides[1], *sides[0])), (0, 0)
+    return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+
+
+def _pad(x: Tensor, sides: Sides, mode: str) -> Tensor:
+    """Pad with a mode other than zeros; sides that crop are cropped first."""
+    crop = [min(side, 0) for side in (*sides[1], *sides[0])]
+    grow = [max(side, 0) for side in (*sides[1], *sides[0])]
+    return F.pad(F.pad(x, crop) if any(crop) else x, grow, mode=mode)
+
+
+def _filled(view: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """Put a dense weight and bias into a conv made by `conv_of`."""
+    target = view.weights[0] if isinstance(view, CompositeConv2d) else view.weight
+    with torch.no_grad():
+        target.copy_(weight)  # type: ignore[operator]
+        if bias is not None:
+            view.bias.copy_(bias)  # type: ignore[union-attr]
+    return view

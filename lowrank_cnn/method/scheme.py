@@ -1,0 +1,242 @@
+"""Schemes: how a dense convolution is replaced by composites.
+
+A *scheme* says how a dense k_h x k_w convolution with d filters is replaced by one composite or by a chain of two
+with no activation between.
+
+    >>> scheme = parse_scheme("mixture(kx1=3, 1xk=3, kxk=2, join)")
+    >>> for composite in scheme.stages((3, 3), 64):
+    ...     print(composite)
+    3x1,24 + 1x3,24 + 3x3,16
+    1x1,64
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
+from lowrank_cnn.system.errors import LowRankError, nearest
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a dense convolution is replaced. Build one with `parse_scheme`.
+
+    - `shapes`: the basis filters' shapes, in terms of the dense k_h x k_w ("kx1", "1xk", "kxk", "5x1"), each with
+      its proportion. For `separable` they are the two halves, in order.
+    - `m`: the number of basis filters, where something follows them: an integer, a share of d, or None for d.
+    - `to`: the filters of the closing 1x1 join as a share of d; None where there is no join.
+    """
+
+    name: str
+    shapes: tuple[tuple[str, Fraction], ...] = ()
+    m: int | float | None = None
+    to: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_scheme(self)
+        if isinstance(self.m, float) and self.m == 1:  # one way to say d, so that equal schemes are equal
+            object.__setattr__(self, "m", None)
+
+    def __str__(self) -> str:
+        default = SCHEMES[self.name]
+        items = [] if self.shapes == default.shapes else [_shape_text(*item) for item in self.shapes]
+        items += [f"m={self.m}"] if self.m is not None else []
+        items += ["join"] if self.name == "mixture" and self.to is not None else []
+        items += [f"to={self.to}"] if self.name == "embed" and self.to != default.to else []
+        return self.name + (f"({', '.join(items)})" if items else "")
+
+    def to_dict(self) -> dict[str, object]:
+        """A form for configuration files; `parse_scheme` reads it back."""
+        shapes = {shape: str(proportion) for shape, proportion in self.shapes}
+        return {"name": self.name, "shapes": shapes, "m": self.m, "to": self.to}
+
+    def out_filters(self, filters: int) -> int:
+        """How many channels the replacement of a conv with `filters` filters gives."""
+        return filters if self.to is None else _scaled(self.to, filters)
+
+    def stages(self, kernel: Pair, filters: int, *, channel_groups: int = 1) -> tuple[Composite, ...]:
+        """The composites that replace a dense conv, in order, with nothing between them."""
+        if not isinstance(filters, int) or filters < 1:
+            raise LowRankError(f"a convolution has a positive number of filters, not {filters!r}.")
+        if not isinstance(channel_groups, int) or channel_groups < 1:
+            raise LowRankError(f"channel_groups is a positive number, not {channel_groups!r}.")
+        if self.name == "dense":
+            return (Composite((FilterGroup(*kernel, filters),)),)
+        shapes = [(_resolve(shape, kernel), proportion) for shape, proportion in self.shapes]
+        if self.name == "separable":
+            (first, _), (second, _) = shapes
+            m = _units(_scaled(self.m, filters), channel_groups)
+            return Composite((FilterGroup(*first, m),)), Composite((FilterGroup(*second, filters),))
+        if self.to is None:
+            return (_share_out(shapes, filters, channel_groups),)
+        basis = _share_out(shapes, _units(_scaled(self.m, filters), channel_groups), channel_groups)
+        return basis, Composite((FilterGroup(1, 1, self.out_filters(filters)),))
+
+
+_NAMES = ("dense", "separable", "lr", "lr-join", "mixture", "embed")
+_HALVES = (("kx1", Fraction(1)), ("1xk", Fraction(1)))
+_SHAPE = re.compile(r"(k|[1-9]\d*)x(k|[1-9]\d*)")
+
+_JOINS: dict[str, tuple[float | None, ...]] = {"mixture": (None, 1.0), "lr-join": (1.0,), "embed": ()}
+"""What `to` may be: a mixture has a join or none, an embedding one to any share, the others none."""
+
+SCHEMES: dict[str, Scheme] = {}
+"""Every scheme by name, with its defaults."""
+
+
+def _check_scheme(scheme: Scheme) -> None:
+    if scheme.name not in _NAMES:
+        raise LowRankError(f"there is no scheme {scheme.name!r}; {nearest(str(scheme.name), _NAMES)}")
+    if scheme.name != "embed" and scheme.to not in _JOINS.get(scheme.name, (None,)):
+        raise LowRankError(f"the scheme {scheme.name} cannot join to {scheme.to}; embed(to={scheme.to}) can.")
+    for shape, proportion in scheme.shapes:
+        if not _SHAPE.fullmatch(shape):
+            raise LowRankError(f"a filter shape is written like kx1, 1xk, kxk or 5x1, not {shape!r}.")
+        if proportion <= 0:
+            raise LowRankError(f"the proportion of {shape} filters must be positive, not {proportion}.")
+    for label, value in (("m", scheme.m), ("to", scheme.to)):
+        if value is not None and not 0 < value < float("inf"):
+            raise LowRankError(f"{label} in the scheme {scheme.name} must be positive, not {value}.")
+    if scheme.name == "mixture" and scheme.to is None and scheme.m is not None:
+        raise LowRankError("m basis filters need a join after them: write mixture(..., m=..., join).")
+    if scheme.name == "separable" and not _crossed([shape for shape, _ in scheme.shapes]):
+        raise LowRankError("a separable scheme has two shapes, one upright and one lying: 1xk and kx1.")
+    if scheme.name in ("lr", "lr-join", "mixture", "embed") and not scheme.shapes:
+        raise LowRankError(f"the scheme {scheme.name} needs shapes, like {scheme.name}(kx1, 1xk, kxk).")
+
+
+def _crossed(shapes: Sequence[str]) -> bool:
+    lying = [shape.startswith("1x") for shape in shapes]
+    upright = [shape.endswith("x1") for shape in shapes]
+    return len(shapes) == 2 and (lying, upright) in (
+        ([True, False], [False, True]),
+        ([False, True], [True, False]),
+    )
+
+
+SCHEMES |= {
+    "dense": Scheme("dense"),
+    "separable": Scheme("separable", tuple(reversed(_HALVES))),
+    "lr": Scheme("lr", _HALVES),
+    "lr-join": Scheme("lr-join", _HALVES, to=1.0),
+    "mixture": Scheme("mixture", (*_HALVES, ("kxk", Fraction(1)))),
+    "embed": Scheme("embed", _HALVES, to=0.5),
+}
+
+_OPTIONS = {"separable": {"m"}, "lr-join": {"m"}, "mixture": {"m", "join"}, "embed": {"m", "to"}}
+
+
+def parse_scheme(text: str | Mapping[str, object] | Scheme) -> Scheme:
+    """Read a scheme from its short string or its dict: `lr`, `lr-join(m=0.5)`, `mixture(kx1=3, kxk, join)`."""
+    if isinstance(text, Scheme):
+        return text
+    if isinstance(text, Mapping):
+        return _from_dict(text)
+    if not isinstance(text, str):
+        raise LowRankError(f"a scheme is a string, a dict or a Scheme, not {text!r}.")
+    match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text)
+    if not match:
+        raise LowRankError(f"cannot read the scheme {text!r}; write name or name(option, option=value).")
+    name, inside = match[1], match[2] or ""
+    shapes: dict[str, object] = {}
+    options: dict[str, object] = {}
+    for item in filter(None, (part.strip() for part in inside.split(","))):
+        key, _, value = (part.strip() for part in item.partition("="))
+        target = shapes if _SHAPE.fullmatch(key) else options
+        if key in target:
+            raise LowRankError(f"{key} is given twice in the scheme {text!r}.")
+        target[key] = value or True
+    return _build(name, shapes, options)
+
+
+def _from_dict(fields: Mapping[str, object]) -> Scheme:
+    known = dict(fields)
+    name, shapes = str(known.pop("name", "")), known.pop("shapes", {})
+    if not isinstance(shapes, Mapping):
+        raise LowRankError(f"the shapes of a scheme map a shape to its proportion, not {shapes!r}.")
+    options = {key: value for key, value in known.items() if value is not None}
+    if options.get("to") == 1.0 and name in ("mixture", "lr-join"):  # their join, written out
+        del options["to"]
+        options |= {"join": True} if name == "mixture" else {}
+    return _build(name, dict(shapes), options)
+
+
+def _build(name: str, shapes: Mapping[str, object], options: Mapping[str, object]) -> Scheme:
+    if name not in SCHEMES:
+        raise LowRankError(f"there is no scheme {name!r}; {nearest(name, SCHEMES)}")
+    allowed = _OPTIONS.get(name, set())
+    if unknown := set(options) - allowed:
+        takes = f"takes {', '.join(sorted(allowed))} and shapes" if allowed else "takes shapes alone"
+        raise LowRankError(f"the scheme {name} {takes}, not {', '.join(sorted(unknown))}.")
+    if name == "dense" and shapes:
+        raise LowRankError("the scheme dense takes no shapes: it leaves a convolution as it is.")
+    default = SCHEMES[name]
+    proportions = tuple((shape, _fraction(value)) for shape, value in shapes.items()) or default.shapes
+    m = _amount(options["m"]) if "m" in options else default.m
+    to = float(_fraction(options["to"])) if "to" in options else default.to
+    return Scheme(name, proportions, m, 1.0 if _yes(options.get("join", False)) else to)
+
+
+def _yes(value: object) -> bool:
+    """A bare `join` says yes; written out it may say no."""
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if str(value).lower() not in words:
+        raise LowRankError(f"join is yes or no, not {value!r}.")
+    return words[str(value).lower()]
+
+
+def _fraction(value: object) -> Fraction:
+    """A bare shape, as in `mixture(kx1, kxk)`, has proportion one."""
+    try:
+        return Fraction(1) if value is True else Fraction(str(value))
+    except (ValueError, ZeroDivisionError):
+        raise LowRankError(f"{value!r} in a scheme is not a number.") from None
+
+
+def _amount(value: object) -> int | float:
+    """A plain integer is a number of filters (m=96), anything else a share of d (m=0.5)."""
+    number = _fraction(value)
+    if abs(number) > 10**9:
+        raise LowRankError(f"{value} is too many filters.")
+    return int(number) if re.fullmatch(r"-?\d+", str(value)) else float(number)
+
+
+def _shape_text(shape: str, proportion: Fraction) -> str:
+    return shape if proportion == 1 else f"{shape}={proportion}"
+
+
+def _resolve(shape: str, kernel: Pair) -> Pair:
+    height, width = shape.split("x")
+    return (kernel[0] if height == "k" else int(height)), (kernel[1] if width == "k" else int(width))
+
+
+def _scaled(amount: int | float | None, filters: int) -> int:
+    if amount is None:
+        return filters
+    return amount if isinstance(amount, int) else max(1, round(amount * filters))
+
+
+def _units(filters: int, unit: int) -> int:
+    """The nearest positive multiple of `unit`."""
+    return max(1, round(filters / unit)) * unit
+
+
+def _share_out(shapes: Sequence[tuple[Pair, Fraction]], filters: int, unit: int) -> Composite:
+    """Share `filters` out by proportion, in multiples of `unit`, so that the total is kept.
+
+    Each shape gets its whole part; what is left goes one by one to the largest remainders (first on a tie).
+    """
+    if filters % unit:
+        raise LowRankError(f"{filters} filters do not divide into {unit} channel groups.")
+    whole, total = filters // unit, sum(proportion for _, proportion in shapes)
+    exact = [whole * proportion / total for _, proportion in shapes]
+    counts = [int(value) for value in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[: whole - sum(counts)]:
+        counts[i] += 1
+    groups = [FilterGroup(*shape, n * unit) for (shape, _), n in zip(shapes, counts, strict=True) if n]
+    return Composite(tuple(groups))

@@ -1,0 +1,187 @@
+"""Which convolutions of a network can be rewritten, which were asked for, and why the others stay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.method.scheme import Scheme
+from lowrank_cnn.system.errors import LowRankError, nearest
+
+
+class NothingToConvertError(LowRankError):
+    """A network none of whose convolutions a scheme can take the place of."""
+
+
+Kernel = int | tuple[int, int]
+Where = str | Kernel | Collection[str | Kernel] | Callable[[str, nn.Conv2d], bool] | None
+"""Which convs: by name, prefix or pattern, by kernel, by several of these, or by a function of name and conv."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A conv that was left as it was, and why."""
+
+    name: str
+    layer: str
+    reason: str
+
+
+def select(model: nn.Module, scheme: Scheme, where: Where = None) -> tuple[dict[str, nn.Conv2d], tuple[Kept, ...]]:
+    """The convs to rewrite by name, and those that stay."""
+    check_module(model)
+    _check_exact(model)
+    convs = _convs(model)
+    if not convs:
+        raise NothingToConvertError(f"{type(model).__name__} has no convolutions to convert.")
+    asked_for, ties = _selector(where, convs), _uses(model)
+    chosen: dict[str, nn.Conv2d] = {}
+    kept = []
+    for name, conv in convs.items():
+        reason = _obstacle(conv, scheme, ties)
+        if not reason and not asked_for(name, conv):
+            reason = "it projects patches: name it to convert it" if where is None else "not selected"
+        if reason or not isinstance(conv, nn.Conv2d):
+            kept.append(Kept(name, type(conv).__name__, reason))
+        else:
+            chosen[name] = conv
+    if not chosen:
+        raise NothingToConvertError(f"nothing can be converted: {_summary(kept)}.")
+    return chosen, tuple(kept)
+
+
+def stages(model: nn.Module, input_size: Sequence[int] | None = None) -> tuple[tuple[str, ...], ...]:
+    """The names of the spatial convs by stage: those that give maps of one size, in the order of execution.
+
+    Any of them can be given to `convert` and `decompose` as `where`, to rewrite a stage.
+    """
+    check_module(model)
+    size = input_size or getattr(model, "input_size", None)
+    if size is None:
+        raise LowRankError("the stages of a network hang on the size of its images (channels, height, width).")
+    convs = _convs(model)
+    found: dict[tuple[int, ...], list[str]] = {}
+    for row in count(model, size).layers:
+        if row.name in convs and min(convs[row.name].kernel_size) > 1:
+            found.setdefault(row.output[1:], []).append(row.name)
+    return tuple(map(tuple, found.values()))
+
+
+def check_module(model: object) -> None:
+    """Refuse what is no module, and a scripted one, whose layers cannot be exchanged."""
+    if not isinstance(model, nn.Module):
+        raise LowRankError(f"a model is an nn.Module, not {type(model).__name__}.")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise LowRankError(
+                f"{name or 'the model'} is scripted, which cannot be rewritten: do this first, then script it."
+            )
+
+
+def _check_exact(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if _quantised(module):
+            label = name or "the model"
+            raise LowRankError(f"{label} is quantised: convert the model in floating point, then quantise it.")
+
+
+def _quantised(module: nn.Module) -> bool:
+    home = type(module).__module__
+    return "Conv" in type(module).__name__ and (".quantized" in home or ".qat" in home)
+
+
+def _convs(model: nn.Module) -> dict[str, _ConvNd]:
+    """Every conv of any kind by name, without the parts of layers that are low-rank already."""
+    low_rank = (m for m in model.modules() if isinstance(m, FactoredConv2d | CompositeConv2d))
+    inside = {id(part) for layer in low_rank for part in layer.modules()}
+    return {name: m for name, m in model.named_modules() if isinstance(m, _ConvNd) and id(m) not in inside}
+
+
+def _uses(model: nn.Module) -> Counter[int]:
+    """How many layers hold each parameter."""
+    return Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+
+
+def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
+    """Why a conv cannot be rewritten; empty where it can."""
+    if isinstance(conv, _ConvTransposeNd):
+        return "it is transposed"
+    if not isinstance(conv, nn.Conv2d):
+        return "it is not two-dimensional"
+    if isinstance(conv, LazyModuleMixin):
+        return "it is lazy: run the model once, so that it knows its channels"
+    if parametrize.is_parametrized(conv) or not isinstance(conv._parameters.get("weight"), nn.Parameter):
+        return "its weight is computed from others: remove the parametrisation first"
+    if type(conv) is not nn.Conv2d:
+        return f"it is a {type(conv).__name__}, not a plain nn.Conv2d"
+    if min(conv.kernel_size) == 1:
+        return f"its kernel is {conv.kernel_size[0]}x{conv.kernel_size[1]}"
+    if conv.groups == conv.in_channels > 1:
+        return "it is depthwise"
+    if ties[id(conv.weight)] > 1:
+        return "it shares its weight with another layer"
+    if conv._forward_hooks or conv._forward_pre_hooks or conv._backward_hooks:
+        return "it carries hooks, which would be lost"
+    if scheme.name != "dense" and conv.out_channels // conv.groups < len(scheme.shapes):
+        return f"it has too few filters for the scheme {scheme}"
+    return ""
+
+
+def _selector(where: Where, convs: Mapping[str, nn.Module]) -> Callable[[str, _ConvNd], bool]:
+    if where is None:
+        return lambda name, conv: not _projects_patches(conv)
+    if callable(where):
+        return lambda name, conv: isinstance(conv, nn.Conv2d) and bool(where(name, conv))
+    wanted = _several(where)
+    patterns = [item for item in wanted if isinstance(item, str)]
+    kernels = [(item, item) if isinstance(item, int) else item for item in wanted if not isinstance(item, str)]
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for name in convs):
+            raise LowRankError(f"no convolution is called {pattern!r}; {nearest(pattern, convs)}")
+    return lambda name, conv: conv.kernel_size in kernels or any(_matches(name, pattern) for pattern in patterns)
+
+
+def _several(where: object) -> list[str | Kernel]:
+    """Names and kernels, one or several, as a list."""
+    if isinstance(where, str) or _is_kernel(where):
+        return [where]  # type: ignore[list-item]
+    items = list(where) if isinstance(where, Iterable) and not isinstance(where, bytes | Mapping) else None
+    if items is None or not all(isinstance(item, str) or _is_kernel(item) for item in items):
+        raise LowRankError(
+            "where is a name or pattern, a kernel (3 or (3, 5)), a list of these, or f(name, conv) -> bool, "
+            f"not {where!r}."
+        )
+    return items
+
+
+def _is_kernel(item: object) -> bool:
+    sides = item if isinstance(item, tuple) and len(item) == 2 else (item,)
+    return all(isinstance(side, int) and not isinstance(side, bool) for side in sides)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """A layer's own name, a pattern of names, or the name of something that contains the layer."""
+    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+
+
+def _projects_patches(conv: _ConvNd) -> bool:
+    """Windows that do not overlap: narrower filters would never see most of the image."""
+    return all(step >= size for step, size in zip(conv.stride, conv.kernel_size, strict=True))
+
+
+def _summary(kept: Sequence[Kept]) -> str:
+    """The first few reasons, each with a layer it holds for."""
+    examples: dict[str, str] = {}
+    for row in kept:
+        examples.setdefault(row.reason, row.name or row.layer)
+    return "; ".join(f"{name}: {reason}" for reason, name in list(examples.items())[:3])

@@ -1,0 +1,103 @@
+"""What it takes to build a network again, conversions included, in values that JSON can hold.
+
+Nothing stored is run as code: a description names one of our networks and its options, and lists which layers were
+rewritten by which scheme. A network that is not ours is built by its owner, and rewritten as listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+
+from lowrank_cnn.method.converting import Change, Conversion, rewrite
+from lowrank_cnn.method.scheme import Scheme, parse_scheme
+from lowrank_cnn.models import create_model
+from lowrank_cnn.models.network import Network
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.version import __version__
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """The options of one of our networks (None for another), and what was rewritten in it."""
+    return {
+        "version": __version__,
+        "model": dict(model.config) if isinstance(model, Network) else None,
+        "class": type(model).__name__,
+        "conversion": {"changed": [asdict(change) for change in _changed(model)]},
+    }
+
+
+def rebuild(description: Mapping[str, Any], *, into: nn.Module | None = None) -> nn.Module:
+    """The network of a description, with fresh weights; one that is not ours is built on `into`.
+
+    `into` is the network as it was before any conversion, which is left as it is, or the converted one itself.
+    """
+    if into is None:
+        into = _ours(description)
+    conversion = description.get("conversion", {})
+    schemes = _schemes(conversion)
+    done = {change.name: parse_scheme(change.scheme) for change in _changed(into)}
+    return into if schemes == done else rewrite_again(into, conversion)
+
+
+def rewrite_again(model: nn.Module, conversion: Mapping[str, object]) -> nn.Module:
+    """Repeat a stored conversion (`Conversion.to_dict()`) on the network it was made from, with fresh weights."""
+    schemes = _schemes(conversion)
+    return rewrite(model, schemes) if schemes else model
+
+
+def run_entry(model: nn.Module) -> dict[str, Any]:
+    """What the record of a run says about its network: a name for people, and what `rebuild` needs."""
+    found = describe(model)
+    config, changed = found["model"], found["conversion"]["changed"]
+    if not changed:
+        return config or {"name": found["class"]}
+    schemes = dict.fromkeys(str(row["scheme"]).partition("(")[0] for row in changed)
+    name = config["name"] if config else found["class"]
+    return {"name": "+".join((name, *schemes)), "config": config, "class": found["class"], **_only(found)}
+
+
+def entry_description(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The description that a `run_entry` holds."""
+    if "conversion" in entry:
+        return {"model": entry.get("config"), "class": entry.get("class"), "conversion": entry["conversion"]}
+    ours = "num_classes" in entry
+    return {"model": dict(entry) if ours else None, "class": entry.get("name"), "conversion": {"changed": []}}
+
+
+def _only(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Of each change what repeats it; the rest is for reports."""
+    rows = [{"name": row["name"], "scheme": row["scheme"]} for row in found["conversion"]["changed"]]
+    return {"conversion": {"changed": rows}}
+
+
+def _changed(model: nn.Module) -> tuple[Change, ...]:
+    return getattr(model, "conversion", Conversion()).changed
+
+
+def _schemes(conversion: object) -> dict[str, Scheme]:
+    changed = conversion.get("changed") if isinstance(conversion, Mapping) else None
+    if not isinstance(changed, Sequence) or not all(_is_change(row) for row in changed):
+        raise LowRankError("a stored conversion lists the layers that it changed, each with its scheme.")
+    return {str(row["name"]): parse_scheme(str(row["scheme"])) for row in changed}
+
+
+def _is_change(row: object) -> bool:
+    return isinstance(row, Mapping) and {"name", "scheme"} <= row.keys()
+
+
+def _ours(description: Mapping[str, Any]) -> nn.Module:
+    config = description.get("model")
+    if not isinstance(config, Mapping):
+        name = description.get("class") or "the network"
+        raise LowRankError(
+            f"{name} is not one of our networks: build the unconverted one yourself and load the weights with "
+            "lowrank_cnn.load(path, into=network), or name it to the command as --into path.py:function."
+        )
+    try:
+        return create_model(**config)
+    except TypeError as error:
+        raise LowRankError(f"the stored options of {config.get('name')} are not those of a network.") from error

@@ -1,0 +1,1 @@
+"""The ground under every room: errors, clock, memory, environment, cache and text."""

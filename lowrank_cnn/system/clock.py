@@ -1,0 +1,126 @@
+"""Clocks: run things in turns, after a warm-up, and state medians with the quartiles around them."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+import torch
+
+from lowrank_cnn.system.errors import LowRankError
+
+Run = Callable[[], object]
+_FEWEST = 3
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Milliseconds: the median of several runs, and the quartiles around it."""
+
+    ms: float
+    low: float
+    high: float
+    runs: int
+
+
+def measure(
+    runs: Mapping[str, Run], *, repeats: int = 15, budget: float = 20.0, cuda: bool = False, rest: float = 0.0
+) -> dict[str, Sample]:
+    """Time several things in turns: each `repeats` times, or fewer (three at least) within `budget` seconds.
+
+    `rest` seconds pass before each run: threads of a runtime spin on for a while after its last, and where
+    several runtimes take turns they would slow the next one down.
+    """
+    if repeats < _FEWEST:
+        raise LowRankError(f"a median with quartiles takes {_FEWEST} runs at least, not {repeats}.")
+    clock = _cuda_clock if cuda else _clock
+    for run in runs.values():  # twice: the first run of a kernel also compiles, allocates or packs
+        run()
+        run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    end = time.perf_counter() + budget
+    for turn in range(repeats):
+        if turn >= _FEWEST and time.perf_counter() > end:
+            break
+        for name, run in runs.items():
+            time.sleep(rest)
+            times[name].append(clock(run))
+    return {name: _sample(taken) for name, taken in times.items()}
+
+
+@contextmanager
+def torch_threads(threads: int | None) -> Iterator[None]:
+    """Run with so many threads inside operations, and with the number there was after."""
+    if threads is not None and threads < 1:
+        raise LowRankError(f"the number of threads is positive, not {threads}.")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Marks:
+    """Start and stop times by name, on the host."""
+
+    def __init__(self) -> None:
+        self.started: dict[str, float] = {}
+        self.taken: dict[str, float] = {}
+
+    def start(self, name: str) -> None:
+        self.started[name] = time.perf_counter()
+
+    def stop(self, name: str) -> None:
+        spent = 1000 * (time.perf_counter() - self.started[name])
+        self.taken[name] = self.taken.get(name, 0.0) + spent
+
+    def collect(self) -> dict[str, float]:
+        taken, self.taken = self.taken, {}
+        return taken
+
+
+class CudaMarks:
+    """The same by events on the device, which does not wait for the host."""
+
+    def __init__(self) -> None:
+        self.events: dict[str, list[torch.cuda.Event]] = defaultdict(list)
+
+    def start(self, name: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.events[name].append(event)
+
+    stop = start
+
+    def collect(self) -> dict[str, float]:
+        torch.cuda.synchronize()
+        events, self.events = self.events, defaultdict(list)
+        return {
+            name: sum(a.elapsed_time(b) for a, b in zip(marks[::2], marks[1::2], strict=True))
+            for name, marks in events.items()
+        }
+
+
+def _clock(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return 1000 * (time.perf_counter() - start)
+
+
+def _cuda_clock(run: Run) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
+
+
+def _sample(times: Sequence[float]) -> Sample:
+    low, _, high = quantiles(times, n=4)
+    return Sample(median(times), low, high, len(times))

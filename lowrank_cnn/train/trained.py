@@ -1,0 +1,136 @@
+"""A trained network with what it takes to use it, out of a run, a file or the package; reading runs no code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowrank_cnn.data import Augment, Preprocess, preprocess_from_dict
+from lowrank_cnn.data.stream.streamed import frame
+from lowrank_cnn.models import create_model
+from lowrank_cnn.models.files import Stored, is_exported, read_weights
+from lowrank_cnn.models.pretrained import read_pretrained
+from lowrank_cnn.models.rebuild import entry_description, rebuild
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train.checkpoint import Checkpoint, Store, read_checkpoint
+from lowrank_cnn.train.inputs import augmentation
+from lowrank_cnn.train.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A network with what it takes to use it: how images are prepared, and what its outputs are called.
+
+    `image` is the size of the images it was trained on (channels, height, width) before any crop, or empty
+    where they differed in size.
+    """
+
+    network: nn.Module
+    preprocess: Preprocess
+    recipe: Recipe
+    classes: tuple[str, ...]
+    image: tuple[int, ...] = ()
+
+    @property
+    def channels(self) -> int:
+        """1 for grey images, 3 for colour."""
+        return self.image[0] if self.image else len(self.preprocess.to_dict()["mean"])
+
+    @property
+    def square(self) -> int | None:
+        """The side of its images, where all were one square."""
+        return self.image[1] if self.image and self.image[1] == self.image[2] else None
+
+    @property
+    def input_size(self) -> tuple[int, int, int]:
+        """What the network sees of an image (channels, height, width)."""
+        return self.channels, *frame(self.image[1:] or None, self.augment, train=False, fill=()).window  # type: ignore[arg-type]
+
+    @property
+    def augment(self) -> Augment:
+        """How an image becomes what the network sees; where it met many sizes, every image is scaled."""
+        augment = augmentation(self.recipe)
+        return augment if self.image else augment.for_any_size()
+
+    def stored(self, input_size: Sequence[int] | None = None) -> Stored:
+        """What a file keeps of it; `input_size` is of other images than it was trained on."""
+        card = {
+            "recipe": self.recipe.to_dict(),
+            "data": {"classes": list(self.classes), "image": list(self.image)},
+        }
+        size = tuple(input_size or self.input_size)
+        return Stored(self.network, size, card, {k: t.clone() for k, t in self.preprocess.to_dict().items()})
+
+
+def load_checkpoint(path: str | Path, *, best: bool = False, network: nn.Module | None = None) -> Trained:
+    """The trained network of a run: its directory (the last weights, or the best), or one checkpoint file.
+
+    An exported .safetensors will do as well, where what was exported was trained. The network is built anew from
+    its name and options, and converted as it was; one that `create_model` does not know is passed in, as it was
+    before any conversion, or converted. Where the run kept a moving average of the weights, that is loaded.
+    """
+    if is_exported(Path(path)):
+        return _exported(Path(path), network)
+    checkpoint = _read(Path(path), best)
+    state = checkpoint.state
+    network = rebuild(entry_description(state["model"]), into=network)
+    weights = checkpoint.part("average") or checkpoint.part("model")
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        raise LowRankError(f"the weights in {path} are not those of {state['model']['name']}.") from error
+    network.begun_from = Path(path).name  # type: ignore[assignment]
+    return _trained(network, checkpoint.part("preprocess"), state)
+
+
+def load_pretrained(name: str, data: str) -> Trained:
+    """A network with the weights that come with the package, and how its images are prepared."""
+    found = read_pretrained(name, data)
+    return _trained(create_model(name, pretrained=data), found.preprocess, found.card)
+
+
+def trained_of(stored: Stored) -> Trained | None:
+    """What a file holds of a trained network; None where it holds weights alone."""
+    if stored.card is None:
+        return None
+    try:
+        return _trained(stored.network, stored.preprocess, stored.card)
+    except (KeyError, TypeError) as error:
+        raise LowRankError("the file's card of its network is damaged: export the network again.") from error
+
+
+def _trained(network: nn.Module, preprocess: Mapping[str, Tensor], card: Mapping[str, Any]) -> Trained:
+    """From the tensors and the card that a run, a file or the package keeps."""
+    data = card["data"]
+    recipe, classes, image = Recipe.from_dict(card["recipe"]), tuple(data["classes"]), tuple(data["image"])
+    return Trained(network, preprocess_from_dict(preprocess), recipe, classes, image)
+
+
+def _exported(path: Path, network: nn.Module | None) -> Trained:
+    trained = trained_of(read_weights(path, into=network))
+    if trained is None:
+        raise LowRankError(
+            f"{path} holds weights, but not which classes they tell apart and how images are prepared for them: "
+            f"export it from the run that trained it (lowrank export RUN {path.name})."
+        )
+    return trained
+
+
+def _read(path: Path, best: bool) -> Checkpoint:
+    if not path.is_dir():
+        if path.suffix not in ("", ".json", ".safetensors") or not path.with_suffix(".json").is_file():
+            raise LowRankError(
+                f"{path} is neither a run's directory, nor one of its checkpoints, nor an exported .safetensors."
+            )
+        return read_checkpoint(path.with_suffix(""))
+    passed_over: list[str] = []
+    checkpoint = Store(path).latest(passed_over.append, kind="best" if best else "step")
+    if checkpoint is None:
+        raise LowRankError(f"{path} holds no checkpoint.")
+    if passed_over:
+        raise LowRankError(f"{passed_over[0]} {checkpoint.stem}.json is the newest whole one: name it to use it.")
+    return checkpoint

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowrank_cnn.data import ResidentSplit, StreamedSplit, open_data
+from lowrank_cnn.system.errors import LowRankError
+
+Photo = Callable[..., bytes]
+WriteFolder = Callable[..., Path]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, photo: Photo, write_folder: WriteFolder) -> Path:
+    train = {f"train/{name}/{n}.png": photo(n) for name in ("bee", "ant") for n in range(3)}
+    train["train/ant/deeper/9.JPEG"] = photo(9, format="JPEG")
+    train |= {"train/ant/notes.txt": b"no image", "train/ant/.hidden.png": b"", "train/README": b""}
+    return write_folder(tmp_path / "own", train | {f"val/{name}/0.png": photo(0) for name in ("bee", "ant")})
+
+
+def test_classes_are_folders_by_name(folder: Path) -> None:
+    data = open_data(folder)
+    assert data.name == "own"
+    assert data.classes == ("ant", "bee")
+    assert data.train.labels.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert data.test.labels.tolist() == [0, 1]
+    assert isinstance(data.train, ResidentSplit)
+    assert data.train.images.shape == (7, 3, 12, 10)
+    assert not data.train.problems
+
+
+def test_test_is_preferred_to_val_where_it_has_classes(
+    folder: Path, photo: Photo, write_folder: WriteFolder
+) -> None:
+    write_folder(folder, {"test/0001.png": photo(0)})  # as ILSVRC's test images: no classes
+    assert len(open_data(folder).test) == 2
+    write_folder(folder, {f"test/bee/{n}.png": photo(n) for n in range(5)} | {"test/ant/1.png": photo(1)})
+    assert len(open_data(folder).test) == 6
+
+
+def test_without_val_or_test_a_sentence_says_so(tmp_path: Path, photo: Photo, write_folder: WriteFolder) -> None:
+    write_folder(tmp_path, {"train/ant/0.png": photo(0)})
+    with pytest.raises(LowRankError, match="no val/ or test/"):
+        open_data(tmp_path)
+
+
+def test_empty_and_unknown_class_folders_are_named(folder: Path, photo: Photo, write_folder: WriteFolder) -> None:
+    (folder / "train" / "cow").mkdir()
+    write_folder(folder, {"val/dog/0.png": photo(0)})
+    data = open_data(folder)
+    assert data.classes == ("ant", "bee", "cow")
+    assert data.train.problems.examples == {"empty class folder": ["train/cow"]}
+    assert data.test.problems.examples == {
+        "empty class folder": ["val/cow"],
+        "class folder unknown in train": ["val/dog"],
+    }
+    with pytest.raises(LowRankError, match=r"1 empty class folder \(train/cow\)"):
+        open_data(folder, bad="refuse")
+
+
+def test_a_corrupt_file_is_named_and_left_out(folder: Path) -> None:
+    (folder / "train" / "bee" / "1.png").write_bytes(b"junk")
+    train = open_data(folder).train
+    assert len(train) == 6
+    assert train.problems.examples == {"undecodable image": ["train/bee/1.png: not a known image format"]}
+
+
+def test_a_file_that_vanished_is_a_bad_image(folder: Path) -> None:
+    data = open_data(folder)
+    (folder / "train" / "bee" / "1.png").unlink()
+    assert len(data.train) == 6
+    assert "No such file" in data.train.problems.examples["undecodable image"][0]
+
+
+def test_images_of_many_sizes_stream(tmp_path: Path, photo: Photo, write_folder: WriteFolder) -> None:
+    images = {f"{split}/a/{n}.png": photo(n, size=(9 + n, 9)) for split in ("train", "val") for n in range(3)}
+    data = open_data(write_folder(tmp_path, images))
+    assert isinstance(data.train, StreamedSplit)
+    held = data.holdout(1, seed=0)
+    assert (len(held.train), len(held.test)) == (2, 1)
+    assert isinstance(held.train, StreamedSplit)
+    assert isinstance(held.test, StreamedSplit)
+    assert sorted(torch.cat([held.train.rows, held.test.rows]).tolist()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("source", ["nothing/at/all", "./missing", "digit", "/no/such/folder"])
+def test_unknown_sources_are_told_what_would_be_right(source: str) -> None:
+    with pytest.raises(LowRankError, match=r"is no data: give digits, a folder of parquet shards"):
+        open_data(source)
+
+
+def test_what_is_neither_a_name_nor_a_path_is_refused() -> None:
+    with pytest.raises(LowRankError, match="by its name or path, not by None"):
+        open_data(None)
+
+
+def test_a_folder_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(LowRankError, match="neither parquet shards"):
+        open_data(tmp_path)

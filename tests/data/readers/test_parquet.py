@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from lowrank_cnn.data import Problems, ResidentSplit, Split, StreamedSplit, open_data
+from lowrank_cnn.data.readers.parquet import open_shards
+from lowrank_cnn.data.types import generator
+from lowrank_cnn.system.errors import LowRankError
+
+Photo = Callable[..., bytes]
+WriteShards = Callable[..., list[Path]]
+
+
+def resident(split: Split) -> ResidentSplit:
+    assert isinstance(split, ResidentSplit)
+    return split
+
+
+def test_shards_are_read_in_order(shards: Path, photo: Photo) -> None:
+    data = open_data(shards)
+    assert data.name == shards.name
+    assert data.classes == ("cat", "dog", "owl")
+    train, test = resident(data.train), resident(data.test)
+    assert train.images.shape == (40, 3, 12, 10)
+    assert train.labels.tolist() == [number % 3 for number in range(40)]
+    assert test.images.shape == (10, 3, 12, 10)
+    assert not train.problems
+    assert not test.problems
+    in_last_shard = train.images[30].permute(1, 2, 0).contiguous().numpy().tobytes()
+    assert in_last_shard == Image.open(io.BytesIO(photo(30))).tobytes()
+
+
+@pytest.mark.parametrize("below", ["data", "plain_text"])
+@pytest.mark.parametrize("columns", [("img", "label"), ("img", "fine_label")])
+def test_layouts_of_the_hub(
+    tmp_path: Path, photo: Photo, write_shards: WriteShards, below: str, columns: tuple[str, str]
+) -> None:
+    for split in ("train", "validation"):
+        write_shards(tmp_path / below, split, [[(photo(0), 0), (photo(1), 1)]], columns=columns)
+    data = open_data(tmp_path)
+    assert (len(data.train), len(data.test), data.classes) == (2, 2, ("cat", "dog", "owl"))
+
+
+def test_names_with_a_hash_and_valid(tmp_path: Path, photo: Photo, write_shards: WriteShards) -> None:
+    for split in ("train", "valid"):
+        (file,) = write_shards(tmp_path, split, [[(photo(0), 0)]])
+        file.rename(file.with_name(f"{file.stem}-1359597a978bc4fa.parquet"))
+    assert len(open_data(tmp_path).test) == 1
+
+
+def test_validation_stands_in_where_test_labels_are_withheld(
+    tmp_path: Path, photo: Photo, write_shards: WriteShards
+) -> None:
+    write_shards(tmp_path, "train", [[(photo(0), 0)]])
+    write_shards(tmp_path, "validation", [[(photo(1), 2)]])
+    write_shards(tmp_path, "test", [[(photo(2), -1), (photo(3), -1)]])
+    data = open_data(tmp_path)
+    assert data.test.labels.tolist() == [2]
+    assert not data.test.problems
+
+
+def test_labels_are_class_names_where_the_schema_has_none(
+    tmp_path: Path, photo: Photo, write_shards: WriteShards
+) -> None:
+    write_shards(tmp_path, "train", [[(photo(n), n) for n in range(4)]], names=None)
+    write_shards(tmp_path, "test", [[(photo(9), 3)]], names=None)
+    assert open_data(tmp_path).classes == ("0", "1", "2", "3")
+    write_shards(tmp_path, "train", [[(photo(0), 10**9)]], names=None)
+    with pytest.raises(LowRankError, match="labels go up to 1000000000"):
+        open_data(tmp_path)
+
+
+def test_a_missing_shard_is_named(shards: Path) -> None:
+    (shards / "train-00001-of-00003.parquet").unlink()
+    with pytest.raises(LowRankError, match=r"lacks the shard train-00001-of-00003\.parquet"):
+        open_data(shards)
+    data = open_data(shards, missing="skip")
+    assert len(data.train) == 28
+    assert data.train.problems.examples == {"missing shard": ["train-00001-of-00003.parquet"]}
+
+
+def test_shards_of_two_counts_are_refused(shards: Path) -> None:
+    (shards / "train-00002-of-00003.parquet").rename(shards / "train-00002-of-00004.parquet")
+    with pytest.raises(LowRankError, match="00003 and 00004"):
+        open_data(shards)
+
+
+def test_a_file_that_is_no_parquet_is_named(shards: Path) -> None:
+    (shards / "train-00001-of-00003.parquet").write_bytes(b"PAR1 and then nothing")
+    with pytest.raises(LowRankError, match=r"train-00001-of-00003\.parquet cannot be read as parquet"):
+        open_data(shards)
+
+
+def test_a_set_needs_training_and_test_shards(tmp_path: Path, photo: Photo, write_shards: WriteShards) -> None:
+    write_shards(tmp_path, "train", [[(photo(0), 0)]])
+    with pytest.raises(LowRankError, match="it has train"):
+        open_data(tmp_path)
+
+
+def test_several_sets_in_one_folder_are_refused(tmp_path: Path, photo: Photo, write_shards: WriteShards) -> None:
+    for below in ("one", "two"):
+        write_shards(tmp_path / below, "train", [[(photo(0), 0)]])
+    with pytest.raises(LowRankError, match=r"several sets.*one.*two"):
+        open_data(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ({"image": [{"bytes": b"x"}], "class": [1]}, "has no column label, only image, class"),
+        ({"image": [{"bytes": b"x"}], "label": ["cat"]}, "holds string, not class numbers"),
+        ({"picture": [{"bytes": b"x"}], "label": [1]}, "has no column image with bytes"),
+        ({"image": [{"path": "x"}], "label": [1]}, "has no column image with bytes"),
+    ],
+)
+def test_other_columns_are_refused(tmp_path: Path, columns: dict[str, list], sentence: str) -> None:
+    for split in ("train", "test"):
+        pq.write_table(pa.table(columns), tmp_path / f"{split}-00000-of-00001.parquet")
+    with pytest.raises(LowRankError, match=sentence):
+        open_data(tmp_path)
+
+
+def test_plain_bytes_are_images_too(tmp_path: Path, photo: Photo) -> None:
+    for split in ("train", "test"):
+        pq.write_table(pa.table({"image": [photo(0)], "label": [0]}), tmp_path / f"{split}.parquet")
+    assert resident(open_data(tmp_path).train).images.shape == (1, 3, 12, 10)
+
+
+@pytest.fixture
+def spoiled(tmp_path: Path, photo: Photo, write_shards: WriteShards) -> Path:
+    """Ten training rows of which five are good."""
+    rows: list[tuple[bytes | None, int | None]] = [(photo(n), n % 3) for n in range(10)]
+    rows[1] = (photo(1), -1)
+    rows[2] = (photo(2), 3)
+    rows[4] = (photo(4), None)
+    rows[5] = (photo(5)[:60], 1)
+    rows[7] = (None, 1)
+    write_shards(tmp_path, "train", [rows])
+    write_shards(tmp_path, "test", [[(photo(0), 0)]])
+    return tmp_path
+
+
+def test_bad_rows_are_counted_named_and_left_out(spoiled: Path) -> None:
+    train = resident(open_data(spoiled).train)
+    assert train.labels.tolist() == [0, 0, 0, 2, 0]
+    assert train.images.shape[0] == 5
+    assert train.problems.counts == {"wrong label": 3, "undecodable image": 2}
+    shard = "train-00000-of-00001.parquet"
+    assert train.problems.examples["wrong label"] == [f"{shard}:1: -1", f"{shard}:2: 3", f"{shard}:4: none"]
+    undecodable = train.problems.examples["undecodable image"]
+    assert undecodable[0].startswith(f"{shard}:5: ")
+    assert undecodable[1] == f"{shard}:7: no bytes"
+
+
+def test_bad_rows_are_refused_where_asked(spoiled: Path, photo: Photo, write_shards: WriteShards) -> None:
+    with pytest.raises(LowRankError, match=r"3 wrong label \(train-00000-of-00001\.parquet:1: -1"):
+        open_data(spoiled, bad="refuse")
+    write_shards(spoiled, "train", [[(photo(0), 0), (b"junk", 1)]])
+    data = open_data(spoiled, bad="refuse")
+    with pytest.raises(LowRankError, match=r"1 undecodable image \(train-00000-of-00001\.parquet:1: "):
+        len(data.train)
+
+
+def test_nothing_left_is_an_error(tmp_path: Path, write_shards: WriteShards) -> None:
+    for split in ("train", "test"):
+        write_shards(tmp_path, split, [[(b"junk", 0)]])
+    with pytest.raises(LowRankError, match="no image to read"):
+        open_data(tmp_path)
+
+
+def test_an_image_of_another_size_is_resized_and_counted(
+    tmp_path: Path, photo: Photo, write_shards: WriteShards
+) -> None:
+    rows = [(photo(n), 0) for n in range(200)]
+    rows[24] = (photo(1, size=(30, 20)), 0)  # not among those looked at
+    write_shards(tmp_path, "train", [rows])
+    write_shards(tmp_path, "test", [rows[:1]])
+    train = resident(open_data(tmp_path).train)
+    assert train.images.shape == (200, 3, 12, 10)
+    assert train.problems.examples == {
+        "image of another size, resized": ["train-00000-of-00001.parquet:24: 30x20"]
+    }
+
+
+def test_sizes_decide_between_memory_and_stream(tmp_path: Path, photo: Photo, write_shards: WriteShards) -> None:
+    rows = [(photo(n, size=(12 + n, 10)), 0) for n in range(4)]
+    for split in ("train", "test"):
+        write_shards(tmp_path, split, [rows])
+    data = open_data(tmp_path)
+    assert isinstance(data.train, StreamedSplit)
+    assert data.train.size is None
+    square = open_data(tmp_path, image_size=8)
+    assert resident(square.train).images.shape == (4, 3, 8, 8)
+    assert not square.train.problems
+    small = open_data(tmp_path, image_size=8, resident_bytes=4 * 3 * 8 * 8 - 1)
+    assert isinstance(small.train, StreamedSplit)
+    assert small.train.size == (3, 8, 8)
+
+
+def test_grey_sets_stay_grey_and_mixed_ones_become_rgb(
+    tmp_path: Path, photo: Photo, write_shards: WriteShards
+) -> None:
+    write_shards(tmp_path, "train", [[(photo(n, mode="L"), 0) for n in range(3)]])
+    write_shards(tmp_path, "test", [[(photo(0, mode="RGB"), 0)]])
+    data = open_data(tmp_path)
+    assert (data.train.channels, data.test.channels) == (1, 1)
+    assert resident(data.test).images.shape == (1, 1, 12, 10)
+    assert open_data(tmp_path, channels=3).train.size == (3, 12, 10)
+    write_shards(tmp_path, "train", [[(photo(0, mode="L"), 0), (photo(1), 0)]])
+    mixed = resident(open_data(tmp_path).train)
+    assert mixed.images.shape == (2, 3, 12, 10)
+    assert torch.equal(mixed.images[0, 0], mixed.images[0, 1])
+    assert not torch.equal(mixed.images[1, 0], mixed.images[1, 1])
+
+
+def test_limit_takes_classes_in_proportion(shards: Path) -> None:
+    data = open_data(shards, limit=9)
+    assert data.train.labels.bincount().tolist() == [3, 3, 3]
+    assert len(data.test) == 9
+
+
+def test_shuffled_keeps_shards_together(shards: Path) -> None:
+    files = sorted(shards.glob("train-*"))
+    store, _ = open_shards(files, missing="refuse", problems=Problems())
+    orders = [store.shuffled(generator(seed)) for seed in range(8)]
+    for order in orders:
+        assert sorted(order.tolist()) == list(range(40))
+        shard_of = (order >= 16).long() + (order >= 28).long()
+        assert len(shard_of.unique_consecutive()) == 3
+    assert len({tuple(order.tolist()) for order in orders}) == 8
+
+
+def test_only_announced_row_groups_are_kept(shards: Path) -> None:
+    store, _ = open_shards(sorted(shards.glob("train-*")), missing="refuse", problems=Problems())
+    store.keep(places=2, rows=4)
+    for row in range(40):
+        store.read(row)
+        assert len(store._held) <= 4
+    assert store.where(17) == "train-00001-of-00003.parquet:1"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("bad", "keep"), ("missing", "ignore"), ("channels", 2), ("limit", 0)]
+)
+def test_wrong_options_are_refused(shards: Path, option: str, value: object) -> None:
+    options: dict = {option: value}
+    with pytest.raises(LowRankError, match=f"{option} must be"):
+        open_data(shards, **options)

@@ -1,0 +1,293 @@
+import json
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from lowrank_cnn.deploy.exporting import export, load
+from lowrank_cnn.deploy.matrix import MatrixConv2d
+from lowrank_cnn.deploy.merging import merge
+from lowrank_cnn.deploy.optimizing import optimize
+from lowrank_cnn.deploy.winograd import WinogradConv2d
+from lowrank_cnn.method.converting import convert
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.models import create_model
+from lowrank_cnn.system.errors import LowRankError
+
+SIZE = (3, 32, 32)
+
+
+@pytest.fixture
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return create_model("vgg11-gmp-lr-join", width=0.05, num_classes=7, norm="batch").eval()
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return torch.randn(5, *SIZE, generator=torch.Generator().manual_seed(3))
+
+
+def onnx_macs(path) -> int:
+    """The multiply-accumulates of one image, read off the graph that was written."""
+    onnx = pytest.importorskip("onnx")
+    model = onnx.shape_inference.infer_shapes(onnx.load(path))
+    weights = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
+    shapes = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in model.graph.value_info}
+    total = 0
+    for node in model.graph.node:
+        if node.op_type == "Conv":
+            filters, depth, *kernel = weights[node.input[1]]
+            height, width = shapes[node.output[0]][2:]
+            total += filters * depth * kernel[0] * kernel[1] * height * width
+        elif node.op_type in ("Gemm", "MatMul"):
+            total += weights[node.input[1]][0] * weights[node.input[1]][1]
+    return total
+
+
+@pytest.mark.parametrize(
+    ("name", "pool"),
+    [("vgg11-gmp-lr", None), ("vgg11-gmp-lr-join", None), ("nin-c3-lr", None), ("nin-c3-lr", "average")],
+)
+def test_onnx_keeps_the_saving_and_the_outputs(name: str, pool, tmp_path, images: torch.Tensor):
+    net = create_model(name, width=0.05, pool=pool).eval()
+    written = export(net, tmp_path / "net.onnx", input_size=SIZE)
+    assert written.error < 1e-4
+    assert onnx_macs(tmp_path / "net.onnx") == count(net, SIZE).macs
+    again = load(tmp_path / "net.onnx")
+    torch.testing.assert_close(again(images), net(images), rtol=1e-4, atol=1e-4)
+    assert [file.name for file in tmp_path.iterdir()] == ["net.onnx"]
+
+
+def test_a_program_takes_any_batch_and_is_read_only_if_trusted(tmp_path, network: nn.Module, images: torch.Tensor):
+    written = export(network, tmp_path / "net.pt2", input_size=SIZE)
+    assert written.error < 1e-5
+    with pytest.raises(LowRankError, match="trusted"):
+        load(tmp_path / "net.pt2")
+    again = load(tmp_path / "net.pt2", trusted=True)
+    torch.testing.assert_close(again(images), network(images))
+
+
+def test_safetensors_build_our_networks_again(tmp_path, network: nn.Module, images: torch.Tensor):
+    export(network, tmp_path / "net.safetensors")
+    again = load(tmp_path / "net.safetensors")
+    assert again.config == network.config
+    assert not again.training
+    torch.testing.assert_close(again(images), network(images), rtol=0, atol=0)
+
+
+def test_safetensors_remember_a_conversion(tmp_path, images: torch.Tensor):
+    net = convert(create_model("nin", width=0.05), "lr-join(m=4)", where="*conv2*").eval()
+    export(net, tmp_path / "net.safetensors")
+    with safe_open(tmp_path / "net.safetensors", framework="pt") as file:
+        stored = json.loads(file.metadata()["lowrank_cnn"])
+    assert stored["conversion"]["changed"][0]["name"] == "features.conv2_1"
+    torch.testing.assert_close(load(tmp_path / "net.safetensors")(images), net(images), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scheme", ["lr", "lr-join", "separable(m=4)", "mixture(kx1, 1xk, kxk, join)"])
+def test_a_converted_network_keeps_its_saving_in_onnx(scheme: str, tmp_path, images: torch.Tensor):
+    dense = create_model("nin", width=0.1).eval()
+    net = convert(dense, scheme)
+    written = export(net, tmp_path / "net.onnx", input_size=SIZE)
+    assert written.error < 1e-4
+    assert onnx_macs(tmp_path / "net.onnx") == count(net, SIZE).macs < count(dense, SIZE).macs
+    for batch in (1, 5):
+        torch.testing.assert_close(
+            load(tmp_path / "net.onnx")(images[:batch]), net(images[:batch]), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_the_precision_of_the_weights_is_kept(tmp_path):
+    net = convert(create_model("nin", width=0.05), "lr").to(torch.bfloat16)
+    export(net, tmp_path / "net.safetensors")
+    assert {p.dtype for p in load(tmp_path / "net.safetensors").parameters()} == {torch.bfloat16}
+
+
+def foreign() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.LazyLinear(2))
+
+
+def test_safetensors_of_a_foreign_network_load_into_one_that_is_not_converted(tmp_path, images: torch.Tensor):
+    dense = foreign()
+    dense(images)
+    net = convert(dense, "lr", where="0").eval()
+    export(net, tmp_path / "net.safetensors")
+    with pytest.raises(LowRankError, match="Sequential is not one of our networks"):
+        load(tmp_path / "net.safetensors")
+    before = dense[2].weight.clone()
+    again = load(tmp_path / "net.safetensors", into=dense)
+    torch.testing.assert_close(again(images), net(images), rtol=0, atol=0)
+    assert isinstance(dense[0], nn.Conv2d)
+    assert torch.equal(dense[2].weight, before)
+
+
+def test_the_network_stays_in_the_mode_it_was_in(tmp_path, network: nn.Module):
+    network.train()
+    mean = network.features.conv1_1_norm.running_mean.clone()
+    export(network, tmp_path / "net.pt2", input_size=SIZE)
+    assert network.training
+    assert torch.equal(network.features.conv1_1_norm.running_mean, mean)
+
+
+def test_a_merged_network_exports_as_a_graph_but_not_as_a_configuration(tmp_path, network: nn.Module, images):
+    merged = merge(network)
+    export(merged, tmp_path / "net.pt2", input_size=SIZE)
+    torch.testing.assert_close(load(tmp_path / "net.pt2", trusted=True)(images), network(images))
+    with pytest.raises(LowRankError, match="no longer is what its configuration builds"):
+        export(merged, tmp_path / "net.safetensors")
+    assert not (tmp_path / "net.safetensors").exists()
+
+
+def test_a_file_is_replaced_only_when_asked_for(tmp_path, network: nn.Module):
+    path = tmp_path / "net.safetensors"
+    path.write_text("mine")
+    with pytest.raises(LowRankError, match="exists"):
+        export(network, path)
+    assert path.read_text() == "mine"
+    export(network, path, overwrite=True)
+    assert load(path).config == network.config
+
+
+def test_a_failed_export_leaves_nothing_behind(tmp_path):
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(x) if x.sum() > 0 else x
+
+    with pytest.raises(LowRankError, match="cannot trace Looks"):
+        export(Looks(), tmp_path / "net.pt2", input_size=SIZE)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda path: export(nn.Conv2d(3, 4, 3), path / "net.bin"), "ends in .onnx, .pt2 or .safetensors"),
+        (lambda path: export(nn.Conv2d(3, 4, 3), path / "net.pt2"), "size of the images"),
+        (lambda path: export(nn.Conv2d(3, 4, 3), path / "no" / "net.pt2"), "no directory"),
+        (lambda path: export("net", path / "net.pt2"), "an nn.Module, not str"),
+        (lambda path: load(path / "net.pt2"), "no file"),
+        (lambda path: load(bad(path / "net.safetensors")), "not a safetensors file"),
+        (lambda path: load(bad(path / "net.onnx")), "onnxruntime cannot read"),
+        (lambda path: load(bad(path / "net.zip")), "ends in"),
+        (lambda path: load(plain(path / "net.safetensors")), "not how to build"),
+        (lambda path: load(described(path / "net.safetensors", "{")), "description is damaged"),
+        (lambda path: load(described(path / "net.safetensors", '{"model": {"nam": 1}}')), "stored options of"),
+        (
+            lambda path: load(described(path / "net.safetensors", json.dumps(NO_SCHEME))),
+            "a stored conversion lists",
+        ),
+        (lambda path: load(bad(path / "net.pt2"), trusted=True), "not a torch.export program"),
+        (lambda path: load(path), "holds no checkpoint"),
+        (lambda path: export(scripted(), path / "net.onnx", input_size=SIZE), "scripted"),
+        (lambda path: export(Pair(), path / "net.onnx", input_size=SIZE), "gives a tuple, not a tensor"),
+        (lambda path: export(nn.Conv2d(3, 4, 3).double(), path / "net.onnx", input_size=SIZE), "model.float"),
+        (lambda path: export(nn.Conv2d(3, 4, 3), "/proc/net.safetensors"), "cannot be written"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(call, says: str, tmp_path):
+    with pytest.raises(LowRankError, match=says):
+        call(tmp_path)
+
+
+NO_SCHEME = {"model": {"name": "nin"}, "conversion": {"changed": [{"name": "features.conv1_1"}]}}
+
+
+class Pair(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + 1, x
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3)))
+
+
+def described(path, text: str):
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(2)}, path, metadata={"lowrank_cnn": text})
+    return path
+
+
+def bad(path):
+    path.write_bytes(b"not a network")
+    return path
+
+
+def plain(path):
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(2)}, path)
+    return path
+
+
+def test_a_merged_network_of_the_users_own_does_not_go_to_safetensors(tmp_path):
+    own = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    with pytest.raises(LowRankError, match="merged, planned, optimised or changed by hand"):
+        export(merge(own), tmp_path / "own.safetensors")
+    assert not list(tmp_path.iterdir())
+    export(merge(nn.Sequential(nn.Conv2d(3, 4, 3)).eval()), tmp_path / "nothing-merged.safetensors")
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
+def test_what_a_plan_runs_by_products_of_its_own_is_exported_as_layers(tmp_path, suffix: str):
+    convs = [nn.Conv2d(32, 32, 3, padding=1) for _ in range(2)]
+    net = nn.Sequential(MatrixConv2d(convs[0], relu=True), WinogradConv2d(convs[1], pool=nn.MaxPool2d(2))).eval()
+    written = export(net, tmp_path / f"net{suffix}", input_size=(32, 8, 8))
+    assert written.error < 1e-4
+    x = torch.randn(3, 32, 8, 8)
+    loaded = load(tmp_path / f"net{suffix}", trusted=True)
+    torch.testing.assert_close(loaded(x), net(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_network_of_such_products_alone_keeps_its_precision(tmp_path, dtype: torch.dtype):
+    net = nn.Sequential(WinogradConv2d(nn.Conv2d(32, 8, 3, padding=1).to(dtype))).eval()
+    export(net, tmp_path / "net.pt2", input_size=(32, 8, 8))
+    assert load(tmp_path / "net.pt2", trusted=True)(torch.zeros(1, 32, 8, 8, dtype=dtype)).dtype == dtype
+
+
+def test_what_a_user_calls_plan_or_report_is_the_users(tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1))
+    net.plan, net.report = ["a", "list"], lambda: None
+    export(net, tmp_path / "net.safetensors", input_size=(3, 8, 8))
+    again = load(tmp_path / "net.safetensors", into=nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)))
+    assert torch.equal(again[0].weight, net[0].weight)
+
+
+@pytest.mark.parametrize("make", ["plan", "optimize"])
+def test_weights_of_what_was_planned_are_refused(tmp_path, make: str):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()).eval()
+    if make == "plan":
+        net.plan = SimpleNamespace(used=True)
+    else:
+        net = optimize(net, torch.randn(1, 3, 8, 8), compile=False, cache=False, repeats=3)
+    with pytest.raises(LowRankError, match="planned, optimised"):
+        export(net, tmp_path / "net.safetensors", input_size=(3, 8, 8))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loaded_graph_knows_its_images_and_refuses_others(network, tmp_path):
+    export(network, tmp_path / "net.onnx", input_size=SIZE)
+    loaded = load(tmp_path / "net.onnx")
+    assert loaded.input_size == SIZE
+    with pytest.raises(LowRankError, match="images of 3x32x32, not of 3x30x32"):
+        loaded(torch.zeros(1, 3, 30, 32))
+    with pytest.raises(LowRankError, match="images of 3x32x32, not of 32x32"):
+        loaded(torch.zeros(3, 32, 32))
+    with pytest.raises(LowRankError, match=r"in torch.float32, not in torch.float64"):
+        loaded(torch.zeros(1, *SIZE, dtype=torch.float64))
+
+
+def test_a_loaded_program_is_in_evaluation(network, tmp_path):
+    export(network, tmp_path / "net.pt2", input_size=SIZE)
+    assert not any(part.training for part in load(tmp_path / "net.pt2", trusted=True).modules())

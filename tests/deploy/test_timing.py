@@ -1,0 +1,98 @@
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.deploy.timing import LayerTime, dense_twin, pearson, time_model
+from lowrank_cnn.method.converting import convert
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.models import create_model, list_models
+from lowrank_cnn.system.clock import measure, torch_threads
+from lowrank_cnn.system.errors import LowRankError
+
+
+def test_runs_are_taken_in_turns_after_a_warm_up():
+    order = []
+    samples = measure({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=4)
+    assert "".join(order) == "aabb" + "ab" * 4
+    assert samples["a"].runs == 4
+    assert samples["a"].low <= samples["a"].ms <= samples["a"].high
+
+
+def test_a_budget_ends_the_runs_but_not_before_three():
+    assert measure({"a": lambda: None}, repeats=50, budget=0)["a"].runs == 3
+
+
+def test_threads_are_set_and_set_back():
+    before = torch.get_num_threads()
+    with torch_threads(1):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "twin"),
+    [
+        ("vgg11-gmp-lr-join-wfull", "vgg11-gmp"),
+        ("vgg11-gmp-lr-2x", "vgg11-gmp"),
+        ("googlenet-lr-conv1", "googlenet"),
+        ("nin-c3-lr", "nin"),
+    ],
+)
+def test_a_networks_twin_is_its_familys_dense_baseline(name: str, twin: str):
+    net = create_model(name, width=0.05, norm="batch", num_classes=7)
+    found = dense_twin(net)
+    assert found.config == {**net.config, "name": twin}
+
+
+def test_dense_networks_have_no_twin_and_converted_ones_do():
+    dense = [name for name in list_models() if dense_twin(create_model(name, width=0.05)) is None]
+    assert dense == ["vgg11", "vgg11-gmp", "googlenet", "nin"]
+    assert dense_twin(nn.Conv2d(3, 4, 3)) is None
+    converted = convert(create_model("nin", width=0.05), "lr")
+    assert dense_twin(converted).config == converted.config
+    assert dense_twin(create_model("nin", width=0.05, scheme="lr")).config["scheme"] is None
+
+
+@pytest.mark.parametrize("runtime", ["torch", "onnx"])
+def test_layers_and_total_stand_beside_their_macs(runtime: str):
+    net = create_model("nin-c3-lr", width=0.1)
+    timing = time_model(net, batch=2, runtime=runtime, repeats=3)
+    assert timing.macs == 2 * count(net, net.input_size).macs == sum(layer.macs for layer in timing.layers)
+    assert timing.total.ms > 0
+    assert all(layer.ms >= 0 for layer in timing.layers)
+    assert -1 <= timing.correlation <= 1
+    assert timing.twin.name == "nin"
+    assert json.loads(json.dumps(timing.to_dict()))["input"] == [2, 3, 30, 30]
+
+
+def test_the_network_is_left_as_it_was():
+    net = create_model("nin", width=0.05).train()
+    time_model(net, repeats=3)
+    assert net.training
+    assert not any(module._forward_hooks for module in net.modules())
+    assert net.features.conv1_1.weight.is_contiguous()
+
+
+def test_correlation_is_pearsons_over_the_layers_that_multiply():
+    layers = [LayerTime("a", "", 1, 2.0), LayerTime("b", "", 2, 4.0), LayerTime("c", "", 3, 6.0)]
+    assert pearson([*layers, LayerTime("relu", "", 0, 99.0)]) == pytest.approx(1)
+    assert pearson(layers[:2]) is None
+    assert pearson([LayerTime("a", "", 5, 1.0)] * 3) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"runtime": "tvm"}, "torch or onnx"),
+        ({"batch": 0}, "positive"),
+        ({"runtime": "onnx", "device": "cuda"}, "on the CPU"),
+        ({"device": "cuda:7"} if not torch.cuda.is_available() else {"batch": 0}, "CUDA|positive"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(options: dict, says: str):
+    with pytest.raises(LowRankError, match=says):
+        time_model(create_model("nin", width=0.05), **options)
+    with pytest.raises(LowRankError, match="size of the images"):
+        time_model(nn.Conv2d(3, 4, 3))

@@ -1,0 +1,75 @@
+"""Kernels compiled ahead: what a network will ask for is found, and compiled when it is met."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from lowrank_cnn.kernels import composite_conv2d, composite_reference, forced, tracing
+from lowrank_cnn.kernels.autotune.ahead import surveyed
+from lowrank_cnn.kernels.fuse import fuse
+from lowrank_cnn.kernels.mode import survey, surveying
+from lowrank_cnn.models import create_model
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PADDING = [((1, 1), (0, 0)), ((0, 0), (1, 1))]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_survey_runs_by_torch_and_notes_what_was_asked(training: bool):
+    x = torch.randn(2, 16, 6, 6, device=DEVICE)
+    weights = [torch.randn(8, 16, *shape, device=DEVICE, requires_grad=training) for shape in ((3, 1), (1, 3))]
+    with forced("on"), surveying() as asked:
+        y = composite_conv2d(x, weights, None, padding=PADDING, relu=True)
+    right = composite_reference(x, weights, None, stride=(1, 1), padding=PADDING, relu=True)
+    assert torch.equal(y, right)
+    (one,) = asked
+    assert one.training is training
+    assert one.problem.channels == 16
+    assert [group.filters for group in one.problem.groups] == [8, 8]
+
+
+def test_a_whole_network_is_surveyed_on_shapes_alone():
+    net = fuse(create_model("vgg11-gmp-lr", num_classes=10, width=0.25, norm="batch").to(DEVICE).train())
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    drawn = torch.random.get_rng_state()
+    with forced("on"):
+        asked = surveyed(lambda: net(torch.randn(2, 3, 64, 64, device=DEVICE)))
+    assert len(asked) == 8
+    assert all(each.training and each.bias is None for each in asked)  # batch norm has it
+    changed = {name for name, tensor in net.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert all(name.endswith("num_batches_tracked") for name in changed)
+    assert torch.equal(drawn, torch.random.get_rng_state())
+    assert torch.is_tensor(net(torch.randn(2, 3, 64, 64, device=DEVICE)))
+
+
+def test_a_network_that_needs_values_is_met_as_it_comes():
+    assert surveyed(lambda: torch.ones(2).sum().item() / 0) == []
+
+
+def test_the_type_of_the_bias_is_noted():
+    net = fuse(create_model("vgg11-gmp-lr", num_classes=10, width=0.25).to(DEVICE).eval())
+    with forced("on"), torch.no_grad():
+        asked = surveyed(lambda: net(torch.randn(1, 3, 64, 64, device=DEVICE)))
+    assert {each.bias for each in asked} == {torch.float32}
+
+
+def test_what_torch_compile_takes_down_is_not_surveyed(monkeypatch):
+    monkeypatch.setattr(tracing.choice, "fuses", lambda *_: survey() is None)
+    with surveying():
+        assert tracing.fuses()
+        assert survey() == []
+
+
+def test_what_is_compiled_ahead_is_not_compiled_again(program, monkeypatch, tmp_path):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    said, errors = program(90, "ahead").communicate(timeout=300)
+    assert said, errors
+    ahead, in_all = json.loads(said)
+    assert ahead >= 5  # two forwards, and what undoes the pool, the input's gradient and the weights'
+    assert in_all == ahead

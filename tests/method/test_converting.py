@@ -1,0 +1,312 @@
+import copy
+import json
+import threading
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lowrank_cnn.method.converting import conversion_costs, convert
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.init import composite_sigma
+from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.method.selection import stages
+from lowrank_cnn.models import create_model
+from lowrank_cnn.models.rebuild import rewrite_again
+from lowrank_cnn.system.errors import LowRankError
+
+SCHEMES = ["lr", "lr-join", "separable", "mixture", "mixture(kx1=3, 1xk=3, kxk=2, join)", "lr-join(m=0.5)"]
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 12, 5, padding="same", bias=False),
+    )
+
+
+@st.composite
+def convs(draw: st.DrawFn) -> nn.Conv2d:
+    groups = draw(st.sampled_from([1, 1, 2]))
+    kernel = draw(st.tuples(st.integers(2, 5), st.integers(2, 5)))
+    padding = draw(st.sampled_from(["valid", "same", 0, 1, (2, 1)]))
+    stride = (1, 1) if padding == "same" else draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    return nn.Conv2d(
+        2 * groups,
+        groups * draw(st.integers(3, 6)),
+        kernel,
+        stride=stride,
+        padding=padding,
+        dilation=draw(st.integers(1, 2)),
+        groups=groups,
+        bias=draw(st.booleans()),
+        padding_mode=draw(st.sampled_from(["zeros", "circular", "reflect", "replicate"])),
+        dtype=torch.float64,
+    )
+
+
+@settings(max_examples=150)
+@given(convs(), st.sampled_from(SCHEMES), st.integers(9, 13))
+def test_any_conv_keeps_the_shape_it_gives(conv: nn.Conv2d, scheme: str, size: int):
+    x = torch.randn(2, conv.in_channels, size, size + 1, dtype=torch.float64)
+    try:
+        expected = conv(x)
+    except RuntimeError:
+        assume(False)
+    new = convert(conv, scheme, where=lambda name, conv: True)
+    out = new(x)
+    assert out.shape == expected.shape
+    assert out.dtype == torch.float64
+    assert any("bias" in name for name, _ in new.named_parameters()) == (conv.bias is not None)
+
+
+def test_the_callers_network_stays_as_it_was():
+    net = small()
+    before, state = str(net), copy.deepcopy(net.state_dict())
+    new = convert(net, "lr")
+    assert str(net) == before
+    assert all(torch.equal(tensor, state[name]) for name, tensor in net.state_dict().items())
+    assert not hasattr(net, "conversion")
+    with torch.no_grad():
+        new[1].weight.fill_(7)
+    assert net[1].weight[0] == 1
+
+
+def test_the_report_says_what_changed_and_what_stayed():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 6, 5))
+    report = convert(net, "lr-join").conversion
+    assert [(row.name, row.before, row.after) for row in report.changed] == [
+        ("0", "3x3,8", "3x1,4 + 1x3,4 -> 1x1,8"),
+        ("3", "5x5,6", "5x1,3 + 1x5,3 -> 1x1,6"),
+    ]
+    assert [(row.name, row.reason) for row in report.kept] == [
+        ("1", "its kernel is 1x1"),
+        ("2", "it is depthwise"),
+    ]
+    assert (report.changed[0].params_before, report.changed[0].params_after) == (224, 72 + 8 + 64 + 8)
+
+
+def test_costs_come_per_layer_and_in_total():
+    net = small()
+    new = convert(net, "lr")
+    first, second, total = conversion_costs(net, new, (3, 10, 10))
+    assert (first.macs_before, first.macs_after) == (8 * 27 * 100, 8 * 9 * 100)
+    assert (second.params_before, second.params_after) == (12 * 8 * 25, 12 * 8 * 5)
+    assert total.macs_after == count(new, (3, 10, 10)).macs == first.macs_after + second.macs_after
+
+
+@pytest.mark.parametrize(
+    ("where", "changed"),
+    [
+        ("features.conv1_1", ["features.conv1_1"]),
+        ("features", ["features.conv1_1", "features.conv2_1", "features.conv3_1"]),
+        ("*conv2*", ["features.conv2_1"]),
+        (["*conv3*", "features.conv1_1"], ["features.conv1_1", "features.conv3_1"]),
+        (3, ["features.conv3_1"]),
+        ([3, (5, 5)], ["features.conv1_1", "features.conv2_1", "features.conv3_1"]),
+        ({"features.conv1_1", 3}, ["features.conv1_1", "features.conv3_1"]),
+        ((5, 5), ["features.conv1_1", "features.conv2_1"]),
+        (lambda name, conv: conv.in_channels == 3, ["features.conv1_1"]),
+    ],
+)
+def test_layers_are_selected_by_name_prefix_pattern_kernel_or_function(where, changed: list[str]):
+    net = create_model("nin", width=0.1)
+    assert [row.name for row in convert(net, "lr", where=where).conversion.changed] == changed
+
+
+def test_layers_are_selected_by_stage():
+    net = create_model("vgg11-gmp", width=0.1)
+    found = stages(net, (3, 32, 32))
+    assert [len(stage) for stage in found] == [1, 1, 2, 2, 2]
+    assert found == stages(net)
+    changed = convert(net, "lr", where=found[2]).conversion.changed
+    assert [row.name for row in changed] == ["features.conv3_1", "features.conv3_2"]
+    with pytest.raises(LowRankError, match="size of its images"):
+        stages(small())
+
+
+def test_the_report_prints_as_a_table():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1))
+    assert str(convert(net, "lr-join").conversion).splitlines() == [
+        "layer  filters  now                     weights  now",
+        "0      3x3,8    3x1,4 + 1x3,4 -> 1x1,8      224  152",
+        "",
+        "left  layer   why",
+        "1     Conv2d  its kernel is 1x1",
+    ]
+
+
+def test_a_shared_layer_stays_shared():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(4, 4, 3, padding=1)
+            self.again = nn.ModuleList([self.first])
+            self.order = [self.first]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.order[0](self.again[0](self.first(x)))
+
+    new = convert(Twice(), "lr")
+    assert isinstance(new.first, CompositeConv2d)
+    assert new.first is new.again[0] is new.order[0]
+    assert [row.name for row in new.conversion.changed] == ["first"]
+    assert new(torch.randn(1, 4, 6, 6)).shape == (1, 4, 6, 6)
+
+
+def test_fresh_weights_have_the_papers_variance_with_and_without_a_relu():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(64, 256, 3), nn.ReLU(), nn.Conv2d(256, 256, 3), nn.Flatten())
+    new = convert(net, "lr")
+    for layer, relu in ((new[0], True), (new[2], False)):
+        std = torch.cat([weight.flatten() for weight in layer.weights]).std().item()
+        assert std == pytest.approx(composite_sigma(layer.composite, relu=relu), rel=0.01)
+        assert layer.bias.abs().max() == 0
+
+
+def test_layers_that_are_not_converted_keep_their_weights():
+    net = small()
+    new = convert(net, "lr", where="0")
+    assert torch.equal(new[3].weight, net[3].weight)
+    assert new[3].weight is not net[3].weight
+
+
+def test_dtype_device_layout_and_mode_are_kept():
+    net = small().to(torch.bfloat16).to(memory_format=torch.channels_last)
+    net[0].eval()
+    new = convert(net, "lr-join")
+    assert isinstance(new[0], FactoredConv2d)
+    assert not new[0].training
+    assert not new[0].basis.training
+    assert new[3].training
+    assert {p.dtype for p in new.parameters()} == {torch.bfloat16}
+    assert new[0].basis.weights[0].is_contiguous(memory_format=torch.channels_last)
+    with torch.device("meta"):
+        assert all(p.is_meta for p in convert(small(), "separable").parameters())
+
+
+def test_a_conversion_can_be_made_in_steps_and_repeated_from_json():
+    net = create_model("nin", width=0.1)
+    new = convert(convert(net, "lr", where="features.conv1_1"), "lr-join(m=7)", where="features.conv2_1")
+    stored = json.loads(json.dumps(new.conversion.to_dict()))
+    again = rewrite_again(create_model("nin", width=0.1), stored)
+    again.load_state_dict(new.state_dict())
+    x = torch.randn(1, 3, 30, 30)
+    torch.testing.assert_close(again.eval()(x), new.eval()(x))
+
+
+def test_low_rank_layers_are_not_converted_twice():
+    says = r"low-rank already \(1 of its layers\), and nothing is left to convert"
+    for scheme in ("lr", "lr-join", "separable"):
+        with pytest.raises(LowRankError, match=says):
+            convert(convert(nn.Sequential(nn.Conv2d(3, 8, 3)), scheme), "lr")
+    with pytest.raises(LowRankError, match=r"nothing can be converted: 0: its kernel is 1x1\."):
+        convert(nn.Sequential(nn.Conv2d(3, 8, 1)), "lr")
+
+
+def test_the_whole_model_may_be_one_conv():
+    assert isinstance(convert(nn.Conv2d(3, 8, 3), "lr"), CompositeConv2d)
+
+
+def test_layers_around_convs_pass_through_untouched():
+    net = nn.ModuleDict(
+        {
+            "conv": nn.Conv2d(4, 8, 3),
+            "attention": nn.MultiheadAttention(8, 2),
+            "up": nn.ConvTranspose2d(8, 4, 3),
+            "line": nn.Conv1d(4, 4, 3),
+            "volume": nn.Conv3d(4, 4, 3),
+            "patches": nn.Conv2d(4, 8, 4, stride=4),
+            "row": nn.Conv2d(4, 8, (1, 5)),
+        }
+    )
+    new = convert(net, "lr")
+    assert [row.name for row in new.conversion.changed] == ["conv"]
+    assert {row.name: row.reason for row in new.conversion.kept} == {
+        "up": "it is transposed",
+        "line": "it is not two-dimensional",
+        "volume": "it is not two-dimensional",
+        "patches": "it projects patches: name it to convert it",
+        "row": "its kernel is 1x5",
+    }
+    assert [row.name for row in convert(net, "lr", where="patches").conversion.changed] == ["patches"]
+
+
+class OwnConv(nn.Conv2d):
+    pass
+
+
+def hooked() -> nn.Conv2d:
+    conv = nn.Conv2d(3, 8, 3)
+    conv.register_forward_hook(lambda *_: None)
+    return conv
+
+
+def tied() -> nn.Module:
+    a, b = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
+    b.weight = a.weight
+    return nn.Sequential(a, b)
+
+
+def quantised() -> nn.Module:
+    from torch.ao.nn import qat
+    from torch.ao.quantization import get_default_qat_qconfig
+
+    return nn.Sequential(qat.Conv2d(3, 8, 3, qconfig=get_default_qat_qconfig()))
+
+
+def locked() -> nn.Module:
+    net = small()
+    net.lock = threading.Lock()
+    return net
+
+
+def parametrised() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 8, 3)))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: nn.Linear(3, 4), "Linear has no convolutions"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 1)), "nothing can be converted: 0: its kernel is 1x1"),
+        (lambda: nn.Sequential(OwnConv(3, 4, 3)), "not a plain nn.Conv2d"),
+        (lambda: nn.Conv2d(3, 8, 3).requires_grad_(False), "frozen"),
+        (lambda: torch.jit.script(nn.Sequential(nn.Conv2d(3, 8, 3))), "scripted"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 1, 3)), "too few filters for the scheme lr"),
+        (quantised, "0 is quantised"),
+        (parametrised, "remove the parametrisation"),
+        (hooked, "hooks"),
+        (tied, "shares its weight"),
+        (lambda: nn.Sequential(nn.LazyConv2d(8, 3)), "run the model once"),
+        (locked, r"cannot be copied: cannot pickle '_thread\.lock'"),
+        (lambda: torch.randn(3), "an nn.Module, not Tensor"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_bad_models_are_refused_in_a_sentence(make, says: str):
+    with pytest.raises(LowRankError, match=says):
+        convert(make(), "lr")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"scheme": "embed"}, "number of channels"),
+        ({"scheme": "lrr"}, "no scheme"),
+        ({"where": "features"}, "no convolution is called 'features'"),
+        ({"where": 7}, "nothing can be converted"),
+        ({"where": 3.5}, "where is a name or pattern"),
+        ({"where": True}, "where is a name or pattern"),
+        ({"where": {"0": 3}}, "where is a name or pattern"),
+        ({"init": "zeros"}, "init is"),
+        ({"init": None}, "init is"),
+    ],
+)
+def test_bad_options_are_refused_in_a_sentence(options: dict, says: str):
+    with pytest.raises(LowRankError, match=says):
+        convert(small(), **{"scheme": "lr", **options})

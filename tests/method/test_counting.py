@@ -1,0 +1,178 @@
+import csv
+from importlib.resources import files
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.models import create_model, list_models
+from lowrank_cnn.system.errors import LowRankError
+
+PUBLISHED = {
+    row["network"]: row
+    for row in csv.DictReader((files("lowrank_cnn.paper") / "published.csv").read_text().splitlines())
+    if row["table"] in ("vgg-ilsvrc", "googlenet-ilsvrc", "nin-cifar10")
+}
+EXACT = [name for name, row in PUBLISHED.items() if row["counts_reproduced"] == "yes"]
+
+
+def on_meta(name: str, **options) -> nn.Module:
+    with torch.device("meta"):
+        return create_model(name, **options)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_counts_are_the_published_integers(name: str):
+    net = on_meta(name)
+    result = count(net, net.input_size, convention="paper")
+    assert result.macs == int(PUBLISHED[name]["macs"])
+    assert result.params == int(PUBLISHED[name]["params"])
+
+
+@pytest.mark.parametrize("name", ["googlenet-lr", "googlenet-lr-conv1"])
+def test_low_rank_googlenets_have_the_published_parameters(name: str):
+    net = on_meta(name)
+    assert count(net, net.input_size, convention="paper").params == int(PUBLISHED[name]["params"])
+
+
+def fvcore_macs(net: nn.Module, size: tuple[int, ...]) -> int:
+    analysis = pytest.importorskip("fvcore.nn").FlopCountAnalysis(net.eval(), torch.randn(1, *size))
+    analysis.unsupported_ops_warnings(False)
+    analysis.uncalled_modules_warnings(False)
+    return sum(n for op, n in analysis.by_operator().items() if op in ("conv", "linear", "matmul", "addmm", "bmm"))
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_our_networks_agree_with_fvcore(name: str):
+    net = create_model(name, width=1.0 if name.startswith("nin") else 0.125)
+    assert count(net, net.input_size).macs == fvcore_macs(net, net.input_size)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x.flatten(2).transpose(1, 2)).chunk(3, dim=-1)
+        return (q @ k.transpose(1, 2)).softmax(-1) @ v
+
+
+def grouped() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4))
+
+
+def dilated() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, (3, 5), dilation=2, padding=(2, 4)), nn.Flatten(), nn.Linear(8 * 81, 10))
+
+
+def transposed() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.ConvTranspose2d(4, 6, 3, stride=2))
+
+
+def attention() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 1), Attention())
+
+
+@pytest.mark.parametrize("make", [grouped, dilated, transposed, attention])
+def test_plain_torch_networks_agree_with_fvcore(make):
+    net, size = make(), (3, 9, 9)
+    assert count(net, size).macs == fvcore_macs(net, size)
+
+
+def test_layers_add_up_and_come_in_order():
+    result = count(on_meta("nin-c3-lr"), (3, 30, 30))
+    assert sum(layer.macs for layer in result.layers) == result.macs
+    assert sum(layer.params for layer in result.layers) == result.params
+    assert result.layers[0].name == "features.conv1_1"
+    assert result.layers[0].output == (192, 30, 30)
+    assert result.layers[0].type == "CompositeConv2d 3x1,96 + 1x3,96"
+    assert result.layers[0].macs == 3 * 3 * 192 * 900
+    assert result.layers[0].activation_bytes == 192 * 900 * 4
+
+
+def test_what_a_container_computes_itself_is_booked_on_it():
+    class Product(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ x.transpose(-1, -2)
+
+    (layer,) = count(nn.Sequential(Product()), (1, 4, 6)).layers
+    assert (layer.name, layer.macs) == ("0", 4 * 4 * 6)
+
+
+def test_the_model_is_left_as_it_was():
+    net = create_model("googlenet", width=0.1, norm="batch").train()
+    net.classifier.eval()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    count(net, (3, 64, 64), convention="paper")
+    assert net.training
+    assert not net.classifier.training
+    assert not any(module._forward_hooks for module in net.modules())
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_shared_layers_cost_twice_and_weigh_once():
+    conv = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+    result = count(nn.Sequential(conv, nn.ReLU(), conv), (4, 8, 8))
+    assert result.macs == 2 * 9 * 16 * 64
+    assert result.params == 9 * 16
+
+
+def test_a_module_with_two_names_keeps_its_weights():
+    net = nn.ModuleDict({"conv": nn.Conv2d(4, 4, 3, padding=1)})
+    net["again"], net["tied"] = nn.Sequential(net["conv"]), nn.Conv2d(4, 4, 3, padding=1)
+    net["tied"].weight = net["conv"].weight
+    before = net["conv"].weight.clone()
+    net.forward = lambda x: net["tied"](net["again"](net["conv"](x)))
+    assert count(net, (4, 8, 8)).macs == 3 * 9 * 16 * 64
+    assert torch.equal(net["conv"].weight, before)
+    assert net["tied"].weight is net["conv"].weight is net["again"][0].weight
+
+
+def test_the_auxiliary_heads_count_in_the_papers_convention_alone():
+    net = on_meta("googlenet")
+    assert not any("aux" in layer.name for layer in count(net, net.input_size).layers)
+    assert any("aux" in layer.name for layer in count(net, net.input_size, convention="paper").layers)
+    assert count(net, net.input_size).params == 5_973_552 + 1024 * 1000 + 1000
+
+
+def test_a_bias_costs_one_mac_per_filter_in_the_papers_convention():
+    layer = CompositeConv2d(2, [(3, 1, 4), (1, 3, 4)])
+    assert count(layer, (2, 5, 5), convention="paper").macs == count(layer, (2, 5, 5)).macs + 8
+
+
+def test_double_precision_models_count_too():
+    result = count(nn.Conv2d(3, 4, 3).double(), (3, 8, 8))
+    assert result.activation_bytes == 4 * 36 * 8
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: count(nn.Conv2d(3, 4, 3), (3, 8)), "channels, height, width"),
+        (lambda: count(nn.Conv2d(3, 4, 3), (3, 0, 8)), "channels, height, width"),
+        (lambda: count(nn.Conv2d(3, 4, 3), (5, 8, 8)), "does not take an input of 5x8x8"),
+        (
+            lambda: count(nn.Sequential(nn.Flatten(), nn.Linear(10, 2)), (3, 8, 8)),
+            "does not take an input of 3x8x8",
+        ),
+        (lambda: count(nn.Conv2d(3, 4, 3), (3, 8, 8), convention="flops"), "convention is mac or paper"),
+        (lambda: count(on_meta("vgg11"), (3, 64, 64)), "takes 224x224 images"),
+        (lambda: count(on_meta("vgg11-gmp"), (1, 64, 64)), r"takes images as \[N, 3, H, W\]"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(call, says: str):
+    with pytest.raises(LowRankError, match=says):
+        call()
+
+
+def test_functions_called_in_forward_find_their_tensors():
+    class Made(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.conv2d(x + torch.zeros(1), torch.ones(2, 3, 1, 1))
+
+    assert count(Made(), (3, 4, 4)).macs == 6 * 16

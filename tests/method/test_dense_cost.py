@@ -1,0 +1,63 @@
+import pytest
+from torch import Tensor, nn
+
+from lowrank_cnn.deploy import merge
+from lowrank_cnn.method.converting import convert
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.dense_cost import dense_cost
+from lowrank_cnn.method.layers import CompositeConv2d
+
+SIZE = (3, 32, 48)
+
+
+class Odd(nn.Module):
+    """Strides, channel groups, a conv without bias, and one that runs twice on maps of two sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(3, 8, 5, stride=2, padding=1)
+        self.twice = nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False)
+        self.last = nn.Conv2d(8, 6, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(self.wide(x))
+        return self.last(self.twice(nn.functional.max_pool2d(x, 2)))
+
+
+def cost(model: nn.Module) -> tuple[int, int]:
+    counted = count(model, SIZE)
+    return counted.macs, counted.params
+
+
+SCHEMES = ["lr", "lr-join(m=3)", "separable(m=4)", "mixture(kx1, 1xk, kxk, join)", "lr(5x1, 1x5)"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_converted_network_knows_what_it_cost_before(scheme: str):
+    dense = Odd()
+    converted = convert(dense, scheme)
+    assert cost(converted)[0] != cost(dense)[0]
+    assert dense_cost(converted, SIZE) == cost(dense)
+    in_steps = convert(convert(dense, scheme, where="wide"), "lr", where="last")
+    assert dense_cost(in_steps, SIZE) == cost(dense)
+
+
+@pytest.mark.parametrize("scheme", ["lr", "lr-join"])
+def test_a_network_that_is_one_conv(scheme: str):
+    conv = nn.Conv2d(3, 8, 3)
+    assert dense_cost(convert(conv, scheme), SIZE) == cost(conv)
+
+
+def test_a_network_that_was_never_converted_is_its_own():
+    assert dense_cost(Odd(), SIZE) == cost(Odd())
+
+
+def test_what_is_not_known_is_not_guessed():
+    by_hand = nn.Sequential(CompositeConv2d(3, [(3, 1, 4), (1, 3, 4)]), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    assert dense_cost(by_hand, SIZE) is None
+    assert dense_cost(convert(by_hand, "lr"), SIZE) is None
+
+
+def test_a_merged_network_costs_what_it_did_before_it_was_converted():
+    merged = merge(convert(nn.Sequential(nn.Conv2d(3, 8, 3)), "lr-join").eval())
+    assert dense_cost(merged, SIZE) == cost(nn.Conv2d(3, 8, 3))

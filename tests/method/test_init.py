@@ -1,0 +1,138 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.method.init import (
+    INITIALISATIONS,
+    composite_sigma,
+    followed_by_relu,
+    init_,
+    per_group_,
+    torch_default_,
+)
+from lowrank_cnn.method.layers import CompositeConv2d, build_conv
+from lowrank_cnn.method.spec import Composite
+from lowrank_cnn.models import create_model
+from lowrank_cnn.system.errors import LowRankError
+
+WIDTH, DEPTH = 384, 30  # in narrower layers the spread of one draw over thirty of them exceeds a factor 2
+MIXES = (
+    [(3, 1, 192), (1, 3, 192)],
+    [(3, 1, 144), (1, 3, 144), (3, 3, 96)],
+    [(5, 1, 160), (1, 5, 160), (1, 1, 64)],
+)
+
+
+def deep_stack(padding_mode: str = "circular") -> nn.Sequential:
+    """Thirty composites of three mixes of shapes, each with its ReLU."""
+    convs = (CompositeConv2d(WIDTH, MIXES[i % 3], padding_mode=padding_mode) for i in range(DEPTH))
+    return nn.Sequential(*(layer for conv in convs for layer in (conv, nn.ReLU())))
+
+
+def gradient_ratio(stack: nn.Sequential) -> float:
+    """Variance of the gradient that arrives at the input, over that of the one sent in at the top."""
+    x = torch.randn(4, WIDTH, 6, 6, requires_grad=True)
+    out = stack(x)
+    sent = torch.randn_like(out)
+    (arrived,) = torch.autograd.grad(out, x, sent)
+    return (arrived.var() / sent.var()).item()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_gradients_keep_their_variance_through_thirty_mixed_layers(seed: int):
+    torch.manual_seed(seed)
+    assert 0.5 < gradient_ratio(init_(deep_stack())) < 2
+
+
+def test_a_sigma_per_group_explodes():
+    torch.manual_seed(0)
+    stack = deep_stack()
+    per_group_(stack)
+    assert gradient_ratio(stack) > 2**DEPTH / 100  # two or three groups: at least a doubling per layer
+
+
+def test_pytorchs_default_vanishes():
+    torch.manual_seed(0)
+    assert gradient_ratio(torch_default_(deep_stack())) < 1e-6
+
+
+def test_a_network_can_be_built_with_another_initialisation():
+    torch.manual_seed(0)
+    nets = {name: create_model("nin-c3-lr", init=name) for name in INITIALISATIONS}
+    std = {name: std_of(*net.features.conv3_1.weights) for name, net in nets.items()}
+    assert std["composite"] == pytest.approx(math.sqrt(2 / (3 * 192)), rel=0.03)
+    assert std["per-group"] == pytest.approx(math.sqrt(2 / (3 * 96)), rel=0.03)
+    assert std["torch"] == pytest.approx(math.sqrt(1 / (3 * 3 * 192)), rel=0.03)
+    with pytest.raises(LowRankError, match="there is no initialisation"):
+        create_model("nin", init="xavier")
+
+
+def test_sigma_is_the_papers():
+    composite = Composite.of([(3, 1, 32), (1, 3, 32)])
+    assert composite_sigma(composite) == pytest.approx(math.sqrt(2 / 192))
+    assert composite_sigma(composite, relu=False) == pytest.approx(math.sqrt(1 / 192))
+    assert composite_sigma(composite, channel_groups=2) == pytest.approx(math.sqrt(2 / 96))
+
+
+def std_of(*weights: Tensor) -> float:
+    return torch.cat([w.flatten() for w in weights]).std().item()
+
+
+def test_init_finds_composites_joins_and_dense_layers():
+    torch.manual_seed(0)
+    net = create_model("vgg11-gmp-lr-join", num_classes=100, width=0.5)
+    block, head = net.features.conv4_2, net.head
+    assert std_of(*block.basis.weights) == pytest.approx(math.sqrt(1 / (3 * 256)), rel=0.03)
+    assert std_of(block.join.weight) == pytest.approx(math.sqrt(2 / 256), rel=0.03)
+    assert std_of(head.fc7.weight) == pytest.approx(math.sqrt(2 / 2048), rel=0.03)
+    assert std_of(head.fc8.weight) == pytest.approx(math.sqrt(1 / 2048), rel=0.03)
+    assert all(p.abs().sum() == 0 for name, p in net.named_parameters() if name.endswith("bias"))
+
+
+def test_every_group_of_a_composite_has_the_same_sigma():
+    torch.manual_seed(0)
+    layer = init_(nn.Sequential(CompositeConv2d(64, [(3, 1, 96), (3, 3, 32)]), nn.ReLU()))[0]
+    first, second = (weight.std().item() for weight in layer.weights)
+    assert first == pytest.approx(second, rel=0.05)
+
+
+def test_a_relu_is_found_where_it_follows():
+    net = nn.Sequential(
+        build_conv(3, 8, 3, "separable"),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 1),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 4, 3),
+    )
+    assert followed_by_relu(net) == {"0.first": False, "0.second": True, "3": False, "5": False}
+
+
+def test_activations_called_as_functions_are_assumed_but_for_the_last_layer():
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+
+    assert followed_by_relu(Functional()) == {"conv": True, "fc": False}
+
+
+def test_the_caller_may_say_what_follows():
+    torch.manual_seed(0)
+    net = init_(nn.Sequential(nn.Linear(512, 256), nn.ReLU()), relu=lambda name, module: False)
+    assert net[0].weight.std().item() == pytest.approx(math.sqrt(1 / 512), rel=0.02)
+
+
+def test_few_classes_do_not_make_large_logits():
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 64, 64)
+    spreads = {n: create_model("vgg11-gmp-lr", num_classes=n, width=0.25).eval()(x).std().item() for n in (2, 200)}
+    assert max(spreads.values()) < 1
+
+
+def test_a_chain_alone_is_initialised():
+    torch.manual_seed(0)
+    chain = init_(build_conv(64, 64, 3, "lr-join"))
+    assert std_of(*chain.basis.weights) == pytest.approx(math.sqrt(1 / 192), rel=0.05)

@@ -1,0 +1,243 @@
+import copy
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, build_conv
+from lowrank_cnn.method.scheme import SCHEMES
+from lowrank_cnn.method.spec import FilterGroup
+from lowrank_cnn.system.errors import LowRankError
+
+SIZES = st.integers(1, 5)
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> CompositeConv2d:
+    channel_groups = draw(st.sampled_from([1, 1, 2, 3]))
+    groups = draw(st.lists(st.tuples(SIZES, SIZES, st.integers(1, 3)), min_size=1, max_size=4))
+    mode = draw(st.sampled_from(["zeros", "zeros", "circular", "reflect", "replicate"]))
+    layer = CompositeConv2d(
+        channel_groups * draw(st.integers(1, 3)),
+        [(h, w, n * channel_groups) for h, w, n in groups],
+        stride=draw(st.tuples(st.integers(1, 3), st.integers(1, 3))),
+        dilation=draw(st.tuples(st.integers(1, 2), st.integers(1, 2))),
+        padding=draw(st.sampled_from(["same", "valid", 0, 1, (2, 0)])),
+        channel_groups=channel_groups,
+        padding_mode=mode,
+        bias=draw(st.booleans()),
+        dtype=torch.float64,
+    )
+    if layer.bias is not None:
+        nn.init.normal_(layer.bias)
+    return layer
+
+
+@settings(max_examples=200)
+@given(layers(), st.integers(9, 14), st.integers(9, 14))
+def test_a_composite_equals_its_dense_view(layer: CompositeConv2d, height: int, width: int):
+    x = torch.randn(2, layer.in_channels, height, width, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), layer.dense_view()(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_a_composite_equals_plain_convs_side_by_side(stride: int):
+    layer = CompositeConv2d(6, [(3, 1, 4), (1, 3, 5), (3, 3, 2)], stride=stride).double()
+    x = torch.randn(2, 6, 11, 8, dtype=torch.float64)
+    biases = layer.bias.split([4, 5, 2])
+    pads = [(1, 0), (0, 1), (1, 1)]
+    plain = [
+        F.conv2d(x, w, b, stride=stride, padding=p) for w, b, p in zip(layer.weights, biases, pads, strict=True)
+    ]
+    torch.testing.assert_close(layer(x), torch.cat(plain, dim=1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scheme", ["lr", "lr-join", "separable", "mixture(kx1=2, 1xk=1, kxk=1, join)"])
+def test_outputs_see_the_inputs_of_their_own_channel_group_alone(scheme: str):
+    layer = build_conv(16, 32, 3, scheme, channel_groups=4)
+    x = torch.randn(1, 16, 6, 6, requires_grad=True)
+    for index, outputs in enumerate(layer(x).chunk(4, dim=1)):
+        (seen,) = torch.autograd.grad(outputs.abs().sum(), x, retain_graph=True)
+        reached = [bool(part.any()) for part in seen.chunk(4, dim=1)]
+        assert reached == [other == index for other in range(4)]
+
+
+@pytest.mark.parametrize(("kernel", "dilation"), [((3, 3), 1), ((2, 4), 1), ((2, 5), 3), ((4, 1), 2)])
+def test_one_group_is_torchs_own_same_padding(kernel: tuple[int, int], dilation: int):
+    ours = CompositeConv2d(3, [(*kernel, 4)], dilation=dilation)
+    theirs = nn.Conv2d(3, 4, kernel, padding="same", dilation=dilation)
+    with torch.no_grad():
+        theirs.weight.copy_(ours.weights[0])
+        theirs.bias.copy_(ours.bias)
+    x = torch.randn(1, 3, 9, 10)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_the_state_dict_is_as_documented():
+    layer = CompositeConv2d(4, [(3, 1, 6), (1, 3, 2)], channel_groups=2)
+    assert {k: tuple(v.shape) for k, v in layer.state_dict().items()} == {
+        "weights.0": (6, 2, 3, 1),
+        "weights.1": (2, 2, 1, 3),
+        "bias": (8,),
+    }
+    assert "bias" not in CompositeConv2d(4, [(3, 1, 6)], bias=False).state_dict()
+
+
+@pytest.fixture
+def layer() -> CompositeConv2d:
+    torch.manual_seed(0)
+    return CompositeConv2d(4, [(3, 1, 6), (1, 3, 2)], stride=2)
+
+
+@pytest.fixture
+def image() -> torch.Tensor:
+    return torch.randn(2, 4, 9, 7, generator=torch.Generator().manual_seed(1))
+
+
+def test_it_works_unbatched(layer: CompositeConv2d, image: torch.Tensor):
+    torch.testing.assert_close(layer(image[0]), layer(image)[0])
+
+
+def test_it_works_under_autocast(layer: CompositeConv2d, image: torch.Tensor):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(image)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), layer(image), rtol=0.05, atol=0.05)
+
+
+def test_it_works_in_channels_last(layer: CompositeConv2d, image: torch.Tensor):
+    last = copy.deepcopy(layer).to(memory_format=torch.channels_last)
+    out = last(image.to(memory_format=torch.channels_last))
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(out, layer(image))
+
+
+def test_it_compiles_without_graph_breaks(layer: CompositeConv2d, image: torch.Tensor):
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(image), layer(image))
+
+
+def test_it_exports_with_a_dynamic_batch(layer: CompositeConv2d, image: torch.Tensor):
+    batch = torch.export.Dim("batch", min=1)
+    program = torch.export.export(layer, (image,), dynamic_shapes=({0: batch},))
+    five = torch.randn(5, 4, 9, 7)
+    torch.testing.assert_close(program.module()(five), layer(five))
+
+
+def test_a_deep_copy_shares_nothing(layer: CompositeConv2d, image: torch.Tensor):
+    twin = copy.deepcopy(layer)
+    before = layer(image)
+    with torch.no_grad():
+        twin.weights[0].zero_()
+    torch.testing.assert_close(layer(image), before)
+
+
+def test_it_lives_on_the_meta_device():
+    layer = CompositeConv2d(4, [(3, 1, 6), (1, 3, 2)], device="meta")
+    assert layer(torch.empty(1, 4, 5, 5, device="meta")).shape == (1, 8, 5, 5)
+    assert all(p.is_meta for p in layer.parameters())
+
+
+def test_gradients_reach_every_parameter(image: torch.Tensor):
+    layer = CompositeConv2d(4, [(3, 1, 2), (1, 3, 1)], stride=2).double()
+    assert torch.autograd.gradcheck(layer, (image[:1].double().requires_grad_(),))
+    layer(image.double()).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
+
+
+def test_it_trains_under_ddp(tmp_path, layer: CompositeConv2d, image: torch.Tensor):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(layer)
+        wrapped(image).sum().backward()
+        assert all(p.grad is not None for p in layer.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "mixture(5x1, 1xk)", "mixture(1x1, 1xk, join)"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stride": 2, "padding": 1},
+        {"padding": 0},
+        {"dilation": 2, "padding": 2},
+        {"stride": (1, 2), "padding": (0, 2)},
+    ],
+)
+@pytest.mark.parametrize("kernel", [3, (3, 5)])
+def test_a_replacement_gives_maps_of_the_dense_convs_size(scheme: str, options: dict, kernel: int):
+    x = torch.randn(2, 6, 17, 19)
+    dense = nn.Conv2d(6, 16, kernel, **{"padding": "same", **options})(x)
+    replaced = build_conv(6, 16, kernel, scheme, **options)(x)
+    assert replaced.shape[2:] == dense.shape[2:]
+    assert replaced.shape[1] == (8 if scheme == "embed" else 16)
+
+
+def test_a_chain_is_one_linear_map():
+    chain = build_conv(3, 8, 3, "lr-join", bias=False).double()
+    assert isinstance(chain, FactoredConv2d)
+    assert [name for name, _ in chain.named_children()] == ["basis", "join"]
+    x, y = torch.randn(2, 1, 3, 8, 8, dtype=torch.float64)
+    torch.testing.assert_close(chain(2 * x - 3 * y), 2 * chain(x) - 3 * chain(y))
+
+
+def test_a_separable_pair_is_the_product_of_its_halves():
+    pair = build_conv(1, 1, 3, "separable", bias=False).double()
+    kernel = pair.second.weight[0, 0] * pair.first.weight[0, 0]
+    x = torch.randn(1, 1, 7, 7, dtype=torch.float64)
+    torch.testing.assert_close(pair(x), F.conv2d(x, kernel[None, None], padding=1))
+
+
+def test_it_says_what_it_is():
+    assert "3x1,6 + 1x3,2, stride=(2, 2)" in repr(CompositeConv2d(4, [(3, 1, 6), (1, 3, 2)], stride=2))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: CompositeConv2d(0, [(3, 1, 4)]), "in_channels"),
+        (lambda: CompositeConv2d(4, []), "at least one filter group"),
+        (lambda: CompositeConv2d(4, [(3, 1, -4)]), "positive"),
+        (lambda: CompositeConv2d(4, [(3, 1, 4)], channel_groups=3), "4 input channels do not divide"),
+        (lambda: CompositeConv2d(4, [(3, 1, 3)], channel_groups=2), "filter group 3x1,3 does not divide"),
+        (lambda: CompositeConv2d(4, [(3, 1, 4)], stride=0), "stride is a positive number"),
+        (lambda: CompositeConv2d(4, [(3, 1, 4)], padding="full"), "padding is"),
+        (lambda: CompositeConv2d(4, [(3, 1, 4)], padding=-1), "cannot be negative"),
+        (lambda: CompositeConv2d(4, [(3, 1, 4)], padding_mode="mirror"), "padding_mode is one of"),
+        (lambda: CompositeConv2d(4, [(3, 1, 4)], padding=1.5), "padding is"),
+        (lambda: CompositeConv2d(4, [(3, 1, 4)], padding=None), "padding is"),
+        (lambda: CompositeConv2d(4, [(3, 1, 4)], padding=((1,), (2,))), "padding is"),
+        (lambda: CompositeConv2d(4, [(3, 1, 4)], stride=1.5), "stride is a positive number"),
+        (lambda: CompositeConv2d(4, [(3, 1, 4)], stride=None), "stride is a positive number"),
+        (lambda: CompositeConv2d(4, None), "groups of a composite"),
+        (lambda: CompositeConv2d(4, 5), "groups of a composite"),
+        (lambda: build_conv(8, -4, 3, "lr-join"), "positive number of filters"),
+        (lambda: build_conv(8, 8, 3, "lr", channel_groups=0), "channel_groups is a positive number"),
+        (
+            lambda: CompositeConv2d(1, [(7, 1, 4)], padding_mode="reflect")(torch.randn(1, 1, 3, 3)),
+            "reflect padding of .* is larger than an input of 3x3",
+        ),
+        (lambda: CompositeConv2d(4, [(3, 1, 4)])(torch.randn(1, 3, 8, 8)), "not an input of shape"),
+        (lambda: CompositeConv2d(4, [(3, 1, 4)])(torch.randn(4, 8)), "not an input of shape"),
+        (
+            lambda: CompositeConv2d(4, [(7, 1, 4)], padding=0)(torch.randn(1, 4, 5, 5)),
+            "do not fit an input of 5x5",
+        ),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(make, says: str):
+    with pytest.raises(LowRankError, match=says):
+        make()
+
+
+@given(st.integers(1, 4), st.integers(1, 4))
+def test_groups_are_given_as_tuples_or_as_filter_groups(height: int, width: int):
+    assume((height, width) != (1, 1))
+    a = CompositeConv2d(2, [(height, width, 3)])
+    b = CompositeConv2d(2, [FilterGroup(height, width, 3)])
+    assert a.composite == b.composite

@@ -1,0 +1,131 @@
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowrank_cnn.method.scheme import SCHEMES, Scheme, parse_scheme
+from lowrank_cnn.system.errors import LowRankError
+
+SHAPES = st.sampled_from(["kx1", "1xk", "kxk", "1x1", "5x1", "1x7", "kx3"])
+PROPORTIONS = st.fractions(min_value=Fraction(1, 20), max_value=20)
+MIXES = st.dictionaries(SHAPES, PROPORTIONS, min_size=1, max_size=5).map(lambda mix: tuple(mix.items()))
+AMOUNTS = st.one_of(st.integers(1, 500), st.floats(0.05, 4))
+
+
+@st.composite
+def schemes(draw: st.DrawFn) -> Scheme:
+    name = draw(st.sampled_from(sorted(SCHEMES)))
+    if name == "dense":
+        return Scheme("dense")
+    if name == "separable":
+        halves = draw(st.permutations((("kx1", Fraction(1)), ("1x5", Fraction(2)))))
+        return Scheme(name, tuple(halves), draw(AMOUNTS))
+    to = {
+        "lr": None,
+        "lr-join": 1.0,
+        "mixture": draw(st.sampled_from([None, 1.0])),
+        "embed": draw(st.floats(0.05, 2)),
+    }
+    return Scheme(name, draw(MIXES), draw(AMOUNTS) if to[name] else None, to[name])
+
+
+@given(schemes())
+def test_a_scheme_round_trips_through_its_string_and_its_dict(scheme: Scheme):
+    assert parse_scheme(str(scheme)) == scheme
+    assert parse_scheme(scheme.to_dict()) == scheme
+
+
+@given(schemes(), st.integers(1, 300), st.sampled_from([(3, 3), (5, 5), (7, 3), (1, 3)]))
+def test_no_filter_is_lost(scheme: Scheme, filters: int, kernel: tuple[int, int]):
+    stages = scheme.stages(kernel, filters)
+    assert stages[-1].filters == scheme.out_filters(filters)
+    if len(stages) == 2:
+        share = 1.0 if scheme.m is None else scheme.m
+        expected = share if isinstance(share, int) else max(1, round(share * filters))
+        assert stages[0].filters == expected
+
+
+@given(MIXES, st.integers(1, 40), st.sampled_from([1, 2, 4]))
+def test_shares_follow_the_proportions_to_one_unit(mix: tuple, units: int, unit: int):
+    (composite,) = Scheme("mixture", mix).stages((3, 3), units * unit, channel_groups=unit)
+    assert composite.filters == units * unit
+    total = sum(proportion for _, proportion in mix)
+    got = {}
+    for group in composite.groups:
+        assert group.filters % unit == 0
+        got[group.height, group.width] = got.get((group.height, group.width), 0) + group.filters
+    want: dict[tuple[int, int], Fraction] = {}
+    for shape, proportion in mix:
+        size = tuple(3 if axis == "k" else int(axis) for axis in shape.split("x"))
+        want[size] = want.get(size, Fraction(0)) + units * unit * proportion / total
+    for size, exact in want.items():
+        assert abs(got.get(size, 0) - exact) < 2 * unit  # two shapes of a mix may coincide for this kernel
+
+
+@pytest.mark.parametrize(
+    ("text", "stages"),
+    [
+        ("dense", ["3x3,64"]),
+        ("separable", ["1x3,64", "3x1,64"]),
+        ("separable(kx1, 1xk, m=16)", ["3x1,16", "1x3,64"]),
+        ("lr", ["3x1,32 + 1x3,32"]),
+        ("lr-join", ["3x1,32 + 1x3,32", "1x1,64"]),
+        ("lr-join(m=0.5)", ["3x1,16 + 1x3,16", "1x1,64"]),
+        ("mixture(kx1=3, 1xk=3, kxk=2, join)", ["3x1,24 + 1x3,24 + 3x3,16", "1x1,64"]),
+        ("mixture(kx1, 1xk, 5x5=0.5)", ["3x1,26 + 1x3,25 + 5x5,13"]),
+        ("embed", ["3x1,32 + 1x3,32", "1x1,32"]),
+        ("embed(to=0.25)", ["3x1,32 + 1x3,32", "1x1,16"]),
+    ],
+)
+def test_the_papers_schemes(text: str, stages: list[str]):
+    assert [str(stage) for stage in parse_scheme(text).stages((3, 3), 64)] == stages
+
+
+def test_one_basis_filter_is_not_as_many_as_filters():
+    one, all_of_them = parse_scheme("lr-join(m=1)"), parse_scheme("lr-join(m=1.0)")
+    assert one.stages((3, 3), 64)[0].filters == 1
+    assert all_of_them == parse_scheme("lr-join") != one
+    assert parse_scheme(str(one)) == parse_scheme(one.to_dict()) == one
+
+
+def test_a_join_can_be_declined():
+    assert parse_scheme("mixture(kx1, kxk, join=no)") == parse_scheme("mixture(kx1, kxk)")
+    assert parse_scheme("mixture(kx1, kxk, join=yes)") == parse_scheme("mixture(kx1, kxk, join)")
+
+
+def test_a_scheme_made_by_hand_is_checked():
+    with pytest.raises(LowRankError, match="there is no scheme"):
+        Scheme("foo")
+    with pytest.raises(LowRankError, match="cannot join to"):
+        Scheme("lr", (("kx1", Fraction(1)),), to=0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("lr-joi", "did you mean lr-join"),
+        ("lr(m=4)", "takes shapes alone"),
+        ("embed(too=1)", "takes m, to"),
+        ("mixture(kx1=-1)", "must be positive"),
+        ("mixture(kx1=many)", "not a number"),
+        ("mixture(kx1, m=8)", "need a join"),
+        ("lr(kx1", "cannot read the scheme"),
+        ("lr(kx1, kx1)", "given twice"),
+        ("separable(kxk, 1xk)", "one upright and one lying"),
+        ("dense(kx1)", "takes no shapes"),
+        ("embed(to=0)", "must be positive"),
+        ("mixture(kx1, join=maybe)", "join is yes or no"),
+        ("lr-join(m=1e400)", "too many filters"),
+        (None, "a string, a dict or a Scheme"),
+        ({"name": "mixture", "to": 0.5}, r"cannot join to 0\.5|takes join, m"),
+    ],
+)
+def test_bad_schemes_are_refused_in_a_sentence(text: str, says: str):
+    with pytest.raises(LowRankError, match=says):
+        parse_scheme(text)
+
+
+def test_filters_that_do_not_divide_into_channel_groups_are_refused():
+    with pytest.raises(LowRankError, match="do not divide"):
+        parse_scheme("lr").stages((3, 3), 10, channel_groups=4)

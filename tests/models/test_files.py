@@ -1,0 +1,89 @@
+"""A file of weights says what network they are of, what images it takes, and what these are prepared with."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lowrank_cnn.models import create_model
+from lowrank_cnn.models.files import Stored, is_exported, read_weights, write_weights
+from lowrank_cnn.system.errors import LowRankError
+
+CARD = {"data": {"classes": ["a", "b"], "image": [1, 16, 16]}}
+
+
+def test_size_card_and_preparation_come_back(tmp_path):
+    net = create_model("nin-c3-lr", width=0.05, in_channels=1, num_classes=2)
+    mean = torch.tensor([3.0])
+    write_weights(tmp_path / "net.safetensors", Stored(net, (1, 14, 14), CARD, {"mean": mean}))
+    found = read_weights(tmp_path / "net.safetensors")
+    assert (found.input_size, found.network.input_size, found.card) == ((1, 14, 14), (1, 14, 14), CARD)
+    assert torch.equal(found.preprocess["mean"], mean)
+    assert found.network.state_dict().keys() == net.state_dict().keys()
+
+
+def test_what_is_not_known_is_left_out(tmp_path):
+    path = tmp_path / "net.safetensors"
+    net = nn.Sequential(nn.Conv2d(1, 2, 3))
+    write_weights(path, Stored(net))
+    found = read_weights(path, into=net)
+    assert (found.input_size, found.card, found.preprocess) == (None, None, {})
+    assert not hasattr(found.network, "input_size")
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def test_layers_that_share_a_weight_share_it_again(tmp_path):
+    path = tmp_path / "net.safetensors"
+    write_weights(path, Stored(Tied(), None, None, {"mean": torch.ones(1)}))
+    again = read_weights(path, into=Tied()).network
+    assert torch.equal(again.first.weight, load_file(path)["first.weight"])
+    assert again.second.weight is again.first.weight
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown"])
+def test_other_weights_are_refused(tmp_path, change: str):
+    path = tmp_path / "net.safetensors"
+    write_weights(path, Stored(create_model("nin", width=0.05)))
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata()
+    tensors = load_file(path)
+    tensors["more.weight"] = torch.ones(2)
+    if change == "missing":
+        del tensors["more.weight"], tensors["features.conv1_1.weight"]
+    save_file(tensors, path, metadata=header)
+    with pytest.raises(LowRankError, match=r"do not fit the network: .*weight is missing or unknown"):
+        read_weights(path)
+
+
+@pytest.mark.parametrize("size", ["3x3", [3, 0, 3], [3, 8], [3, "8", 8], None])
+def test_a_size_that_is_none_is_left_out(tmp_path, size: object):
+    path = tmp_path / "net.safetensors"
+    net = create_model("nin", width=0.05)
+    write_weights(path, Stored(net, (3, 8, 8)))
+    with safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()["lowrank_cnn"])
+    save_file(load_file(path), path, metadata={"lowrank_cnn": json.dumps({**about, "input": size})})
+    assert read_weights(path).input_size is None
+
+
+def test_a_checkpoint_of_a_run_is_no_exported_file(tmp_path):
+    path = tmp_path / "step-00000001.safetensors"
+    assert not is_exported(path)
+    path.write_bytes(b"")
+    assert is_exported(path)
+    path.with_suffix(".json").write_text("{}")
+    assert not is_exported(path)
