@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lowrank_cnn.method.scheme import Scheme, parse_scheme
     from lowrank_cnn.method.selection import stages
     from lowrank_cnn.method.spec import Composite, FilterGroup
+    from lowrank_cnn.method.thinning import thin
     from lowrank_cnn.models import Network, create_model, list_models, list_pretrained
     from lowrank_cnn.report import write_report
     from lowrank_cnn.system.errors import LowRankError, MissingExtra
@@ -46,6 +47,7 @@ _HOMES = {
     "method.scheme": ["Scheme", "parse_scheme"],
     "method.selection": ["stages"],
     "method.spec": ["Composite", "FilterGroup"],
+    "method.thinning": ["thin"],
     "models": ["Network", "create_model", "list_models", "list_pretrained"],
     "report": ["write_report"],
     "system.errors": ["LowRankError", "MissingExtra"],
@@ -102,6 +104,7 @@ __all__ = [
     "plan",
     "predict",
     "stages",
+    "thin",
     "time_model",
     "write_report",
 ]

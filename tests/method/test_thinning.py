@@ -1,0 +1,90 @@
+"""Thinner dense networks: every layer fits its neighbours, and the cost is what was asked for."""
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.thinning import thin
+from lowrank_cnn.system.errors import LowRankError
+
+SIZE = (3, 32, 32)
+
+
+class Residual(nn.Module):
+    """A residual block, a concatenation, a depthwise conv and group norm, called by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(64)
+        self.left, self.right = nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 96, 1)
+        self.depthwise = nn.Conv2d(160, 160, 3, padding=1, groups=160)
+        self.group = nn.GroupNorm(32, 160)
+        self.head = nn.Linear(160, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.stem(x)))
+        x = torch.cat([x + self.left(x), self.right(x)], dim=1)
+        return self.head(self.group(self.depthwise(x)).mean((2, 3)))
+
+
+def test_layers_fit_each_other_and_the_last_keeps_its_outputs():
+    net = thin(Residual().eval(), width=0.5, input_size=SIZE)
+    assert net.stem.out_channels == net.left.out_channels == net.norm.num_features == 32
+    assert (net.right.out_channels, net.depthwise.groups, net.head.in_features) == (48, 80, 80)
+    assert net(torch.randn(2, *SIZE)).shape == (2, 10)
+    assert not net.training
+    assert all(p.isfinite().all() and not p.is_meta for p in net.parameters())
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 1.0, 1.5])
+def test_a_share_of_the_macs_is_met_as_far_as_sixteens_allow(share: float):
+    net = Residual()
+    thinner = thin(net, macs=share, input_size=SIZE, multiple=8)
+    assert count(thinner, SIZE).macs == pytest.approx(share * count(net, SIZE).macs, rel=0.25)
+    assert thinner.left.out_channels % 8 == 0
+
+
+def test_the_given_network_is_left_alone():
+    net = Residual()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    thin(net, width=0.5, input_size=SIZE)
+    assert net.stem.out_channels == 64
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+def test_a_layer_used_twice_stays_one_layer():
+    conv = nn.Conv2d(32, 32, 3, padding=1)
+    net = nn.Sequential(nn.Conv2d(3, 32, 1), conv, nn.ReLU(), conv, nn.Flatten(), nn.Linear(32 * 64, 4))
+    thinner = thin(net, width=0.5, input_size=(3, 8, 8))
+    assert thinner[1] is thinner[3]
+    assert thinner(torch.randn(1, 3, 8, 8)).shape == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "either a width or a share"),
+        ({"width": 0.5, "macs": 0.5}, "either a width or a share"),
+        ({"width": 0}, "lies above 0"),
+        ({"macs": float("nan")}, "lies above 0"),
+        ({"width": "half"}, "lies above 0"),
+    ],
+)
+def test_bad_shares_get_one_sentence(options: dict, words: str):
+    with pytest.raises(LowRankError, match=words):
+        thin(Residual(), **options, input_size=SIZE)
+
+
+def test_a_forward_with_fixed_widths_is_refused():
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(3, 64, 3, padding=1), nn.Linear(64, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.conv(x).mean((2, 3)).view(1, 64))
+
+    with pytest.raises(LowRankError, match="expects fixed widths"):
+        thin(Fixed(), width=0.5, input_size=SIZE)
