@@ -1,13 +1,12 @@
 """Which memory layout a CPU trains and infers faster in, dense and low-rank.
 
-python benchmarks/cpu_layout.py [--out benchmarks/results/cpu_layout.json]
+python -m benchmarks.cpu_layout [--out benchmarks/results/cpu_layout.json]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,6 @@ from statistics import median
 
 import torch
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.environment import environment

@@ -1,8 +1,8 @@
 """Low-rank networks on the CPU against the fastest dense twin: time ratio beside MAC ratio.
 
-    python benchmarks/cpu_speed.py --batch 1     # all networks, all cores, eight minutes at most
-    python benchmarks/cpu_speed.py --batch 8     # adds to the same file
-    python benchmarks/cpu_speed.py --batch 1 --networks vgg11-gmp-lr --budget 120 --out /tmp/quick.json
+    python -m benchmarks.cpu_speed --batch 1     # all networks, all cores, eight minutes at most
+    python -m benchmarks.cpu_speed --batch 8     # adds to the same file
+    python -m benchmarks.cpu_speed --batch 1 --networks vgg11-gmp-lr --budget 120 --out /tmp/quick.json
 
 Every network, dense or not, may run in any of the same ways: torch with batch norms folded, contiguous and
 channels_last; planned layer by layer in both (`lowrank_cnn.deploy.plan`); compiled; and ONNX Runtime. A first

@@ -1,10 +1,10 @@
 """Train low-rank networks from scratch, or decompose a trained dense one and fine-tune it: accuracy at equal MACs.
 
-    python benchmarks/decompose.py --data FOLDER                         both seeds, one after the other
-    python benchmarks/decompose.py --data FOLDER --seed 0 &              one process each, a file each
-    python benchmarks/decompose.py --data FOLDER --seed 1 &
-    python benchmarks/decompose.py --merge benchmarks/results/decompose-seed*.json
-    python benchmarks/decompose.py --data digits --recipe digits --width 0.1 --limit 100 --epochs 1 --tune 1
+    python -m benchmarks.decompose --data FOLDER                         both seeds, one after the other
+    python -m benchmarks.decompose --data FOLDER --seed 0 &              one process each, a file each
+    python -m benchmarks.decompose --data FOLDER --seed 1 &
+    python -m benchmarks.decompose --merge benchmarks/results/decompose-seed*.json
+    python -m benchmarks.decompose --data digits --recipe digits --width 0.1 --limit 100 --epochs 1 --tune 1
 
 A dense network is trained for E epochs (`--epochs`) on all training images but 5,000. For each scheme and share of
 the MACs it is decomposed to that share, and three ways lead to a network of those shapes:
@@ -36,8 +36,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.deploy import load

@@ -1,6 +1,6 @@
 """Weak points of a network: how gradients fade or grow with depth, and filters and branches that do nothing.
 
-    python benchmarks/depth_flow.py --data FOLDER [--networks vgg11-gmp vgg11-gmp-lr ...] [--norms none batch] \
+    python -m benchmarks.depth_flow --data FOLDER [--networks vgg11-gmp vgg11-gmp-lr ...] [--norms none batch] \
         [--seeds 3] [--run RUN_DIRECTORY ...] [--images 256] [--out benchmarks/results/depth_flow.json]
 
 Networks as initialised, by name and over seeds, and as trained, by the directory of a run. For every layer the
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,8 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lowrank_cnn.data import Data, Preprocess, make_loader, open_data
 from lowrank_cnn.method.init import weight_layers

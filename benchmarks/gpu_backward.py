@@ -12,9 +12,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from gpu_clock import milliseconds
 from torch import Tensor
 
+from benchmarks.gpu_clock import milliseconds
 from lowrank_cnn.kernels.conv import backward, backward_plan
 from lowrank_cnn.kernels.conv.launch import forward, gradients, input_gradient, weight_gradient
 from lowrank_cnn.kernels.conv.plans import Plan

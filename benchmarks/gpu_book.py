@@ -10,10 +10,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpu_floor import Limits, floor_ms, layers
-from gpu_ways import OURS, RIVALS, TRICKS, images, network, step_of, way
-from runs import earlier_runs, write_runs
 
+from benchmarks.gpu_floor import Limits, floor_ms, layers
+from benchmarks.gpu_ways import OURS, RIVALS, TRICKS, images, network, step_of, way
+from benchmarks.runs import earlier_runs, write_runs
 from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.kernels import tune
 from lowrank_cnn.kernels.autotune.measure import captured

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from gpu_clock import milliseconds
 from torch import nn
 
+from benchmarks.gpu_clock import milliseconds
 from lowrank_cnn.kernels.fuse import FusedComposite, fuse
 from lowrank_cnn.kernels.problem import Problem, describe
 from lowrank_cnn.models import create_model

@@ -1,6 +1,6 @@
 """Per-layer times of the fused kernels on a GPU, over a short list of tiles, beside cuDNN's dense twin.
 
-    python benchmarks/gpu_kernels.py --out results.json --budget 300
+    python -m benchmarks.gpu_kernels --out results.json --budget 300
 
 Every (layer, tile) first runs once in a process of its own, several at a time: that compiles it into Triton's
 cache, and a tile that fails or hangs costs its process only. Those that ran are checked against float64 on
@@ -12,23 +12,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
-from gpu_backward import measure_backward, run_backward, show_backward
-from gpu_clock import milliseconds
-from gpu_floor import limits
-from gpu_trials import try_all
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.gpu_backward import measure_backward, run_backward, show_backward
+from benchmarks.gpu_clock import milliseconds
+from benchmarks.gpu_floor import limits
+from benchmarks.gpu_trials import try_all
 from lowrank_cnn.kernels.conv.known import shape_of
 from lowrank_cnn.kernels.conv.launch import forward
 from lowrank_cnn.kernels.conv.plans import Plan, plans
@@ -267,7 +264,9 @@ def main() -> None:
     wanted = tuple(options.layers.split(",")) if options.layers else ("",)
     layers = [layer for layer in LAYERS if layer.name.startswith(wanted)]
     names = planned(layers, options.batch, options.backward)
-    ran, failed = try_all(__file__, names, options.batch, options.jobs, start + 0.6 * options.budget)
+    ran, failed = try_all(
+        "benchmarks.gpu_kernels", names, options.batch, options.jobs, start + 0.6 * options.budget
+    )
     spent = time.monotonic() - start
     print(f"{len(ran)} tiles ran, {len(failed)} failed, {spent:.0f} s", *failed.items(), sep="\n  ")
     results: dict[str, Any] = {"environment": environment(), "ceilings": asdict(limits())}

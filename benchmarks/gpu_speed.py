@@ -1,6 +1,6 @@
 """Whole networks on a GPU: ours against the fastest dense twin, beside the ratio of MACs and the floor.
 
-    python benchmarks/gpu_speed.py --out benchmarks/results/gpu_speed.json [--networks vgg11-gmp-lr] [--budget 500]
+    python -m benchmarks.gpu_speed --out benchmarks/results/gpu_speed.json [--networks vgg11-gmp-lr] [--budget 500]
 
 Inference runs in bf16, a training step (forward, backward, SGD) under bf16 autocast; channels_last; every way is
 a captured CUDA graph. The fastest dense twin is the best of torch.compile, max-autotune and cuDNN with bias and
@@ -25,13 +25,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
-from gpu_book import TWINS, Book, Setting, compare, show
-from gpu_floor import layers, limits
-from gpu_ways import OURS, RIVALS, TRICKS, network, step_of
 
+from benchmarks.gpu_book import TWINS, Book, Setting, compare, show
+from benchmarks.gpu_floor import layers, limits
+from benchmarks.gpu_ways import OURS, RIVALS, TRICKS, network, step_of
 from lowrank_cnn.kernels.autotune.measure import times
 
 NETWORKS = [name for name in TWINS if name not in ("vgg11", "vgg11-gmp") and "/" not in name]
@@ -125,7 +123,7 @@ def compile_all(options: argparse.Namespace, deadline: float) -> list[str]:
 
 def _child(options: argparse.Namespace, job: str, scratch: str) -> subprocess.Popen[bytes]:
     """Its measurements, taken in a crowd, go to a scratch folder; its errors to a log beside the results."""
-    command = [sys.executable, __file__, "--child", job, "--jobs", str(options.jobs)]
+    command = [sys.executable, "-m", "benchmarks.gpu_speed", "--child", job, "--jobs", str(options.jobs)]
     for name in ("networks", "modes", "batches"):
         command += [f"--{name}", ",".join(map(str, getattr(options, name)))]
     log = options.out.with_suffix(".log").open("ab")

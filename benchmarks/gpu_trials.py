@@ -29,7 +29,7 @@ def try_all(
 
 
 def _child(script: str, share: list[str], batch: int) -> subprocess.Popen[str]:
-    command = [sys.executable, script, "--batch", str(batch), "--try", ",".join(share)]
+    command = [sys.executable, "-m", script, "--batch", str(batch), "--try", ",".join(share)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

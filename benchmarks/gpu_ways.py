@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_floor import made
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.gpu_floor import made
 from lowrank_cnn.deploy.candidates import CANDIDATES
 from lowrank_cnn.deploy.planning import plan
 from lowrank_cnn.kernels.fuse import FusedComposite, freeze, fuse

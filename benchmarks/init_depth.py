@@ -1,6 +1,6 @@
 """What an initialisation does to the gradient of a deep stack of mixed-shape composites.
 
-    python benchmarks/init_depth.py [--out benchmarks/results/init_depth.json]
+    python -m benchmarks.init_depth [--out benchmarks/results/init_depth.json]
 
 Thirty composites of 384 filters, each with its ReLU, 8x8 maps. A gradient of unit variance is sent in at the top;
 the figure is the variance of what arrives at the bottom (and, forward, the mean square of what leaves the top).
@@ -11,15 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import geometric_mean
 
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lowrank_cnn.method.init import init_, per_group_, torch_default_
 from lowrank_cnn.method.layers import CompositeConv2d

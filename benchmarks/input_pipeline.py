@@ -1,6 +1,6 @@
 """How fast photographs of ILSVRC's size become batches: decoders, ways to frame, and the whole streamed loader.
 
-    python benchmarks/input_pipeline.py --data FOLDER [--train-rate vgg11-gmp=9000] \
+    python -m benchmarks.input_pipeline --data FOLDER [--train-rate vgg11-gmp=9000] \
         [--out benchmarks/results/input_pipeline.json]
 
 ILSVRC cannot come with this file, so its photographs are made from the small ones of FOLDER (Tiny-ImageNet,
@@ -19,7 +19,6 @@ import argparse
 import importlib
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,10 +28,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from jpeg_ways import (
+from benchmarks.jpeg_ways import (
     HEIGHT,
     QUALITY,
     WIDTH,
@@ -45,7 +41,6 @@ from jpeg_ways import (
     versions,
     ways,
 )
-
 from lowrank_cnn.data import Augment, Standardize, StreamedLoader, StreamedSplit, open_data
 from lowrank_cnn.data.types import Decode
 from lowrank_cnn.paper.full_run import idle_share

@@ -1,6 +1,6 @@
 """Memory of a training step, by network and batch size, with all maps kept and with stages computed again.
 
-    python benchmarks/memory.py [--part kept peaks] [--networks ...] [--images 224 56] [--batches 64 256] \
+    python -m benchmarks.memory [--part kept peaks] [--networks ...] [--images 224 56] [--batches 64 256] \
         [--out benchmarks/results/memory.json]
 
 kept: what the forward pass keeps for the backward pass, per image, which is what the batch size multiplies:
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lowrank_cnn.kernels.autotune.ahead import prepare
 from lowrank_cnn.kernels.mode import for_graphs

@@ -1,6 +1,6 @@
 """Put the weights of finished runs into the package, in half precision, with a card that says how they came about.
 
-    python benchmarks/publish.py RUN [RUN ...] --name cifar10 [--data FOLDER]
+    python -m benchmarks.publish RUN [RUN ...] --name cifar10 [--data FOLDER]
 
 With --data, the halved weights are evaluated on the test images, on the CPU, and the card states that as well.
 """
@@ -8,12 +8,9 @@ With --data, the halved weights are evaluated on the test images, on the CPU, an
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lowrank_cnn.data import open_data
 from lowrank_cnn.models.pretrained import FOLDER, Pretrained, write_pretrained

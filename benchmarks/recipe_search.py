@@ -1,6 +1,6 @@
 """Try settings of a recipe, judged on 5,000 training images held out; the test set is not opened.
 
-    python benchmarks/recipe_search.py --data FOLDER --network nin-c3-lr --recipe nin-paper \
+    python -m benchmarks.recipe_search --data FOLDER --network nin-c3-lr --recipe nin-paper \
         --try "lr=0.1" --try "lr=0.05 weight_decay=1e-4" [--epochs 60] [--budget 300] [--out results.json]
 
 Every try is one run of one seed; the record keeps all of them, the poor ones too.
@@ -11,14 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import time
 from pathlib import Path
 
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.models import create_model

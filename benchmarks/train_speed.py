@@ -1,6 +1,6 @@
 """Images per second of training on one device: this library's loop beside a plain DataLoader loop.
 
-    python benchmarks/train_speed.py --data FOLDER [--out benchmarks/results/train_speed.json]
+    python -m benchmarks.train_speed --data FOLDER [--out benchmarks/results/train_speed.json]
 
 For each network and recipe, the recipe's own step eagerly, as a CUDA graph, and as a graph of compiled kernels;
 then the same network, batch and precision in the loop most people write: a Dataset that crops and mirrors image by
@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import itertools
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,12 +22,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from runs import earlier_runs, write_runs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from benchmarks.runs import earlier_runs, write_runs
 from lowrank_cnn.data import Data, ResidentSplit, open_data
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.environment import environment

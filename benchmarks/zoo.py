@@ -1,6 +1,6 @@
 """Convert, count and run every convolutional network of timm and torchvision, and name what fails.
 
-    python benchmarks/zoo.py --scheme lr-join --jobs 14 --budget 540
+    python -m benchmarks.zoo --scheme lr-join --jobs 14 --budget 540
 
 Each network is built without trained weights and converted; it is counted before and after, and run on one image.
 Where that can be, it is built on the meta device first, so that networks without spatial convolutions
@@ -29,8 +29,6 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 LARGEST = 300_000_000
 """Networks of more parameters are run at the end, a few at a time: each takes their memory three times."""

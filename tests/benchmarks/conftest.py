@@ -1,7 +1,8 @@
-"""Benchmarks are programs; the tests load them by their file."""
+"""Benchmarks are modules of a package that is not installed; the tests run from the root of the checkout."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -10,21 +11,12 @@ from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 @pytest.fixture(scope="session")
 def benchmark_module() -> Callable[[str], ModuleType]:
-    def load(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look their module up
-        spec.loader.exec_module(module)
-        return module
-
-    return load
+    return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
 _spec = importlib.util.spec_from_file_location("data_fixtures", Path(__file__).parents[1] / "data" / "conftest.py")

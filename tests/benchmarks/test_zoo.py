@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ZOO = Path(__file__).parents[2] / "benchmarks" / "zoo.py"
+ROOT = Path(__file__).parents[2]
 
 TIMM = '''
 import os, time
@@ -72,9 +72,9 @@ def zoo(tmp_path: Path):
     def run(*more: object) -> tuple[dict[str, dict], str]:
         out = tmp_path / "zoo.json"
         options = ["--families", "timm", "--jobs", "2", "--largest", "5000", "--out", out, *more]
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT)))}
         done = subprocess.run(
-            [sys.executable, ZOO, *map(str, options)],
+            [sys.executable, "-m", "benchmarks.zoo", *map(str, options)],
             env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=170, check=True,
         )  # fmt: skip
         record = json.loads(out.read_text())
@@ -86,7 +86,7 @@ def zoo(tmp_path: Path):
 
 @pytest.mark.slow
 def test_no_network_takes_the_others_down(zoo):
-    rows, printed = zoo("--patience", "6")
+    rows, printed = zoo("--patience", "20")
     outcomes = {name: row["outcome"] for name, row in rows.items()}
     failed = ("crash", "hang", "broken", "frozen")
     assert outcomes == {
@@ -96,7 +96,7 @@ def test_no_network_takes_the_others_down(zoo):
     }
     assert [rows[name]["why"].split(":")[0] for name in failed] == [
         "its process ended with -6",
-        "took more than 6 s",
+        "took more than 20 s",
         "LowRankError",
         "LowRankError",
     ]

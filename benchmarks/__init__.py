@@ -1,0 +1,1 @@
+"""Benchmarks: one module per question, run as `python -m benchmarks.NAME`; records lie in `results`."""

@@ -1,0 +1,265 @@
+"""Today's networks on a GPU: low rank against the fastest dense network and the thinner one of equal MACs.
+
+    python -m benchmarks.gpu_models --out benchmarks/results/gpu_models.json [--only resnet18/lr]
+
+Everything of ours is measured through the public calls: `lr.optimize` for inference and `lr.fit` for training.
+The rivals are dense: torch.compile with freezing, replayed as a CUDA graph, and `fit` with the compiler and
+without our kernels. Images are 224 x 224 in bf16, channels_last. All ways of one row are timed in turns in one
+process, and each call pays for copying its input, as a user's would.
+
+Child processes first run every row side by side to fill the compilers' caches on disk; what they measure is thrown
+away. Then each row is measured by one process alone on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lowrank_cnn as lr
+from benchmarks.runs import earlier_runs, write_runs
+from lowrank_cnn.data import Data, ResidentSplit
+from lowrank_cnn.deploy.recorded import recorded
+from lowrank_cnn.kernels.mode import forced
+from lowrank_cnn.system.clock import measure
+from lowrank_cnn.system.environment import environment
+
+KIND = "gpu-models"
+ROWS = (
+    "torchvision:resnet18/lr",
+    "torchvision:resnet18/lr-join",
+    "torchvision:resnet50/lr",
+    "torchvision:wide_resnet50_2/lr",
+    "timm:repvgg_b1/lr",
+    "timm:darknet53/lr",
+)
+SIZE = (3, 224, 224)
+CLASSES = 1000
+TRAIN_IMAGES, TRAIN_BATCH, EPOCHS = 8192, 256, 4
+
+
+def main() -> None:
+    options = _arguments()
+    if options.child:
+        print(json.dumps(_row(options.child, options)), flush=True)
+        return
+    began = time.monotonic()
+    rows = [row for row in ROWS if any(asked in row for asked in options.only.split(","))]
+    if options.prepare:
+        _run_side_by_side(rows, options)
+        print(f"compilers' caches filled in {time.monotonic() - began:.0f} s", flush=True)
+    run: dict[str, Any] = {"environment": environment(), "rows": []}
+    before = earlier_runs(options.out, KIND)
+    for row in rows:
+        found = _child(row, options, os.environ.get("LOWRANK_CACHE"), options.limit)
+        run["rows"].append(found)
+        print(_line(found), flush=True)
+        write_runs(options.out, KIND, [*before, run])
+    print(f"{time.monotonic() - began:.0f} s in all")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_models.json"))
+    parser.add_argument("--only", default="", help="parts of the names of rows, comma-separated")
+    parser.add_argument("--modes", default="inference,batch1,training")
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--limit", type=float, default=240, help="seconds for one row")
+    parser.add_argument("--no-prepare", dest="prepare", action="store_false", help="caches are filled already")
+    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _run_side_by_side(rows: list[str], options: argparse.Namespace) -> None:
+    """Fill the caches of Triton and Inductor; choices measured in a crowd go to a scratch folder."""
+    with tempfile.TemporaryDirectory() as scratch:
+        children = [
+            _started(row, options, f"{scratch}/{index}", modes=mode)
+            for index, row in enumerate(rows)
+            for mode in options.modes.split(",")
+        ]
+        for child in children:
+            try:
+                child.communicate(timeout=options.limit)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.communicate()
+
+
+def _started(row: str, options: argparse.Namespace, cache: str | None, modes: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu_models", "--child", row, "--modes", modes]
+    command += ["--repeats", str(options.repeats)]
+    extra = {"LOWRANK_CACHE": cache} if cache else {}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **extra})
+
+
+def _child(row: str, options: argparse.Namespace, cache: str | None, limit: float) -> dict[str, Any]:
+    child = _started(row, options, cache, options.modes)
+    try:
+        text, _ = child.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return {"row": row, "failed": f"took more than {limit:.0f} s"}
+    lines = [line for line in text.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else {"row": row, "failed": f"exit code {child.returncode}"}
+
+
+def _row(row: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Everything about one network and scheme."""
+    name, scheme = row.split("/")
+    torch.manual_seed(0)
+    dense = created(name)
+    low = lr.convert(dense, scheme)
+    macs = {"dense": lr.count(dense, SIZE).macs, "low-rank": lr.count(low, SIZE).macs}
+    networks = {"dense": dense, "low-rank": low}
+    try:
+        networks["thin"] = lr.thin(dense, macs=macs["low-rank"] / macs["dense"], input_size=SIZE)
+        macs["thin"] = lr.count(networks["thin"], SIZE).macs
+    except lr.LowRankError as error:
+        print(f"no thin rival: {error}", file=sys.stderr)
+    found: dict[str, Any] = {"row": row, "macs": macs}
+    parts: dict[str, Callable[[], Any]] = {
+        "inference": lambda: _inference(networks, 256, options.repeats),
+        "batch1": lambda: _inference(networks, 1, options.repeats),
+        "training": lambda: _training(networks),
+    }
+    for mode in options.modes.split(","):
+        try:
+            found[mode] = parts[mode]()
+        except Exception as error:  # one mode that fails leaves the others
+            found[mode] = {"failed": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"}
+    return found
+
+
+def created(name: str) -> nn.Module:
+    """A network of torchvision or timm; RepVGG as it is deployed, its branches merged."""
+    library, _, model = name.partition(":")
+    if library == "torchvision":
+        import torchvision
+
+        return torchvision.models.get_model(model)
+    import timm
+    from timm.utils.model import reparameterize_model
+
+    return reparameterize_model(timm.create_model(model))
+
+
+def _inference(networks: dict[str, nn.Module], batch: int, repeats: int) -> dict[str, Any]:
+    """Milliseconds of one batch by every way, in turns, and how exact each is."""
+    x = torch.randn((batch, *SIZE), device="cuda", dtype=torch.bfloat16).contiguous(
+        memory_format=torch.channels_last
+    )
+    ways: dict[str, Callable[[Tensor], Tensor]] = {}
+    report: dict[str, Any] = {"tuning_seconds": {}, "choice": {}, "error": {}, "failed": {}}
+    for kind, network in networks.items():
+        ready = _deployed(network)
+        if kind != "low-rank":
+            ways[f"{kind}, torch.compile"] = _compiled(ready, x)
+        began = time.perf_counter()
+        fast = lr.optimize(ready, x)
+        report["tuning_seconds"][kind] = time.perf_counter() - began
+        report["choice"][kind] = fast.report.choice
+        report["failed"][kind] = fast.report.failed
+        report.setdefault("variants", {})[kind] = {name: time.ms for name, time in fast.report.times.items()}
+        report["error"][kind] = _error(fast, network, x)
+        ways[f"{kind}, optimize"] = fast
+    with torch.no_grad():
+        times = measure({way: lambda run=run: run(x) for way, run in ways.items()}, repeats=repeats, cuda=True)
+    return report | {"ms": {way: asdict(sample) for way, sample in times.items()}}
+
+
+def _deployed(network: nn.Module) -> nn.Module:
+    network = network.cuda().eval().to(torch.bfloat16, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return network.requires_grad_(False)
+
+
+def _compiled(network: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
+    """The rival: torch.compile with freezing, without our kernels, replayed as a CUDA graph."""
+    with _freezing(), forced("off"), torch.no_grad():
+        run = torch.compile(network, dynamic=False)
+        run(x)
+        return recorded(run, x, torch.channels_last)
+
+
+@contextmanager
+def _freezing() -> Iterator[None]:
+    import torch._inductor.config as inductor
+
+    before = inductor.freezing
+    inductor.freezing = True
+    try:
+        yield
+    finally:
+        inductor.freezing = before
+
+
+def _error(fast: nn.Module, network: nn.Module, x: Tensor) -> dict[str, float]:
+    """Distance from float64, relative to it: of ours, and of torch's own layers in bf16 for comparison."""
+    with torch.no_grad(), forced("off"):
+        plain = network(x).double()
+        exact = network.double()(x.double())
+        network.to(torch.bfloat16)
+    with torch.no_grad():
+        ours = fast(x).double()
+    return {kind: float((y - exact).norm() / exact.norm()) for kind, y in (("ours", ours), ("torch", plain))}
+
+
+def _training(networks: dict[str, nn.Module]) -> dict[str, Any]:
+    """Milliseconds of a step within `fit`, input included: the median epoch after the first."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (TRAIN_IMAGES, *SIZE), generator=generator, dtype=torch.uint8)
+    labels = torch.randint(0, CLASSES, (TRAIN_IMAGES,), generator=generator)
+    names = tuple(map(str, range(CLASSES)))
+    split = ResidentSplit.of(images, labels)
+    data = Data("random", names, split, split.subset(torch.arange(256)))
+    recipe = lr.get_recipe("modern", batch_size=TRAIN_BATCH, crop=SIZE[1], pad=0, cutout=0, ema=0.0)
+    found: dict[str, Any] = {}
+    for kind, network in networks.items():
+        ways = {"torch.compile": ("off", {"compile": True})} if kind != "low-rank" else {}
+        ways |= {"fit": ("auto", {})}
+        for way, (kernels, how) in ways.items():
+            network.float().train().requires_grad_(True)
+            with forced(kernels):
+                record = lr.fit(network, data, recipe, epochs=EPOCHS, progress=False, **how)
+            rates = [row["images_per_second"] for row in record.history[1:]]
+            ms = sorted(1e3 * TRAIN_BATCH / rate for rate in rates)
+            found[f"{kind}, {way}"] = {"ms": median(ms), "low": ms[0], "high": ms[-1], "runs": len(ms)}
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+    return {"ms": found}
+
+
+def _line(found: dict[str, Any]) -> str:
+    """One row for people: each mode's times over the dense network by torch.compile."""
+    text = found["row"] + (f" failed: {found['failed']}" if "failed" in found else "")
+    for mode in ("inference", "batch1", "training"):
+        times = found.get(mode, {}).get("ms")
+        if not times:
+            text += f"\n  {mode}: {found.get(mode, {}).get('failed', 'not measured')}"
+            continue
+        rival = times["dense, torch.compile"]["ms"]
+        ways = (f"{way} {time['ms']:.3f} ms ({time['ms'] / rival:.2f})" for way, time in times.items())
+        text += f"\n  {mode}: " + "; ".join(ways)
+        if "choice" in found[mode]:
+            text += f"\n    chosen: {found[mode]['choice']}, tuning s: " + str(
+                {kind: round(seconds) for kind, seconds in found[mode]["tuning_seconds"].items()}
+            )
+    return text
+
+
+if __name__ == "__main__":
+    main()
