@@ -18,6 +18,7 @@ from lowrank_cnn.data.augment import (
     scaled,
     send,
 )
+from lowrank_cnn.data.fingerprint import fingerprint_of_subset, fingerprint_of_tensors
 from lowrank_cnn.data.preprocess import Preprocess, to_unit
 from lowrank_cnn.data.types import Problems, Size, check_batches, generator
 from lowrank_cnn.system.errors import LowRankError
@@ -44,8 +45,11 @@ class Decoded:
 class ResidentSplit:
     """A split decoded in memory, when it is first looked at: evaluating never decodes the training set."""
 
-    def __init__(self, decode: Callable[[], Decoded], size: Size) -> None:
+    def __init__(
+        self, decode: Callable[[], Decoded], size: Size, fingerprint: Callable[[], str] | None = None
+    ) -> None:
         self._decode = decode
+        self._fingerprint = fingerprint
         self.size = size
 
     @classmethod
@@ -54,6 +58,11 @@ class ResidentSplit:
         decoded = Decoded(images, labels.long(), problems or Problems())
         channels, height, width = images.shape[1:]
         return cls(lambda: decoded, (channels, height, width))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """That of the files where there are any, else that of the pixels."""
+        return self._fingerprint() if self._fingerprint else fingerprint_of_tensors(self.images, self.labels)
 
     @cached_property
     def _decoded(self) -> Decoded:
@@ -82,7 +91,8 @@ class ResidentSplit:
         return iter(self.images.split(_PREPARE_IMAGES))
 
     def subset(self, index: Tensor) -> ResidentSplit:
-        return ResidentSplit.of(self.images[index], self.labels[index], self.problems)
+        chosen = Decoded(self.images[index], self.labels[index], self.problems)
+        return ResidentSplit(lambda: chosen, self.size, lambda: fingerprint_of_subset(self.fingerprint, index))
 
 
 class ResidentLoader:

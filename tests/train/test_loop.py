@@ -46,6 +46,7 @@ def test_the_record_beside_the_run(driver, tmp_path):
     assert json.loads((tmp_path / "recipe.json").read_text()) == record.recipe
     assert (record.seed, record.watched, record.precision, record.device) == (5, "holdout", "fp32", "cpu")
     assert record.data["name"] == "tiny"
+    assert record.data["digest"] == driver.tiny_data().digest
     assert record.data["problems"] == {"train": {}, "test": {}}
     assert record.environment["torch"] == torch.__version__
     assert [row["epoch"] for row in record.history] == [1, 2]
