@@ -55,7 +55,7 @@ def create_model(
     - `norm="batch"` puts batch norm before each ReLU.
     - `stride` is that of the first conv (2 for the Places networks).
     - `scheme` replaces the variant's own, so that any family takes schemes the paper never tried.
-    - `dropout` replaces every dropout rate.
+    - `dropout` replaces every dropout rate. The default is the paper's, and 0 where a batch norm follows.
     - `image_size` is the side of the images that the network is for, where it is not the paper's: vgg11's first
       fully connected layer is made to fit it, the other networks take any.
     - `pool="average"` averages in the second pool of the nin networks, as the network that the paper starts from
