@@ -8,7 +8,7 @@ from types import ModuleType
 from lowrank_cnn.method.init import INITIALISATIONS
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.models import googlenet, nin, vgg
-from lowrank_cnn.models.network import Network, Options
+from lowrank_cnn.models.network import Network, Options, TrainingCard
 from lowrank_cnn.models.pretrained import agreed, list_pretrained, load_into, read_pretrained
 from lowrank_cnn.system.errors import LowRankError, nearest
 
@@ -90,6 +90,8 @@ def _with_weights(name: str, data: str, options: Mapping[str, object]) -> Networ
     model = create_model(**agreed(options, _DEFAULTS, found, data))
     load_into(model, found)
     model.begun_from = f"{name} on {data}"
+    if model.config["num_classes"] == found.config["num_classes"]:
+        model.training_card = TrainingCard(found.card, found.preprocess)
     return model.eval()
 
 

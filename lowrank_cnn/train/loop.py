@@ -26,6 +26,7 @@ from lowrank_cnn.train.recipes import get_recipe
 from lowrank_cnn.train.record import Record
 from lowrank_cnn.train.remarks import dropout_remarks, remarks
 from lowrank_cnn.train.score import Evaluation, check_fits
+from lowrank_cnn.train.trained import Trained
 from lowrank_cnn.train.trainer import Trainer
 
 
@@ -103,6 +104,7 @@ def _train(job: Job, saved: Checkpoint | None, *, tensorboard: bool, checkpoint_
             cuda_graphs=job.means.cuda_graphs,
             checkpoint_every=checkpoint_every,
         )
+        Trained(model, inputs.preprocess, recipe, job.data.classes, job.data.test.size or ()).attach()
         _resume(trainer, saved, shown)
         _run(trainer, _progress(trainer, shown, tensorboard))
     return trainer.record

@@ -72,7 +72,5 @@ def test_fit_says_so(driver, capsys):
     network = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.Dropout(0.5), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 4)
     )
-    from lowrank_cnn.train import fit
-
     fit(network, driver.tiny_data(), driver.PLAIN, epochs=1, device="cpu")
     assert "Dropout '1' stands before batch norm '2'" in capsys.readouterr().out
