@@ -125,6 +125,16 @@ class Data:
         """
         return fingerprint_of_parts("data", *self.classes, self.train.fingerprint, self.test.fingerprint)
 
+    def check_labels(self) -> None:
+        """Refuse labels that name no class: a GPU would stop at one without saying which."""
+        for name, split in (("training", self.train), ("test", self.test)):
+            highest = int(split.labels.max()) if len(split) else 0
+            if highest >= len(self.classes):
+                raise LowRankError(
+                    f"{self.name} has a {name} image of class number {highest}, and {len(self.classes)} classes, "
+                    f"numbered from 0 to {len(self.classes) - 1}."
+                )
+
     def holdout(self, n: int, seed: int) -> Data:
         """Take n training images, class by class in proportion, as the test set of a new `Data`.
 
