@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +19,14 @@ from lowrank_cnn.data.augment import (
     scaled,
     send,
 )
+from lowrank_cnn.data.fingerprint import fingerprint_of_subset, fingerprint_of_tensors
 from lowrank_cnn.data.preprocess import Preprocess, to_unit
 from lowrank_cnn.data.types import Problems, Size, check_batches, generator
 from lowrank_cnn.system.errors import LowRankError
 
 _CHUNK_BYTES = 2**29
 _PREPARE_IMAGES = 4096
+_MOST_CHANNELS = 4
 
 
 @dataclass(frozen=True)
@@ -35,25 +38,72 @@ class Decoded:
     problems: Problems = field(default_factory=Problems)
 
     def __post_init__(self) -> None:
-        if self.images.dtype != torch.uint8 or self.images.ndim != 4:
-            raise LowRankError(f"images must be uint8 [n, C, H, W], not {self.images.dtype} {self.images.ndim}-d.")
+        check_images(self.images)
+        check_labels(self.labels)
         if len(self.images) != len(self.labels):
             raise LowRankError(f"{len(self.images)} images do not match {len(self.labels)} labels.")
+
+
+def _as_tensor(value: Any) -> Any:
+    """An array as a tensor; anything else as it is, to be checked."""
+    return torch.as_tensor(value) if hasattr(value, "__array_interface__") else value
+
+
+def check_images(images: object) -> None:
+    """Refuse what is not a tensor of uint8 [n, C, H, W]."""
+    if not isinstance(images, Tensor):
+        raise LowRankError(
+            f"images are one uint8 tensor or array [n, C, H, W], not a {type(images).__name__}: use torch.stack."
+        )
+    if images.dtype != torch.uint8 or images.ndim != 4:
+        raise LowRankError(f"images are uint8 [n, C, H, W], not {images.dtype} {list(images.shape)}.")
+    if images.shape[1] > _MOST_CHANNELS >= images.shape[3]:
+        raise LowRankError(
+            f"images are [n, C, H, W]; {list(images.shape)} looks like [n, H, W, C]: use .permute(0, 3, 1, 2)."
+        )
+
+
+def check_labels(labels: object) -> None:
+    """Refuse what is not one whole number per image."""
+    if not isinstance(labels, Tensor):
+        raise LowRankError(f"labels are one tensor of class numbers [n], not a {type(labels).__name__}.")
+    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.ndim != 1:
+        raise LowRankError(
+            f"labels are whole class numbers [n], such as int64, not {labels.dtype} {list(labels.shape)}."
+        )
+    if len(labels) and int(labels.min()) < 0:
+        raise LowRankError(f"labels are class numbers from 0 on, not {int(labels.min())}.")
 
 
 class ResidentSplit:
     """A split decoded in memory, when it is first looked at: evaluating never decodes the training set."""
 
-    def __init__(self, decode: Callable[[], Decoded], size: Size) -> None:
+    def __init__(
+        self, decode: Callable[[], Decoded], size: Size, fingerprint: Callable[[], str] | None = None
+    ) -> None:
         self._decode = decode
+        self._fingerprint = fingerprint
         self.size = size
 
     @classmethod
-    def of(cls, images: Tensor, labels: Tensor, problems: Problems | None = None) -> ResidentSplit:
-        """A split of tensors: uint8 images [n, C, H, W] and integer labels [n]."""
+    def of(cls, images: Any, labels: Any, problems: Problems | None = None) -> ResidentSplit:
+        """A split of tensors or arrays: uint8 images [n, C, H, W] and whole numbers [n] as labels.
+
+        >>> split = ResidentSplit.of(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]))
+        >>> len(split), split.size
+        (2, (3, 8, 8))
+        """
+        images, labels = _as_tensor(images), _as_tensor(labels)
+        check_images(images)
+        check_labels(labels)
         decoded = Decoded(images, labels.long(), problems or Problems())
         channels, height, width = images.shape[1:]
         return cls(lambda: decoded, (channels, height, width))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """That of the files where there are any, else that of the pixels."""
+        return self._fingerprint() if self._fingerprint else fingerprint_of_tensors(self.images, self.labels)
 
     @cached_property
     def _decoded(self) -> Decoded:
@@ -82,7 +132,8 @@ class ResidentSplit:
         return iter(self.images.split(_PREPARE_IMAGES))
 
     def subset(self, index: Tensor) -> ResidentSplit:
-        return ResidentSplit.of(self.images[index], self.labels[index], self.problems)
+        chosen = Decoded(self.images[index], self.labels[index], self.problems)
+        return ResidentSplit(lambda: chosen, self.size, lambda: fingerprint_of_subset(self.fingerprint, index))
 
 
 class ResidentLoader:

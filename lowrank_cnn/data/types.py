@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from lowrank_cnn.data.fingerprint import fingerprint_of_parts
 from lowrank_cnn.system.errors import LowRankError
 
 Size = tuple[int, int, int]
@@ -90,6 +92,11 @@ class Split(Protocol):
         """What was wrong with the images, as far as they were read."""
         ...
 
+    @property
+    def fingerprint(self) -> str:
+        """The identity of the images and labels (`data.fingerprint`): no image is decoded for it."""
+        ...
+
     def __len__(self) -> int: ...
 
     def subset(self, index: Tensor) -> Split:
@@ -109,6 +116,24 @@ class Data:
     classes: tuple[str, ...]
     train: Split
     test: Split
+
+    @cached_property
+    def digest(self) -> str:
+        """The identity of the set: its classes and the fingerprints of both splits.
+
+        The folder's place and name and the size that images are brought to play no part; `limit` and `holdout` do.
+        """
+        return fingerprint_of_parts("data", *self.classes, self.train.fingerprint, self.test.fingerprint)
+
+    def check_labels(self) -> None:
+        """Refuse labels that name no class: a GPU would stop at one without saying which."""
+        for name, split in (("training", self.train), ("test", self.test)):
+            highest = int(split.labels.max()) if len(split) else 0
+            if highest >= len(self.classes):
+                raise LowRankError(
+                    f"{self.name} has a {name} image of class number {highest}, and {len(self.classes)} classes, "
+                    f"numbered from 0 to {len(self.classes) - 1}."
+                )
 
     def holdout(self, n: int, seed: int) -> Data:
         """Take n training images, class by class in proportion, as the test set of a new `Data`.

@@ -34,6 +34,7 @@ from lowrank_cnn.deploy.names import name_nodes, without_traces
 from lowrank_cnn.deploy.runtime import OnnxModel
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.models.files import Stored, dtype_of, read_weights, write_weights
+from lowrank_cnn.models.network import training_card
 from lowrank_cnn.system.errors import LowRankError, require
 from lowrank_cnn.train.trained import Trained, load_checkpoint
 
@@ -129,7 +130,9 @@ def _load_program(path: Path) -> nn.Module:
 def _stored(model: nn.Module, input_size: Sequence[int] | None) -> Stored:
     check_module(model)
     size = input_size or getattr(model, "input_size", None)
-    return Stored(model, tuple(size) if size else None)
+    stored = Stored(model, tuple(size) if size else None)
+    carried = training_card(model)
+    return replace(stored, card=carried.card, preprocess=dict(carried.preprocess)) if carried else stored
 
 
 def _writer(path: Path) -> Callable[[Path, Stored], float | None]:

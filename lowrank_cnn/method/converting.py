@@ -134,6 +134,8 @@ def rewrite(
     convs = {name: _conv(model, name) for name in schemes}
     layers = {name: replacement(conv, schemes[name]) for name, conv in convs.items()}
     new = copy_with(model, {convs[name]: layer for name, layer in layers.items()})
+    if fill is None:  # fresh weights are no longer those that the card of a trained network speaks of
+        vars(new).pop("training_card", None)
     fill = fill or _fresh_in(new)
     for name, layer in layers.items():
         fill(name, convs[name], layer)

@@ -8,7 +8,7 @@ from types import ModuleType
 from lowrank_cnn.method.init import INITIALISATIONS
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.models import googlenet, nin, vgg
-from lowrank_cnn.models.network import Network, Options
+from lowrank_cnn.models.network import Network, Options, TrainingCard
 from lowrank_cnn.models.pretrained import agreed, list_pretrained, load_into, read_pretrained
 from lowrank_cnn.system.errors import LowRankError, nearest
 
@@ -55,7 +55,7 @@ def create_model(
     - `norm="batch"` puts batch norm before each ReLU.
     - `stride` is that of the first conv (2 for the Places networks).
     - `scheme` replaces the variant's own, so that any family takes schemes the paper never tried.
-    - `dropout` replaces every dropout rate.
+    - `dropout` replaces every dropout rate. The default is the paper's, and 0 where a batch norm follows.
     - `image_size` is the side of the images that the network is for, where it is not the paper's: vgg11's first
       fully connected layer is made to fit it, the other networks take any.
     - `pool="average"` averages in the second pool of the nin networks, as the network that the paper starts from
@@ -90,6 +90,8 @@ def _with_weights(name: str, data: str, options: Mapping[str, object]) -> Networ
     model = create_model(**agreed(options, _DEFAULTS, found, data))
     load_into(model, found)
     model.begun_from = f"{name} on {data}"
+    if model.config["num_classes"] == found.config["num_classes"]:
+        model.training_card = TrainingCard(found.card, found.preprocess)
     return model.eval()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.models.network import TrainingCard
 from lowrank_cnn.models.rebuild import describe, rebuild
 from lowrank_cnn.system.errors import LowRankError, require
 
@@ -75,7 +76,10 @@ def read_weights(path: Path, *, into: nn.Module | None = None) -> Stored:
     card, size = description.get("card"), _size(description.get("input"))
     if size is not None:
         network.input_size = size  # type: ignore[assignment]
-    return Stored(network, size, card if isinstance(card, Mapping) else None, preprocess)
+    card = card if isinstance(card, Mapping) else None
+    if card is not None:
+        network.training_card = TrainingCard(card, preprocess)  # type: ignore[assignment]
+    return Stored(network, size, card, preprocess)
 
 
 def is_exported(path: Path) -> bool:

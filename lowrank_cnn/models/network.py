@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -63,6 +64,20 @@ class Options:
         return nn.Dropout(default if self.dropout is None else self.dropout)
 
 
+@dataclass(frozen=True)
+class TrainingCard:
+    """What a trained network carries beside its weights: its recipe and data as JSON, preprocessing as tensors."""
+
+    card: Mapping[str, Any]
+    preprocess: Mapping[str, Tensor]
+
+
+def training_card(network: nn.Module) -> TrainingCard | None:
+    """The card that a loaded or trained network carries; None for a network with fresh weights."""
+    found = getattr(network, "training_card", None)
+    return found if isinstance(found, TrainingCard) else None
+
+
 class Network(nn.Module):
     """A network that knows how it was made: `create_model(**network.config)` builds it again."""
 
@@ -76,6 +91,7 @@ class Network(nn.Module):
 
     input_size: tuple[int, int, int]
     begun_from: str
+    training_card: TrainingCard
     config: dict[str, object]
 
     def settle(self) -> None:

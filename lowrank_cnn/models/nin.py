@@ -82,7 +82,8 @@ def _features(variant: Variant, options: Options) -> nn.Sequential:
         if stage < len(POINTWISE):
             averaged = stage == 2 and options.pool == "average"
             layers[f"pool{stage}"] = (nn.AvgPool2d if averaged else nn.MaxPool2d)(3, 2, ceil_mode=True)
-            layers[f"dropout{stage}"] = options.drop(0.5)
+            # Dropout changes the variance that a batch norm behind it sees in training, but not in evaluation.
+            layers[f"dropout{stage}"] = options.drop(0.0 if options.norm == "batch" else 0.5)
     # The paper rectifies the class maps too; with batch norm they are plain logits.
     rectified = options.norm is None
     layers |= conv_block("classes", channels, options.num_classes, 1, options, relu=rectified)

@@ -19,7 +19,7 @@ from lowrank_cnn.train.launch import resolve_device
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.score import Evaluation, check_fits, score
 from lowrank_cnn.train.state import Position
-from lowrank_cnn.train.trained import Trained, load_checkpoint, load_pretrained
+from lowrank_cnn.train.trained import Trained, carried_by, load_checkpoint, load_pretrained
 
 __all__ = ["Evaluation", "Trained", "evaluate", "load_checkpoint", "load_pretrained", "predict"]
 
@@ -36,8 +36,9 @@ def evaluate(
 ) -> Evaluation:
     """Top-1, top-5 and loss on the test images, one centre crop per image, in full precision.
 
-    `model` is a network, what `load_checkpoint` gives, or the path of what it reads. A bare network takes the
-    preprocessing given, or else one fitted to `data.train` as the recipe says.
+    `model` is a network, what `load_checkpoint` gives, or the path of what it reads. A network that was loaded or
+    trained carries how its images are prepared. Any other takes the preprocessing given, or one fitted to
+    `data.train` as the recipe says.
     """
     data = data if isinstance(data, Data) else open_data(data)
     trained = model if isinstance(model, Trained) else _trained(model, data, preprocess, recipe)
@@ -61,14 +62,16 @@ def evaluate(
 
 @torch.no_grad()
 def predict(
-    model: Trained | str | Path, images: Sequence[str | Path] | str | Path, *, top: int = 5, device: str = "auto"
+    model: Trained | nn.Module | str | Path,
+    images: Sequence[str | Path] | str | Path,
+    *,
+    top: int = 5,
+    device: str = "auto",
 ) -> list[list[tuple[str, float]]]:
     """For each image file the likeliest classes with their probabilities, the likeliest first."""
     if not isinstance(top, int) or top < 1:
         raise LowRankError(f"top is the number of classes to name, at least 1, not {top!r}.")
-    if isinstance(model, nn.Module):
-        raise LowRankError("predict needs classes and how images are prepared: give what load_pretrained gives.")
-    trained = model if isinstance(model, Trained) else load_checkpoint(model)
+    trained = _ready_to_ask(model)
     images = [images] if isinstance(images, str | Path) else images
     place = torch.device(resolve_device(device))
     network = trained.network.to(place).eval()
@@ -79,6 +82,18 @@ def predict(
         seen = _whole_to_window(preprocess(pixels[None]), trained)
         answers.append(_ranked(network(seen).softmax(1)[0], trained.classes, top))
     return answers
+
+
+def _ready_to_ask(model: Trained | nn.Module | str | Path) -> Trained:
+    if isinstance(model, Trained):
+        return model
+    found = carried_by(model) if isinstance(model, nn.Module) else load_checkpoint(model)
+    if found is None:
+        raise LowRankError(
+            "predict needs a trained network, which knows its classes and how images are prepared: give a run's "
+            "directory, or what load, load_pretrained or fit made."
+        )
+    return found
 
 
 def how_far(path: str | Path, *, best: bool = False) -> str | None:
@@ -108,6 +123,8 @@ def _trained(
 ) -> Trained:
     if not isinstance(model, nn.Module):
         return load_checkpoint(model)
+    if preprocess is None and recipe is None and (carried := carried_by(model)):
+        return carried
     recipe = recipe or Recipe()
     return Trained(
         model, preprocess or preprocessing(data.train, recipe), recipe, data.classes, data.test.size or ()

@@ -57,6 +57,7 @@ def make_inputs(
 
     A GPU decodes images to train on alone: accuracy is always that on the pixels of the CPU's decoder.
     """
+    data.check_labels()
     kept = data.holdout(held_out(recipe, len(data.train)), HOLDOUT_SEED) if recipe.holdout else data
     _check_batch(recipe, len(kept.train), len(data.train))
     preprocess = preprocess_from_dict(saved) if saved else preprocessing(kept.train, recipe, device)

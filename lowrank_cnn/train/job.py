@@ -168,6 +168,7 @@ def about(model: nn.Module, data: Data, seed: int) -> dict[str, Any]:
             "train": len(data.train),
             "test": len(data.test),
             "image": list(data.test.size or ()),
+            "digest": data.digest,
         },
         "seed": seed,
     }

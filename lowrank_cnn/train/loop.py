@@ -17,14 +17,16 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory, recipe_changes
 from lowrank_cnn.train.failure import told_out_of_memory
-from lowrank_cnn.train.job import Job, Means, begun_from
+from lowrank_cnn.train.job import Job, Means
 from lowrank_cnn.train.launch import batch_norm_over_all, launch
 from lowrank_cnn.train.progress import Charts, Lines, Live, Progress
 from lowrank_cnn.train.randomness import seed_generators
 from lowrank_cnn.train.recipe import Recipe, changed
 from lowrank_cnn.train.recipes import get_recipe
 from lowrank_cnn.train.record import Record
+from lowrank_cnn.train.remarks import dropout_remarks, remarks
 from lowrank_cnn.train.score import Evaluation, check_fits
+from lowrank_cnn.train.trained import Trained
 from lowrank_cnn.train.trainer import Trainer
 
 
@@ -76,28 +78,6 @@ def fit(
     return _train(job, job.saved(resume=resume), tensorboard=tensorboard, checkpoint_every=checkpoint_every)
 
 
-def remarks(model: nn.Module, recipe: Recipe) -> list[str]:
-    """What somebody who trains this network by this recipe may not have meant; it is trained all the same."""
-    config = getattr(model, "config", None)
-    has = config if isinstance(config, dict) else recipe.network()
-    said = [
-        f"The recipe {recipe.name} is for networks with {name}={wanted!r}; this one has {name}={has.get(name)!r}."
-        for name, wanted in recipe.network().items()
-        if wanted is not None and has.get(name) != wanted
-    ]
-    if recipe.drop_epochs and recipe.epochs <= max(recipe.drop_epochs):
-        drops = " and ".join(map(str, recipe.drop_epochs))
-        said.append(f"The learning rate is divided after {drops} epochs; this run has {recipe.epochs}.")
-    if recipe.schedule in ("cosine", "poly") and (recipe.drop_epochs or recipe.levels):
-        dividing = "drop_epochs" if recipe.drop_epochs else "levels"
-        said.append(f"The schedule {recipe.schedule} ends at zero by itself; {dividing} divides the rate on top.")
-    if begun := begun_from(model):
-        said.append(
-            f"The network begins with trained weights ({begun}); images are prepared anew, for these data."
-        )
-    return said
-
-
 def _resolve(recipe: Recipe | str, epochs: int | None) -> Recipe:
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     return recipe if epochs is None else changed(recipe, {"epochs": epochs})
@@ -111,6 +91,8 @@ def _train(job: Job, saved: Checkpoint | None, *, tensorboard: bool, checkpoint_
     with told_out_of_memory(recipe.batch_size, fabric.device), batch_norm_over_all(fabric, model, shown.say):
         inputs = job.inputs(saved)
         check_fits(model, inputs.size, len(job.data.classes), fabric.device)
+        for sentence in dropout_remarks(model, recipe, inputs.size):
+            shown.say(sentence)
         trainer = Trainer(
             fabric,
             model,
@@ -122,6 +104,7 @@ def _train(job: Job, saved: Checkpoint | None, *, tensorboard: bool, checkpoint_
             cuda_graphs=job.means.cuda_graphs,
             checkpoint_every=checkpoint_every,
         )
+        Trained(model, inputs.preprocess, recipe, job.data.classes, job.data.test.size or ()).attach()
         _resume(trainer, saved, shown)
         _run(trainer, _progress(trainer, shown, tensorboard))
     return trainer.record

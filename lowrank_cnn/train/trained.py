@@ -13,6 +13,7 @@ from lowrank_cnn.data import Augment, Preprocess, preprocess_from_dict
 from lowrank_cnn.data.stream.streamed import frame
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.files import Stored, is_exported, read_weights
+from lowrank_cnn.models.network import TrainingCard, training_card
 from lowrank_cnn.models.pretrained import read_pretrained
 from lowrank_cnn.models.rebuild import entry_description, rebuild
 from lowrank_cnn.system.errors import LowRankError
@@ -58,12 +59,19 @@ class Trained:
 
     def stored(self, input_size: Sequence[int] | None = None) -> Stored:
         """What a file keeps of it; `input_size` is of other images than it was trained on."""
-        card = {
-            "recipe": self.recipe.to_dict(),
-            "data": {"classes": list(self.classes), "image": list(self.image)},
-        }
-        size = tuple(input_size or self.input_size)
-        return Stored(self.network, size, card, {k: t.clone() for k, t in self.preprocess.to_dict().items()})
+        size, carried = tuple(input_size or self.input_size), self.card()
+        return Stored(self.network, size, carried.card, dict(carried.preprocess))
+
+    def card(self) -> TrainingCard:
+        """All but the weights, as a file keeps it and the network carries it."""
+        data = {"classes": list(self.classes), "image": list(self.image)}
+        tensors = {name: tensor.clone() for name, tensor in self.preprocess.to_dict().items()}
+        return TrainingCard({"recipe": self.recipe.to_dict(), "data": data}, tensors)
+
+    def attach(self) -> Trained:
+        """Let the network itself carry how its images are prepared, to `evaluate`, `predict` and `export`."""
+        self.network.training_card = self.card()  # type: ignore[assignment]
+        return self
 
 
 def load_checkpoint(path: str | Path, *, best: bool = False, network: nn.Module | None = None) -> Trained:
@@ -107,7 +115,13 @@ def _trained(network: nn.Module, preprocess: Mapping[str, Tensor], card: Mapping
     """From the tensors and the card that a run, a file or the package keeps."""
     data = card["data"]
     recipe, classes, image = Recipe.from_dict(card["recipe"]), tuple(data["classes"]), tuple(data["image"])
-    return Trained(network, preprocess_from_dict(preprocess), recipe, classes, image)
+    return Trained(network, preprocess_from_dict(preprocess), recipe, classes, image).attach()
+
+
+def carried_by(network: nn.Module) -> Trained | None:
+    """A loaded or trained network with the preparation that it carries; None where it carries none."""
+    found = training_card(network)
+    return trained_of(Stored(network, None, found.card, dict(found.preprocess))) if found else None
 
 
 def _exported(path: Path, network: nn.Module | None) -> Trained:

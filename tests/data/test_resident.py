@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from lowrank_cnn.data import Augment, ResidentLoader, ResidentSplit, Standardize, make_loader, resident
+from lowrank_cnn.data import Augment, Data, ResidentLoader, ResidentSplit, Standardize, make_loader, resident
 from lowrank_cnn.system.errors import LowRankError
 
 PLAIN = Augment(mirror=False)
@@ -151,7 +152,7 @@ def test_a_split_is_decoded_when_first_looked_at() -> None:
 
     def decode() -> resident.Decoded:
         calls.append(1)
-        return resident.Decoded(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.zeros(2))
+        return resident.Decoded(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))
 
     split = ResidentSplit(decode, (1, 4, 4))
     assert (split.size, split.channels) == ((1, 4, 4), 1)
@@ -165,3 +166,33 @@ def test_make_loader_knows_its_splits() -> None:
     assert isinstance(make_loader(random_split(), train=True, **options), ResidentLoader)
     with pytest.raises(LowRankError, match="list"):
         make_loader([], train=True, **options)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "says"),
+    [
+        (torch.zeros(2, 3, 8, 8), [0, 1], r"uint8 \[n, C, H, W\], not torch.float32"),
+        (torch.zeros(2, 8, 8, 3, dtype=torch.uint8), torch.tensor([0, 1]), r"looks like \[n, H, W, C\].*permute"),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([0.9, 0.1]), "whole class numbers.*float32"),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, -1]), "from 0 on, not -1"),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([[0], [1]]), r"not torch.int64 \[2, 1\]"),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), [0, 1], "one tensor of class numbers"),
+        ([torch.zeros(3, 8, 8, dtype=torch.uint8)], torch.tensor([0]), "not a list: use torch.stack"),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([0]), "2 images do not match 1 labels"),
+    ],
+)
+def test_what_is_no_split_is_refused(images: object, labels: object, says: str) -> None:
+    with pytest.raises(LowRankError, match=says):
+        ResidentSplit.of(images, labels)
+
+
+def test_arrays_will_do() -> None:
+    split = ResidentSplit.of(np.zeros((3, 1, 4, 4), np.uint8), np.arange(3, dtype=np.int32))
+    assert split.labels.tolist() == [0, 1, 2]
+    assert split.labels.dtype == torch.int64
+
+
+def test_labels_beyond_the_classes_are_named() -> None:
+    split = ResidentSplit.of(torch.zeros(3, 1, 4, 4, dtype=torch.uint8), torch.arange(3))
+    with pytest.raises(LowRankError, match=r"class number 2, and 2 classes, numbered from 0 to 1"):
+        Data("set", ("a", "b"), split, split).check_labels()

@@ -226,8 +226,8 @@ def test_at_least_one_class_is_named(run, top):
 
 
 def test_a_network_alone_does_not_predict():
-    with pytest.raises(LowRankError, match="give what load_pretrained gives"):
-        predict(nn.Linear(1, 1), [])  # type: ignore[arg-type]
+    with pytest.raises(LowRankError, match="predict needs a trained network"):
+        predict(nn.Linear(1, 1), [])
 
 
 def test_an_image_of_another_size_and_colour_is_fitted(run, tmp_path):

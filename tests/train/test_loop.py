@@ -13,7 +13,6 @@ from torch import nn
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import fit, get_recipe, load_record
-from lowrank_cnn.train.loop import remarks
 
 
 def test_it_learns_and_says_so(driver):
@@ -46,6 +45,7 @@ def test_the_record_beside_the_run(driver, tmp_path):
     assert json.loads((tmp_path / "recipe.json").read_text()) == record.recipe
     assert (record.seed, record.watched, record.precision, record.device) == (5, "holdout", "fp32", "cpu")
     assert record.data["name"] == "tiny"
+    assert record.data["digest"] == driver.tiny_data().digest
     assert record.data["problems"] == {"train": {}, "test": {}}
     assert record.environment["torch"] == torch.__version__
     assert [row["epoch"] for row in record.history] == [1, 2]
@@ -207,17 +207,6 @@ def test_it_is_said_where_a_network_is_not_what_the_recipe_is_for(driver, capsys
 def test_what_is_no_network_is_not_trained(driver, model, hint):
     with pytest.raises(LowRankError, match=f"fit trains an nn.Module, not a {type(model).__name__}: {hint}"):
         fit(model, driver.tiny_data(), "modern")
-
-
-def test_drops_that_a_run_does_not_reach_are_said():
-    network, recipe = nn.Linear(1, 1), get_recipe("nin-paper")
-    assert remarks(network, recipe) == []
-    assert "after 135 and 162 epochs; this run has 150" in remarks(network, get_recipe("nin-paper", epochs=150))[0]
-    for schedule, said in (("cosine", 1), ("poly", 1), ("constant", 0)):
-        assert len(remarks(network, get_recipe("nin-paper", schedule=schedule))) == said
-    watched = get_recipe("vgg-paper", schedule="cosine")
-    assert "levels divides the rate on top" in remarks(network, watched)[0]
-    assert remarks(network, get_recipe("vgg-paper", schedule="cosine", levels=0)) == []
 
 
 def test_a_finished_record_without_weights_is_not_begun_over(driver, tmp_path):

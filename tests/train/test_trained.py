@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 
@@ -18,7 +19,7 @@ from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import fit, get_recipe
 from lowrank_cnn.train.evaluation import evaluate, predict
-from lowrank_cnn.train.trained import load_checkpoint, load_pretrained
+from lowrank_cnn.train.trained import carried_by, load_checkpoint, load_pretrained
 
 RECIPE = get_recipe("modern", epochs=1, batch_size=16, warmup=0, mirror=False, crop=14, zca_epsilon=1.0, ema=0.5)
 
@@ -92,3 +93,38 @@ def test_a_damaged_card_is_told(tmp_path, card: dict):
     save_file(load_file(path), path, metadata={"lowrank_cnn": json.dumps({**about, "card": card})})
     with pytest.raises(LowRankError, match="card of its network is damaged"):
         load_checkpoint(path)
+
+
+def brighter(split: ResidentSplit) -> ResidentSplit:
+    return ResidentSplit.of(split.images // 2 + 100, split.labels)
+
+
+def test_a_loaded_network_prepares_images_as_its_run_did(data, tmp_path):
+    """Other images have another mean; the network was trained for that of its own."""
+    torch.manual_seed(0)
+    network = create_model("nin-c3-lr", num_classes=2, in_channels=1, width=0.05, norm="batch")
+    fit(network, data, RECIPE, out=tmp_path / "run", progress=False, device="cpu")
+    others = Data("others", data.classes, brighter(data.train), brighter(data.test))
+    right = evaluate(tmp_path / "run", others, device="cpu")
+    export(load(tmp_path / "run"), tmp_path / "net.safetensors")
+    carried = (load(tmp_path / "run"), load(tmp_path / "net.safetensors"), network, copy.deepcopy(network))
+    assert [evaluate(net, others, device="cpu") for net in carried] == [right] * 4
+    assert evaluate(network, others, recipe=RECIPE, device="cpu").loss != right.loss
+
+
+def test_a_network_with_the_packages_weights_carries_its_preparation():
+    network = create_model("nin-c3-lr", pretrained="cifar10")
+    carried = carried_by(network)
+    assert carried is not None
+    assert carried.classes == load_pretrained("nin-c3-lr", "cifar10").classes
+    assert carried_by(create_model("nin-c3-lr", pretrained="cifar10", num_classes=3)) is None
+
+
+def test_a_loaded_network_is_asked_without_its_directory(data, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    fit(network := own(), data, RECIPE, progress=False, device="cpu")
+    image.fromarray(data.test.images[0, 0].numpy()).save(tmp_path / "a.png")
+    [[(name, _), _]] = predict(network, tmp_path / "a.png", device="cpu")
+    assert name in data.classes
+    with pytest.raises(LowRankError, match="predict needs a trained network"):
+        predict(own(), tmp_path / "a.png", device="cpu")

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lowrank_cnn.data.fingerprint import fingerprint_of_files
 from lowrank_cnn.data.images.decode import BadImageError
 from lowrank_cnn.data.types import Problems
 
@@ -36,6 +37,9 @@ class FolderStore:
 
     def shuffled(self, draw: torch.Generator) -> Tensor:
         return torch.randperm(len(self.files), generator=draw)
+
+    def fingerprint(self) -> str:
+        return fingerprint_of_files(self.root, self.files)
 
     def keep(self, places: int, rows: int) -> None:
         """Files are read one by one: nothing is kept."""

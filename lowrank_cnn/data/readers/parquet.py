@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lowrank_cnn.data.fingerprint import fingerprint_of_files
 from lowrank_cnn.data.images.decode import BadImageError
 from lowrank_cnn.data.readers.store import NO_LABEL
 from lowrank_cnn.data.types import Problems
@@ -74,6 +75,9 @@ class ParquetStore:
         order = mixed[torch.argsort(place[mixed], stable=True)].tolist()
         starts = self._starts
         return torch.cat([torch.arange(starts[i], starts[i] + self.groups[i].rows) for i in order])
+
+    def fingerprint(self) -> str:
+        return fingerprint_of_files(self.shards[0].parent, self.shards)
 
     def keep(self, places: int, rows: int) -> None:
         mean = max(1, len(self.labels) // len(self.groups))

@@ -9,7 +9,7 @@ import torch
 
 from lowrank_cnn.data.readers.parquet import Missing
 from lowrank_cnn.data.readers.read import decode_rows, look_around
-from lowrank_cnn.data.readers.store import Store, labelled_rows
+from lowrank_cnn.data.readers.store import Store, fingerprint_of_rows, labelled_rows
 from lowrank_cnn.data.resident import ResidentSplit
 from lowrank_cnn.data.stream.streamed import StreamedSplit
 from lowrank_cnn.data.types import Bad, Data, Problems, Size, Split, stratified
@@ -54,7 +54,7 @@ def make_split(
         return StreamedSplit(store, rows, size, channels, problems, options.bad)
     any_size = options.image_size is not None
     decode = partial(decode_rows, store, rows, size=size, any_size=any_size, bad=options.bad, problems=problems)
-    return ResidentSplit(decode, size)
+    return ResidentSplit(decode, size, partial(fingerprint_of_rows, store, rows))
 
 
 def survey(

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lowrank_cnn.data.fingerprint import fingerprint_of_subset
 from lowrank_cnn.data.types import Problems
 
 NO_LABEL = torch.iinfo(torch.int64).min
@@ -31,6 +32,10 @@ class Store(Protocol):
         """All rows in a random order that is still cheap to read."""
         ...
 
+    def fingerprint(self) -> str:
+        """The identity of all images (`data.fingerprint`), without decoding any."""
+        ...
+
     def keep(self, places: int, rows: int) -> None:
         """Announce that reading goes on at so many places, each mixing so many neighbouring rows."""
         ...
@@ -43,3 +48,8 @@ def labelled_rows(store: Store, classes: int, problems: Problems) -> Tensor:
         label = int(store.labels[row])
         problems.add(WRONG_LABEL, f"{store.where(row)}: {'none' if label == NO_LABEL else label}")
     return right.nonzero()[:, 0]
+
+
+def fingerprint_of_rows(store: Store, rows: Tensor) -> str:
+    """The identity of some rows of a store, with their labels."""
+    return fingerprint_of_subset(store.fingerprint(), torch.stack([rows, store.labels[rows]]))

@@ -17,7 +17,7 @@ from lowrank_cnn.data.images.decode import BadImageError, decode_image, fit, sta
 from lowrank_cnn.data.images.framing import Framing
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, to_unit
 from lowrank_cnn.data.readers.read import spread
-from lowrank_cnn.data.readers.store import Store
+from lowrank_cnn.data.readers.store import Store, fingerprint_of_rows
 from lowrank_cnn.data.stream.gpu_decode import check_framing, decode_parts, find_decoder
 from lowrank_cnn.data.stream.lanes import WINDOW, epoch_lanes, lane_count, rank_range
 from lowrank_cnn.data.stream.parts import Part, Parts, Trouble, trouble_of
@@ -43,6 +43,10 @@ class StreamedSplit:
     @property
     def labels(self) -> Tensor:
         return self.store.labels[self.rows]
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint_of_rows(self.store, self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)

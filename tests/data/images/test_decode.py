@@ -157,3 +157,18 @@ def test_pixels_are_stacked_by_rows() -> None:
     stacked = stack([bytes(range(6)), bytes(range(6, 12))], 1, 2, 3)
     assert stacked.tolist() == [[[[0, 1, 2], [3, 4, 5]]], [[[6, 7, 8], [9, 10, 11]]]]
     assert stack([], 4, 5, 3).shape == (0, 4, 5, 3)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1 / 255])
+def test_tiffs_of_floats_are_no_black_images(scale: float) -> None:
+    values = np.tile(np.arange(16, dtype=np.float32) * 17 * scale, (16, 1))
+    image = decode_image(encoded(Image.fromarray(values), "TIFF"), channels=3)
+    assert np.array_equal(np.asarray(image)[0, :, 0], np.arange(16) * 17)
+
+
+@pytest.mark.parametrize("value", [-1.0, 256.0, float("nan"), float("inf")])
+def test_floats_of_no_known_range_are_bad_images(value: float) -> None:
+    values = np.zeros((8, 8), np.float32)
+    values[4, 4] = value
+    with pytest.raises(BadImageError, match=r"float pixels from .* 8 or 16 bits"):
+        decode_image(encoded(Image.fromarray(values), "TIFF"), channels=1)

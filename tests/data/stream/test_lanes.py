@@ -24,6 +24,9 @@ class Numbers:
     def shuffled(self, draw: torch.Generator) -> torch.Tensor:
         return torch.arange(len(self.labels))
 
+    def fingerprint(self) -> str:
+        return "numbers"
+
     def keep(self, places: int, rows: int) -> None: ...
 
 

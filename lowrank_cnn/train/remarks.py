@@ -1,0 +1,119 @@
+"""Warnings before a run starts: what the user may not have meant. The network is trained all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.train.job import begun_from
+from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.recompute import buffers_as_they_were
+
+Dropout = nn.modules.dropout._DropoutNd
+BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
+def remarks(model: nn.Module, recipe: Recipe) -> list[str]:
+    """What somebody who trains this network by this recipe may not have meant; it is trained all the same."""
+    config = getattr(model, "config", None)
+    has = config if isinstance(config, dict) else recipe.network()
+    said = [
+        f"The recipe {recipe.name} is for networks with {name}={wanted!r}; this one has {name}={has.get(name)!r}."
+        for name, wanted in recipe.network().items()
+        if wanted is not None and has.get(name) != wanted
+    ]
+    if recipe.drop_epochs and recipe.epochs <= max(recipe.drop_epochs):
+        drops = " and ".join(map(str, recipe.drop_epochs))
+        said.append(f"The learning rate is divided after {drops} epochs; this run has {recipe.epochs}.")
+    if recipe.schedule in ("cosine", "poly") and (recipe.drop_epochs or recipe.levels):
+        dividing = "drop_epochs" if recipe.drop_epochs else "levels"
+        said.append(f"The schedule {recipe.schedule} ends at zero by itself; {dividing} divides the rate on top.")
+    if begun := begun_from(model):
+        said.append(
+            f"The network begins with trained weights ({begun}); images are prepared anew, for these data."
+        )
+    return said
+
+
+def dropout_remarks(model: nn.Module, recipe: Recipe, size: Sequence[int]) -> list[str]:
+    """A warning where dropout stands before batch norm: evaluation then uses statistics that do not fit."""
+    found = dropout_before_batch_norm(model, size, rate=recipe.dropout)
+    if not found:
+        return []
+    dropout, norm = found[0]
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return [
+        f"Dropout {dropout!r} stands before batch norm {norm!r}{more}: the norm evaluates with other statistics "
+        "than it was trained with, which costs accuracy. Set dropout to 0 (--set dropout=0), or move it."
+    ]
+
+
+def dropout_before_batch_norm(
+    model: nn.Module, size: Sequence[int], *, rate: float | None = None
+) -> list[tuple[str, str]]:
+    """Names of each dropout whose output reaches a batch norm, and of the first norm it reaches.
+
+    `rate` replaces the rates of all dropout layers. Two images pass through the network in training mode, and
+    the autograd graph says what depends on what.
+    """
+    named = dict(model.named_modules())
+    dropouts = [m for m in named.values() if isinstance(m, Dropout) and (m.p if rate is None else rate) > 0]
+    norms = [m for m in named.values() if isinstance(m, BatchNorm)]
+    if not dropouts or not norms:
+        return []
+    names = {module: name for name, module in named.items()}
+    outputs: dict[Any, str] = {}  # the graph node of a dropout's output, and that dropout's name
+    inputs: list[tuple[Any, str]] = []  # the graph node of a norm's input, and that norm's name
+
+    def leaves(module: nn.Module, _: object, output: Tensor) -> None:
+        outputs[output.grad_fn] = names[module]
+
+    def enters(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        inputs.append((given[0].grad_fn, names[module]))
+
+    hooks = [dropout.register_forward_hook(leaves) for dropout in dropouts]
+    hooks += [norm.register_forward_pre_hook(enters) for norm in norms]
+    try:
+        return _first_reached(inputs, outputs) if _runs_in_training(model, size) else []
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _runs_in_training(model: nn.Module, size: Sequence[int]) -> bool:
+    """Run two images as in training, and leave the model and the random generators as they were."""
+    modes = {module: module.training for module in model.modules()}
+    device = next(model.parameters()).device
+    drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    try:
+        with drawing, buffers_as_they_were(model), torch.enable_grad():
+            model.train()(torch.rand(2, *size, device=device, requires_grad=True))
+    except (RuntimeError, ValueError):  # training says what is wrong with a network that cannot run
+        return False
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return True
+
+
+def _first_reached(inputs: list[tuple[Any, str]], outputs: dict[Any, str]) -> list[tuple[str, str]]:
+    found: dict[str, str] = {}
+    for node, norm in inputs:
+        for dropout in (outputs[past] for past in _upstream(node) if past in outputs):
+            found.setdefault(dropout, norm)
+    return list(found.items())
+
+
+def _upstream(node: Any) -> Iterator[Any]:
+    """The graph nodes that a node depends on, itself among them."""
+    seen, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        waiting += [past for past, _ in node.next_functions]
