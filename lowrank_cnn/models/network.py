@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor, nn
 
 from lowrank_cnn.method.layers import build_conv
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import note, notes
 
 WIDEST = 64
 
@@ -66,17 +66,28 @@ class Options:
 class Network(nn.Module):
     """A network that knows how it was made: `create_model(**network.config)` builds it again."""
 
-    auxiliary: ClassVar[tuple[str, ...]] = ()
-    """Submodules that run in training alone."""
-    unpublished: ClassVar[tuple[str, ...]] = ()
-    """Submodules that the paper's parameter count leaves out."""
-
     smallest: int = 1
     """The least height and width of an image that leaves something for the last layer to see."""
 
-    input_size: tuple[int, int, int]
-    begun_from: str
     config: dict[str, object]
+
+    def __init__(
+        self,
+        input_size: tuple[int, int, int],
+        *,
+        auxiliary: tuple[str, ...] = (),
+        unpublished: tuple[str, ...] = (),
+    ) -> None:
+        """`auxiliary` names what runs in training alone, `unpublished` what the paper does not count."""
+        super().__init__()
+        note(self, input_size=input_size, auxiliary=auxiliary, unpublished=unpublished)
+
+    @property
+    def input_size(self) -> tuple[int, ...]:
+        """Channels, height and width of the images that the network is for."""
+        size = notes(self).input_size
+        assert size is not None
+        return size
 
     def settle(self) -> None:
         """Mend what the initialisation cannot know of this network; called once, right after it."""

@@ -13,6 +13,7 @@ from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.data.types import Decode
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.dense_cost import dense_cost
+from lowrank_cnn.models.network import Network
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory, recipe_changes
@@ -78,8 +79,7 @@ def fit(
 
 def remarks(model: nn.Module, recipe: Recipe) -> list[str]:
     """What somebody who trains this network by this recipe may not have meant; it is trained all the same."""
-    config = getattr(model, "config", None)
-    has = config if isinstance(config, dict) else recipe.network()
+    has = model.config if isinstance(model, Network) else recipe.network()
     said = [
         f"The recipe {recipe.name} is for networks with {name}={wanted!r}; this one has {name}={has.get(name)!r}."
         for name, wanted in recipe.network().items()

@@ -16,6 +16,7 @@ from lowrank_cnn.models.files import Stored, is_exported, read_weights
 from lowrank_cnn.models.pretrained import read_pretrained
 from lowrank_cnn.models.rebuild import entry_description, rebuild
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import note
 from lowrank_cnn.train.checkpoint import Checkpoint, Store, read_checkpoint
 from lowrank_cnn.train.inputs import augmentation
 from lowrank_cnn.train.recipe import Recipe
@@ -83,7 +84,7 @@ def load_checkpoint(path: str | Path, *, best: bool = False, network: nn.Module 
         network.load_state_dict(weights)
     except RuntimeError as error:
         raise LowRankError(f"the weights in {path} are not those of {state['model']['name']}.") from error
-    network.begun_from = Path(path).name  # type: ignore[assignment]
+    note(network, begun_from=Path(path).name)
     return _trained(network, checkpoint.part("preprocess"), state)
 
 
