@@ -45,6 +45,7 @@ from lowrank_cnn.models import create_model
 from lowrank_cnn.models.rebuild import rewrite_again
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.train import Recipe, Record, fit, get_recipe, load_record
 from lowrank_cnn.train.evaluation import evaluate, load_checkpoint
 from lowrank_cnn.train.inputs import augmentation, input_size
@@ -109,7 +110,7 @@ class Bench:
 
     def scratch(self, line: Line) -> nn.Module:
         """A network of the same shapes, with fresh weights."""
-        shapes: Conversion = self.fitted(line).conversion  # type: ignore[assignment]
+        shapes = notes(self.fitted(line)).conversion or Conversion()
         return rewrite_again(self.fresh(), shapes.to_dict())
 
     def place(self, line: Line) -> Path:

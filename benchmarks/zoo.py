@@ -86,16 +86,17 @@ def _examined(text: str, scheme: str, largest: int) -> Row:
 
 def _counted(network: Any, new: Any, size: tuple[int, ...]) -> Row:
     from lowrank_cnn.method.converting import conversion_costs
+    from lowrank_cnn.system.provenance import notes
 
     total = conversion_costs(network, new, size)[-1]
-    reasons = Counter(kept.reason for kept in new.conversion.kept)
+    reasons = Counter(kept.reason for kept in notes(new).conversion.kept)
     return {
         "input": "x".join(map(str, size)),
         "macs_before": total.macs_before,
         "macs_after": total.macs_after,
         "params_before": total.params_before,
         "params_after": total.params_after,
-        "changed": len(new.conversion.changed),
+        "changed": len(notes(new).conversion.changed),
         "kept": dict(reasons.most_common(4)),
     }
 

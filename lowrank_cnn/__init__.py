@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lowrank_cnn.models import Network, create_model, list_models, list_pretrained
     from lowrank_cnn.report import write_report
     from lowrank_cnn.system.errors import LowRankError, MissingExtra
+    from lowrank_cnn.system.provenance import Notes, notes
     from lowrank_cnn.train import fit, get_recipe
     from lowrank_cnn.train.evaluation import evaluate, predict
     from lowrank_cnn.train.trained import load_pretrained
@@ -51,6 +52,7 @@ _HOMES = {
     "models": ["Network", "create_model", "list_models", "list_pretrained"],
     "report": ["write_report"],
     "system.errors": ["LowRankError", "MissingExtra"],
+    "system.provenance": ["Notes", "notes"],
     "train": ["fit", "get_recipe"],
     "train.evaluation": ["evaluate", "predict"],
     "train.trained": ["load_pretrained"],
@@ -79,6 +81,7 @@ __all__ = [
     "LowRankError",
     "MissingExtra",
     "Network",
+    "Notes",
     "Scheme",
     "__version__",
     "build_conv",
@@ -98,6 +101,7 @@ __all__ = [
     "load",
     "load_pretrained",
     "merge",
+    "notes",
     "open_data",
     "optimize",
     "parse_scheme",

@@ -18,6 +18,7 @@ from lowrank_cnn.method.converting import Conversion, Cost, conversion_costs, co
 from lowrank_cnn.method.decomposing import decompose
 from lowrank_cnn.method.selection import stages
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.system.text import si
 
 if TYPE_CHECKING:
@@ -100,20 +101,19 @@ def _where(
 def _conversion_json(
     source: Source, size: tuple[int, ...], new: nn.Module, costs: tuple[Cost, ...]
 ) -> dict[str, Any]:
-    fitted = getattr(new, "decomposition", ())
-    report: Conversion = new.conversion  # type: ignore[assignment]
+    report = notes(new).conversion or Conversion()
     return {
         "model": source.name,
         "input": list(size),
         **report.to_dict(),
         "costs": [vars(cost) for cost in costs],
-        "fitted": [row.to_dict() for row in fitted],
+        "fitted": [row.to_dict() for row in notes(new).decomposition],
     }
 
 
 def _print_conversion(source: Source, size: tuple[int, ...], new: nn.Module, costs: tuple[Cost, ...]) -> None:
-    report: Conversion = new.conversion  # type: ignore[assignment]
-    kept = {row.name: f"{row.energy:.1%}" for row in getattr(new, "decomposition", ())}
+    report = notes(new).conversion or Conversion()
+    kept = {row.name: f"{row.energy:.1%}" for row in notes(new).decomposition}
     rows = [
         (
             change.name,

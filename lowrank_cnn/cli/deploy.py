@@ -16,6 +16,7 @@ from lowrank_cnn.cli.show import console, print_json, print_table, status_line
 from lowrank_cnn.cli.source import MODEL_HELP, find_model, parse_size
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.system.text import si
 
 Batch = Annotated[int, typer.Option(help="Images at a time.")]
@@ -79,7 +80,6 @@ def plan_command(
 ) -> None:
     """Measure the ways to run each layer on this machine, and the network as a whole."""
     from lowrank_cnn.deploy import optimize
-    from lowrank_cnn.deploy.planning import Plan
     from lowrank_cnn.deploy.timing import dense_twin
     from lowrank_cnn.method.counting import count
     from lowrank_cnn.system.clock import torch_threads
@@ -101,7 +101,7 @@ def plan_command(
         if dense is not None:
             rival = optimize(dense.eval().to(device), image, say=shown("the dense network"), **how)
             where["twin"] = _beside(fast, rival, image) | {"macs": batch * count(dense, image.shape[1:]).macs}
-    plans = [part.plan for part in fast.modules() if isinstance(getattr(part, "plan", None), Plan)]
+    plans = [found for part in fast.modules() if (found := notes(part).plan) is not None]
     if as_json:
         return print_json({**where, **fast.report.to_dict(), "plans": [plan.to_dict() for plan in plans]})  # type: ignore[union-attr, operator]
     for plan in plans:

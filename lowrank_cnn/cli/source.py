@@ -15,6 +15,7 @@ from torch import nn
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.system.errors import LowRankError, nearest, require
+from lowrank_cnn.system.provenance import notes
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data
@@ -104,7 +105,7 @@ def _others(text: str, pretrained: str | None, into: str | None, given: dict[str
         return _from_file(Path(kind), rest)
     source = _from_weights(Path(text), find_model(into).network if into else None)
     # Built anew: what was passed in holds the weights now, and is what it was converted to.
-    if into and hasattr(source.network, "conversion"):
+    if into and notes(source.network).conversion:
         return replace(source, dense=find_model(into).network.eval())
     return source
 
@@ -125,7 +126,7 @@ def _from_weights(path: Path, into: nn.Module | None) -> Source:
     if not path.is_file():
         raise LowRankError(f"there is no file {path}.")
     stored = read_weights(path, into=into)
-    size = stored.input_size or getattr(stored.network, "input_size", None)
+    size = stored.input_size or notes(stored.network).input_size
     return Source(path.stem, stored.network.eval(), size, trained_of(stored))
 
 
@@ -189,7 +190,7 @@ def _from_file(path: Path, function: str) -> Source:
     network = _called(make, f"{path}:{function}")
     if not isinstance(network, nn.Module):
         raise LowRankError(f"{path}:{function} is to give an nn.Module, but gives {network!r:.60}.")
-    return Source(f"{path.name}:{function}", network, getattr(network, "input_size", None))
+    return Source(f"{path.name}:{function}", network, notes(network).input_size)
 
 
 def _called(make: Callable[[], Any], what: str) -> Any:

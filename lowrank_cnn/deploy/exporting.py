@@ -34,8 +34,8 @@ from lowrank_cnn.deploy.names import name_nodes, without_traces
 from lowrank_cnn.deploy.runtime import OnnxModel
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.models.files import Stored, dtype_of, read_weights, write_weights
-from lowrank_cnn.models.network import training_card
 from lowrank_cnn.system.errors import LowRankError, require
+from lowrank_cnn.system.provenance import note, notes
 from lowrank_cnn.train.trained import Trained, load_checkpoint
 
 _TOLERANCE, _ROUNDED = 1e-3, 0.05
@@ -91,7 +91,7 @@ def export(
 def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = False) -> nn.Module:
     """The network in a file that `export` wrote, or of a training run, in evaluation mode. Stored code is not run.
 
-    Its `input_size` is that of the images it was exported for or trained on, where the file says so.
+    `notes(network).input_size` is that of the images it was exported for or trained on, where the file says so.
 
     - `into`: for the weights of a network that is not one of ours, that network, as it was before any conversion;
       it is left as it is.
@@ -100,7 +100,7 @@ def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = Fal
     path = Path(path)
     if path.is_dir() or (path.suffix in ("", ".json", ".safetensors") and path.with_suffix(".json").is_file()):
         trained = load_checkpoint(path, network=copy.deepcopy(into))
-        trained.network.input_size = trained.input_size  # type: ignore[assignment]
+        note(trained.network, input_size=trained.input_size)
         return trained.network.eval()
     if not path.is_file():
         raise LowRankError(f"there is no file {path}.")
@@ -129,9 +129,9 @@ def _load_program(path: Path) -> nn.Module:
 
 def _stored(model: nn.Module, input_size: Sequence[int] | None) -> Stored:
     check_module(model)
-    size = input_size or getattr(model, "input_size", None)
+    size = input_size or notes(model).input_size
     stored = Stored(model, tuple(size) if size else None)
-    carried = training_card(model)
+    carried = notes(model).training_card
     return replace(stored, card=carried.card, preprocess=dict(carried.preprocess)) if carried else stored
 
 

@@ -1,8 +1,8 @@
 """Fold what is linear into one layer, exactly: basis + join, separable pairs, and the batch norms behind layers.
 
 Works on a copy of a network in evaluation. Every fold is computed in float64 and compared, on random inputs, with
-what it replaces; the error is part of the report, `network.merging`. What would not be exact is left apart, and
-the report says why:
+what it replaces; the error is part of the report, `notes(network).merging`. What would not be exact is left apart,
+and the report says why:
 
 - a bias in front of zero padding: the padding is zero and not that bias, so the two differ at the border;
 - two layers that both reach along one axis: a border cuts between them;
@@ -26,6 +26,7 @@ from lowrank_cnn.method.converting import copy_with, laid_out_as
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import note, notes
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, CompositeConv2d, FactoredConv2d)
@@ -67,7 +68,7 @@ def merge(
             if norm is not None:
                 replaced[norm] = nn.Identity().eval()
     merged = copy_with(model, replaced)
-    merged.merging = (*report, *(_left_over(merged) if norms else ()))  # type: ignore[assignment]
+    note(merged, merging=(*report, *(_left_over(merged) if norms else ())))
     _compare_whole(model, merged, example_input)
     return merged
 
@@ -175,7 +176,7 @@ def _span(layer: nn.Module) -> list[int]:
 
 @torch.no_grad()
 def _compare_whole(model: nn.Module, merged: nn.Module, x: Tensor | None) -> None:
-    size = getattr(model, "input_size", None)
+    size = notes(model).input_size
     if x is None and size is not None:
         like = next(model.parameters())
         x = torch.randn(1, *size, dtype=like.dtype, device=like.device)

@@ -17,6 +17,7 @@ from lowrank_cnn.deploy.recorded import Recorded, alike, recorded
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.errors import LostDeviceError, LowRankError
+from lowrank_cnn.system.provenance import note
 
 _FUSED = "fused, channels_last"
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -42,15 +43,13 @@ class Optimized(nn.Module):
     was compiled, `network` still is what it was made of: that is what a tracer sees, and an export holds.
     """
 
-    optimized = True
-
     def __init__(self, network: nn.Module, memory_format: torch.memory_format, *, compiled: bool = False) -> None:
         super().__init__()
         self.network, self.memory_format, self.compiled = network, memory_format, compiled
         self.recorded: Recorded | None = None
         self._runs: Callable[[Tensor], Any] | None = None
         self.report: Report
-        self.input_size: tuple[int, ...]
+        note(self, optimized=True)
         self.eval()
 
     @torch.no_grad()
@@ -134,7 +133,7 @@ def optimize(
     times = _measured(variants, example_input, repeats)
     best = variants[_fastest(times)]
     best.report = Report(_fastest(times), times, failed)
-    best.input_size = tuple(example_input.shape[1:])
+    note(best, input_size=tuple(example_input.shape[1:]))
     return best
 
 

@@ -26,6 +26,7 @@ from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.errors import LostDeviceError, LowRankError
+from lowrank_cnn.system.provenance import note, notes
 from lowrank_cnn.system.text import si, text_table
 
 GIVEN = "as given"
@@ -81,7 +82,7 @@ def plan(
     repeats: int = 11,
     say: Callable[[str], None] | None = None,
 ) -> nn.Module:
-    """A copy of `model`, for inference, whose blocks run in the fastest way measured; it carries `plan`.
+    """A copy of `model`, for inference, whose blocks run in the fastest way measured; its `notes` hold the plan.
 
     `cache` says where measured times are kept (True: the user's cache directory; False: nowhere). They are found
     again by device, versions, threads, layer and input; where what they promised does not show in the whole
@@ -90,7 +91,8 @@ def plan(
     check_ready(model, example_input)
     store = Cache.open(cache)
     result = _planned(model, example_input, store, candidates, repeats, say or silent)
-    found: Plan = result.plan  # type: ignore[assignment]
+    found = notes(result).plan
+    assert found is not None
     if store.taken and not found.used and any(decision.choice != GIVEN for decision in found.decisions):
         store.blind = True
         result = _planned(model, example_input, store, candidates, repeats, say or silent)
@@ -126,7 +128,8 @@ def _planned(
     best = min(list(totals)[1:], key=lambda name: totals[name].ms, default=GIVEN)
     used = totals[best].ms < before.ms
     result, shape = contenders[best] if used else given, tuple(example_input.shape)
-    result.plan = Plan(shape, str(example_input.device), tuple(decisions), before, totals[best], used)  # type: ignore[assignment]
+    device = str(example_input.device)
+    note(result, plan=Plan(shape, device, tuple(decisions), before, totals[best], used))
     return result
 
 

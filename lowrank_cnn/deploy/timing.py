@@ -24,6 +24,7 @@ from lowrank_cnn.models import create_model
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.system.clock import CudaMarks, Marks, Sample, measure, torch_threads
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
 
 BASELINES = ("vgg11-gmp", "vgg11", "googlenet", "nin")
 """The dense networks that ours are held against; a network's is the first that its name begins with."""
@@ -98,12 +99,11 @@ def dense_twin(model: nn.Module) -> Network | None:
 
     None for a network that is not ours, or that is its own twin.
     """
-    config = getattr(model, "config", None)
-    if not isinstance(model, Network) or config is None:
+    if not isinstance(model, Network):
         return None
-    name = str(config["name"])
+    config, name = model.config, str(model.config["name"])
     dense = next(baseline for baseline in BASELINES if name.startswith(baseline))
-    if name == dense and config["scheme"] is None and not hasattr(model, "conversion"):
+    if name == dense and config["scheme"] is None and notes(model).conversion is None:
         return None
     return create_model(**{**config, "name": dense, "scheme": None})
 
@@ -121,7 +121,7 @@ def _checked(
     model: nn.Module, input_size: Sequence[int] | None, batch: int, device: str, runtime: str
 ) -> tuple[int, ...]:
     check_module(model)
-    size = input_size or getattr(model, "input_size", None)
+    size = input_size or notes(model).input_size
     if size is None:
         raise LowRankError("say the size of the images (channels, height, width) that the network takes.")
     if runtime not in ("torch", "onnx"):
@@ -217,6 +217,6 @@ def _timing(
     layers = tuple(
         LayerTime(name, types.get(name, ""), shape[0] * macs.get(name, 0), ms) for name, ms in times.items()
     )
-    name = str(getattr(model, "config", {}).get("name", type(model).__name__))
+    name = str(model.config["name"]) if isinstance(model, Network) else type(model).__name__
     whole = shape[0] * count(model, shape[1:]).macs
     return Timing(name, shape, runtime, device, torch.get_num_threads(), whole, total, layers, pearson(layers))

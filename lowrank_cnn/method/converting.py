@@ -2,11 +2,12 @@
 
     >>> from torch import nn
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1))
-    >>> for change in convert(net, "lr-join").conversion.changed:
+    >>> for change in notes(convert(net, "lr-join")).conversion.changed:
     ...     print(change.name, "was", change.before, "is", change.after)
     0 was 3x3,8 is 3x1,4 + 1x3,4 -> 1x1,8
 
-The caller's network is never touched. The new one carries `conversion`: what was rewritten, what stayed, and why.
+The caller's network is never touched. The `notes` of the new one hold its `conversion`: what was rewritten, what
+stayed, and why.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, build_con
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.method.selection import Kept, NothingToConvertError, Where, select
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import forget, note, notes
 from lowrank_cnn.system.text import text_table
 
 Fill = Callable[[str, nn.Conv2d, nn.Module], None]
@@ -135,14 +137,19 @@ def rewrite(
     layers = {name: replacement(conv, schemes[name]) for name, conv in convs.items()}
     new = copy_with(model, {convs[name]: layer for name, layer in layers.items()})
     if fill is None:  # fresh weights are no longer those that the card of a trained network speaks of
-        vars(new).pop("training_card", None)
+        forget(new, "training_card")
     fill = fill or _fresh_in(new)
     for name, layer in layers.items():
         fill(name, convs[name], layer)
-    earlier = getattr(model, "conversion", Conversion()).changed
     changes = tuple(_change(name, convs[name], layers[name], schemes[name]) for name in schemes)
-    new.conversion = Conversion(earlier + changes, tuple(kept))  # type: ignore[assignment]
+    note(new, conversion=Conversion(changes_of(model) + changes, tuple(kept)))
     return new
+
+
+def changes_of(model: nn.Module) -> tuple[Change, ...]:
+    """The layers of a network that were rewritten; none of one that never was."""
+    conversion = notes(model).conversion
+    return conversion.changed if conversion else ()
 
 
 def copy_with(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
@@ -182,8 +189,8 @@ def laid_out_as(old: nn.Module, new: nn.Module) -> nn.Module:
 def conversion_costs(before: nn.Module, after: nn.Module, input_size: Sequence[int]) -> tuple[Cost, ...]:
     """The cost of each rewritten layer on one image (channels, height, width), and in the last row the total."""
     old, new = (count(model, input_size) for model in (before, after))
-    changed = getattr(after, "conversion", Conversion()).changed
-    rows = [_cost(row.name, _inside(old.layers, row.name), _inside(new.layers, row.name)) for row in changed]
+    names = [change.name for change in changes_of(after)]
+    rows = [_cost(name, _inside(old.layers, name), _inside(new.layers, name)) for name in names]
     return *rows, _cost("total", (old.macs, old.params), (new.macs, new.params))
 
 

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
 
 CONVENTIONS = ("mac", "paper")
 _LAYERS = (CompositeConv2d, nn.Conv2d, nn.Linear)
@@ -85,7 +86,8 @@ def count(model: nn.Module, input_size: Sequence[int], *, convention: str = "mac
     book = _Book(biases=paper)
     with _mode(model, training=paper), torch.no_grad(), book.follow(model):
         _run(model, size)
-    left_out = getattr(model, "unpublished" if paper else "auxiliary", ())
+    known = notes(model)
+    left_out = known.unpublished if paper else known.auxiliary
     params = sum(p.numel() for name, p in model.named_parameters() if not _within(name, left_out))
     layers = tuple(book.layers())
     macs, memory = sum(layer.macs for layer in layers), sum(layer.activation_bytes for layer in layers)
@@ -128,7 +130,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Evaluation, or training for a model whose auxiliary heads are counted; each module's own mode after."""
     before = {module: module.training for module in model.modules()}
-    model.train(training and bool(getattr(model, "auxiliary", ())))
+    model.train(training and bool(notes(model).auxiliary))
     try:
         yield
     finally:

@@ -28,6 +28,7 @@ from lowrank_cnn.method.ranks import Curves, by_energy, by_latency, by_macs, cur
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.method.selection import Kept, Where, select
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import note, notes
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ def decompose(
     - `macs`: those that keep most, over all layers, within this share of the network's multiply-accumulates;
     - `latency`: likewise, within this share of the time that the dense network takes on one image, measured here.
 
-    There, a layer that the scheme would not make cheaper stays dense. The result carries `decomposition`, a line
-    per layer, and `conversion`, as `convert` leaves it. A bias goes to the last layer of a chain; frozen layers
-    stay frozen.
+    There, a layer that the scheme would not make cheaper stays dense. The `notes` of the result hold its
+    `decomposition`, a line per layer, and its `conversion`, as `convert` leaves it. A bias goes to the last layer
+    of a chain; frozen layers stay frozen.
     """
     scheme = parse_scheme(scheme)
     _check(scheme, energy=energy, macs=macs, latency=latency)
@@ -82,7 +83,7 @@ def decompose(
         report.append(fit_layer(name, conv, layer))
 
     new = rewrite(model, schemes, fill=fill, kept=(*kept, *dense))
-    new.decomposition = tuple(report)  # type: ignore[assignment]
+    note(new, decomposition=tuple(report))
     return new
 
 
@@ -149,7 +150,7 @@ def _by_budget(
     latency: float | None,
     input_size: Sequence[int] | None,
 ) -> dict[str, Scheme]:
-    size = input_size or getattr(model, "input_size", None)
+    size = input_size or notes(model).input_size
     if size is None:
         raise LowRankError("a budget needs the size of the images (channels, height, width).")
     curves, rest = curves_of(model, convs, scheme, size)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lowrank_cnn.method.converting import Change, Conversion, low_rank_layers, rows_of
+from lowrank_cnn.method.converting import Change, changes_of, low_rank_layers, rows_of
 from lowrank_cnn.method.counting import LayerCount, count
 
 
@@ -15,7 +15,7 @@ def dense_cost(model: nn.Module, input_size: Sequence[int]) -> tuple[int, int] |
 
     None where it holds low-rank layers that no conversion speaks of: what they stand for is then not known.
     """
-    changed = getattr(model, "conversion", Conversion()).changed
+    changed = changes_of(model)
     if low_rank_layers(model).keys() - {change.name for change in changed}:
         return None
     cost = count(model, input_size)

@@ -23,6 +23,7 @@ from torch import nn
 
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, weights_of
 from lowrank_cnn.method.spec import Composite
+from lowrank_cnn.system.provenance import notes
 
 Rectified = Callable[[str, nn.Module], bool]
 
@@ -135,11 +136,11 @@ def followed_by_relu(model: nn.Module) -> dict[str, bool]:
 def _side_by_side(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     """Layers that read one input in parallel branches are groups of one composite, whatever lies behind them.
 
-    A module with such branches names their first layers in `entries`, as GoogLeNet's inception does.
+    A module with such branches names their first layers in its notes, as GoogLeNet's inception does.
     """
     found: dict[nn.Module, list[nn.Module]] = {}
     for module in model.modules():
-        if entries := getattr(module, "entries", ()):
+        if entries := notes(module).entries:
             layers = [module.get_submodule(entry) for entry in entries]
             found |= dict.fromkeys(layers, layers)
     return found

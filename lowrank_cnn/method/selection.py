@@ -17,6 +17,7 @@ from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
 from lowrank_cnn.method.scheme import Scheme
 from lowrank_cnn.system.errors import LowRankError, nearest
+from lowrank_cnn.system.provenance import notes
 
 
 class NothingToConvertError(LowRankError):
@@ -66,7 +67,7 @@ def stages(model: nn.Module, input_size: Sequence[int] | None = None) -> tuple[t
     Any of them can be given to `convert` and `decompose` as `where`, to rewrite a stage.
     """
     check_module(model)
-    size = input_size or getattr(model, "input_size", None)
+    size = input_size or notes(model).input_size
     if size is None:
         raise LowRankError("the stages of a network hang on the size of its images (channels, height, width).")
     convs = _convs(model)

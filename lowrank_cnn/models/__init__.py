@@ -11,6 +11,7 @@ from lowrank_cnn.models import googlenet, nin, vgg
 from lowrank_cnn.models.network import Network, Options, TrainingCard
 from lowrank_cnn.models.pretrained import agreed, list_pretrained, load_into, read_pretrained
 from lowrank_cnn.system.errors import LowRankError, nearest
+from lowrank_cnn.system.provenance import note
 
 FAMILIES: tuple[ModuleType, ...] = (vgg, googlenet, nin)
 _DEFAULTS = {
@@ -89,9 +90,9 @@ def _with_weights(name: str, data: str, options: Mapping[str, object]) -> Networ
     found = read_pretrained(name, data)
     model = create_model(**agreed(options, _DEFAULTS, found, data))
     load_into(model, found)
-    model.begun_from = f"{name} on {data}"
+    note(model, begun_from=f"{name} on {data}")
     if model.config["num_classes"] == found.config["num_classes"]:
-        model.training_card = TrainingCard(found.card, found.preprocess)
+        note(model, training_card=TrainingCard(found.card, found.preprocess))
     return model.eval()
 
 

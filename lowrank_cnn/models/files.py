@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lowrank_cnn.models.network import TrainingCard
 from lowrank_cnn.models.rebuild import describe, rebuild
 from lowrank_cnn.system.errors import LowRankError, require
+from lowrank_cnn.system.provenance import note, notes
 
 CHANGED = (
     "the network no longer is what its configuration builds (merged, planned, optimised or changed by hand): "
@@ -72,13 +73,11 @@ def read_weights(path: Path, *, into: nn.Module | None = None) -> Stored:
         raise LowRankError(
             f"the weights in {path} do not fit the network: {sorted(wrong)[0]} is missing or unknown."
         )
-    network.begun_from = path.name  # type: ignore[assignment]
     card, size = description.get("card"), _size(description.get("input"))
-    if size is not None:
-        network.input_size = size  # type: ignore[assignment]
+    note(network, begun_from=path.name, input_size=size)
     card = card if isinstance(card, Mapping) else None
     if card is not None:
-        network.training_card = TrainingCard(card, preprocess)  # type: ignore[assignment]
+        note(network, training_card=TrainingCard(card, preprocess))
     return Stored(network, size, card, preprocess)
 
 
@@ -106,9 +105,9 @@ class _Whole(nn.Module):
 
 def _check_description(model: nn.Module, description: Mapping[str, Any]) -> None:
     if description["model"] is None:
-        merged = any(row.parts and not row.reason for row in getattr(model, "merging", ()))
-        planned = any(getattr(getattr(part, "plan", None), "used", False) is True for part in model.modules())
-        if merged or planned or getattr(model, "optimized", False) is True:
+        merged = any(row.parts and not row.reason for row in notes(model).merging)
+        plans = (notes(part).plan for part in model.modules())
+        if merged or any(plan and plan.used for plan in plans) or notes(model).optimized:
             raise LowRankError(CHANGED)
         return
     with torch.device("meta"):

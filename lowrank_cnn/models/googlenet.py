@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, conv_block
+from lowrank_cnn.system.provenance import note
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,9 @@ _AUXILIARY_AFTER = {"4a": "aux1", "4d": "aux2"}
 class GoogLeNet(Network):
     """Gives the logits; in training the two auxiliary heads' logits behind them, as a tuple."""
 
-    auxiliary: ClassVar[tuple[str, ...]] = ("aux1", "aux2")
-    unpublished: ClassVar[tuple[str, ...]] = ("aux1", "aux2", "classifier.fc")
-
     def __init__(self, variant: Variant, options: Options) -> None:
-        super().__init__()
-        self.input_size = options.size_or(IMAGE)
+        heads = ("aux1", "aux2")
+        super().__init__(options.size_or(IMAGE), auxiliary=heads, unpublished=(*heads, "classifier.fc"))
         self.smallest = 16 * options.stride
         scheme = options.scheme_or(variant.inception)
         stem = parse_scheme(variant.stem) if variant.stem == "dense" else options.scheme_or(variant.stem)
@@ -89,13 +86,11 @@ class GoogLeNet(Network):
 class Inception(nn.Module):
     """Four branches over one input, concatenated: 1x1, 3x3, 5x5 and a pool with a projection."""
 
-    entries: ClassVar[tuple[str, ...]] = (
-        "branch1.conv1", "branch3.conv3_reduce", "branch5.conv5_reduce", "branch_pool.projection",
-    )  # fmt: skip
-    """The layers that read the input: groups of one composite to the initialisation."""
-
     def __init__(self, channels: int, counts: tuple[int, ...], options: Options, scheme: Scheme) -> None:
         super().__init__()
+        # To the initialisation the layers that read the input are groups of one composite.
+        reading = ("branch1.conv1", "branch3.conv3_reduce", "branch5.conv5_reduce", "branch_pool.projection")
+        note(self, entries=reading)
         one, reduce3, three, reduce5, five, projection = map(options.filters, counts)
         self.branch1 = nn.Sequential(conv_block("conv1", channels, one, 1, options))
         self.branch3 = _reduced("conv3", channels, reduce3, three, 3, options, scheme)

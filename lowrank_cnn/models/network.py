@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from lowrank_cnn.method.layers import build_conv
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import note, notes
 
 WIDEST = 64
 
@@ -72,27 +73,31 @@ class TrainingCard:
     preprocess: Mapping[str, Tensor]
 
 
-def training_card(network: nn.Module) -> TrainingCard | None:
-    """The card that a loaded or trained network carries; None for a network with fresh weights."""
-    found = getattr(network, "training_card", None)
-    return found if isinstance(found, TrainingCard) else None
-
-
 class Network(nn.Module):
     """A network that knows how it was made: `create_model(**network.config)` builds it again."""
-
-    auxiliary: ClassVar[tuple[str, ...]] = ()
-    """Submodules that run in training alone."""
-    unpublished: ClassVar[tuple[str, ...]] = ()
-    """Submodules that the paper's parameter count leaves out."""
 
     smallest: int = 1
     """The least height and width of an image that leaves something for the last layer to see."""
 
-    input_size: tuple[int, int, int]
-    begun_from: str
-    training_card: TrainingCard
     config: dict[str, object]
+
+    def __init__(
+        self,
+        input_size: tuple[int, int, int],
+        *,
+        auxiliary: tuple[str, ...] = (),
+        unpublished: tuple[str, ...] = (),
+    ) -> None:
+        """`auxiliary` names what runs in training alone, `unpublished` what the paper does not count."""
+        super().__init__()
+        note(self, input_size=input_size, auxiliary=auxiliary, unpublished=unpublished)
+
+    @property
+    def input_size(self) -> tuple[int, ...]:
+        """Channels, height and width of the images that the network is for."""
+        size = notes(self).input_size
+        assert size is not None
+        return size
 
     def settle(self) -> None:
         """Mend what the initialisation cannot know of this network; called once, right after it."""

@@ -39,8 +39,7 @@ CLASSES, IMAGE = 10, 30
 
 class NiN(Network):
     def __init__(self, variant: Variant, options: Options) -> None:
-        super().__init__()
-        self.input_size = options.size_or(IMAGE)
+        super().__init__(options.size_or(IMAGE))
         self.smallest = 4 * options.stride
         self.features = _features(variant, options)
         self.pool = GlobalAveragePool()

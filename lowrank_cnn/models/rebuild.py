@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lowrank_cnn.method.converting import Change, Conversion, rewrite
+from lowrank_cnn.method.converting import changes_of, rewrite
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.network import Network
@@ -26,7 +26,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
         "version": __version__,
         "model": dict(model.config) if isinstance(model, Network) else None,
         "class": type(model).__name__,
-        "conversion": {"changed": [asdict(change) for change in _changed(model)]},
+        "conversion": {"changed": [asdict(change) for change in changes_of(model)]},
     }
 
 
@@ -39,7 +39,7 @@ def rebuild(description: Mapping[str, Any], *, into: nn.Module | None = None) ->
         into = _ours(description)
     conversion = description.get("conversion", {})
     schemes = _schemes(conversion)
-    done = {change.name: parse_scheme(change.scheme) for change in _changed(into)}
+    done = {change.name: parse_scheme(change.scheme) for change in changes_of(into)}
     return into if schemes == done else rewrite_again(into, conversion)
 
 
@@ -72,10 +72,6 @@ def _only(found: Mapping[str, Any]) -> dict[str, Any]:
     """Of each change what repeats it; the rest is for reports."""
     rows = [{"name": row["name"], "scheme": row["scheme"]} for row in found["conversion"]["changed"]]
     return {"conversion": {"changed": rows}}
-
-
-def _changed(model: nn.Module) -> tuple[Change, ...]:
-    return getattr(model, "conversion", Conversion()).changed
 
 
 def _schemes(conversion: object) -> dict[str, Scheme]:

@@ -40,8 +40,7 @@ CLASSES, IMAGE = 1000, 224
 
 class VGG(Network):
     def __init__(self, variant: Variant, options: Options) -> None:
-        super().__init__()
-        self.input_size = options.size_or(IMAGE)
+        super().__init__(options.size_or(IMAGE))
         scheme = options.scheme_or(variant.scheme)
         self.features = _features(variant, options, scheme)
         self.head = _head(scheme.out_filters(options.filters(variant.last)), variant, options)

@@ -12,6 +12,7 @@ from lowrank_cnn.data import Data
 from lowrank_cnn.data.types import Decode
 from lowrank_cnn.models.rebuild import run_entry
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory, check_same_run
 from lowrank_cnn.train.fused import fused_to_train
@@ -155,7 +156,7 @@ class Job:
 
 def begun_from(model: nn.Module) -> str:
     """The trained weights that a network was given, in words."""
-    return str(getattr(model, "begun_from", ""))
+    return notes(model).begun_from
 
 
 def about(model: nn.Module, data: Data, seed: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 from lowrank_cnn.kernels.mode import as_now
+from lowrank_cnn.system.provenance import notes
 
 
 class Recomputed(nn.Module):
@@ -42,7 +43,7 @@ class Recomputed(nn.Module):
 
 def recomputed(model: nn.Module) -> nn.Module:
     """A copy of a model, all tensors shared, that computes its convolutional stages again in the backward pass."""
-    if getattr(model, "entries", ()):
+    if notes(model).entries:
         return Recomputed(model)
     if not model._modules or is_parametrized(model):
         return model

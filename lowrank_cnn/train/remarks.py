@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.models.network import Network
 from lowrank_cnn.train.job import begun_from
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recompute import buffers_as_they_were
@@ -18,8 +19,7 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 
 def remarks(model: nn.Module, recipe: Recipe) -> list[str]:
     """What somebody who trains this network by this recipe may not have meant; it is trained all the same."""
-    config = getattr(model, "config", None)
-    has = config if isinstance(config, dict) else recipe.network()
+    has = model.config if isinstance(model, Network) else recipe.network()
     said = [
         f"The recipe {recipe.name} is for networks with {name}={wanted!r}; this one has {name}={has.get(name)!r}."
         for name, wanted in recipe.network().items()

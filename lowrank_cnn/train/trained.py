@@ -13,10 +13,11 @@ from lowrank_cnn.data import Augment, Preprocess, preprocess_from_dict
 from lowrank_cnn.data.stream.streamed import frame
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.files import Stored, is_exported, read_weights
-from lowrank_cnn.models.network import TrainingCard, training_card
+from lowrank_cnn.models.network import TrainingCard
 from lowrank_cnn.models.pretrained import read_pretrained
 from lowrank_cnn.models.rebuild import entry_description, rebuild
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import note, notes
 from lowrank_cnn.train.checkpoint import Checkpoint, Store, read_checkpoint
 from lowrank_cnn.train.inputs import augmentation
 from lowrank_cnn.train.recipe import Recipe
@@ -70,7 +71,7 @@ class Trained:
 
     def attach(self) -> Trained:
         """Let the network itself carry how its images are prepared, to `evaluate`, `predict` and `export`."""
-        self.network.training_card = self.card()  # type: ignore[assignment]
+        note(self.network, training_card=self.card())
         return self
 
 
@@ -91,7 +92,7 @@ def load_checkpoint(path: str | Path, *, best: bool = False, network: nn.Module 
         network.load_state_dict(weights)
     except RuntimeError as error:
         raise LowRankError(f"the weights in {path} are not those of {state['model']['name']}.") from error
-    network.begun_from = Path(path).name  # type: ignore[assignment]
+    note(network, begun_from=Path(path).name)
     return _trained(network, checkpoint.part("preprocess"), state)
 
 
@@ -120,7 +121,7 @@ def _trained(network: nn.Module, preprocess: Mapping[str, Tensor], card: Mapping
 
 def carried_by(network: nn.Module) -> Trained | None:
     """A loaded or trained network with the preparation that it carries; None where it carries none."""
-    found = training_card(network)
+    found = notes(network).training_card
     return trained_of(Stored(network, None, found.card, dict(found.preprocess))) if found else None
 
 

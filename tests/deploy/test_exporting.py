@@ -16,6 +16,7 @@ from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import note
 
 SIZE = (3, 32, 32)
 
@@ -268,7 +269,7 @@ def test_what_a_user_calls_plan_or_report_is_the_users(tmp_path):
 def test_weights_of_what_was_planned_are_refused(tmp_path, make: str):
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()).eval()
     if make == "plan":
-        net.plan = SimpleNamespace(used=True)
+        note(net, plan=SimpleNamespace(used=True))
     else:
         net = optimize(net, torch.randn(1, 3, 8, 8), compile=False, cache=False, repeats=3)
     with pytest.raises(LowRankError, match="planned, optimised"):

@@ -12,6 +12,7 @@ from lowrank_cnn.deploy.optimizing import optimize
 from lowrank_cnn.deploy.planning import plan
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import note, notes
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_the_result_computes_the_same_and_says_how(network: nn.Module):
 def test_what_is_under_way_is_said(network: nn.Module):
     said: list[str] = []
     fast = optimize(network, IMAGE, compile=False, cache=False, repeats=3, say=said.append)
-    blocks = [d.name for d in plan(network, IMAGE, cache=False, repeats=3).plan.decisions]  # type: ignore[union-attr]
+    blocks = [d.name for d in notes(plan(network, IMAGE, cache=False, repeats=3)).plan.decisions]  # type: ignore[union-attr]
     for layout in ("contiguous", "channels_last"):
         assert [text for text in said if layout in text] == [
             f"planned, {layout}: {name}, block {place} of {len(blocks)}" for place, name in enumerate(blocks, 1)
@@ -52,14 +53,14 @@ def test_what_is_under_way_is_said(network: nn.Module):
 def test_it_exports_for_images_like_the_example(tmp_path):
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 25, 2)).eval()
     fast = optimize(net, torch.randn(1, 1, 7, 7), compile=False, cache=False, repeats=3)
-    assert fast.input_size == (1, 7, 7)
+    assert notes(fast).input_size == (1, 7, 7)
     export(fast, tmp_path / "net.pt2")
     assert load(tmp_path / "net.pt2", trusted=True)(torch.zeros(3, 1, 7, 7)).shape == (3, 2)
 
 
 def test_what_was_compiled_is_exported_copied_and_moved(network: nn.Module, tmp_path):
     fast = sys.modules[optimize.__module__].Optimized(network, torch.channels_last, compiled=True)
-    fast.input_size = (3, 30, 30)
+    note(fast, input_size=(3, 30, 30))
     torch.testing.assert_close(fast(IMAGE), network(IMAGE), rtol=1e-4, atol=1e-4)
     assert set(fast.state_dict()) == {f"network.{name}" for name in network.state_dict()}
     export(fast, tmp_path / "net.pt2")

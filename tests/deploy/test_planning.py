@@ -13,6 +13,7 @@ from lowrank_cnn.deploy.planning import _with_neighbours, plan
 from lowrank_cnn.method.layers import FactoredConv2d, build_conv
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
 
 
 class Slow(nn.Module):
@@ -76,33 +77,33 @@ def test_a_plan_keeps_the_outputs_and_the_callers_network(network: nn.Module, im
     torch.testing.assert_close(planned(image), network(image), rtol=1e-4, atol=1e-5)
     assert str(network) == text
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
-    assert [row.name for row in planned.plan.decisions] == [block.name for block in find_blocks(network)]
-    first = planned.plan.decisions[0]
+    assert [row.name for row in notes(planned).plan.decisions] == [block.name for block in find_blocks(network)]
+    first = notes(planned).plan.decisions[0]
     assert first.macs == 2 * 900 * 3 * 3 * network.features.conv1_1.out_channels
     assert set(first.times) == {"as given", "by group", "merged", "matrix products"}
-    assert json.loads(json.dumps(planned.plan.to_dict()))["input"] == [2, 3, 30, 30]
-    head, *rows, whole = str(planned.plan).splitlines()
+    assert json.loads(json.dumps(notes(planned).plan.to_dict()))["input"] == [2, 3, 30, 30]
+    head, *rows, whole = str(notes(planned).plan).splitlines()
     assert head.split()[:2] + head.split()[-1:] == ["block", "MACs", "chosen"]
-    assert [row.split()[0] for row in rows] == [row.name for row in planned.plan.decisions]
+    assert [row.split()[0] for row in rows] == [row.name for row in notes(planned).plan.decisions]
     assert whole.startswith("whole network: ")
 
 
 def test_the_fastest_way_is_chosen(network: nn.Module, image: torch.Tensor):
     slow = plan(network, image, cache=False, repeats=3, candidates=SLOW)
-    assert {row.choice for row in slow.plan.decisions} == {"quick"}
+    assert {row.choice for row in notes(slow).plan.decisions} == {"quick"}
 
 
 def test_what_was_given_is_returned_where_nothing_is_gained(network: nn.Module, image: torch.Tensor):
     planned = plan(network, image, cache=False, repeats=3, candidates=WORSE)
-    assert not planned.plan.used
-    assert {row.choice for row in planned.plan.decisions} == {"as given"}
+    assert not notes(planned).plan.used
+    assert {row.choice for row in notes(planned).plan.decisions} == {"as given"}
     assert str(planned) == str(network)
 
 
 def test_a_way_that_gives_something_else_is_not_chosen(network: nn.Module, image: torch.Tensor):
     wrong = {**SLOW, "wrong": lambda block: nn.Sequential(*block.modules, nn.Softplus())}
     planned = plan(network, image, cache=False, repeats=3, candidates=wrong)
-    assert all("wrong" not in row.times for row in planned.plan.decisions)
+    assert all("wrong" not in row.times for row in notes(planned).plan.decisions)
 
 
 def test_times_are_kept_and_found_again(network: nn.Module, image: torch.Tensor, tmp_path):
@@ -112,7 +113,9 @@ def test_times_are_kept_and_found_again(network: nn.Module, image: torch.Tensor,
     stored = json.loads(path.read_text())
     again = plan(network, image, cache=path, repeats=3, candidates=alone)
     assert json.loads(path.read_text()) == stored
-    assert [dict(row.times) for row in again.plan.decisions] == [dict(row.times) for row in first.plan.decisions]
+    assert [dict(row.times) for row in notes(again).plan.decisions] == [
+        dict(row.times) for row in notes(first).plan.decisions
+    ]
     plan(network, image[:1], cache=path, repeats=3)
     assert len(json.loads(path.read_text())) > len(stored)
 
@@ -123,8 +126,8 @@ def test_times_that_the_whole_network_belies_are_measured_anew(network: nn.Modul
     busy = {key: {"as given": 9.0, "slow": 0.1} for key in json.loads(path.read_text())}
     path.write_text(json.dumps(busy))
     again = plan(network, image, cache=path, repeats=3, candidates=WORSE)
-    assert not again.plan.used
-    assert all(row.choice == "as given" for row in again.plan.decisions)
+    assert not notes(again).plan.used
+    assert all(row.choice == "as given" for row in notes(again).plan.decisions)
     assert all(times["slow"] > times["as given"] for times in json.loads(path.read_text()).values())
 
 

@@ -16,6 +16,7 @@ from lowrank_cnn.method.selection import stages
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.rebuild import rewrite_again
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
 
 SCHEMES = ["lr", "lr-join", "separable", "mixture", "mixture(kx1=3, 1xk=3, kxk=2, join)", "lr-join(m=0.5)"]
 
@@ -78,7 +79,7 @@ def test_the_callers_network_stays_as_it_was():
 
 def test_the_report_says_what_changed_and_what_stayed():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 6, 5))
-    report = convert(net, "lr-join").conversion
+    report = notes(convert(net, "lr-join")).conversion
     assert [(row.name, row.before, row.after) for row in report.changed] == [
         ("0", "3x3,8", "3x1,4 + 1x3,4 -> 1x1,8"),
         ("3", "5x5,6", "5x1,3 + 1x5,3 -> 1x1,6"),
@@ -115,7 +116,7 @@ def test_costs_come_per_layer_and_in_total():
 )
 def test_layers_are_selected_by_name_prefix_pattern_kernel_or_function(where, changed: list[str]):
     net = create_model("nin", width=0.1)
-    assert [row.name for row in convert(net, "lr", where=where).conversion.changed] == changed
+    assert [row.name for row in notes(convert(net, "lr", where=where)).conversion.changed] == changed
 
 
 def test_layers_are_selected_by_stage():
@@ -123,7 +124,7 @@ def test_layers_are_selected_by_stage():
     found = stages(net, (3, 32, 32))
     assert [len(stage) for stage in found] == [1, 1, 2, 2, 2]
     assert found == stages(net)
-    changed = convert(net, "lr", where=found[2]).conversion.changed
+    changed = notes(convert(net, "lr", where=found[2])).conversion.changed
     assert [row.name for row in changed] == ["features.conv3_1", "features.conv3_2"]
     with pytest.raises(LowRankError, match="size of its images"):
         stages(small())
@@ -131,7 +132,7 @@ def test_layers_are_selected_by_stage():
 
 def test_the_report_prints_as_a_table():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1))
-    assert str(convert(net, "lr-join").conversion).splitlines() == [
+    assert str(notes(convert(net, "lr-join")).conversion).splitlines() == [
         "layer  filters  now                     weights  now",
         "0      3x3,8    3x1,4 + 1x3,4 -> 1x1,8      224  152",
         "",
@@ -154,7 +155,7 @@ def test_a_shared_layer_stays_shared():
     new = convert(Twice(), "lr")
     assert isinstance(new.first, CompositeConv2d)
     assert new.first is new.again[0] is new.order[0]
-    assert [row.name for row in new.conversion.changed] == ["first"]
+    assert [row.name for row in notes(new).conversion.changed] == ["first"]
     assert new(torch.randn(1, 4, 6, 6)).shape == (1, 4, 6, 6)
 
 
@@ -192,7 +193,7 @@ def test_dtype_device_layout_and_mode_are_kept():
 def test_a_conversion_can_be_made_in_steps_and_repeated_from_json():
     net = create_model("nin", width=0.1)
     new = convert(convert(net, "lr", where="features.conv1_1"), "lr-join(m=7)", where="features.conv2_1")
-    stored = json.loads(json.dumps(new.conversion.to_dict()))
+    stored = json.loads(json.dumps(notes(new).conversion.to_dict()))
     again = rewrite_again(create_model("nin", width=0.1), stored)
     again.load_state_dict(new.state_dict())
     x = torch.randn(1, 3, 30, 30)
@@ -225,15 +226,15 @@ def test_layers_around_convs_pass_through_untouched():
         }
     )
     new = convert(net, "lr")
-    assert [row.name for row in new.conversion.changed] == ["conv"]
-    assert {row.name: row.reason for row in new.conversion.kept} == {
+    assert [row.name for row in notes(new).conversion.changed] == ["conv"]
+    assert {row.name: row.reason for row in notes(new).conversion.kept} == {
         "up": "it is transposed",
         "line": "it is not two-dimensional",
         "volume": "it is not two-dimensional",
         "patches": "it projects patches: name it to convert it",
         "row": "its kernel is 1x5",
     }
-    assert [row.name for row in convert(net, "lr", where="patches").conversion.changed] == ["patches"]
+    assert [row.name for row in notes(convert(net, "lr", where="patches")).conversion.changed] == ["patches"]
 
 
 class OwnConv(nn.Conv2d):

@@ -16,6 +16,7 @@ from lowrank_cnn.method.ranks import _time_ratio, dearest, schemes_of
 from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
 
 
 def trained(seed: int = 0, **options) -> nn.Sequential:
@@ -34,8 +35,8 @@ def test_a_separable_pair_of_full_rank_is_the_dense_conv(scheme: str, options: d
     new = decompose(net, scheme)
     x = torch.randn(2, 4, 9, 8, dtype=torch.float64)
     torch.testing.assert_close(new(x), net(x))
-    assert all(row.energy == pytest.approx(1) for row in new.decomposition)
-    assert [row.m for row in new.decomposition] == [64, 64]
+    assert all(row.energy == pytest.approx(1) for row in notes(new).decomposition)
+    assert [row.m for row in notes(new).decomposition] == [64, 64]
 
 
 @st.composite
@@ -103,9 +104,9 @@ def test_a_fitted_pair_merges_back_to_a_dense_conv():
 def test_energy_takes_the_fewest_filters_that_keep_it():
     net = trained()
     new = decompose(net, "separable", energy=0.9)
-    for row in new.decomposition:
+    for row in notes(new).decomposition:
         assert row.energy >= 0.9
-        fewer = decompose(net, f"separable(m={row.m - 1})", where=row.name).decomposition[0]
+        fewer = notes(decompose(net, f"separable(m={row.m - 1})", where=row.name)).decomposition[0]
         assert fewer.energy < 0.9
 
 
@@ -115,7 +116,7 @@ def test_energy_that_a_scheme_cannot_keep_cheaply_leaves_a_layer_dense():
         net[0].weight.copy_(net[0].weight[:1, :1].clone())
     new = decompose(net, "separable", energy=0.99)
     assert isinstance(new[2], nn.Conv2d)
-    assert [(row.name, row.reason) for row in new.conversion.kept] == [("2", "cheaper dense")]
+    assert [(row.name, row.reason) for row in notes(new).conversion.kept] == [("2", "cheaper dense")]
     with pytest.raises(LowRankError, match="makes no layer cheaper"):
         decompose(trained(), "lr-join", energy=0.999)
 
@@ -158,7 +159,9 @@ def test_a_budget_counts_every_use_of_a_shared_layer():
 def test_a_larger_budget_keeps_more():
     net, size = trained(), (4, 12, 12)
     small, large = (decompose(net, "separable", macs=share, input_size=size) for share in (0.3, 0.6))
-    assert prod(row.energy for row in large.decomposition) > prod(row.energy for row in small.decomposition)
+    assert prod(row.energy for row in notes(large).decomposition) > prod(
+        row.energy for row in notes(small).decomposition
+    )
 
 
 def test_a_budget_of_time_takes_the_dearest_network_that_is_fast_enough(monkeypatch: pytest.MonkeyPatch):
@@ -190,8 +193,8 @@ def test_frozen_layers_are_fitted_and_stay_frozen():
 def test_grouped_convs_are_left_to_separable():
     net = trained(groups=2)
     new = decompose(net, "lr-join")
-    assert [row.name for row in new.decomposition] == ["2"]
-    assert "grouped" in new.conversion.kept[0].reason
+    assert [row.name for row in notes(new).decomposition] == ["2"]
+    assert "grouped" in notes(new).conversion.kept[0].reason
 
 
 def test_more_filters_than_a_fit_can_use_are_not_bought():
@@ -199,14 +202,14 @@ def test_more_filters_than_a_fit_can_use_are_not_bought():
     assert dearest(net[0], parse_scheme("separable")) == 8
     with torch.no_grad():
         net[2].weight[:, :, ::2, [0, 1, 3, 4]] = 0
-    row = decompose(net, "lr-join", where="2", energy=0.999).decomposition[0]
+    row = notes(decompose(net, "lr-join", where="2", energy=0.999)).decomposition[0]
     assert row.m <= 16
     assert row.energy >= 0.999
 
 
 @pytest.mark.parametrize("padding", [0, 1])
 def test_a_single_basis_filter_is_enough_to_fit(padding: int):
-    (row,) = decompose(nn.Sequential(nn.Conv2d(3, 8, 3, padding=padding)), "lr-join(m=1)").decomposition
+    (row,) = notes(decompose(nn.Sequential(nn.Conv2d(3, 8, 3, padding=padding)), "lr-join(m=1)")).decomposition
     assert (row.m, 0 < row.energy < 1) == (1, True)
 
 

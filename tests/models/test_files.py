@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.files import Stored, is_exported, read_weights, write_weights
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
 
 CARD = {"data": {"classes": ["a", "b"], "image": [1, 16, 16]}}
 
@@ -20,7 +21,7 @@ def test_size_card_and_preparation_come_back(tmp_path):
     mean = torch.tensor([3.0])
     write_weights(tmp_path / "net.safetensors", Stored(net, (1, 14, 14), CARD, {"mean": mean}))
     found = read_weights(tmp_path / "net.safetensors")
-    assert (found.input_size, found.network.input_size, found.card) == ((1, 14, 14), (1, 14, 14), CARD)
+    assert (found.input_size, notes(found.network).input_size, found.card) == ((1, 14, 14), (1, 14, 14), CARD)
     assert torch.equal(found.preprocess["mean"], mean)
     assert found.network.state_dict().keys() == net.state_dict().keys()
 

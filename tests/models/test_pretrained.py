@@ -10,6 +10,7 @@ from lowrank_cnn.models import create_model, list_pretrained
 from lowrank_cnn.models import pretrained as module
 from lowrank_cnn.models.pretrained import Pretrained, agreed, load_into, read_pretrained, write_pretrained
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_a_layer_for_other_classes_begins_anew():
     for name, weight in ours.state_dict().items():
         assert name in fresh or torch.equal(weight, theirs.weights[name].to(weight.dtype))
     assert ours.config["num_classes"] == 7
-    assert ours.begun_from == "nin-c3-lr on cifar10"
+    assert notes(ours).begun_from == "nin-c3-lr on cifar10"
     with pytest.raises(LowRankError, match="do not fit the network"):
         load_into(create_model("nin-c3-lr", width=0.5, norm="batch", num_classes=7), theirs)
 

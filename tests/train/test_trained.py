@@ -17,6 +17,7 @@ from lowrank_cnn.deploy import export, load
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.train import fit, get_recipe
 from lowrank_cnn.train.evaluation import evaluate, predict
 from lowrank_cnn.train.trained import carried_by, load_checkpoint, load_pretrained
@@ -55,7 +56,7 @@ def test_an_exported_run_is_evaluated_as_the_run(data, tmp_path, preprocess: str
     image.fromarray(data.test.images[0, 0].numpy()).save(tmp_path / "a.png")
     answers = [predict(source, [tmp_path / "a.png"], device="cpu") for source in (tmp_path / "run", path)]
     assert answers[0] == answers[1]
-    assert load(path).input_size == load(tmp_path / "run").input_size == (1, 14, 14)
+    assert notes(load(path)).input_size == notes(load(tmp_path / "run")).input_size == (1, 14, 14)
 
 
 def test_a_network_of_others_is_passed_in(data, tmp_path):

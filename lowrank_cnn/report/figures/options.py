@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from lowrank_cnn.models import create_model, list_pretrained
+from lowrank_cnn.models.network import Network
 from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.records import Records
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import note
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,9 @@ def load_trained(path: str | Path) -> nn.Module:
     from lowrank_cnn.train.evaluation import load_checkpoint
 
     trained = load_checkpoint(path)
-    trained.network.input_size = trained.input_size  # type: ignore[assignment]
+    note(trained.network, input_size=trained.input_size)
     return trained.network.eval()
 
 
 def network_name(network: nn.Module) -> str:
-    config = getattr(network, "config", None)
-    return str(config["name"]) if isinstance(config, dict) else type(network).__name__
+    return str(network.config["name"]) if isinstance(network, Network) else type(network).__name__

@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.models import list_models
+from lowrank_cnn.models.network import Network
 from lowrank_cnn.report.figures.options import Options, network_name
 from lowrank_cnn.report.records import Built
 from lowrank_cnn.report.style import COLUMN, image_axes, new_figure
 from lowrank_cnn.report.twins import dense_twin
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,15 +56,15 @@ def _twin(network: nn.Module, options: Options) -> list[tuple[str, nn.Module]]:
 
 def _size_of(network: nn.Module) -> dict[str, Any]:
     """The options that decide how large a network is, and the images it sees, for a twin as large."""
-    config = getattr(network, "config", {})
-    channels, height, width = getattr(network, "input_size", (3, 0, 1))
+    config = network.config if isinstance(network, Network) else {}
+    channels, height, width = notes(network).input_size or (3, 0, 1)
     side = {"in_channels": channels, "image_size": height} if height == width else {}
     return {name: config[name] for name in ("width", "norm", "num_classes") if config.get(name)} | side
 
 
 def effective_field(network: nn.Module, *, seed: int = 0) -> Tensor:
     """[H, W], its largest value one. Random signs over the channels keep their gradients from cancelling."""
-    size = getattr(network, "input_size", (3, LARGEST_IMAGE, LARGEST_IMAGE))
+    size = notes(network).input_size or (3, LARGEST_IMAGE, LARGEST_IMAGE)
     generator = torch.Generator().manual_seed(seed)
     height, width = (min(side, LARGEST_IMAGE) for side in size[1:])
     images = torch.randn(PIXELS // (height * width), size[0], height, width, generator=generator).requires_grad_()

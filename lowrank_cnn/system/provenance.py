@@ -1,0 +1,91 @@
+"""What the library knows of a module: one typed record, kept in one private attribute of that module.
+
+A user's module may have a child or an attribute of any name, `plan` or `input_size` say, and that one stays the
+user's. The record survives `copy.deepcopy` and `torch.save`. It is no parameter, buffer or child, so tools that
+walk those never meet it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the rooms above define these types; this file only carries values of them
+    from torch import nn
+
+    from lowrank_cnn.deploy.merging import Merging
+    from lowrank_cnn.deploy.planning import Plan
+    from lowrank_cnn.method.converting import Conversion
+    from lowrank_cnn.method.decomposing import Fitted
+    from lowrank_cnn.models.network import TrainingCard
+
+_ATTRIBUTE = "_lowrank"
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What is known of a module; a field that nobody wrote has its default.
+
+    - `input_size`: (channels, height, width) of the images that the network takes.
+    - `begun_from`: the file, run or data set that its trained weights come from; empty where it has none.
+    - `training_card`: recipe, data and preprocessing of the run that trained it.
+    - `conversion`: the layers that `convert` or `decompose` rewrote, and why the others stayed.
+    - `decomposition`: how well `decompose` fitted each layer.
+    - `merging`: what `merge` folded, and why the rest stayed.
+    - `plan`: what `plan` measured for each block, and what it chose.
+    - `optimized`: whether `optimize` made the module.
+    - `auxiliary`: names of the submodules that run in training alone.
+    - `unpublished`: names of the submodules that the paper's parameter count leaves out.
+    - `entries`: names of the layers that read the module's input in parallel branches.
+    """
+
+    input_size: tuple[int, ...] | None = None
+    begun_from: str = ""
+    training_card: TrainingCard | None = None
+    conversion: Conversion | None = None
+    decomposition: tuple[Fitted, ...] = ()
+    merging: tuple[Merging, ...] = ()
+    plan: Plan | None = None
+    optimized: bool = False
+    auxiliary: tuple[str, ...] = ()
+    unpublished: tuple[str, ...] = ()
+    entries: tuple[str, ...] = ()
+
+
+def notes(module: nn.Module) -> Notes:
+    """What is known of a module; of one that is not ours and was never worked on, nothing.
+
+    >>> from torch import nn
+    >>> conv = nn.Conv2d(3, 8, 3)
+    >>> note(conv, input_size=(3, 32, 32))
+    >>> notes(conv).input_size
+    (3, 32, 32)
+    """
+    found = module.__dict__.get(_ATTRIBUTE)
+    return found if isinstance(found, Notes) else Notes()
+
+
+def note(
+    module: nn.Module,
+    *,
+    input_size: tuple[int, ...] | None = None,
+    begun_from: str | None = None,
+    training_card: TrainingCard | None = None,
+    conversion: Conversion | None = None,
+    decomposition: tuple[Fitted, ...] | None = None,
+    merging: tuple[Merging, ...] | None = None,
+    plan: Plan | None = None,
+    optimized: bool | None = None,
+    auxiliary: tuple[str, ...] | None = None,
+    unpublished: tuple[str, ...] | None = None,
+    entries: tuple[str, ...] | None = None,
+) -> None:
+    """Write what is known of a module; fields that are not given keep their values."""
+    given = {name: value for name, value in locals().items() if name != "module" and value is not None}
+    module.__dict__[_ATTRIBUTE] = replace(notes(module), **given)
+
+
+def forget(module: nn.Module, *fields: str) -> None:
+    """Give fields their defaults back: what they say no longer holds of the module."""
+    defaults = Notes()
+    module.__dict__[_ATTRIBUTE] = replace(notes(module), **{name: getattr(defaults, name) for name in fields})
