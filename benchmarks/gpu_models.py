@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -149,13 +150,9 @@ def created(name: str) -> nn.Module:
     """A network of torchvision or timm; RepVGG as it is deployed, its branches merged."""
     library, _, model = name.partition(":")
     if library == "torchvision":
-        import torchvision
-
-        return torchvision.models.get_model(model)
-    import timm
-    from timm.utils.model import reparameterize_model
-
-    return reparameterize_model(timm.create_model(model))
+        return import_module("torchvision.models").get_model(model)
+    reparameterize = import_module("timm.utils.model").reparameterize_model
+    return reparameterize(import_module("timm").create_model(model))
 
 
 def _inference(networks: dict[str, nn.Module], batch: int, repeats: int) -> dict[str, Any]:
@@ -229,8 +226,9 @@ def _training(networks: dict[str, nn.Module]) -> dict[str, Any]:
     recipe = lr.get_recipe("modern", batch_size=TRAIN_BATCH, crop=SIZE[1], pad=0, cutout=0, ema=0.0)
     found: dict[str, Any] = {}
     for kind, network in networks.items():
-        ways = {"torch.compile": ("off", {"compile": True})} if kind != "low-rank" else {}
-        ways |= {"fit": ("auto", {})}
+        ways: dict[str, tuple[str, dict[str, Any]]] = {"fit": ("auto", {})}
+        if kind != "low-rank":
+            ways = {"torch.compile": ("off", {"compile": True}), **ways}
         for way, (kernels, how) in ways.items():
             network.float().train().requires_grad_(True)
             with forced(kernels):

@@ -89,14 +89,16 @@ def _counted(network: Any, new: Any, size: tuple[int, ...]) -> Row:
     from lowrank_cnn.system.provenance import notes
 
     total = conversion_costs(network, new, size)[-1]
-    reasons = Counter(kept.reason for kept in notes(new).conversion.kept)
+    conversion = notes(new).conversion
+    assert conversion is not None
+    reasons = Counter(kept.reason for kept in conversion.kept)
     return {
         "input": "x".join(map(str, size)),
         "macs_before": total.macs_before,
         "macs_after": total.macs_after,
         "params_before": total.params_before,
         "params_after": total.params_after,
-        "changed": len(notes(new).conversion.changed),
+        "changed": len(conversion.changed),
         "kept": dict(reasons.most_common(4)),
     }
 

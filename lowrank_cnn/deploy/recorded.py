@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lowrank_cnn.kernels.autotune.measure import captured
@@ -46,7 +47,7 @@ class Recorded:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def recorded(network: nn.Module, x: Tensor, memory_format: torch.memory_format) -> Recorded:
+def recorded(network: Callable[[Tensor], Any], x: Tensor, memory_format: torch.memory_format) -> Recorded:
     """A run on inputs like this one, checked on another: a network that waits for the host cannot be recorded."""
     given = x.clone(memory_format=memory_format)
     results: list[Any] = []
