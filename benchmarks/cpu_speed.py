@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.deploy import export, merge, plan
 from lowrank_cnn.deploy.candidates import CANDIDATES
-from lowrank_cnn.deploy.optimizing import LAYOUTS
+from lowrank_cnn.deploy.optimized import FORMATS as LAYOUTS
 from lowrank_cnn.deploy.runtime import OnnxModel
 from lowrank_cnn.deploy.timing import BASELINES
 from lowrank_cnn.method.counting import count

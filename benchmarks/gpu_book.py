@@ -16,7 +16,7 @@ from benchmarks.gpu_ways import OURS, RIVALS, TRICKS, images, network, step_of, 
 from benchmarks.runs import earlier_runs, write_runs
 from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.kernels import tune
-from lowrank_cnn.kernels.autotune.measure import captured
+from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.models import vgg
 from lowrank_cnn.system.environment import environment
 
@@ -50,7 +50,7 @@ def measure(setting: Setting, repeats: int) -> dict[str, Any]:
         net = network(setting.network, setting.mode)
         if setting.way in (*OURS, "ours"):
             x = images(net, setting.batch)
-            whole = merge(net, example_input=x[:1]) if setting.way == "planned" else net
+            whole = merge(net, chains=True, example_input=x[:1]) if setting.way == "planned" else net
             for each in dict.fromkeys([net, whole]):
                 with torch.autocast("cuda", dtype=torch.bfloat16, enabled=setting.mode == "training"):
                     tune(way(each, "fused", x), x, training=setting.mode == "training")

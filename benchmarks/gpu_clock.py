@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowrank_cnn.kernels.autotune.measure import captured
+from lowrank_cnn.kernels.cuda_graph import captured
 
 
 def milliseconds(run: Callable[[], Any], repeats: int = 21) -> dict[str, float]:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 import lowrank_cnn as lr
 from benchmarks.runs import earlier_runs, write_runs
 from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.deploy.recorded import recorded
+from lowrank_cnn.kernels.cuda_graph import recorded
 from lowrank_cnn.kernels.mode import forced
 from lowrank_cnn.system.clock import measure
 from lowrank_cnn.system.environment import environment
@@ -189,7 +189,7 @@ def _compiled(network: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
     with _freezing(), forced("off"), torch.no_grad():
         run = torch.compile(network, dynamic=False)
         run(x)
-        return recorded(run, x, torch.channels_last)
+        return recorded(run, x.contiguous(memory_format=torch.channels_last))
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def plan_command(
             where["twin"] = _beside(fast, rival, image) | {"macs": batch * count(dense, image.shape[1:]).macs}
     plans = [found for part in fast.modules() if (found := notes(part).plan) is not None]
     if as_json:
-        return print_json({**where, **fast.report.to_dict(), "plans": [plan.to_dict() for plan in plans]})  # type: ignore[union-attr, operator]
+        return print_json({**where, **fast.report.to_dict(), "plans": [plan.to_dict() for plan in plans]})
     for plan in plans:
         _print_plan(source.name, plan)
     _print_variants(fast.report)
@@ -126,7 +126,10 @@ def export_command(
     model: Model,
     path: Annotated[Path, typer.Argument(help="A file ending in .onnx, .pt2 or .safetensors.")],
     scheme: Annotated[str | None, typer.Option(help="Convert first, with fresh weights.")] = None,
-    merged: Annotated[bool, typer.Option("--merge", help="Fold batch norms and chains first, exactly.")] = False,
+    merged: Annotated[bool, typer.Option("--merge", help="Fold batch norms into the layers before them.")] = False,
+    chains: Annotated[
+        bool, typer.Option("--merge-chains", help="Merge basis + join and separable pairs into dense convs too.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
     input_text: Input = None,
     pretrained: Pretrained = None,
@@ -140,17 +143,43 @@ def export_command(
     A .safetensors of a trained network can be evaluated like the run it comes from.
     """
     from lowrank_cnn.deploy import merge
+    from lowrank_cnn.method.counting import count
 
     source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm)
     source = source.converted(scheme) if scheme else source
-    network = merge(source.network.eval()) if merged else source.network
     size = source.size(parse_size(input_text))
+    network = source.network
+    if merged or chains:
+        network = merge(network.eval(), chains=True if chains else None, example_input=_image_for(network, size))
     written = export_source(source, network, path, size, overwrite=overwrite)
+    macs = {"before": count(source.network, size).macs, "after": count(network, size).macs}
+    rows = notes(network).merging
     if as_json:
-        return print_json(written.to_dict())
+        return print_json({**written.to_dict(), "macs": macs, "merging": [row.to_dict() for row in rows]})
+    if merged or chains:
+        folded = sum(row.error is not None for row in rows)
+        console.print(f" {folded} layers merged; {si(macs['before'])} MACs before, {si(macs['after'])} after.")
+        for reason, names in _by_reason(rows).items():
+            console.print(f" Not merged ({reason}): {', '.join(names)}.", markup=False)
     checked = "" if written.error is None else f", off by {written.error:.0e} at most"
     console.print(f" {written.path}: {written.bytes / 2**20:.1f} MiB{checked}.", markup=False)
     return None
+
+
+def _image_for(network: torch.nn.Module, size: tuple[int, ...]) -> torch.Tensor:
+    """Random images of a size, of the network's own precision."""
+    from lowrank_cnn.models.files import dtype_of
+
+    return torch.randn(2, *size, generator=torch.Generator().manual_seed(0)).to(dtype_of(network))
+
+
+def _by_reason(rows: Any) -> dict[str, list[str]]:
+    """The names of layers that were not merged, by the reason."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row.reason:
+            found.setdefault(row.reason, []).append(row.name)
+    return found
 
 
 def _print_timing(timing: Any) -> None:
@@ -182,16 +211,22 @@ def _print_variants(report: Any) -> None:
     rows = [(name, _ms(time), _spread(time)) for name, time in report.times.items()]
     print_table("The whole network", ("variant", "ms", "quartiles"), rows)
     for name, why in report.failed.items():
-        console.print(f" {name}: {why}", markup=False)
+        console.print(f" Left out: {name} ({why}).", markup=False)
     console.print(f" Fastest: {report.choice}.")
 
 
 def _print_plan(name: str, plan: Any) -> None:
+    if plan.reason:
+        return console.print(f" Not planned: {plan.reason}.", markup=False)
     rows = []
     for decision in plan.decisions:
         times = "\n".join(f"{ms:.2f} {way}" for way, ms in decision.times.items())
         rows.append((decision.name, si(decision.macs), times, decision.choice))
     print_table(f"{name} on {plan.device}", ("layer", "MACs", "<ms each way", "<chosen"), rows)
+    for decision in plan.decisions:
+        for way, why in decision.failed.items():
+            console.print(f" {decision.name}, {way}: {why}", markup=False)
+    return None
 
 
 def _ms(sample: Any) -> str:

@@ -1,46 +1,124 @@
-"""A layer with the ReLU and the max-pool behind it: what is planned, and run, as one piece."""
+"""Blocks: a layer with the residual, the activation and the max-pool behind it, planned and run as one.
+
+`Epilogue` is what follows the layer; every way to run a block ends in one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from lowrank_cnn.deploy.graph import successors
-from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.kernels.network_graph import NetworkGraph, capture, layer_kind
+from lowrank_cnn.kernels.patterns import Activation, Pattern, find_patterns, rewritten
+from lowrank_cnn.method.converting import copy_with
 
-LAYERS = (nn.Conv2d, CompositeConv2d, FactoredConv2d)
-_NOTHING = (nn.Identity, nn.Dropout)
+FLAT = (nn.Conv1d, nn.Conv3d)
+"""Convs of other than two dimensions, which have one way to run."""
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What follows a layer: a sum with a residual (where `adds`), an activation, a max-pool, in this order."""
+
+    activation: Activation | None = None
+    pool: nn.MaxPool2d | None = None
+    adds: bool = False
+
+    def __call__(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Finish a result that nobody else holds: it may be overwritten."""
+        if self.pool is not None and (self.activation is None or self.activation.commutes_with_pool):
+            y = max_pool(self._added(y, residual), self.pool)  # first, which leaves fewer values to activate
+            return self._activated(y)
+        y = self._activated(self._added(y, residual))
+        return y if self.pool is None else max_pool(y, self.pool)
+
+    def in_order(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The same step by step, by torch's own operations."""
+        y = self._activated(self._added(y, residual))
+        return y if self.pool is None else self.pool(y)
+
+    def _added(self, y: Tensor, residual: Tensor | None) -> Tensor:
+        if residual is None:
+            return y
+        in_place = y.shape == residual.shape and y.dtype == residual.dtype and not y.requires_grad
+        return y.add_(residual) if in_place else y + residual
+
+    def _activated(self, y: Tensor) -> Tensor:
+        return y if self.activation is None else self.activation(y, inplace=not y.requires_grad)
+
+    def __bool__(self) -> bool:
+        return self.adds or self.activation is not None or self.pool is not None
+
+    def __str__(self) -> str:
+        named = ["add"] if self.adds else []
+        named += [str(self.activation)] if self.activation is not None else []
+        return " + ".join([*named, *([str(self.pool)] if self.pool is not None else [])])
 
 
 @dataclass(frozen=True)
 class Block:
-    """A conv, composite or chain, and which of ReLU and max-pool follow; `rest` are their places by name."""
+    """A conv, composite or chain of a network, by name, and what follows it."""
 
     name: str
     layer: nn.Module
-    relu: bool = False
-    pool: nn.MaxPool2d | None = None
-    rest: tuple[str, ...] = ()
+    epilogue: Epilogue = field(default_factory=Epilogue)
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        after = ([nn.ReLU()] if self.relu else []) + ([self.pool] if self.pool is not None else [])
-        return [self.layer, *after]
+    def __str__(self) -> str:
+        return " + ".join(filter(None, (str(self.layer), str(self.epilogue))))
 
 
-def find_blocks(model: nn.Module) -> list[Block]:
-    """The blocks of a network in evaluation; a layer used in several places is none."""
-    after = successors(model)
-    return [_block(model, name, layer, after) for name, layer in _layers(model)]
+class BlockAsGiven(nn.Module):
+    """A block run by its own layer, the epilogue after it."""
+
+    def __init__(self, layer: nn.Module, epilogue: Epilogue) -> None:
+        super().__init__()
+        self.layer, self.epilogue = layer, epilogue
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.epilogue.in_order(self.layer(x), residual)
+
+    def extra_repr(self) -> str:
+        return str(self.epilogue)
 
 
-def finish(y: Tensor, *, relu: bool, pool: nn.MaxPool2d | None) -> Tensor:
-    """Max-pool, then ReLU in place: the order does not matter to the result, but fewer values are rectified."""
-    y = y if pool is None else max_pool(y, pool)
-    return y.relu_() if relu else y
+class ForSizes(nn.Module):
+    """A rewritten network for inputs of the sizes that it was captured for; the original takes all others."""
+
+    def __init__(self, rewritten: nn.Module, original: nn.Module, sizes: tuple[tuple[int, ...], ...]) -> None:
+        super().__init__()
+        self.rewritten, self.original, self.sizes = rewritten, original, sizes
+
+    def forward(self, *inputs: Tensor) -> object:
+        fits = tuple(tuple(x.shape) for x in inputs) == self.sizes
+        return self.rewritten(*inputs) if fits else self.original(*inputs)
+
+
+def in_blocks(model: nn.Module, x: Tensor) -> tuple[fx.GraphModule, list[Block], NetworkGraph]:
+    """A copy of a network as a graph in which each block is one module, under the name of its layer.
+
+    Raises `CaptureError` where the network cannot be captured.
+    """
+    copied = nn.Sequential(copy.deepcopy(model)).eval() if layer_kind(model) else copy_with(model, {})
+    captured = capture(copied, x)
+    patterns = [
+        pattern
+        for pattern in find_patterns(captured)
+        if not isinstance(captured.root.get_submodule(pattern.name), FLAT)
+    ]
+    blocks = [block_of(captured, pattern) for pattern in patterns]
+    made = dict(zip([pattern.name for pattern in patterns], blocks, strict=True))
+    network = rewritten(
+        captured, patterns, lambda p: BlockAsGiven(made[p.name].layer, made[p.name].epilogue).eval()
+    )
+    return network.eval(), blocks, captured
+
+
+def as_network(network: nn.Module, captured: NetworkGraph, original: nn.Module) -> nn.Module:
+    """What runs for every input: the rewritten network, beside the original where it holds for one size."""
+    return network if captured.sizes is None else ForSizes(network, original, captured.sizes).eval()
 
 
 def max_pool(x: Tensor, pool: nn.MaxPool2d) -> Tensor:
@@ -52,38 +130,16 @@ def max_pool(x: Tensor, pool: nn.MaxPool2d) -> Tensor:
     return torch.maximum(rows[..., ::2], rows[..., 1::2])
 
 
-def _is_halving(pool: nn.Module) -> bool:
-    if not isinstance(pool, nn.MaxPool2d):  # one that knows the kernels
-        return False
-    return [_both(v) for v in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)] == [
-        (2, 2), (2, 2), (0, 0), (1, 1),
-    ]  # fmt: skip
+def block_of(captured: NetworkGraph, pattern: Pattern) -> Block:
+    """The layer of a pattern, and what follows it."""
+    layer = captured.root.get_submodule(pattern.name)
+    return Block(pattern.name, layer, Epilogue(pattern.activation, pattern.pool, pattern.add is not None))
+
+
+def _is_halving(pool: nn.MaxPool2d) -> bool:
+    settings = [_both(v) for v in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)]
+    return settings == [(2, 2), (2, 2), (0, 0), (1, 1)]
 
 
 def _both(value: int | tuple[int, ...]) -> tuple[int, ...]:
     return (value, value) if isinstance(value, int) else tuple(value)
-
-
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    places: dict[int, int] = {}
-    for _, module in model.named_modules(remove_duplicate=False):
-        places[id(module)] = places.get(id(module), 0) + 1
-    inside = {id(part) for m in model.modules() if isinstance(m, FactoredConv2d) for part in list(m.modules())[1:]}
-    for name, module in model.named_modules():
-        if type(module) in LAYERS and id(module) not in inside and places[id(module)] == 1:
-            yield name, module
-
-
-def _block(model: nn.Module, name: str, layer: nn.Module, after: dict[str, str]) -> Block:
-    relu, pool, rest, here = False, None, [], name
-    while here in after:
-        here = after[here]
-        module = model.get_submodule(here)
-        if type(module) is nn.ReLU and not relu:
-            relu = True
-        elif type(module) is nn.MaxPool2d and pool is None and not module.return_indices:
-            pool = module
-        elif not isinstance(module, _NOTHING):
-            break
-        rest.append(here)
-    return Block(name, layer, relu, pool, tuple(rest))

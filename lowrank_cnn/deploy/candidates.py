@@ -1,6 +1,7 @@
 """The ways in which a block can be run. `CANDIDATES` is a table: another way is one more entry.
 
-A candidate makes a module out of a block, or None where it does not apply; `plan` measures them all.
+A candidate makes a module out of a block, or None where it does not apply; `plan` measures them all. The module
+takes the block's input and, where the block adds one, its residual.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.blocks import Block, find_blocks, finish
+from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, Epilogue, block_of
 from lowrank_cnn.deploy.chains import InexactError, merge_chain
+from lowrank_cnn.deploy.fused import FusedBlock
 from lowrank_cnn.deploy.matrix import MatrixConv2d
 from lowrank_cnn.deploy.winograd import WinogradConv2d
+from lowrank_cnn.kernels.network_graph import CaptureError, capture
+from lowrank_cnn.kernels.patterns import find_patterns, rewritten
 from lowrank_cnn.method.converting import copy_with, laid_out_as
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, conv_of
 from lowrank_cnn.method.spec import Composite
@@ -21,43 +25,51 @@ from lowrank_cnn.method.spec import Composite
 Candidate = Callable[[Block], nn.Module | None]
 
 
+class Staged(nn.Module):
+    """The first layers of a chain one after the other, then the last one with the block's epilogue."""
+
+    def __init__(self, front: list[nn.Module], last: nn.Module) -> None:
+        super().__init__()
+        self.front, self.last = nn.Sequential(*front), last
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.last(self.front(x), residual)
+
+
 class ByGroup(nn.Module):
-    """Each filter group through the max-pool and the ReLU by itself, so that less is concatenated."""
+    """Each filter group through the epilogue by itself, so that less is concatenated."""
 
-    def __init__(self, convs: list[nn.Module], *, relu: bool, pool: nn.MaxPool2d | None) -> None:
+    def __init__(self, convs: list[nn.Module], epilogue: Epilogue) -> None:
         super().__init__()
-        self.convs, self.relu, self.pool = nn.ModuleList(convs), relu, pool
+        self.convs, self.epilogue = nn.ModuleList(convs), epilogue
+        self.filters = [int(conv.out_channels) for conv in convs]  # type: ignore[arg-type]
 
-    def forward(self, x: Tensor) -> Tensor:
-        parts = [finish(conv(x), relu=self.relu, pool=self.pool) for conv in self.convs]
-        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-
-
-class Apart(nn.Module):
-    """Each filter group with a ReLU and a max-pool of its own, as modules that other runtimes fuse."""
-
-    def __init__(self, branches: list[nn.Module]) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(branches)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([branch(x) for branch in self.branches], dim=1)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        rest = [None] * len(self.filters) if residual is None else residual.split(self.filters, dim=-3)
+        parts = [self.epilogue(conv(x), part) for conv, part in zip(self.convs, rest, strict=True)]
+        return torch.cat(parts, dim=-3) if len(parts) > 1 else parts[0]
 
 
 def groups_apart(model: nn.Module) -> nn.Module:
     """A copy in which the groups of every composite are rectified and pooled before they are concatenated.
 
-    The result is the same; a runtime that fuses a conv with the ReLU behind it can then do so.
+    The result is the same; a runtime that fuses a conv with the ReLU behind it can then do so. A network that
+    cannot be captured stays as it is.
     """
-    replaced: dict[nn.Module, nn.Module] = {}
-    for block in find_blocks(model):
-        *front, last = block.layer if isinstance(block.layer, FactoredConv2d) else [block.layer]
+    try:
+        captured = capture(copy_with(model, {}))
+    except CaptureError:
+        return model
+    made: dict[str, nn.Module] = {}
+    patterns = []
+    for pattern in find_patterns(captured):
+        block = block_of(captured, pattern)
+        *front, last = _stages(block.layer)
         convs = _split(last) if isinstance(last, CompositeConv2d) and len(last.weights) > 1 else []
-        if convs:
-            apart = Apart([nn.Sequential(conv, *block.modules[1:]) for conv in convs])
-            replaced[block.layer] = nn.Sequential(*front, apart).eval()
-            replaced |= {model.get_submodule(name): nn.Identity().eval() for name in block.rest}
-    return copy_with(model, replaced)
+        if convs and block.epilogue and not block.epilogue.adds:
+            made[pattern.name] = Staged(front, ByGroup(convs, block.epilogue)).eval()
+            patterns.append(pattern)
+    return rewritten(captured, patterns, lambda pattern: made[pattern.name]).eval() if patterns else model
 
 
 def in_layers(model: nn.Module) -> nn.Module:
@@ -67,71 +79,62 @@ def in_layers(model: nn.Module) -> nn.Module:
 
 
 def as_given(block: Block) -> nn.Module:
-    """The layer, its ReLU and its pool, one after the other."""
-    return nn.Sequential(*block.modules)
+    """The layer, then its epilogue."""
+    return BlockAsGiven(block.layer, block.epilogue)
 
 
 def by_group(block: Block) -> nn.Module | None:
-    """Pool and ReLU before the concatenation; of a chain, of its last layer."""
-    if not block.relu and block.pool is None:
+    """The epilogue before the concatenation, and its pool before its activation; of a chain, of its last layer."""
+    if not block.epilogue:
         return None
-    *front, last = block.layer if isinstance(block.layer, FactoredConv2d) else [block.layer]
+    *front, last = _stages(block.layer)
     convs = _split(last) if isinstance(last, CompositeConv2d) else [last]
-    return nn.Sequential(*front, ByGroup(convs, relu=block.relu, pool=block.pool)) if convs else None
+    return Staged(front, ByGroup(convs, block.epilogue)) if convs else None
 
 
 def merged(block: Block) -> nn.Module | None:
     """The whole layer as one dense conv."""
     dense = _dense(block.layer)
-    return None if dense is None else ByGroup([dense], relu=block.relu, pool=block.pool)
+    return None if dense is None else ByGroup([dense], block.epilogue)
 
 
 def matrix_products(block: Block) -> nn.Module | None:
     """On the CPU: matrix products without patches or concatenation."""
-    stages = list(block.layer) if isinstance(block.layer, FactoredConv2d) else [block.layer]
-    if next(block.layer.parameters()).device.type != "cpu" or not all(map(MatrixConv2d.takes, stages)):
+    stages = _stages(block.layer)
+    if not _on_cpu(block.layer) or not all(map(MatrixConv2d.takes, stages)):
         return None
     *front, last = stages
-    return nn.Sequential(*map(MatrixConv2d, front), MatrixConv2d(last, relu=block.relu, pool=block.pool))
+    return Staged([MatrixConv2d(stage) for stage in front], MatrixConv2d(last, block.epilogue))
 
 
 def minimal_filtering(block: Block) -> nn.Module | None:
     """On the CPU: three taps by Winograd's F(4, 3), the other layers of a chain as they are."""
-    stages = list(block.layer) if isinstance(block.layer, FactoredConv2d) else [block.layer]
-    if next(block.layer.parameters()).device.type != "cpu" or not any(map(WinogradConv2d.takes, stages)):
+    stages = _stages(block.layer)
+    if not _on_cpu(block.layer) or not any(map(WinogradConv2d.takes, stages)):
         return None
     *front, last = stages
     made = [WinogradConv2d(stage) if WinogradConv2d.takes(stage) else stage for stage in front]
-    if WinogradConv2d.takes(last):
-        return nn.Sequential(*made, WinogradConv2d(last, relu=block.relu, pool=block.pool))
-    return nn.Sequential(*made, last, *block.modules[1:])
+    end = WinogradConv2d if WinogradConv2d.takes(last) else BlockAsGiven
+    return Staged(made, end(last, block.epilogue))
 
 
 def merged_and_filtered(block: Block) -> nn.Module | None:
     """On the CPU: the whole layer as one dense conv, by minimal filtering."""
     dense = _dense(block.layer)
-    if dense is None or next(dense.parameters()).device.type != "cpu" or not WinogradConv2d.takes(dense):
+    if dense is None or not _on_cpu(dense) or not WinogradConv2d.takes(dense):
         return None
-    return WinogradConv2d(dense, relu=block.relu, pool=block.pool)
+    return WinogradConv2d(dense, block.epilogue)
 
 
 def fused(block: Block) -> nn.Module | None:
-    """On a GPU: one kernel per layer of a chain for filters and bias, ReLU and pool within the last."""
-    if not next(block.layer.parameters()).is_cuda:
-        return None
-    from lowrank_cnn.kernels.fuse import freeze
-
-    return freeze(as_given(block))
+    """On a GPU: one kernel per layer of a chain, the epilogue within the last."""
+    return None if _on_cpu(block.layer) else FusedBlock.of(block.layer, block.epilogue)
 
 
 def merged_and_fused(block: Block) -> nn.Module | None:
-    """On a GPU: the whole layer as one dense conv, ReLU and pool within its kernel; nothing lies between."""
-    dense = _dense(block.layer) if next(block.layer.parameters()).is_cuda else None
-    if dense is None:
-        return None
-    from lowrank_cnn.kernels.fuse import freeze
-
-    return freeze(nn.Sequential(dense, *block.modules[1:]))
+    """On a GPU: the whole layer as one dense conv, the epilogue within its kernel; nothing lies between."""
+    dense = None if _on_cpu(block.layer) else _dense(block.layer)
+    return None if dense is None else FusedBlock.of(dense, block.epilogue)
 
 
 CANDIDATES: dict[str, Candidate] = {
@@ -144,6 +147,15 @@ CANDIDATES: dict[str, Candidate] = {
     "fused": fused,
     "merged, fused": merged_and_fused,
 }
+
+
+def _stages(layer: nn.Module) -> list[nn.Module]:
+    """The layers of a chain; any other layer alone."""
+    return list(layer) if isinstance(layer, FactoredConv2d) else [layer]
+
+
+def _on_cpu(layer: nn.Module) -> bool:
+    return next(layer.parameters()).device.type == "cpu"
 
 
 def _dense(layer: nn.Module) -> nn.Module | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowrank_cnn.deploy.blocks import finish
+from lowrank_cnn.deploy.blocks import BlockAsGiven, Epilogue
 from lowrank_cnn.method.geometry import Sides, enclosing_padding
 from lowrank_cnn.method.layers import CompositeConv2d, weights_of
 from lowrank_cnn.method.spec import Pair
@@ -40,13 +40,13 @@ class MatrixConv2d(nn.Module):
 
     shape_of: nn.Module
 
-    def __init__(self, layer: nn.Module, *, relu: bool = False, pool: nn.MaxPool2d | None = None) -> None:
+    def __init__(self, layer: nn.Module, epilogue: Epilogue | None = None) -> None:
         super().__init__()
         parts = parts_of(layer)
         if parts is None:
             raise ValueError("not a convolution of stride one whose output is as large as its input")
         weights, steps = parts
-        self.relu, self.pool, self.filters = relu, pool, sum(weight.shape[0] for weight in weights)
+        self.epilogue, self.filters = epilogue or Epilogue(), sum(weight.shape[0] for weight in weights)
         bias = layer.bias if isinstance(layer.bias, Tensor) else weights[0].new_zeros(self.filters)
         self.register_buffer("bias", bias.detach()[:, None].clone())
         self.thin = weights[0].shape[1] < _THIN
@@ -65,10 +65,12 @@ class MatrixConv2d(nn.Module):
         matrices = [self.get_buffer(f"matrix{index}") for index in range(len(self.taps))]
         shapes = [tuple(weight.shape) for weight in weights_of(self.shape_of)]
         made = _unstacked(matrices, shapes) if self.thin else _gathered(matrices, self.taps, shapes)
-        return filled(self.shape_of, made, self.get_buffer("bias").flatten(), self.relu, self.pool)
+        return filled(self.shape_of, made, self.get_buffer("bias").flatten(), self.epilogue)
 
     @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if x.dim() == 3:
+            return self.forward(x[None], None if residual is None else residual[None])[0]
         images, channels, height, width = x.shape
         x = x.contiguous()  # once: shifting an image in channels_last would reorder it for every shift
         y = x.new_empty(images, self.filters, height * width)
@@ -83,7 +85,7 @@ class MatrixConv2d(nn.Module):
                     self._write_stack(y[n], shifted, n, matrix, taps)
                 else:
                     self._add(y[n], shifted[taps[0].right][n].view(channels, -1), matrix, taps[0], width)
-        return finish(y.view(images, self.filters, height, width), relu=self.relu, pool=self.pool)
+        return self.epilogue(y.view(images, self.filters, height, width), residual)
 
     def _add(self, y: Tensor, x: Tensor, matrix: Tensor, tap: _Tap, width: int) -> None:
         """One tap: the centre writes, and every other adds, over the rows that it can see."""
@@ -197,9 +199,7 @@ def skeleton(layer: nn.Module) -> nn.Module:
     return copy.deepcopy(layer).to("meta")
 
 
-def filled(
-    shape: nn.Module, weights: list[Tensor], bias: Tensor, relu: bool, pool: nn.MaxPool2d | None
-) -> nn.Module:
+def filled(shape: nn.Module, weights: list[Tensor], bias: Tensor, epilogue: Epilogue) -> nn.Module:
     """A layer made again out of its skeleton, and what follows it."""
     layer = copy.deepcopy(shape).to_empty(device=bias.device).to(bias.dtype)
     with torch.no_grad():
@@ -207,5 +207,4 @@ def filled(
             target.copy_(weight)
         if isinstance(layer.bias, Tensor):
             layer.bias.copy_(bias)
-    after = ([nn.ReLU()] if relu else []) + ([copy.deepcopy(pool)] if pool is not None else [])
-    return nn.Sequential(layer, *after).eval()
+    return BlockAsGiven(layer, epilogue).eval()

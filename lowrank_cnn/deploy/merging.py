@@ -1,8 +1,9 @@
-"""Fold what is linear into one layer, exactly: basis + join, separable pairs, and the batch norms behind layers.
+"""Fold what is linear into one layer, exactly: the batch norms behind layers, and chains (basis + join, pairs).
 
-Works on a copy of a network in evaluation. Every fold is computed in float64 and compared, on random inputs, with
-what it replaces; the error is part of the report, `notes(network).merging`. What would not be exact is left apart,
-and the report says why:
+`merge` works on a copy of a network in evaluation. A captured graph must show that a norm reads one layer alone
+and that nobody else reads either. Every fold is computed in float64 and compared with what it replaces; then the
+whole network is compared with the original. What is not exact, or cannot be compared, stays, and
+`notes(network).merging` says why:
 
 - a bias in front of zero padding: the padding is zero and not that bias, so the two differ at the border;
 - two layers that both reach along one axis: a border cuts between them;
@@ -13,24 +14,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.deploy.chains import InexactError, merge_chain
-from lowrank_cnn.deploy.graph import successors
-from lowrank_cnn.deploy.transforms import affine_bias, norm_affine, scale_filters
+from lowrank_cnn.deploy.examples import example_for
+from lowrank_cnn.deploy.folding import FoldedLinear, channel_axis, fold, fold_error
+from lowrank_cnn.kernels.network_graph import CaptureError, NetworkGraph, capture, layer_kind
+from lowrank_cnn.kernels.patterns import NORMS, Pattern, find_patterns
 from lowrank_cnn.method.converting import copy_with, laid_out_as
-from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.layers import FactoredConv2d
 from lowrank_cnn.method.selection import check_module
+from lowrank_cnn.system.compare import network_difference, tolerance
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note, notes
 
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_FOLDABLE = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, CompositeConv2d, FactoredConv2d)
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+_KINDS = ("conv", "linear", "composite", "chain")
+_NOT_FED, _NOT_RUN = "no layer is seen to feed it, and it alone", "it does not run in evaluation"
 
 
 @dataclass(frozen=True)
@@ -48,29 +52,127 @@ class Merging:
 
 
 def merge(
-    model: nn.Module, *, chains: bool = True, norms: bool = True, example_input: Tensor | None = None
+    model: nn.Module,
+    *,
+    chains: bool | None = None,
+    norms: bool = True,
+    example_input: Tensor | tuple[Any, ...] | None = None,
 ) -> nn.Module:
-    """A copy of `model` with factored convs (chains) and batch norms (norms) folded where that is exact.
+    """A copy of `model` with its batch norms folded into the layers before them, where that is exact.
 
-    A batch norm belongs to the layer in front of it only where a trace of the network shows so. With an example
-    input, or for one of our own networks, the whole is compared too, and a difference is an error.
+    - `chains`: True merges every chain (basis and join, separable pair) into one dense conv, which gives back the
+      multiply-accumulates that it saved; False merges none; None those that get cheaper.
+    - `norms`: whether batch norms are folded.
+    - `example_input`: an input (or a tuple of inputs) on which the result is compared with the original. Without
+      one, an input of the network's known size is made, or of the size that its first layer suggests.
+
+    Nothing is merged in a network that no example is known for, that cannot be traced, or that would differ.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    >>> merge(net)[1]
+    Identity()
     """
     _check(model)
-    after = successors(model) if norms else {}
-    replaced: dict[nn.Module, nn.Module] = {}
-    report = []
-    for name, layer in _layers(model):
-        norm = _norm_behind(model, after.get(name))
-        new, row = _merged(name, layer, norm, after.get(name, ""), chains=chains)
-        report += [row] if row else []
-        if new is not None:
-            replaced[layer] = new
-            if norm is not None:
-                replaced[norm] = nn.Identity().eval()
+    if layer_kind(model) is not None:
+        return _merged_layer(model, chains, norms, example_input)
+    example, given = example_for(model, example_input)
+    try:
+        if example is None:
+            raise CaptureError("no example input is known to compare the result on: pass example_input")
+        captured = capture(copy_with(model, {}), *example)
+        if captured.sizes is not None:
+            raise CaptureError("what its forward does depends on the size of its input")
+        seen = _dimensions(model, example)
+        found = _Folds(model, captured, seen, chains=chains, norms=norms, given=given)
+    except CaptureError as why:
+        return _left_alone(model, str(why), norms=norms)
+    replaced, report = found.all()
     merged = copy_with(model, replaced)
-    note(merged, merging=(*report, *(_left_over(merged) if norms else ())))
-    _compare_whole(model, merged, example_input)
+    if replaced and (reason := _objection(merged, model, example)):
+        return _left_alone(model, reason, norms=norms)
+    told = {row.name for row in report}
+    rest = (
+        Merging(name, (kind,), reason=_NOT_FED if name in seen else _NOT_RUN)
+        for name, kind in _norms(merged)
+        if name not in told
+    )
+    note(merged, merging=(*report, *(rest if norms else ())))
     return merged
+
+
+@dataclass
+class _Folds:
+    """Everything that can be folded in a captured network."""
+
+    model: nn.Module
+    captured: NetworkGraph
+    dimensions: dict[str, set[int]]
+    chains: bool | None
+    norms: bool
+    given: bool
+
+    def all(self) -> tuple[dict[nn.Module, nn.Module], list[Merging]]:
+        """What stands for each replaced module, and a row about every layer that changes or cannot."""
+        replaced: dict[nn.Module, nn.Module] = {}
+        report = []
+        for pattern in find_patterns(self.captured, norms=self.norms, kinds=_KINDS):
+            layer = self.model.get_submodule(pattern.name)
+            norm_name = str(pattern.norm.target) if pattern.norm is not None else ""
+            norm = self.model.get_submodule(norm_name) if norm_name else None
+            if norm is not None and (reason := self._wrong_axis(pattern, layer, norm_name)):
+                report.append(Merging(norm_name, (type(norm).__name__,), reason=reason))
+                norm = None
+            new, row = self._merged(pattern.name, layer, norm, norm_name)
+            report += [row] if row else []
+            if new is not None:
+                replaced[layer] = new
+                if norm is not None:
+                    replaced[norm] = (
+                        FoldedLinear().eval() if isinstance(layer, nn.Linear) else nn.Identity().eval()
+                    )
+        return replaced, report
+
+    def _wrong_axis(self, pattern: Pattern, layer: nn.Module, norm: str) -> str:
+        """Why a norm scales another axis than the layer's outputs, or might; empty where it is the same."""
+        axes = {channel_axis(layer, dimensions) for dimensions in self.dimensions.get(norm, set())}
+        if axes != {1}:
+            return "it normalises another axis than that of the layer before it"
+        if isinstance(layer, nn.Linear) and not self.given and not _is_flattened(pattern):
+            return "it normalises another axis where inputs have three dimensions: pass example_input"
+        return ""
+
+    def _merged(
+        self, name: str, layer: nn.Module, norm: nn.Module | None, norm_name: str
+    ) -> tuple[nn.Module | None, Merging | None]:
+        """What stands for a layer (None: itself) and the row about it (None: there is nothing to say)."""
+        parts, reason, new = [type(layer).__name__], "", None
+        if isinstance(layer, FactoredConv2d):
+            parts = [key for key, _ in layer.named_children()]
+            new, reason = self._dense(layer)
+        if norm is not None:
+            parts.append(norm_name)
+            new = fold(new or copy.deepcopy(layer).cpu().double(), copy.deepcopy(norm).cpu().double())
+        if new is None:
+            return None, Merging(name, tuple(parts), reason=reason) if reason else None
+        old = next(layer.parameters())
+        new = laid_out_as(layer, new).eval().requires_grad_(old.requires_grad)
+        error = fold_error(layer, norm, new)
+        if not error <= tolerance(old):
+            return None, Merging(name, tuple(parts), reason=f"merged, it would be off by {error:.1e}")
+        return new, Merging(name, tuple(parts), error, reason)
+
+    def _dense(self, chain: FactoredConv2d) -> tuple[nn.Module | None, str]:
+        """A chain as one conv in float64, or the reason why it stays a chain."""
+        if self.chains is False:
+            return None, ""
+        try:
+            dense = merge_chain(chain)
+        except InexactError as why:
+            return None, str(why) if self.chains else ""
+        size = _map_size(chain)
+        if self.chains is None and not count(dense, size).macs < count(chain, size).macs:
+            return None, ""
+        return dense, ""
 
 
 def _check(model: nn.Module) -> None:
@@ -85,106 +187,65 @@ def _check(model: nn.Module) -> None:
         raise LowRankError("the network has no weights to merge: it is on the meta device.")
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers that something may be folded into; a chain is one layer."""
-    parts = {id(part) for m in model.modules() if isinstance(m, FactoredConv2d) for part in list(m.modules())[1:]}
-    for name, module in model.named_modules():
-        hooked = module._forward_hooks or module._forward_pre_hooks
-        if type(module) in _FOLDABLE and id(module) not in parts and not hooked:
-            yield name, module
+def _merged_layer(model: nn.Module, chains: bool | None, norms: bool, example: Any) -> nn.Module:
+    """A single layer, as the only part of a network: a graph shows calls of parts."""
+    network = merge(nn.Sequential(model).eval(), chains=chains, norms=norms, example_input=example)
+    merged = network[0]  # type: ignore[index]
+    note(merged, merging=tuple(replace(row, name="") for row in notes(network).merging))
+    return merged
 
 
-def _norm_behind(model: nn.Module, name: str | None) -> nn.Module | None:
-    norm = model.get_submodule(name) if name else None
-    return norm if type(norm) in _NORMS and norm.running_mean is not None else None  # type: ignore[union-attr]
+def _left_alone(model: nn.Module, reason: str, *, norms: bool) -> nn.Module:
+    """A copy in which nothing is merged, with the reason in every row."""
+    same = copy_with(model, {})
+    names = [(name, "FactoredConv2d") for name, part in same.named_modules() if isinstance(part, FactoredConv2d)]
+    rows = [*names, *(_norms(same) if norms else ())]
+    note(same, merging=tuple(Merging(name, (kind,), reason=reason) for name, kind in rows))
+    return same
 
 
-def _left_over(merged: nn.Module) -> Iterator[Merging]:
-    for name, module in merged.named_modules():
-        if type(module) in _NORMS:
-            yield Merging(name, (type(module).__name__,), reason="no layer is seen to feed it, and it alone")
+def _norms(model: nn.Module) -> Iterator[tuple[str, str]]:
+    return ((name, type(part).__name__) for name, part in model.named_modules() if type(part) in NORMS)
 
 
-def _merged(
-    name: str, layer: nn.Module, norm: nn.Module | None, norm_name: str, *, chains: bool
-) -> tuple[nn.Module | None, Merging | None]:
-    """What stands for a layer (None: itself) and the line about it (None: there is nothing to say)."""
-    parts, reason, new = [type(layer).__name__], "", None
-    if isinstance(layer, FactoredConv2d):
-        parts = [key for key, _ in layer.named_children()]
-        try:
-            new = merge_chain(layer) if chains else None
-        except InexactError as why:
-            reason = str(why)
-    if norm is not None:
-        parts.append(norm_name)
-        new = _fold(new or copy.deepcopy(layer).cpu().double(), copy.deepcopy(norm).cpu().double())
-    if new is None:
-        return None, Merging(name, tuple(parts), reason=reason) if reason else None
-    old = next(layer.parameters())
-    new = laid_out_as(layer, new).eval().requires_grad_(old.requires_grad)
-    error = _error(layer, norm, new)
-    if error > _TOLERANCE.get(old.dtype, 0.1):
-        raise LowRankError(
-            f"merging {name} is off by {error:.1e}: this is a fault of lowrank_cnn, please report it."
+def _objection(merged: nn.Module, model: nn.Module, example: tuple[Any, ...]) -> str:
+    """Why a merged network is not the original; empty where it is."""
+    try:
+        with torch.no_grad():
+            error = network_difference(merged, model, *example)
+            limit = tolerance(model(*example))
+    except Exception as failure:  # a forward may ask a norm for its statistics, say
+        return f"merged, the network fails: {str(failure).strip().partition(chr(10))[0]}"
+    return "" if error <= limit else f"merged, the network would differ by {error:.1e}"
+
+
+@torch.no_grad()
+def _dimensions(model: nn.Module, example: tuple[Any, ...]) -> dict[str, set[int]]:
+    """How many dimensions the inputs of each batch norm have on the example."""
+    seen: dict[str, set[int]] = {}
+    hooks = [
+        part.register_forward_pre_hook(
+            lambda _, inputs, name=name: seen.setdefault(name, set()).add(inputs[0].dim())
         )
-    return new, Merging(name, tuple(parts), error, reason)
+        for name, part in model.named_modules()
+        if type(part) in NORMS
+    ]
+    try:
+        model(*example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: set(found) for name, found in seen.items()}
 
 
-def _fold(layer: nn.Module, norm: nn.Module) -> nn.Module:
-    """Put a batch norm into the layer in front of it; of a chain, into its last layer."""
-    last: Any = list(layer.children())[-1] if isinstance(layer, FactoredConv2d) else layer
-    scale, shift = norm_affine(norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)  # type: ignore[arg-type]
-    composite = isinstance(last, CompositeConv2d)
-    weights, scales = (list(last.weights), last.by_group(scale)) if composite else ([last.weight], [scale])
-    with torch.no_grad():
-        for weight, part in zip(weights, scales, strict=True):
-            weight.copy_(scale_filters(weight, part))
-        last.bias = nn.Parameter(affine_bias(last.bias, scale, shift))  # type: ignore[arg-type]
-    return layer
+def _is_flattened(pattern: Pattern) -> bool:
+    """Whether the input of a linear layer was flattened just before, so that it has two dimensions."""
+    node = pattern.input
+    names = (node.target, getattr(node.target, "__name__", ""))
+    return node.op != "call_module" and "flatten" in names and node.args[1:] == (1,)
 
 
-@torch.no_grad()
-def _error(layer: nn.Module, norm: nn.Module | None, new: nn.Module) -> float:
-    """The largest difference on random inputs, against the original in float64, relative to its largest output."""
-    original = nn.Sequential(*(copy.deepcopy(m).cpu().double() for m in (layer, norm) if m is not None))
-    x = torch.randn(_input_shape(layer), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    expected = original(x)
-    parameter = next(new.parameters())
-    given = new(x.to(parameter.device, parameter.dtype)).cpu().double()
-    return float((given - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
-
-
-def _input_shape(layer: nn.Module) -> tuple[int, ...]:
-    """Small, but wide enough for every tap and border of the layer."""
-    if isinstance(layer, nn.Linear):
-        return 3, layer.in_features
-    stages = list(layer) if isinstance(layer, FactoredConv2d) else [layer]
-    spans = [_span(stage) for stage in stages]
-    return 2, stages[0].in_channels, *(9 + 2 * sum(axis) for axis in zip(*spans, strict=True))  # type: ignore[return-value]
-
-
-def _span(layer: nn.Module) -> list[int]:
-    """How far a conv looks along each axis, padding included."""
-    if isinstance(layer, CompositeConv2d):
-        kernel, pads = layer.composite.kernel, [max(sides) for sides in layer.padding]
-    else:
-        kernel = layer.kernel_size
-        pads = [0] * len(kernel) if isinstance(layer.padding, str) else list(layer.padding)  # type: ignore[arg-type]
-    return [step * (size - 1) + max(pad, 0) for step, size, pad in zip(layer.dilation, kernel, pads, strict=True)]  # type: ignore[arg-type]
-
-
-@torch.no_grad()
-def _compare_whole(model: nn.Module, merged: nn.Module, x: Tensor | None) -> None:
-    size = notes(model).input_size
-    if x is None and size is not None:
-        like = next(model.parameters())
-        x = torch.randn(1, *size, dtype=like.dtype, device=like.device)
-    if x is None:
-        return
-    before, after = model(x), merged(x)
-    if not isinstance(before, Tensor):
-        return
-    error = float((after - before).abs().max() / before.abs().max().clamp_min(1e-12))
-    if error > _TOLERANCE.get(before.dtype, 0.1):
-        raise LowRankError(f"the merged network differs by {error:.1e}: merge without norms, and compare again.")
+def _map_size(chain: FactoredConv2d) -> tuple[int, int, int]:
+    """The size of a map on which the costs of a chain and of one conv are compared."""
+    first: Any = next(iter(chain))
+    return first.in_channels, 56, 56

@@ -1,83 +1,37 @@
-"""The fastest network that can be made of a given one: fold, plan, lay out, compile, and measure what is best."""
+"""The fastest network that can be made of a given one: fold, fuse, plan, lay out, compile, record, and measure.
+
+`_variants` lists the forms that are tried, the most promising first. Each is compared as a whole with the network
+that was given, in the form in which it will run, before it is timed. One that fails or differs is left out, and
+the report says why.
+"""
 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.deploy.blocks import as_network, in_blocks
+from lowrank_cnn.deploy.candidates import fused
 from lowrank_cnn.deploy.merging import merge
-from lowrank_cnn.deploy.planning import GIVEN, check_ready, plan, silent
-from lowrank_cnn.deploy.recorded import Recorded, alike, recorded
+from lowrank_cnn.deploy.network_plan import GIVEN
+from lowrank_cnn.deploy.optimized import FORMATS, Form, Optimized, OptimizeReport
+from lowrank_cnn.deploy.plan_cache import Cache, network_key
+from lowrank_cnn.deploy.planning import check_ready, first_line, objection, plan, silent
+from lowrank_cnn.kernels.fuse import fuse_neighbours
 from lowrank_cnn.kernels.mode import for_graphs
+from lowrank_cnn.kernels.network_graph import CaptureError
 from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.errors import LostDeviceError, LowRankError
-from lowrank_cnn.system.provenance import note
+from lowrank_cnn.system.provenance import note, notes
 
-_FUSED = "fused, channels_last"
-LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-
-
-@dataclass(frozen=True)
-class Report:
-    """Every variant's time, those that failed with the reason, and the name of the fastest."""
-
-    choice: str
-    times: dict[str, Sample]
-    failed: dict[str, str]
-
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
-
-
-class Optimized(nn.Module):
-    """A network for inference in its fastest form; inputs are brought into its memory format.
-
-    Where it was recorded, inputs of that size replay a CUDA graph, without launches; others run as ever. Where it
-    was compiled, `network` still is what it was made of: that is what a tracer sees, and an export holds.
-    """
-
-    def __init__(self, network: nn.Module, memory_format: torch.memory_format, *, compiled: bool = False) -> None:
-        super().__init__()
-        self.network, self.memory_format, self.compiled = network, memory_format, compiled
-        self.recorded: Recorded | None = None
-        self._runs: Callable[[Tensor], Any] | None = None
-        self.report: Report
-        note(self, optimized=True)
-        self.eval()
-
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Any:
-        if self.recorded is not None and self.recorded.takes(x):
-            return self.recorded(x)
-        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        run = self.network if traced or not self.compiled else self._through_compiler()
-        return run(x.contiguous(memory_format=self.memory_format))
-
-    def record(self, x: Tensor) -> None:
-        """Keep a run on inputs like this one as a CUDA graph."""
-        self.recorded = recorded(self.network, x, self.memory_format)
-
-    def _through_compiler(self) -> Callable[[Tensor], Any]:
-        if self._runs is None:
-            # Known, but no part: torch makes a module of it, which would have all weights once more.
-            self.__dict__["_runs"] = torch.compile(self.network, dynamic=False)
-        assert self._runs is not None
-        return self._runs
-
-    # A graph is bound to its memory, and what is compiled may hold weights: copies and moves leave both behind.
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "recorded": None, "_runs": None}
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Optimized:
-        self.recorded = self._runs = None
-        return super()._apply(fn, recurse)
+LAST = "channels_last"
+Make = Callable[[], nn.Module]
 
 
 def optimize(
@@ -87,104 +41,196 @@ def optimize(
     compile: bool = True,
     cache: str | Path | bool = True,
     repeats: int = 11,
+    budget: float = 30.0,
     say: Callable[[str], None] | None = None,
 ) -> Optimized:
-    """Fold batch norms, plan every block in both memory formats, compile the best, and keep what is fastest.
+    """A network that computes what `model` does, in the form that is fastest for inputs like the example.
 
-    On a GPU layers are fused as well, and CUDA graphs recorded, which inputs of the example's size replay. The
-    result is for inference and carries `report`; by its times it is never slower than `model`. What cannot be
-    compiled or recorded is left as it is, and the report says why. `say` is told what is under way (`say=print`).
+    Batch norms are folded, blocks are planned or fused, and the network is tried in both memory formats, through
+    torch.compile, and on a GPU as a CUDA graph, which inputs of the example's size replay. The result is for
+    inference. Its `report` has the time of every form; by these it is never slower than `model`.
+
+    - `compile`: whether torch.compile is tried, with the weights as constants.
+    - `cache`: where choices and times are kept (True: the user's cache directory; False: nowhere). A network that
+      was optimised before, on this machine and with these versions, is made again without trying all forms.
+    - `budget`: seconds after which no further form is tried; the forms so far are still compared and timed.
+    - `say`: is told what is under way (`say=print`).
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    >>> fast = optimize(net, torch.randn(1, 3, 8, 8), compile=False, cache=False, repeats=3)
+    >>> fast.report.choice in fast.report.times
+    True
     """
-    tell = say or silent
     check_ready(model, example_input)
-    folded = merge(model, chains=False, example_input=example_input)
-    variants = {GIVEN: Optimized(copy.deepcopy(model), torch.preserve_format)}
-    for name, layout in LAYOUTS.items():
-        laid_out = copy.deepcopy(folded).to(memory_format=layout)  # type: ignore[call-overload]
-        images = example_input.contiguous(memory_format=layout)
-        planned = plan(laid_out, images, cache=cache, repeats=repeats, say=_after(f"planned, {name}", tell))
-        variants[f"folded, {name}"] = Optimized(laid_out, layout)
-        variants[f"planned, {name}"] = Optimized(planned, layout)
-    failed: dict[str, str] = {}
-
-    def attempt(name: str, make: Callable[[], Optimized]) -> None:
-        tell(name)
-        try:
-            variants[name] = make()
-        except LostDeviceError:
-            raise
-        except Exception as error:  # no compiler, say, or a network that waits for the device and has no graph
-            failed[name] = str(error).strip().partition("\n")[0]
-
-    if example_input.is_cuda:
-        attempt(_FUSED, lambda: _fused(folded, example_input))
-        if _FUSED in variants:
-            attempt("fused, recorded", lambda: _recorded(variants[_FUSED], example_input))
-        attempt(
-            "planned, recorded", lambda: _recorded(_planned(folded, example_input, cache, repeats), example_input)
-        )
-    if compile:
-        tell(f"{len(variants)} variants in turns")
-        times = _measured(variants, example_input, repeats)
-        eager = {n: time for n, time in times.items() if variants[n].recorded is None and n != _FUSED}
-        for name in dict.fromkeys([_fastest(eager), "folded, channels_last", *({_FUSED} & set(variants))]):
-            attempt(f"{name}, compiled", lambda name=name: _compiled(variants[name], example_input))
-    tell(f"{len(variants)} variants in turns")
-    times = _measured(variants, example_input, repeats)
-    best = variants[_fastest(times)]
-    best.report = Report(_fastest(times), times, failed)
-    note(best, input_size=tuple(example_input.shape[1:]))
+    work = _Workshop(model, example_input, cache, repeats, budget, say or silent)
+    store = Cache.open(cache)
+    key = network_key(model, example_input, compile)
+    best = work.again(store.times(key), compile) or work.fastest(compile)
+    if cache is not False and best.report.times:
+        store = Cache.open(cache)  # a plan may have written its times meanwhile
+        store.keep(key, {name: sample.ms for name, sample in best.report.times.items()})
+        store.save()
+    note(best, input_size=tuple(example_input.shape[1:]), training_card=notes(model).training_card)
     return best
 
 
-def _after(name: str, tell: Callable[[str], None]) -> Callable[[str], None]:
-    return lambda text: tell(f"{name}: {text}")
+@dataclass
+class _Workshop:
+    """Makes the forms of one network for one input, and measures them."""
 
+    model: nn.Module
+    x: Tensor
+    cache: str | Path | bool
+    repeats: int
+    budget: float
+    say: Callable[[str], None]
+    made: dict[str, Optimized] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    began: float = field(default_factory=time.perf_counter)
 
-@torch.no_grad()
-def _fused(folded: nn.Module, x: Tensor) -> Optimized:
-    """Every layer that the kernels know by them, which the dispatch chooses, whatever a plan would make of it.
+    def fastest(self, compile: bool) -> Optimized:
+        """Try every form that the budget allows, and give the one that takes the least time."""
+        names = self.names(compile)
+        for name in names if self.x.is_cuda else [name for name in names if not self.variants()[name][1].compiled]:
+            self.attempt_in_time(name)
+        if (
+            compile and not self.x.is_cuda
+        ):  # compiling takes long: the network as it is, and what is fastest so far
+            times = self.times(3)
+            bases = [f"folded, {LAST}", min(times, key=lambda name: times[name].ms), "folded, contiguous"]
+            chosen = [f"{base}, compiled" for base in dict.fromkeys(bases)]
+            for name in [name for name in chosen if name in names][:2]:
+                self.attempt_in_time(name)
+        self.say(f"{len(self.made)} variants in turns")
+        times = self.times(self.repeats)
+        return self.result(min(times, key=lambda name: times[name].ms), times)
 
-    A forward written by hand may call its layers in an order of its own, which fused ones do not follow.
-    """
-    from lowrank_cnn.kernels.fuse import freeze
+    def again(self, known: dict[str, float] | None, compile: bool) -> Optimized | None:
+        """The form that was fastest before, made without the others; None where it no longer is faster."""
+        choice = min(known, key=lambda name: known[name]) if known else None
+        if known is None or choice not in self.names(compile):
+            return None
+        self.say(f"{choice}, as measured before")
+        for name in dict.fromkeys((GIVEN, choice)):
+            self.attempt(name)
+        if choice not in self.made:
+            return None
+        times = self.times(3)
+        if times[choice].ms > times[GIVEN].ms:
+            return None
+        before = {name: Sample(ms, ms, ms, 0) for name, ms in known.items()}
+        return self.result(choice, {**before, **times})
 
-    variant = Optimized(freeze(_channels_last(folded)), torch.channels_last)
-    if not alike(variant(x), folded(x)):
-        raise LowRankError("the layers are not called one after the other: fused, their results differ.")
-    return variant
+    def result(self, choice: str, times: dict[str, Sample]) -> Optimized:
+        best = self.made[choice]
+        best.report = OptimizeReport(choice, times, dict(self.failed))
+        return best
 
+    @property
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self.began + self.budget - time.perf_counter()
 
-def _planned(folded: nn.Module, x: Tensor, cache: str | Path | bool, repeats: int) -> Optimized:
-    """Planned by what blocks take in a CUDA graph."""
-    images = x.contiguous(memory_format=torch.channels_last)
-    with for_graphs():
-        planned = plan(_channels_last(folded), images, cache=cache, repeats=repeats)
-    return Optimized(planned, torch.channels_last)
+    def times(self, repeats: int) -> dict[str, Sample]:
+        runs: dict[str, Callable[[], object]] = {
+            name: lambda v=variant: v(self.x) for name, variant in self.made.items()
+        }
+        return measure(runs, repeats=repeats, budget=max(self.left, 3.0), cuda=self.x.is_cuda)
 
+    def names(self, compile: bool) -> list[str]:
+        """The forms that apply here, the most promising first."""
+        return [name for name, (_, form) in self.variants().items() if compile or not form.compiled]
 
-def _channels_last(network: nn.Module) -> nn.Module:
-    return copy.deepcopy(network).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    def attempt_in_time(self, name: str) -> None:
+        """Make a form while the budget lasts."""
+        if name != GIVEN and self.left <= 0:
+            self.failed[name] = f"not tried: the budget of {self.budget:g} s was used up"
+        else:
+            self.attempt(name)
 
+    def attempt(self, name: str) -> None:
+        """Make a form and compare it with the network given; one that fails or differs is left out."""
+        if name in self.made:
+            return
+        make, form = self.variants()[name]
+        self.say(name)
+        try:
+            variant = Optimized(make(), form).prepare(self.x)
+            reason = "" if name == GIVEN else objection(variant, self.model, self.x)
+        except LostDeviceError:
+            raise
+        except Exception as error:  # no compiler, say, or a network that waits for the device and has no graph
+            if name == GIVEN:
+                raise
+            reason = first_line(error)
+        if reason:
+            self.failed[name] = reason
+        else:
+            self.made[name] = variant
 
-def _recorded(variant: Optimized, x: Tensor) -> Optimized:
-    """Another one, kept as a CUDA graph, its kernels chosen by what they take in one."""
-    variant = Optimized(variant.network, variant.memory_format)
-    variant.record(x)
-    return variant
+    def variants(self) -> dict[str, tuple[Make, Form]]:
+        """Every form by name: how its network is made, and how that is run."""
+        given = {GIVEN: (lambda: copy.deepcopy(self.model), Form())}
+        return given | (self._on_gpu() if self.x.is_cuda else self._on_cpu())
 
+    def _on_cpu(self) -> dict[str, tuple[Make, Form]]:
+        layouts = list(FORMATS) if self.x.dim() == 4 else ["contiguous"]
+        found: dict[str, tuple[Make, Form]] = {}
+        for layout in layouts:
+            found[f"folded, {layout}"] = (lambda at=layout: self.folded(at), Form(layout))
+            found[f"planned, {layout}"] = (lambda at=layout: self.planned(at), Form(layout))
+        for layout in layouts[::-1]:
+            for kind in ("folded", "planned"):
+                make = self.folded if kind == "folded" else self.planned
+                compiled = Form(layout, compiled=True)
+                found[f"{kind}, {layout}, compiled"] = (lambda at=layout, make=make: make(at), compiled)
+        return found
 
-def _compiled(variant: Optimized, x: Tensor) -> Optimized:
-    """Another one, through torch.compile, run once so that it fails here if it does."""
-    variant = Optimized(variant.network, variant.memory_format, compiled=True)
-    variant(x)
-    return variant
+    def _on_gpu(self) -> dict[str, tuple[Make, Form]]:
+        layout = LAST if self.x.dim() == 4 else None
+        recorded, both = Form(layout, recorded=True), Form(layout, compiled=True, recorded=True)
+        return {
+            "folded": (lambda: self.folded(layout), Form(layout)),
+            "folded, compiled, recorded": (lambda: self.folded(layout), both),
+            "fused, recorded": (lambda: self.fused, recorded),
+            "planned, recorded": (lambda: self.planned(layout, graphs=True), recorded),
+            "fused, compiled, recorded": (lambda: self.fused, both),
+            "folded, recorded": (lambda: self.folded(layout), recorded),
+            "fused": (lambda: self.fused, Form(layout)),
+            "folded, compiled": (lambda: self.folded(layout), Form(layout, compiled=True)),
+        }
 
+    @cached_property
+    def merged(self) -> nn.Module:
+        return merge(self.model, chains=False, example_input=self.x)
 
-def _measured(variants: dict[str, Optimized], x: Tensor, repeats: int) -> dict[str, Sample]:
-    runs = {name: lambda v=variant: v(x) for name, variant in variants.items()}
-    return measure(runs, repeats=repeats, cuda=x.is_cuda)
+    def folded(self, layout: str | None) -> nn.Module:
+        """The network with its batch norms folded, in a memory format."""
+        network = copy.deepcopy(self.merged)
+        return network if layout is None else network.to(memory_format=FORMATS[layout])  # type: ignore[call-overload]
 
+    def planned(self, layout: str | None, *, graphs: bool = False) -> nn.Module:
+        """The folded network, each block in its fastest way: called from Python, or in a CUDA graph."""
+        if not graphs and (made := self.made.get(f"planned, {layout}")) is not None:
+            return made.network
+        name = f"planned, {layout}"
+        network, images = self.folded(layout), Form(layout).laid_out(self.x)
+        options = {"cache": self.cache, "repeats": self.repeats, "say": lambda text: self.say(f"{name}: {text}")}
+        if not graphs:
+            return plan(network, images, **options)  # type: ignore[arg-type]
+        with for_graphs():
+            return plan(network, images, **options)  # type: ignore[arg-type]
 
-def _fastest(times: dict[str, Sample]) -> str:
-    return min(times, key=lambda name: times[name].ms)
+    @cached_property
+    def fused(self) -> nn.Module:
+        """The folded network with every block, pool and response norm by the kernels that know it."""
+        folded = self.folded(LAST if self.x.dim() == 4 else None)
+        try:
+            network, blocks, captured = in_blocks(folded, Form(LAST).laid_out(self.x))
+        except CaptureError as why:
+            raise LowRankError(f"nothing is fused: {why}.") from why
+        for block in blocks:
+            if (way := fused(block)) is not None:
+                network.set_submodule(block.name, way.eval())
+        fuse_neighbours(network)
+        return as_network(network, captured, folded)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowrank_cnn.deploy.blocks import Block
 from lowrank_cnn.kernels.mode import is_for_graphs
@@ -22,7 +23,7 @@ from lowrank_cnn.system.version import __version__
 
 @dataclass
 class Cache:
-    """Times of blocks, by a key of device, versions, threads, layer and input; without a path, nothing is kept.
+    """Times of blocks and of whole networks, by `block_key` and `network_key`; without a path, nothing is kept.
 
     `taken` is how many were found; `blind`, it finds none, and what is measured replaces what it has.
     """
@@ -45,16 +46,24 @@ class Cache:
             entries = {}
         return cls(path, entries if isinstance(entries, dict) else {})
 
-    def times(self, block: Block, x: Tensor, ways: list[str]) -> dict[str, float] | None:
-        """What was measured before, if it was measured for exactly these ways."""
-        found = self.entries.get(_key(block, x))
-        if self.blind or not isinstance(found, dict) or set(found) != set(ways):
+    def times(self, key: str, ways: list[str] | None = None) -> dict[str, float] | None:
+        """What was measured before; with `ways`, if it was measured for exactly these."""
+        found = self.entries.get(key)
+        if (
+            self.blind
+            or not isinstance(found, dict)
+            or not found
+            or (ways is not None and set(found) != set(ways))
+        ):
+            return None
+        if not all(isinstance(ms, int | float) for ms in found.values()):
             return None
         self.taken += 1
         return dict(found)
 
-    def keep(self, block: Block, x: Tensor, times: dict[str, float]) -> None:
-        self.entries[_key(block, x)] = times
+    def keep(self, key: str, times: dict[str, float]) -> None:
+        """Remember what was measured."""
+        self.entries[key] = times
         self.changed = True
 
     def save(self) -> None:
@@ -70,12 +79,25 @@ class Cache:
             raise LowRankError(f"the plan cannot be kept in {self.path}: {error.strerror}.") from error
 
 
-def _key(block: Block, x: Tensor) -> str:
-    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    parts = [str(module) for module in block.modules]
-    where = [_machine(), torch.get_num_threads(), str(x.device), is_for_graphs()]
-    text = json.dumps([__version__, where, str(x.dtype), list(x.shape), last, parts])
+def block_key(block: Block, inputs: Sequence[Tensor]) -> str:
+    """Everything that the times of a block depend on: machine, versions, threads, layer, epilogue and inputs."""
+    return _key("block", str(block), inputs, is_for_graphs())
+
+
+def network_key(network: nn.Module, x: Tensor, *options: object) -> str:
+    """Everything that the times of a whole network depend on: its structure instead of one layer's."""
+    return _key("network", f"{type(network).__qualname__} {network}", [x], *options)
+
+
+def _key(kind: str, what: str, inputs: Sequence[Tensor], *options: object) -> str:
+    where = [_machine(), torch.get_num_threads(), str(inputs[0].device)]
+    text = json.dumps([__version__, kind, where, [_described(x) for x in inputs], what, list(map(str, options))])
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _described(x: Tensor) -> list[object]:
+    last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return [str(x.dtype), list(x.shape), last]
 
 
 @cache

@@ -1,75 +1,40 @@
 """Measure, for each block of a network, the ways in which it can be run, and keep the fastest.
 
-Blocks are planned in the order of definition, each on the very tensor that reaches it, in the memory format that
-the choices before it leave. A way that does not give the same output is not chosen. At the end the whole network
-is measured against the one that was given, and that one is returned where nothing was gained. Within
-`kernels.for_graphs` all is measured as CUDA graphs, for a network that will be captured.
+The network is captured as a graph of blocks and run once, call by call: each block is planned on the very tensors
+that reach it, in the memory format that the choices before it leave. A way that fails or gives another output is
+left out. At the end the whole network is compared with the one that was given, and timed against it; the given one
+is returned where they differ or nothing was gained. Within `kernels.for_graphs` all is measured as CUDA graphs,
+for a network that will be captured as one.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from lowrank_cnn.deploy.blocks import LAYERS, Block, find_blocks
+from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, as_network, in_blocks
 from lowrank_cnn.deploy.candidates import CANDIDATES, Candidate
-from lowrank_cnn.deploy.plan_cache import Cache
-from lowrank_cnn.deploy.recorded import alike
-from lowrank_cnn.kernels.autotune.measure import captured
+from lowrank_cnn.deploy.examples import check_runs
+from lowrank_cnn.deploy.network_plan import GIVEN, Decision, NetworkPlan
+from lowrank_cnn.deploy.plan_cache import Cache, block_key
+from lowrank_cnn.kernels.cuda_graph import captured as captured_run
 from lowrank_cnn.kernels.mode import is_for_graphs
+from lowrank_cnn.kernels.network_graph import CaptureError
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.system.clock import Sample, measure
+from lowrank_cnn.system.compare import agree, network_difference, tolerance
 from lowrank_cnn.system.errors import LostDeviceError, LowRankError
 from lowrank_cnn.system.provenance import note, notes
-from lowrank_cnn.system.text import si, text_table
 
-GIVEN = "as given"
 _GAIN = 0.97
 """A block is run in another way only if that takes at most so much of the time: less is noise."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A block: its multiply-accumulates for this input, the milliseconds of each way, and the one chosen."""
-
-    name: str
-    layer: str
-    macs: int
-    times: Mapping[str, float]
-    choice: str
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All decisions, and the whole network before and after; `used` is False where it was better as given."""
-
-    input: tuple[int, ...]
-    device: str
-    decisions: tuple[Decision, ...]
-    before: Sample
-    after: Sample
-    used: bool
-
-    def __str__(self) -> str:
-        """The decision table: for each block its MACs, the milliseconds of each way, and the one chosen."""
-        ways = list(dict.fromkeys(way for row in self.decisions for way in row.times))
-        rows = [
-            (row.name, si(row.macs), *(_shown(row.times.get(way)) for way in ways), row.choice)
-            for row in self.decisions
-        ]
-        table = text_table(("block", ">MACs", *(f">{way}" for way in ways), "chosen"), rows)
-        verdict = "the plan is used" if self.used else "nothing gained: as given"
-        return f"{table}\nwhole network: {self.before.ms:.3f} ms before, {self.after.ms:.3f} after; {verdict}"
-
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
 
 
 @torch.no_grad()
@@ -82,80 +47,31 @@ def plan(
     repeats: int = 11,
     say: Callable[[str], None] | None = None,
 ) -> nn.Module:
-    """A copy of `model`, for inference, whose blocks run in the fastest way measured; its `notes` hold the plan.
+    """A network that computes what `model` does, for inference, its blocks run in the fastest way measured.
 
-    `cache` says where measured times are kept (True: the user's cache directory; False: nowhere). They are found
-    again by device, versions, threads, layer and input; where what they promised does not show in the whole
-    network, since the machine was busy then say, all is measured anew. `say` is told which block is measured.
+    What it found is `notes(result).plan`, which prints as a table. A network that cannot be captured is returned
+    as a copy, and the plan says why.
+
+    - `cache`: where measured times are kept (True: the user's cache directory; False: nowhere). They are found
+      again by device, versions, threads, layer and input. Where the whole network does not gain what they promise,
+      all is measured anew.
+    - `say`: is told which block is measured (`say=print`).
     """
     check_ready(model, example_input)
     store = Cache.open(cache)
-    result = _planned(model, example_input, store, candidates, repeats, say or silent)
+    options: dict[str, Any] = {"candidates": candidates, "repeats": repeats, "say": say or silent}
+    result = _planned(model, example_input, store, **options)
     found = notes(result).plan
     assert found is not None
     if store.taken and not found.used and any(decision.choice != GIVEN for decision in found.decisions):
         store.blind = True
-        result = _planned(model, example_input, store, candidates, repeats, say or silent)
+        result = _planned(model, example_input, store, **options)
     store.save()
     return result
 
 
 def silent(_text: str) -> None:
     """Tell nobody."""
-
-
-def _planned(
-    model: nn.Module,
-    example_input: Tensor,
-    store: Cache,
-    candidates: Mapping[str, Candidate],
-    repeats: int,
-    say: Callable[[str], None],
-) -> nn.Module:
-    given = copy.deepcopy(model)
-    planned = nn.Sequential(copy.deepcopy(model)) if type(model) in LAYERS else copy.deepcopy(model)
-    blocks, decisions = find_blocks(planned), []
-    for place, block in enumerate(blocks, 1):
-        say(f"{block.name}, block {place} of {len(blocks)}")
-        decisions.append(_decide(planned, block, example_input, candidates, store, repeats))
-    contenders = {GIVEN: given}
-    if any(decision.choice != GIVEN for decision in decisions):
-        contenders["planned"] = planned
-    if example_input.is_cuda and (beside := _with_neighbours(planned, example_input)) is not None:
-        contenders["planned, with neighbours"] = beside
-    totals = timed(contenders, example_input, repeats)
-    before = totals[GIVEN]
-    best = min(list(totals)[1:], key=lambda name: totals[name].ms, default=GIVEN)
-    used = totals[best].ms < before.ms
-    result, shape = contenders[best] if used else given, tuple(example_input.shape)
-    device = str(example_input.device)
-    note(result, plan=Plan(shape, device, tuple(decisions), before, totals[best], used))
-    return result
-
-
-def _with_neighbours(planned: nn.Module, x: Tensor) -> nn.Module | None:
-    """On a GPU: pools and response norms by the kernels too; None where a forward does not have that."""
-    from lowrank_cnn.kernels.fuse import fuse_neighbours
-
-    twin = copy.deepcopy(planned)
-    try:
-        return twin if fuse_neighbours(twin) and alike(twin(x), planned(x)) else None
-    except LostDeviceError:
-        raise
-    except Exception:  # a forward that asks a pool for its size, say
-        return None
-
-
-@torch.no_grad()
-def timed(modules: Mapping[str, nn.Module], x: Tensor, repeats: int) -> dict[str, Sample]:
-    """Several modules on one input, in turns; within `for_graphs` as CUDA graphs, whose launches cost nothing."""
-    runs = {name: lambda m=m: m(x) for name, m in modules.items()}
-    if not x.is_cuda:
-        return measure(runs, repeats=repeats)
-    with torch.cuda.device(x.device):
-        if is_for_graphs():
-            runs = {name: captured(run).replay for name, run in runs.items()}
-        return measure(runs, repeats=repeats, cuda=True)
 
 
 def check_ready(model: nn.Module, example_input: Tensor) -> None:
@@ -167,83 +83,196 @@ def check_ready(model: nn.Module, example_input: Tensor) -> None:
         raise LowRankError("a plan is for inference: call model.eval() first.")
     if example_input.is_meta or any(parameter.is_meta for parameter in model.parameters()):
         raise LowRankError("on the meta device nothing takes time: put network and input on a real one.")
-    shape = "x".join(map(str, example_input.shape))
-    if example_input.numel() == 0:
-        raise LowRankError(f"an example input of {shape} is empty.")
+    check_runs(model, example_input)
+
+
+@torch.no_grad()
+def timed(modules: Mapping[str, nn.Module], inputs: tuple[Tensor, ...], repeats: int) -> dict[str, Sample]:
+    """Several modules on the same inputs, in turns; within `for_graphs` as CUDA graphs."""
+    runs: dict[str, Callable[[], object]] = {name: lambda m=m: m(*inputs) for name, m in modules.items()}
+    if not inputs[0].is_cuda:
+        return measure(runs, repeats=repeats)
+    with torch.cuda.device(inputs[0].device):
+        if is_for_graphs():
+            runs = {name: captured_run(run).replay for name, run in runs.items()}
+        return measure(runs, repeats=repeats, cuda=True)
+
+
+def objection(ours: nn.Module, given: nn.Module, x: Tensor) -> str:
+    """Why a network is not the one that it stands for; empty where both give the same."""
     try:
-        with torch.no_grad():
-            model(example_input)
-    except LowRankError:
+        error = network_difference(ours, given, x)
+        limit = tolerance(given(x), single=1e-2 if x.is_cuda else 1e-3)  # a GPU may multiply float32 by TF32
+    except LostDeviceError:
         raise
-    except Exception as error:  # whatever the forward makes of another size, dtype or device
-        kind = str(example_input.dtype).removeprefix("torch.")
-        reason = str(error).strip().partition("\n")[0]
-        raise LowRankError(f"the network does not run on an input of {shape}, {kind}: {reason}") from error
+    except Exception as failure:  # a view of maps that now lie in another memory format, say
+        return f"it fails: {first_line(failure)}"
+    return "" if error <= limit else f"its results would differ by {error:.1e}"
 
 
-def _decide(
-    network: nn.Module,
-    block: Block,
+def first_line(error: Exception) -> str:
+    """The first line of an error, which names it."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def _planned(
+    model: nn.Module,
     x: Tensor,
-    candidates: Mapping[str, Candidate],
     store: Cache,
+    *,
+    candidates: Mapping[str, Candidate],
     repeats: int,
-) -> Decision:
-    """Choose how a block is run, and put that into the network."""
-    seen = _input_of(network, block.layer, x)
-    if seen is None:
-        return Decision(block.name, _describe(block), 0, {}, GIVEN)
-    ways = _ways(block, seen, candidates)
-    times = store.times(block, seen, list(ways))
-    if times is None:
-        times = {name: sample.ms for name, sample in timed(ways, seen, repeats).items()}
-        store.keep(block, seen, times)
-    best = min(times, key=lambda name: times[name])
-    choice = best if times[best] <= _GAIN * times[GIVEN] else GIVEN
-    if choice != GIVEN:
-        network.set_submodule(block.name, ways[choice])
-        for name in block.rest:
-            network.set_submodule(name, nn.Identity().eval())
-    return Decision(block.name, _describe(block), _macs(block.layer, seen), times, choice)
-
-
-def _ways(block: Block, x: Tensor, candidates: Mapping[str, Candidate]) -> dict[str, nn.Module]:
-    """Every way that applies and gives what the block as given does."""
-    made = {name: make(block) for name, make in candidates.items()}
-    ways = {name: module.eval() for name, module in made.items() if module is not None}
-    expected = ways[GIVEN](x)
-    return {name: way for name, way in ways.items() if alike(way(x), expected, single=1e-3)}
-
-
-class _SeenError(Exception):
-    """Stops a run as soon as the tensor that was looked for has come by."""
-
-
-def _input_of(network: nn.Module, layer: nn.Module, x: Tensor) -> Tensor | None:
-    """The tensor that reaches a layer, in its memory format; None for a layer that does not run."""
-    found: list[Tensor] = []
-
-    def look(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        found.append(inputs[0].clone())
-        raise _SeenError
-
-    hook = layer.register_forward_pre_hook(look)
+    say: Callable[[str], None],
+) -> nn.Module:
+    given = copy.deepcopy(model)
+    where = (tuple(x.shape), str(x.device))
     try:
-        network(x)
-    except _SeenError:
-        pass
-    finally:
-        hook.remove()
-    return found[0] if found else None
+        network, blocks, captured = in_blocks(model, x)
+    except CaptureError as why:
+        return _unplanned(given, x, where, str(why), repeats)
+    planner = _Planner(network, blocks, store, candidates, repeats, say)
+    if reason := objection(network, given, x):
+        return _unplanned(given, x, where, f"captured as a graph, {reason}", repeats)
+    planner.run(x)
+    decisions = tuple(planner.settled(given, x))
+    contenders = {GIVEN: given}
+    if any(decision.choice != GIVEN for decision in decisions):
+        contenders["planned"] = as_network(network, captured, given)
+    if x.is_cuda and (beside := _with_neighbours(network, given, x)) is not None:
+        contenders["planned, with neighbours"] = as_network(beside, captured, given)
+    totals = timed(contenders, (x,), repeats)
+    best = min(list(totals)[1:], key=lambda name: totals[name].ms, default=GIVEN)
+    used = totals[best].ms < totals[GIVEN].ms
+    result = contenders[best] if used else given
+    note(result, plan=NetworkPlan(*where, decisions, totals[GIVEN], totals[best], used))
+    note(result, input_size=notes(model).input_size, training_card=notes(model).training_card)
+    return result
 
 
-def _shown(ms: float | None) -> str:
-    return "" if ms is None else f"{ms:.3f}"
+def _unplanned(given: nn.Module, x: Tensor, where: tuple[Any, str], reason: str, repeats: int) -> nn.Module:
+    (taken,) = timed({GIVEN: given}, (x,), repeats).values()
+    note(given, plan=NetworkPlan(*where, (), taken, taken, False, reason))
+    return given
+
+
+def _with_neighbours(network: nn.Module, given: nn.Module, x: Tensor) -> nn.Module | None:
+    """On a GPU: pools and response norms by the kernels too; None where that is none of it, or another network."""
+    from lowrank_cnn.kernels.fuse import fuse_neighbours
+
+    twin = copy.deepcopy(network)
+    return twin if fuse_neighbours(twin) and not objection(twin, given, x) else None
+
+
+@dataclass
+class _Planner:
+    """Runs a network call by call, and decides at each block how to run it from then on."""
+
+    network: fx.GraphModule
+    blocks: list[Block]
+    store: Cache
+    candidates: Mapping[str, Candidate]
+    repeats: int
+    say: Callable[[str], None]
+    decisions: dict[str, Decision] = field(default_factory=dict)
+    ways: dict[str, nn.Module] = field(default_factory=dict)
+    as_laid_out: bool = False
+
+    def run(self, x: Tensor) -> None:
+        """Plan every block; where the rest of the network then fails, once more in its own memory formats."""
+        try:
+            self._run(x)
+        except LostDeviceError:
+            raise
+        except RuntimeError:  # a view of maps that lie in another memory format
+            if not self.ways:
+                raise
+            self.as_laid_out, self.decisions = True, {}
+            self._take_back()
+            self._run(x)
+
+    def _run(self, x: Tensor) -> None:
+        by_name = {block.name: block for block in self.blocks}
+        planner = self
+
+        class Run(fx.Interpreter):
+            def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                if target in by_name:
+                    planner.say(f"{target}, block {len(planner.decisions) + 1} of {len(by_name)}")
+                    planner.decide(by_name[target], args)
+                return super().call_module(target, args, kwargs)
+
+        Run(self.network).run(x)
+
+    def decide(self, block: Block, inputs: tuple[Tensor, ...]) -> None:
+        """Choose how a block is run, and put that into the network."""
+        ways, failed = _ways(block, inputs, self.candidates, self.as_laid_out)
+        key = block_key(block, inputs)
+        times = self.store.times(key, list(ways))
+        if times is None:
+            times = {name: sample.ms for name, sample in timed(ways, inputs, self.repeats).items()}
+            self.store.keep(key, times)
+        best = min(times, key=lambda name: times[name])
+        choice = best if times[best] <= _GAIN * times[GIVEN] else GIVEN
+        if choice != GIVEN:
+            self.ways[block.name] = ways[choice]
+            self.network.set_submodule(block.name, ways[choice])
+        macs = _macs(block.layer, inputs[0])
+        self.decisions[block.name] = Decision(block.name, str(block.epilogue), macs, times, choice, failed)
+
+    def settled(self, given: nn.Module, x: Tensor) -> list[Decision]:
+        """The decisions once the whole network agrees with the one given: a choice that stops it is taken back."""
+        if self.ways and objection(self.network, given, x):
+            for name, way in self._take_back().items():
+                before = self.network.get_submodule(name)
+                self.network.set_submodule(name, way)
+                if reason := objection(self.network, given, x):
+                    self.network.set_submodule(name, before)
+                    self.decisions[name] = self.decisions[name].refused(reason)
+        return [self.decisions[block.name] for block in self.blocks if block.name in self.decisions]
+
+    def _take_back(self) -> dict[str, nn.Module]:
+        """Run every block as given again; the ways that were chosen are given back."""
+        chosen, self.ways = self.ways, {}
+        for block in self.blocks:
+            if block.name in chosen:
+                self.network.set_submodule(block.name, BlockAsGiven(block.layer, block.epilogue).eval())
+        return chosen
+
+
+def _ways(
+    block: Block, inputs: tuple[Tensor, ...], candidates: Mapping[str, Candidate], as_laid_out: bool
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Every way that applies and gives what the block as given does, and why others were left out."""
+    ways: dict[str, nn.Module] = {}
+    failed: dict[str, str] = {}
+    expected: Any = None
+    for name, make in sorted(candidates.items(), key=lambda pair: pair[0] != GIVEN):
+        try:
+            way = make(block)
+            if way is None:
+                continue
+            result = way.eval()(*inputs)
+        except LostDeviceError:
+            raise
+        except Exception as error:
+            if name == GIVEN:
+                raise
+            failed[name] = first_line(error)
+            continue
+        expected = result if name == GIVEN else expected
+        if name != GIVEN and not agree(result, expected):
+            failed[name] = "another result"
+        elif as_laid_out and result.stride() != expected.stride():
+            failed[name] = "its result lies in a memory format in which the rest of the network fails"
+        else:
+            ways[name] = way
+    return {name: ways[name] for name in candidates if name in ways}, failed
 
 
 def _macs(layer: nn.Module, x: Tensor) -> int:
-    return x.shape[0] * count(layer, x.shape[1:]).macs
-
-
-def _describe(block: Block) -> str:
-    return " + ".join(type(module).__name__ for module in block.modules)
+    """Multiply-accumulates of a layer; unbatched inputs count as one image."""
+    images, size = (x.shape[0], x.shape[1:]) if x.dim() == 4 else (1, x.shape)
+    try:
+        return images * count(layer, tuple(size)).macs
+    except LowRankError:  # layers of other dimensions have no image size
+        return 0

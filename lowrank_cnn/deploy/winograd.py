@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowrank_cnn.deploy.blocks import finish
+from lowrank_cnn.deploy.blocks import Epilogue
 from lowrank_cnn.deploy.matrix import filled, parts_of, skeleton
 
 STEP, PRODUCTS = 4, 6
@@ -47,13 +47,13 @@ class WinogradConv2d(nn.Module):
 
     shape_of: nn.Module
 
-    def __init__(self, layer: nn.Module, *, relu: bool = False, pool: nn.MaxPool2d | None = None) -> None:
+    def __init__(self, layer: nn.Module, epilogue: Epilogue | None = None) -> None:
         super().__init__()
         if not self.takes(layer):
             raise ValueError("not a convolution of stride one with three taps along an axis")
         parts = parts_of(layer)
         assert parts is not None
-        self.relu, self.pool, self.filters = relu, pool, sum(len(weight) for weight in parts[0])
+        self.epilogue, self.filters = epilogue or Epilogue(), sum(len(weight) for weight in parts[0])
         self.groups: list[_Group] = []
         first = 0
         for index, (weight, looks) in enumerate(zip(*parts, strict=True)):
@@ -77,10 +77,12 @@ class WinogradConv2d(nn.Module):
     def plain(self) -> nn.Module:
         """The layer that it was made of, with what follows it: for programs that filter in ways of their own."""
         made = [_taps(self.get_buffer(f"matrices{index}"), group.axis) for index, group in enumerate(self.groups)]
-        return filled(self.shape_of, made, self.get_buffer("bias"), self.relu, self.pool)
+        return filled(self.shape_of, made, self.get_buffer("bias"), self.epilogue)
 
     @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if x.dim() == 3:
+            return self.forward(x[None], None if residual is None else residual[None])[0]
         pixels = x.permute(0, 2, 3, 1).contiguous()
         y = pixels.new_empty(*pixels.shape[:3], self.filters)
         inputs: dict[int, list[Tensor]] = {}
@@ -95,7 +97,7 @@ class WinogradConv2d(nn.Module):
                 inputs[group.axis] = _inputs(pixels, group.axis, most // 2)
             products = _products(inputs[group.axis], matrices, pixels.shape[1] if group.axis == 2 else None)
             _write(target, products, bias, group.axis)
-        return finish(y.permute(0, 3, 1, 2), relu=self.relu, pool=self.pool)
+        return self.epilogue(y.permute(0, 3, 1, 2), residual)
 
 
 def _axis(looks: tuple[list[int], list[int]]) -> int | None:

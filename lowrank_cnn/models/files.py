@@ -105,7 +105,7 @@ class _Whole(nn.Module):
 
 def _check_description(model: nn.Module, description: Mapping[str, Any]) -> None:
     if description["model"] is None:
-        merged = any(row.parts and not row.reason for row in notes(model).merging)
+        merged = any(row.error is not None for row in notes(model).merging)
         plans = (notes(part).plan for part in model.modules())
         if merged or any(plan and plan.used for plan in plans) or notes(model).optimized:
             raise LowRankError(CHANGED)

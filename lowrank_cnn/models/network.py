@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lowrank_cnn.method.layers import build_conv
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
@@ -104,13 +104,17 @@ class Network(nn.Module):
 
     def check_input(self, x: Tensor) -> None:
         """Refuse images that the network cannot take, in a sentence."""
-        channels = self.input_size[0]
-        if x.dim() != 4 or x.shape[1] != channels:
-            name = self.config["name"]
-            raise LowRankError(f"{name} takes images as [N, {channels}, H, W], not {list(x.shape)}.")
-        if min(x.shape[2:]) < self.smallest:
-            size, least = f"{x.shape[2]}x{x.shape[3]}", f"{self.smallest}x{self.smallest}"
-            raise LowRankError(f"{self.config['name']} takes images of {least} at least, not {size}.")
+        check_images(x, str(self.config["name"]), self.input_size[0], self.smallest)
+
+
+@fx.wrap  # one call in a trace: a network that looks at sizes here alone is traced for all of them
+def check_images(x: Tensor, name: str, channels: int, smallest: int) -> None:
+    """Refuse images of other channels than the network takes, or of fewer pixels."""
+    if x.dim() != 4 or x.shape[1] != channels:
+        raise LowRankError(f"{name} takes images as [N, {channels}, H, W], not {list(x.shape)}.")
+    if min(x.shape[2:]) < smallest:
+        size = f"{x.shape[2]}x{x.shape[3]}"
+        raise LowRankError(f"{name} takes images of {smallest}x{smallest} at least, not {size}.")
 
 
 class GlobalMaxPool(nn.Module):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the rooms above define these types; this file only carries 
     from torch import nn
 
     from lowrank_cnn.deploy.merging import Merging
-    from lowrank_cnn.deploy.planning import Plan
+    from lowrank_cnn.deploy.network_plan import NetworkPlan
     from lowrank_cnn.method.converting import Conversion
     from lowrank_cnn.method.decomposing import Fitted
     from lowrank_cnn.models.network import TrainingCard
@@ -45,7 +45,7 @@ class Notes:
     conversion: Conversion | None = None
     decomposition: tuple[Fitted, ...] = ()
     merging: tuple[Merging, ...] = ()
-    plan: Plan | None = None
+    plan: NetworkPlan | None = None
     optimized: bool = False
     auxiliary: tuple[str, ...] = ()
     unpublished: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ def note(
     conversion: Conversion | None = None,
     decomposition: tuple[Fitted, ...] | None = None,
     merging: tuple[Merging, ...] | None = None,
-    plan: Plan | None = None,
+    plan: NetworkPlan | None = None,
     optimized: bool | None = None,
     auxiliary: tuple[str, ...] | None = None,
     unpublished: tuple[str, ...] | None = None,

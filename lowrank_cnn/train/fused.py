@@ -9,6 +9,7 @@ from torch import nn
 
 from lowrank_cnn.kernels import forced
 from lowrank_cnn.kernels.fuse import fuse
+from lowrank_cnn.system.compare import difference
 from lowrank_cnn.train.recompute import buffers_as_they_were
 
 TOLERANCE = 1e-3
@@ -22,13 +23,13 @@ def fused_to_train(network: nn.Module, size: Sequence[int], say: Callable[[str],
     """
     try:
         twin = fuse(network)
-        difference = _difference(network, twin, size)
+        error = _difference(network, twin, size)
     except Exception as error:  # whatever a foreign forward stumbles over
         reason = str(error).partition("\n")[0] or type(error).__name__
         say(f"Layers are not fused: {reason}")
         return network
-    if not difference <= TOLERANCE:  # nor where it is not a number
-        say(f"Layers are not fused: the results would differ by {difference:.1g}.")
+    if not error <= TOLERANCE:
+        say(f"Layers are not fused: the results would differ by {error:.1g}.")
         return network
     return twin.train()
 
@@ -50,7 +51,7 @@ def _difference(network: nn.Module, twin: nn.Module, size: Sequence[int]) -> flo
     finally:
         for module, training in modes.items():
             module.training = training
-    return float((ours - right).norm() / right.norm().clamp_min(1e-12))
+    return difference(ours, right, by="norm")
 
 
 def _logits(network: nn.Module, images: torch.Tensor) -> torch.Tensor:

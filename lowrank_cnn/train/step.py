@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowrank_cnn.kernels.autotune.ahead import prepare
+from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.train.recipe import Recipe
-
-WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -134,16 +133,16 @@ class GraphedStep:
 
     def __init__(self, step: Step, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images.clone(), labels.clone()
-        with for_graphs():
-            with _put_back(step.tensors(), images.device):
-                if not _is_compiled(step.forward):
-                    prepare(lambda: step.forward(self.images))
-                _run_aside(step, self.images, self.labels)
-            step.optimizer.zero_grad(set_to_none=True)
-            self.graph = torch.cuda.CUDAGraph()
-            # Threads that only load data may call CUDA meanwhile: "thread_local" leaves them alone.
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                step(self.images, self.labels)
+        with for_graphs(), contextlib.ExitStack() as changes:
+            changes.enter_context(_put_back(step.tensors(), images.device))
+            if not _is_compiled(step.forward):
+                prepare(lambda: step.forward(self.images))
+
+            def undo() -> None:
+                changes.close()
+                step.optimizer.zero_grad(set_to_none=True)
+
+            self.graph = captured(lambda: step(self.images, self.labels), before_capture=undo)
 
     def __call__(self, images: Tensor, labels: Tensor) -> None:
         self.images.copy_(images, non_blocking=True)
@@ -199,13 +198,3 @@ def _put_back(tensors: dict[str, Tensor], device: torch.device) -> Iterator[None
     finally:
         copy_into(tensors, before)
         torch.cuda.set_rng_state(drawn, device)
-
-
-def _run_aside(step: Step, images: Tensor, labels: Tensor) -> None:
-    """A few steps on a stream of their own, as recording wants: libraries choose and allocate here."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP_STEPS):
-            step(images, labels)
-    torch.cuda.current_stream().wait_stream(stream)

@@ -7,11 +7,13 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from lowrank_cnn.deploy.blocks import Epilogue
 from lowrank_cnn.deploy.exporting import export, load
 from lowrank_cnn.deploy.matrix import MatrixConv2d
 from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.deploy.optimizing import optimize
 from lowrank_cnn.deploy.winograd import WinogradConv2d
+from lowrank_cnn.kernels.patterns import Activation
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
@@ -242,7 +244,9 @@ def test_a_merged_network_of_the_users_own_does_not_go_to_safetensors(tmp_path):
 @pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
 def test_what_a_plan_runs_by_products_of_its_own_is_exported_as_layers(tmp_path, suffix: str):
     convs = [nn.Conv2d(32, 32, 3, padding=1) for _ in range(2)]
-    net = nn.Sequential(MatrixConv2d(convs[0], relu=True), WinogradConv2d(convs[1], pool=nn.MaxPool2d(2))).eval()
+    first = MatrixConv2d(convs[0], Epilogue(Activation("relu")))
+    second = WinogradConv2d(convs[1], Epilogue(pool=nn.MaxPool2d(2)))
+    net = nn.Sequential(first, second).eval()
     written = export(net, tmp_path / f"net{suffix}", input_size=(32, 8, 8))
     assert written.error < 1e-4
     x = torch.randn(3, 32, 8, 8)
@@ -292,3 +296,12 @@ def test_a_loaded_graph_knows_its_images_and_refuses_others(network, tmp_path):
 def test_a_loaded_program_is_in_evaluation(network, tmp_path):
     export(network, tmp_path / "net.pt2", input_size=SIZE)
     assert not any(part.training for part in load(tmp_path / "net.pt2", trusted=True).modules())
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
+def test_a_network_of_nan_is_not_written(tmp_path, suffix: str):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3)).eval()
+    nn.init.constant_(net[0].weight, float("nan"))
+    with pytest.raises(LowRankError, match="NaN or infinite"):
+        export(net, tmp_path / f"net{suffix}", input_size=(3, 8, 8))
+    assert not list(tmp_path.iterdir())

@@ -4,7 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from lowrank_cnn.deploy.blocks import Epilogue
 from lowrank_cnn.deploy.matrix import MatrixConv2d
+from lowrank_cnn.kernels.patterns import Activation
 from lowrank_cnn.method.layers import CompositeConv2d
 
 SIZES = st.integers(1, 5)
@@ -27,7 +29,7 @@ def test_any_composite_equals_its_matrix_products(groups, channels: int, dilatio
     x = torch.randn(2, channels, *size, dtype=torch.float64)
     fast = MatrixConv2d(layer)
     torch.testing.assert_close(fast(x), layer(x), rtol=0, atol=1e-10)
-    for ours, right in zip(fast.plain()[0].weights, layer.weights, strict=True):
+    for ours, right in zip(fast.plain().layer.weights, layer.weights, strict=True):
         assert torch.equal(ours, right)
 
 
@@ -37,7 +39,7 @@ def test_a_conv_with_what_follows_it(channels: int, kernel):
     conv = nn.Conv2d(channels, 6, kernel, padding="same").double()
     pool = nn.MaxPool2d(2)
     x = torch.randn(3, channels, 8, 10, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
-    fast = MatrixConv2d(conv, relu=True, pool=pool)
+    fast = MatrixConv2d(conv, Epilogue(Activation("relu"), pool))
     torch.testing.assert_close(fast(x), pool(conv(x).relu()))
     torch.testing.assert_close(fast.plain()(x), pool(conv(x).relu()))
     assert set(fast.float().state_dict()) == {"bias", *(f"matrix{i}" for i in range(len(fast.taps)))}

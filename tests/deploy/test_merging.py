@@ -61,7 +61,7 @@ def networks(draw: st.DrawFn) -> nn.Module:
 @given(networks())
 def test_merging_keeps_what_any_network_computes(net: nn.Module):
     x = torch.randn(2, 4, 64, 65, dtype=torch.float64)
-    merged = merge(net)
+    merged = merge(net, chains=True)
     torch.testing.assert_close(merged(x), net(x), rtol=1e-10, atol=1e-9)
     assert not any(isinstance(module, nn.BatchNorm2d) for module in merged.modules())
     assert all(row.error is None or row.error < 1e-12 for row in notes(merged).merging)
@@ -70,10 +70,12 @@ def test_merging_keeps_what_any_network_computes(net: nn.Module):
 @pytest.mark.parametrize("name", ["vgg11-gmp-lr-join", "vgg11-gmp-sf", "googlenet-lr", "nin-c3-lr"])
 def test_our_networks_merge_with_their_norms(name: str):
     net = shaken(create_model(name, width=0.05, norm="batch")).double().eval()
-    merged = merge(net)
+    merged = merge(net, chains=True)
     x = torch.randn(1, 3, 64, 64, dtype=torch.float64)
     torch.testing.assert_close(merged(x), net(x), rtol=1e-10, atol=1e-10)
-    assert not any(isinstance(module, nn.BatchNorm2d | FactoredConv2d) for module in merged.modules())
+    left = {name for name, part in merged.named_modules() if isinstance(part, nn.BatchNorm2d | FactoredConv2d)}
+    assert left == {row.name for row in notes(merged).merging if "does not run" in row.reason}
+    assert all(name.startswith(net.auxiliary) for name in left)
 
 
 def test_the_callers_network_stays_as_it_was():
@@ -86,7 +88,7 @@ def test_the_callers_network_stays_as_it_was():
 
 def test_the_report_states_the_parts_and_the_error():
     net = shaken(nn.Sequential(build_conv(3, 8, 3, "lr-join"), nn.BatchNorm2d(8), nn.ReLU())).eval()
-    (row,) = notes(merge(net)).merging
+    (row,) = notes(merge(net, chains=True)).merging
     assert (row.name, row.parts, row.reason) == ("0", ("basis", "join", "1"), "")
     assert 0 < row.error < 1e-5
 
@@ -94,7 +96,7 @@ def test_the_report_states_the_parts_and_the_error():
 def test_chains_and_norms_can_be_kept():
     net = shaken(nn.Sequential(build_conv(3, 8, 3, "lr-join"), nn.BatchNorm2d(8))).double().eval()
     x = torch.randn(1, 3, 6, 6, dtype=torch.float64)
-    apart, normed = merge(net, chains=False), merge(net, norms=False)
+    apart, normed = merge(net, chains=False), merge(net, norms=False, chains=True)
     assert isinstance(apart[0], FactoredConv2d)
     assert isinstance(apart[1], nn.Identity)
     assert isinstance(normed[0], nn.Conv2d)
@@ -117,7 +119,7 @@ def separable(**options) -> nn.Sequential:
 
 def test_a_bias_before_zero_padding_keeps_a_pair_apart():
     net = separable()
-    merged = merge(net)
+    merged = merge(net, chains=True)
     assert isinstance(merged[0], FactoredConv2d)
     (row,) = notes(merged).merging
     assert "bias meets the zero padding" in row.reason
@@ -127,7 +129,7 @@ def test_a_bias_before_zero_padding_keeps_a_pair_apart():
 @pytest.mark.parametrize("options", [{"bias": False}, {"padding": 0}, {"padding_mode": "replicate"}])
 def test_a_separable_pair_merges_where_its_borders_allow(options: dict):
     net = separable(**options)
-    merged = merge(net)
+    merged = merge(net, chains=True)
     assert isinstance(merged[0], nn.Conv2d)
     x = torch.randn(2, 3, 7, 9, dtype=torch.float64)
     torch.testing.assert_close(merged(x), net(x))
@@ -136,25 +138,25 @@ def test_a_separable_pair_merges_where_its_borders_allow(options: dict):
 def test_a_bias_of_zeros_does_not_keep_a_pair_apart():
     net = separable()
     nn.init.zeros_(net[0].first.bias)
-    assert isinstance(merge(net)[0], nn.Conv2d)
+    assert isinstance(merge(net, chains=True)[0], nn.Conv2d)
 
 
 def test_channel_groups_that_do_not_match_stay_apart():
     stages = OrderedDict(basis=nn.Conv2d(4, 8, (3, 1), groups=2), join=nn.Conv2d(8, 8, 1))
     chain = FactoredConv2d(stages, parse_scheme("lr-join"))
-    (row,) = notes(merge(nn.Sequential(chain).eval())).merging
+    (row,) = notes(merge(nn.Sequential(chain).eval(), chains=True)).merging
     assert "channel groups" in row.reason
 
 
 def test_a_basis_in_channel_groups_and_its_join_become_a_grouped_conv():
-    (conv,) = merge(nn.Sequential(build_conv(4, 8, 3, "lr-join", channel_groups=2)).eval())
+    (conv,) = merge(nn.Sequential(build_conv(4, 8, 3, "lr-join", channel_groups=2)).eval(), chains=True)
     assert conv.groups == 2
 
 
 def test_layers_that_reach_along_one_axis_stay_apart():
     stages = OrderedDict(first=nn.Conv2d(2, 2, (3, 1)), second=nn.Conv2d(2, 2, (3, 1)))
     chain = FactoredConv2d(stages, parse_scheme("separable"))
-    (row,) = notes(merge(nn.Sequential(chain).eval())).merging
+    (row,) = notes(merge(nn.Sequential(chain).eval(), chains=True)).merging
     assert "same axis" in row.reason
 
 
@@ -177,7 +179,7 @@ def test_a_norm_that_no_layer_feeds_alone_stays():
 def test_a_linear_layer_takes_its_norm():
     net = shaken(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU())).double().eval()
     x = torch.randn(5, 4, dtype=torch.float64)
-    merged = merge(net)
+    merged = merge(net, example_input=x)
     assert isinstance(merged[1], nn.Identity)
     torch.testing.assert_close(merged(x), net(x))
 
@@ -186,7 +188,7 @@ def test_a_decomposed_foreign_network_merges():
     net = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU())
     net = shaken(convert(net, "separable")).double().eval()
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    merged = merge(net, example_input=x)
+    merged = merge(net, chains=True, example_input=x)
     assert [type(module) for module in merged] == [nn.Conv2d, nn.Identity, nn.ReLU]
     torch.testing.assert_close(merged(x), net(x))
 
@@ -202,3 +204,172 @@ def test_a_decomposed_foreign_network_merges():
 def test_bad_input_is_refused_in_a_sentence(make, says: str):
     with pytest.raises(LowRankError, match=says):
         merge(make())
+
+
+class Walks(nn.Module):
+    """Uses the parts of a Sequential one by one, and depends on values: no trace shows what it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 1e9:
+            return x
+        seen = []
+        for layer in self.block:
+            x = layer(x)
+            seen.append(x.mean((2, 3)))
+        return torch.cat(seen, dim=1)
+
+
+class Twice(nn.Module):
+    """Runs a block, and its first layer once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x) + self.block[0](x)
+
+
+class ReadsWeights(nn.Module):
+    """Uses the weight of a layer directly, beside the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x)) * self.conv.weight.sum()
+
+
+class Hidden(nn.Module):
+    """Holds a layer where no tool looks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.held = [self.conv]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x)) + self.held[0](x)
+
+
+@pytest.mark.parametrize("kind", [Walks, Twice, ReadsWeights, Hidden])
+@pytest.mark.parametrize("given", [True, False])
+def test_what_a_graph_does_not_show_to_be_exact_stays(kind: type[nn.Module], given: bool):
+    net = shaken(kind()).eval()
+    x = torch.randn(2, 3, 32, 32)
+    merged = merge(net, chains=True, example_input=x if given else None)
+    assert torch.equal(merged(x), net(x))
+    assert all(row.reason for row in notes(merged).merging)
+    assert any(isinstance(part, nn.BatchNorm2d) for part in merged.modules())
+
+
+def test_a_network_without_a_known_input_is_left_alone_and_says_so():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.conv(x)) + y
+
+    net = shaken(Two()).eval()
+    (row,) = notes(merge(net)).merging
+    assert "pass example_input" in row.reason
+    x, y = torch.randn(2, 3, 8, 8), torch.randn(2, 4, 6, 6)
+    merged = merge(net, example_input=(x, y))
+    assert isinstance(merged.norm, nn.Identity)
+    torch.testing.assert_close(merged(x, y), net(x, y), rtol=1e-4, atol=1e-5)
+
+
+def test_a_norm_over_another_axis_stays():
+    net = shaken(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))).eval()
+    x = torch.randn(5, 6, 4)
+    for merged in (merge(net), merge(net, example_input=x)):
+        assert torch.equal(merged(x), net(x))
+        assert "another axis" in notes(merged).merging[0].reason
+    folded = merge(net, example_input=torch.randn(5, 4))
+    with pytest.raises(LowRankError, match="two dimensions"):
+        folded(x)
+
+
+def test_a_flattened_linear_layer_takes_its_norm_without_an_example():
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.fc, self.norm = nn.Conv2d(3, 4, 32), nn.Linear(4, 6), nn.BatchNorm1d(6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.fc(torch.flatten(self.conv(x), 1)))
+
+    net = shaken(Head()).double().eval()
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    merged = merge(net)
+    assert isinstance(merged.norm, nn.Identity)
+    torch.testing.assert_close(merged(x), net(x))
+
+
+HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+
+
+@pytest.mark.parametrize("hook", [*HOOKS, "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_layers_with_hooks_stay(hook: str, place: int):
+    net = shaken(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())).eval()
+    called = []
+    getattr(net[place], hook)(lambda *_: called.append(1))
+    merged = merge(net)
+    assert isinstance(merged[1], nn.BatchNorm2d)
+    called.clear()
+    merged(torch.randn(1, 3, 8, 8, requires_grad=True)).sum().backward()
+    assert called
+
+
+def test_chains_stay_unless_asked_for_or_cheaper():
+    dear = nn.Sequential(build_conv(8, 8, 3, "lr-join")).eval()
+    assert isinstance(merge(dear)[0], FactoredConv2d)
+    assert isinstance(merge(dear, chains=True)[0], nn.Conv2d)
+    stages = OrderedDict(basis=nn.Conv2d(4, 64, 1), join=nn.Conv2d(64, 4, 1))
+    cheap = nn.Sequential(FactoredConv2d(stages, parse_scheme("lr-join"))).eval()
+    assert isinstance(merge(cheap)[0], nn.Conv2d)
+    assert isinstance(merge(cheap, chains=False)[0], FactoredConv2d)
+
+
+def test_a_single_chain_is_merged():
+    chain = build_conv(3, 8, 3, "lr-join").eval()
+    merged = merge(chain, chains=True)
+    assert isinstance(merged, nn.Conv2d)
+    assert notes(merged).merging[0].name == ""
+
+
+def test_norms_in_blocks_written_by_hand_are_folded():
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1, self.norm1 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+            self.conv2, self.norm2 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.relu(self.norm1(self.conv1(x)))
+            y = self.norm2(self.conv2(y))
+            y += x
+            return self.relu(y)
+
+    net = shaken(Residual()).double().eval()
+    merged = merge(net)
+    assert not any(isinstance(part, nn.BatchNorm2d) for part in merged.modules())
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    torch.testing.assert_close(merged(x), net(x))
+
+
+def test_a_network_of_nan_is_left_alone_or_refused():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    nn.init.constant_(net[0].weight, float("nan"))
+    assert isinstance(merge(net)[1], nn.BatchNorm2d)
+    with pytest.raises(LowRankError, match="NaN or infinite"):
+        merge(net, example_input=torch.randn(1, 3, 8, 8))

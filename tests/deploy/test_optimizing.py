@@ -1,6 +1,6 @@
 import copy
+import io
 import json
-import sys
 
 import pytest
 import torch
@@ -8,11 +8,15 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from lowrank_cnn.deploy.exporting import export, load
-from lowrank_cnn.deploy.optimizing import optimize
-from lowrank_cnn.deploy.planning import plan
+from lowrank_cnn.deploy.optimized import Form, Optimized
+from lowrank_cnn.deploy.optimizing import _Workshop, optimize
+from lowrank_cnn.deploy.planning import plan, silent
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note, notes
+
+LAST = Form("channels_last")
+COMPILED = Form("channels_last", compiled=True)
 
 
 @pytest.fixture
@@ -42,9 +46,9 @@ def test_the_result_computes_the_same_and_says_how(network: nn.Module):
 def test_what_is_under_way_is_said(network: nn.Module):
     said: list[str] = []
     fast = optimize(network, IMAGE, compile=False, cache=False, repeats=3, say=said.append)
-    blocks = [d.name for d in notes(plan(network, IMAGE, cache=False, repeats=3)).plan.decisions]  # type: ignore[union-attr]
+    blocks = [d.name for d in notes(plan(network, IMAGE, cache=False, repeats=3)).plan.decisions]
     for layout in ("contiguous", "channels_last"):
-        assert [text for text in said if layout in text] == [
+        assert [text for text in said if layout in text and "block" in text] == [
             f"planned, {layout}: {name}, block {place} of {len(blocks)}" for place, name in enumerate(blocks, 1)
         ]
     assert said[-1] == f"{len(fast.report.times)} variants in turns"
@@ -59,7 +63,7 @@ def test_it_exports_for_images_like_the_example(tmp_path):
 
 
 def test_what_was_compiled_is_exported_copied_and_moved(network: nn.Module, tmp_path):
-    fast = sys.modules[optimize.__module__].Optimized(network, torch.channels_last, compiled=True)
+    fast = Optimized(network, COMPILED)
     note(fast, input_size=(3, 30, 30))
     torch.testing.assert_close(fast(IMAGE), network(IMAGE), rtol=1e-4, atol=1e-4)
     assert set(fast.state_dict()) == {f"network.{name}" for name in network.state_dict()}
@@ -73,15 +77,15 @@ def test_a_sequential_is_compiled_too():
     torch._dynamo.reset()
     counters.clear()
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
-    sys.modules[optimize.__module__].Optimized(net, torch.channels_last, compiled=True)(torch.randn(1, 3, 8, 8))
+    Optimized(net, COMPILED)(torch.randn(1, 3, 8, 8))
     assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_network_that_does_not_compile_is_left_as_it_is(network: nn.Module, monkeypatch: pytest.MonkeyPatch):
-    def broken(variant: nn.Module, x: torch.Tensor) -> nn.Module:
+    def broken(*_, **__):
         raise RuntimeError("no compiler\nand more")
 
-    monkeypatch.setattr(sys.modules[optimize.__module__], "_compiled", broken)
+    monkeypatch.setattr(torch, "compile", broken)
     fast = optimize(network, IMAGE, cache=False, repeats=3)
     assert set(fast.report.failed.values()) == {"no compiler"}
     torch.testing.assert_close(fast(IMAGE), network(IMAGE), rtol=1e-4, atol=1e-4)
@@ -101,13 +105,13 @@ def test_training_mode_is_refused(network: nn.Module):
 
 
 def test_what_was_recorded_is_taken_until_weights_move(network: nn.Module):
-    fast = sys.modules[optimize.__module__].Optimized(network, torch.channels_last)
-    fast.recorded = FakeRecord()
+    fast = Optimized(network, LAST)
+    fast.recording = FakeRecord()
     assert fast(IMAGE) == "replayed"
     assert fast(IMAGE[:1]).shape == (1, 10)
     assert isinstance(copy.deepcopy(fast)(IMAGE), torch.Tensor)
     assert isinstance(fast.double()(IMAGE.double()), torch.Tensor)
-    assert fast.recorded is None
+    assert fast.recording is None
 
 
 class FakeRecord:
@@ -118,35 +122,139 @@ class FakeRecord:
         return "replayed"
 
 
-def test_what_is_fused_whole_computes_the_same_and_leaves_the_network_alone():
+def workshop(net: nn.Module, x: torch.Tensor, **options) -> _Workshop:
+    return _Workshop(net, x, False, 3, options.get("budget", 60.0), options.get("say", silent))
+
+
+def test_what_is_fused_whole_computes_the_same_and_leaves_the_network_alone(monkeypatch: pytest.MonkeyPatch):
     net = create_model("googlenet-lr", num_classes=10, width=0.1, image_size=64).eval()
     before = [type(module) for module in net.modules()]
     images = torch.randn(2, 3, 64, 64)
-    fast = sys.modules[optimize.__module__]._fused(net, images)
+    monkeypatch.setattr("lowrank_cnn.deploy.candidates._on_cpu", lambda layer: False)
+    fast = workshop(net, images).fused
     kinds = {type(module).__name__ for module in fast.modules()}
-    assert {"FusedComposite", "FusedPool", "FusedResponseNorm"} <= kinds
+    assert {"FusedBlock", "FusedPool", "FusedResponseNorm"} <= kinds
     assert not {"Conv2d", "MaxPool2d", "LocalResponseNorm"} & kinds
     torch.testing.assert_close(fast(images), net(images), rtol=1e-4, atol=1e-5)
     assert [type(module) for module in net.modules()] == before
 
 
-class Skipping(nn.Module):
-    """Leaves out its last layer, which fused layers, being fewer, do not let it do."""
+LAYOUTS = [torch.contiguous_format, torch.channels_last]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_example_in_any_memory_format_is_taken(network: nn.Module, layout: torch.memory_format):
+    x = IMAGE.contiguous(memory_format=layout)
+    fast = optimize(network, x, compile=False, cache=False, repeats=3)
+    for form in LAYOUTS:
+        given = IMAGE.contiguous(memory_format=form)
+        torch.testing.assert_close(fast(given), network(given), rtol=1e-4, atol=1e-4)
+    same = optimize(nn.Sequential(nn.Flatten()).eval(), x, compile=False, cache=False, repeats=3)
+    assert torch.equal(same(x), x.flatten(1))
+
+
+class Views(nn.Module):
+    """Views maps as vectors, which a network in channels_last does not allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu, self.fc = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Linear(8 * 900, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.relu(self.conv(x))
+        return self.fc(y.view(y.size(0), -1))
+
+
+def test_a_variant_that_fails_is_left_out_with_its_reason():
+    net = Views().eval()
+    fast = optimize(net, IMAGE, compile=False, cache=False, repeats=3)
+    torch.testing.assert_close(fast(IMAGE), net(IMAGE), rtol=1e-4, atol=1e-5)
+    assert "view size" in fast.report.failed["folded, channels_last"]
+    assert {"as given", "folded, contiguous"} <= set(fast.report.times)
+
+
+class Walks(nn.Module):
+    """Walks its layers one by one, looking at values: it cannot be captured, and fused it would be another."""
 
     def __init__(self) -> None:
         super().__init__()
         convs = [nn.Conv2d(3, 8, 3, padding=1), *(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))]
-        self.features = nn.Sequential(convs[0], nn.ReLU(), convs[1], nn.ReLU(), convs[2])
+        self.features = nn.Sequential(convs[0], nn.ReLU(), nn.BatchNorm2d(8), convs[1], nn.ReLU(), convs[2])
+        nn.init.normal_(self.features[2].running_mean)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index in range(3):
-            x = self.features[index](x)
-        return x
+        seen = []
+        for layer in self.features:
+            x = layer(x)
+            seen.append(x if x.mean() < 1e9 else 2 * x)
+        return torch.cat(seen, dim=1)
 
 
-def test_what_differs_fused_is_refused():
-    with pytest.raises(LowRankError, match="results differ"):
-        sys.modules[optimize.__module__]._fused(Skipping().eval(), torch.randn(2, 3, 16, 16))
+def test_what_cannot_be_captured_still_computes_the_same():
+    net = Walks().eval()
+    fast = optimize(net, IMAGE, compile=False, cache=False, repeats=3)
+    torch.testing.assert_close(fast(IMAGE), net(IMAGE), rtol=1e-4, atol=1e-5)
+    with pytest.raises(LowRankError, match="nothing is fused"):
+        _ = workshop(net, IMAGE).fused
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_the_result_can_be_saved(network: nn.Module, protocol: int):
+    fast = optimize(network, IMAGE, compile=False, cache=False, repeats=3)
+    file = io.BytesIO()
+    torch.save(fast, file, pickle_protocol=protocol)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    torch.testing.assert_close(again(IMAGE), fast(IMAGE))
+
+
+@pytest.mark.parametrize(
+    ("net", "shape"),
+    [
+        (nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), (3, 12, 12)),
+        (nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8)), (2, 3, 12)),
+        (nn.Sequential(nn.Conv3d(3, 8, 3), nn.BatchNorm3d(8)), (2, 3, 6, 6, 6)),
+        (nn.Sequential(nn.Linear(6, 8), nn.ReLU()), (6,)),
+    ],
+)
+def test_inputs_of_other_dimensions_are_taken(net: nn.Module, shape: tuple[int, ...]):
+    x = torch.randn(shape)
+    fast = optimize(net.eval(), x, compile=False, cache=False, repeats=3)
+    torch.testing.assert_close(fast(x), net(x), rtol=1e-4, atol=1e-5)
+
+
+def test_nan_is_refused_in_a_sentence(network: nn.Module):
+    for part in network.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            nn.init.constant_(part.running_mean, float("nan"))
+    with pytest.raises(LowRankError, match="NaN or infinite values"):
+        optimize(network, IMAGE, cache=False)
+
+
+def test_no_more_is_tried_once_the_budget_is_used_up(network: nn.Module):
+    fast = optimize(network, IMAGE, cache=False, repeats=3, budget=0)
+    assert set(fast.report.times) == {"as given"}
+    assert all("budget of 0 s" in why for why in fast.report.failed.values())
+
+
+def test_a_choice_is_kept_and_made_again_without_the_others(network: nn.Module, tmp_path):
+    path, said = tmp_path / "times.json", []
+    first = optimize(network, IMAGE, compile=False, cache=path, repeats=3)
+    entries = json.loads(path.read_text())
+    key = next(key for key, times in entries.items() if set(times) == set(first.report.times))
+    entries[key] = {"as given": 9e3, "folded, contiguous": 1e-3}
+    path.write_text(json.dumps(entries))
+    again = optimize(network, IMAGE, compile=False, cache=path, repeats=3, say=said.append)
+    if again.report.choice == "folded, contiguous":  # still faster than the network as given
+        assert said == ["folded, contiguous, as measured before", "as given", "folded, contiguous"]
+    torch.testing.assert_close(again(IMAGE), network(IMAGE), rtol=1e-4, atol=1e-4)
+
+
+def test_new_weights_are_not_computed_with_old_ones(network: nn.Module):
+    fast = Optimized(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval(), COMPILED)
+    before = fast(IMAGE)
+    fast.load_state_dict({name: 2 * tensor for name, tensor in fast.state_dict().items()})
+    torch.testing.assert_close(fast(IMAGE), 2 * before)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -157,3 +265,9 @@ def test_on_a_gpu_graphs_are_recorded(name: str):
     fast = optimize(net, images[0], compile=False, cache=False, repeats=3)
     assert {"planned, recorded", "fused, recorded"} <= set(fast.report.times), fast.report.failed
     assert fast.report.times[fast.report.choice].ms == min(time.ms for time in fast.report.times.values())
+
+
+def test_a_move_that_moves_nothing_keeps_what_was_recorded(network: nn.Module):
+    fast = Optimized(network, LAST)
+    fast.recording = FakeRecord()
+    assert fast.to("cpu").float()(IMAGE) == "replayed"

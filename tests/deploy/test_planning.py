@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lowrank_cnn.deploy.blocks import Block, find_blocks
-from lowrank_cnn.deploy.candidates import CANDIDATES, Apart, groups_apart
-from lowrank_cnn.deploy.planning import _with_neighbours, plan
+from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, Epilogue, in_blocks
+from lowrank_cnn.deploy.candidates import CANDIDATES, ByGroup, groups_apart
+from lowrank_cnn.deploy.planning import plan
+from lowrank_cnn.kernels.patterns import Activation
 from lowrank_cnn.method.layers import FactoredConv2d, build_conv
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
@@ -19,15 +20,15 @@ from lowrank_cnn.system.provenance import notes
 class Slow(nn.Module):
     def __init__(self, block: Block) -> None:
         super().__init__()
-        self.block = nn.Sequential(*block.modules)
+        self.block = BlockAsGiven(block.layer, block.epilogue)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         for _ in range(20):
-            y = self.block(x)
+            y = self.block(*inputs)
         return y
 
 
-SLOW = {"as given": Slow, "quick": lambda block: nn.Sequential(*block.modules)}
+SLOW = {"as given": Slow, "quick": CANDIDATES["as given"]}
 WORSE = {"as given": CANDIDATES["as given"], "slow": Slow}
 
 
@@ -46,26 +47,34 @@ def image() -> torch.Tensor:
 @given(
     st.sampled_from(["dense", "lr", "lr-join", "separable", "mixture(kx1, kxk, join)"]),
     st.sampled_from([{}, {"stride": 2}, {"padding": 0}, {"channel_groups": 2}, {"padding_mode": "circular"}]),
-    st.booleans(),
+    st.sampled_from([None, "relu", "leaky_relu", "silu", "gelu", "hardswish"]),
     st.sampled_from([None, nn.MaxPool2d(2), nn.MaxPool2d(3, 2, ceil_mode=True)]),
+    st.booleans(),
 )
-def test_every_way_gives_what_the_block_gives(scheme: str, options: dict, relu: bool, pool):
-    layer = build_conv(4, 8, 3, scheme, **options).double().eval()
-    block = Block("", layer, relu, pool)
-    x = torch.randn(2, 4, 12, 11, dtype=torch.float64)
+def test_every_way_gives_what_the_block_gives(
+    scheme: str, options: dict, activation: str | None, pool, adds: bool
+):
+    channels = 4 if options else 32  # as many as minimal filtering takes
+    layer = build_conv(channels, 8, 3, scheme, **options).double().eval()
+    block = Block("", layer, Epilogue(Activation(activation) if activation else None, pool, adds))
+    x = torch.randn(2, channels, 12, 11, dtype=torch.float64)
     with torch.no_grad():
-        expected = nn.Sequential(*block.modules)(x)
+        y = layer(x)
+        inputs = (x, torch.randn_like(y)) if adds else (x,)
+        expected = y + inputs[1] if adds else y
+        expected = Activation(activation)(expected) if activation else expected
+        expected = pool(expected) if pool else expected
         for make in CANDIDATES.values():
             way = make(block)
             if way is not None:
-                torch.testing.assert_close(way.eval()(x), expected, rtol=0, atol=1e-10)
+                torch.testing.assert_close(way.eval()(*inputs), expected, rtol=0, atol=1e-10)
 
 
 def test_groups_can_be_rectified_and_pooled_before_they_are_concatenated(image: torch.Tensor):
     net = create_model("vgg11-gmp-lr", width=0.05).double().eval()
     apart = groups_apart(net)
-    assert isinstance(apart.features.conv1_1[0], Apart)
-    assert isinstance(apart.features.pool1, nn.Identity)
+    assert isinstance(apart.features.conv1_1.last, ByGroup)
+    assert not hasattr(apart.features, "pool1")
     torch.testing.assert_close(apart(image.double()), net(image.double()), rtol=0, atol=1e-12)
     dense = create_model("vgg11-gmp", width=0.05).eval()
     assert str(groups_apart(dense)) == str(dense)
@@ -77,7 +86,9 @@ def test_a_plan_keeps_the_outputs_and_the_callers_network(network: nn.Module, im
     torch.testing.assert_close(planned(image), network(image), rtol=1e-4, atol=1e-5)
     assert str(network) == text
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
-    assert [row.name for row in notes(planned).plan.decisions] == [block.name for block in find_blocks(network)]
+    assert [row.name for row in notes(planned).plan.decisions] == [
+        block.name for block in in_blocks(network, image)[1]
+    ]
     first = notes(planned).plan.decisions[0]
     assert first.macs == 2 * 900 * 3 * 3 * network.features.conv1_1.out_channels
     assert set(first.times) == {"as given", "by group", "merged", "matrix products"}
@@ -101,9 +112,12 @@ def test_what_was_given_is_returned_where_nothing_is_gained(network: nn.Module, 
 
 
 def test_a_way_that_gives_something_else_is_not_chosen(network: nn.Module, image: torch.Tensor):
-    wrong = {**SLOW, "wrong": lambda block: nn.Sequential(*block.modules, nn.Softplus())}
-    planned = plan(network, image, cache=False, repeats=3, candidates=wrong)
-    assert all("wrong" not in row.times for row in notes(planned).plan.decisions)
+    wrong = {**SLOW, "wrong": lambda block: BlockAsGiven(block.layer, Epilogue(Activation("silu")))}
+    broken = {**wrong, "broken": lambda block: nn.Flatten(start_dim=7)}
+    planned = plan(network, image, cache=False, repeats=3, candidates=broken)
+    assert all(set(row.times) == {"as given", "quick"} for row in notes(planned).plan.decisions)
+    assert all(set(row.failed) == {"wrong", "broken"} for row in notes(planned).plan.decisions)
+    assert "another result" in str(notes(planned).plan)
 
 
 def test_times_are_kept_and_found_again(network: nn.Module, image: torch.Tensor, tmp_path):
@@ -162,27 +176,108 @@ def test_bad_input_is_refused_in_a_sentence(call, says: str, network: nn.Module,
         call(network, image)
 
 
-class Asking(nn.Module):
-    """Treats pools in a way of its own, as forwards written by hand do."""
+class Walks(nn.Module):
+    """Walks its own layers, in a way that depends on values, as perceptual losses do."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers, self.how = nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(3, 2)), how
+        layers = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.MaxPool2d(2)]
+        self.features = nn.Sequential(*layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.how == "size":
-            return x[..., : self.layers[1].kernel_size]
-        for layer in self.layers:
+        seen = []
+        for layer in self.features:
             x = layer(x)
-            x = 2 * x if self.how == "kind" and isinstance(layer, nn.MaxPool2d) else x
-        return x
+            seen.append(x.mean((2, 3)) if x.mean() > -1e9 else x)
+        return torch.cat(seen, dim=1)
 
 
-def test_neighbours_are_fused_where_the_network_stays_the_same(image: torch.Tensor):
-    with torch.no_grad():
-        twin = _with_neighbours(Asking("").eval(), image)
-        assert twin is not None
-        assert type(twin.layers[1]).__name__ == "FusedPool"
-        assert _with_neighbours(Asking("kind").eval(), image) is None
-        assert _with_neighbours(Asking("size").eval(), image) is None
-        assert _with_neighbours(nn.Sequential(nn.Conv2d(3, 8, 3)).eval(), image) is None
+def test_a_network_that_cannot_be_captured_is_left_alone_and_says_so(image: torch.Tensor):
+    net = Walks().eval()
+    planned = plan(net, image, cache=False, repeats=3)
+    assert torch.equal(planned(image), net(image))
+    found = notes(planned).plan
+    assert not found.used
+    assert "cannot be traced" in found.reason
+    assert str(found).startswith("not planned: ")
+
+
+class Flat(nn.Module):
+    """Views its maps as vectors, which maps in another memory format do not allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 32, 3, padding=1), nn.Linear(32 * 900, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        return self.fc(y.view(y.size(0), -1))
+
+
+class Reordered(nn.Module):
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.layer = block.layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).contiguous(memory_format=torch.channels_last)
+
+
+def test_a_choice_that_stops_the_rest_of_the_network_is_taken_back(image: torch.Tensor):
+    net = Flat().eval()
+    planned = plan(net, image, cache=False, repeats=3, candidates={"as given": Slow, "reordered": Reordered})
+    torch.testing.assert_close(planned(image), net(image))
+    (row,) = notes(planned).plan.decisions
+    assert row.choice == "as given"
+    assert "memory format" in row.failed["reordered"]
+
+
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_hooks_are_kept(hook: str, place: int, image: torch.Tensor):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2)).eval()
+    called = []
+    getattr(net[place], hook)(lambda *_: called.append(1))
+    planned = plan(net, image, cache=False, repeats=3, candidates=SLOW)
+    called.clear()
+    planned(image.requires_grad_()).sum().backward()
+    assert called
+
+
+class Residual(nn.Module):
+    """A block written by hand: functions, a module used twice, and a sum in place."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = (build_conv(channels, channels, 3, "lr") for _ in range(2))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv2(self.relu(self.conv1(x)))
+        y += x
+        return self.relu(y)
+
+
+def test_residual_blocks_are_planned(image: torch.Tensor):
+    net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), Residual(16), Residual(16)).eval()
+    planned = plan(net, image, cache=False, repeats=3, candidates=SLOW)
+    torch.testing.assert_close(planned(image), net(image), rtol=1e-4, atol=1e-5)
+    epilogues = [row.epilogue for row in notes(planned).plan.decisions]
+    assert epilogues[1:3] == ["relu", "add + relu"]
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 16), (2, 3, 16), (1, 3, 8, 8, 8)])
+def test_inputs_of_other_dimensions_are_planned_or_left_alone(shape: tuple[int, ...]):
+    kinds = {2: nn.Conv1d, 3: nn.Conv2d, 5: nn.Conv3d}
+    kind = nn.Conv1d if shape == (2, 3, 16) else kinds[len(shape)]
+    net = nn.Sequential(kind(3, 32, 3, padding=1), nn.ReLU(), kind(32, 32, 3, padding=1)).eval()
+    x = torch.randn(shape)
+    planned = plan(net, x, cache=False, repeats=3)
+    torch.testing.assert_close(planned(x), net(x), rtol=1e-4, atol=1e-5)
+
+
+def test_nan_is_refused(image: torch.Tensor):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3)).eval()
+    nn.init.constant_(net[0].bias, float("nan"))
+    with pytest.raises(LowRankError, match="NaN or infinite"):
+        plan(net, image, cache=False)

@@ -4,9 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lowrank_cnn.deploy.blocks import find_blocks
+from lowrank_cnn.deploy.blocks import Epilogue, in_blocks
 from lowrank_cnn.deploy.candidates import CANDIDATES
 from lowrank_cnn.deploy.winograd import WinogradConv2d
+from lowrank_cnn.kernels.patterns import Activation
 from lowrank_cnn.method.layers import CompositeConv2d, build_conv
 
 KERNELS = st.sampled_from([(3, 1), (1, 3), (3, 3), (1, 1)])
@@ -31,8 +32,8 @@ def test_any_composite_of_three_taps_is_what_it_was(groups, bias: bool, images: 
     fast = WinogradConv2d(layer)
     torch.testing.assert_close(fast(x), layer(x), rtol=0, atol=1e-10)
     again = fast.plain()
-    assert isinstance(again[0], CompositeConv2d)
-    for ours, right in zip(again[0].weights, layer.weights, strict=True):
+    assert isinstance(again.layer, CompositeConv2d)
+    for ours, right in zip(again.layer.weights, layer.weights, strict=True):
         torch.testing.assert_close(ours, right, rtol=0, atol=1e-12)
     torch.testing.assert_close(again(x), layer(x), rtol=0, atol=1e-10)
 
@@ -40,7 +41,7 @@ def test_any_composite_of_three_taps_is_what_it_was(groups, bias: bool, images: 
 def test_a_conv_with_what_follows_it():
     conv, pool = nn.Conv2d(32, 6, 3, padding=1).double(), nn.MaxPool2d(2)
     x = torch.randn(3, 32, 8, 10, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
-    fast = WinogradConv2d(conv, relu=True, pool=pool)
+    fast = WinogradConv2d(conv, Epilogue(Activation("relu"), pool))
     torch.testing.assert_close(fast(x), pool(conv(x).relu()))
     torch.testing.assert_close(fast.plain()(x), pool(conv(x).relu()))
 
@@ -59,7 +60,7 @@ def test_chains_are_filtered_apart_and_as_one(scheme: str, name: str):
     torch.manual_seed(0)
     net = nn.Sequential(build_conv(32, 32, 3, scheme), nn.ReLU(), nn.MaxPool2d(2)).double().eval()
     x = torch.randn(2, 32, 10, 6, dtype=torch.float64)
-    for block in find_blocks(net):
+    for block in in_blocks(net, x)[1]:
         way = CANDIDATES[name](block)
         assert way is not None
         assert any(isinstance(part, WinogradConv2d) for part in way.modules())

@@ -160,7 +160,7 @@ def test_operations_are_counted():
     ("size", "pool"), [((64, 64, 56, 56), "ceil"), ((256, 256, 28, 28), None), ((8, 3, 224, 224), "floor")]
 )
 def test_a_training_step_in_a_cuda_graph_at_full_size(size, pool):
-    from lowrank_cnn.kernels.autotune.measure import captured
+    from lowrank_cnn.kernels.cuda_graph import captured
 
     x, weights, bias = inputs(size, filters=64, dtype=torch.bfloat16)
     leaves = [weight.requires_grad_() for weight in weights] + ([x.requires_grad_()] if size[1] > 4 else [])

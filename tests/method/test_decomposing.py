@@ -70,7 +70,7 @@ def test_any_network_of_full_rank_is_the_dense_one_also_merged(net: nn.Sequentia
     x = torch.randn(2, 4, 19, 20, dtype=torch.float64)  # two convs of reach 7 and stride 2 leave one row
     new = decompose(net, scheme, where=lambda name, conv: True)
     torch.testing.assert_close(new(x), net(x))
-    torch.testing.assert_close(merge(new)(x), net(x))
+    torch.testing.assert_close(merge(new, chains=True)(x), net(x))
 
 
 @pytest.mark.parametrize("scheme", ["lr-join(m=60)", "mixture(kx1, 1xk, kxk, join, m=90)"])
@@ -97,7 +97,7 @@ def test_the_callers_network_stays_as_it_was():
 
 def test_a_fitted_pair_merges_back_to_a_dense_conv():
     new = decompose(trained(), "separable(m=64)").eval()
-    merged = merge(new)
+    merged = merge(new, chains=True)
     assert [type(layer) for layer in merged] == [nn.Conv2d, nn.ReLU, nn.Conv2d]
 
 

@@ -59,5 +59,5 @@ def test_what_is_not_known_is_not_guessed():
 
 
 def test_a_merged_network_costs_what_it_did_before_it_was_converted():
-    merged = merge(convert(nn.Sequential(nn.Conv2d(3, 8, 3)), "lr-join").eval())
+    merged = merge(convert(nn.Sequential(nn.Conv2d(3, 8, 3)), "lr-join").eval(), chains=True)
     assert dense_cost(merged, SIZE) == cost(nn.Conv2d(3, 8, 3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.kernels.autotune.trial import Trial
-from lowrank_cnn.kernels.mode import for_graphs
+from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.kernels.problem import Problem
+from lowrank_cnn.system.compare import difference
 from lowrank_cnn.system.errors import LostDeviceError
 from lowrank_cnn.system.memory import is_out_of_memory
 
@@ -89,31 +89,7 @@ def _gradients_agree(trial: Trial, plan: Plan) -> bool:
 
 
 def _all_close(ours: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    return all(_close(*pair) for pair in zip(ours, right, strict=True))
-
-
-def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A function's work as a graph, after it has run outside of one: compiled, allocated, algorithms chosen."""
-    stream = _stream(torch.cuda.current_device())
-    stream.wait_stream(torch.cuda.current_stream())
-    with for_graphs():
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Threads that only load data may call CUDA meanwhile: "thread_local" leaves them alone.
-        # The stream of this device: torch's own for captures is that of the first device that captured.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            run()
-    return graph
-
-
-@lru_cache(maxsize=8)
-def _stream(device: int) -> torch.cuda.Stream:
-    """One for all captures of a device: torch has few, and gives them out again, to a loader say."""
-    return torch.cuda.Stream(device)
+    return difference(list(ours), list(right), by="norm") <= TOLERANCE
 
 
 def _replay(graph: torch.cuda.CUDAGraph) -> float:
@@ -154,8 +130,3 @@ def _refuse_to_go_on(error: Exception, problem: Problem, device: torch.device, p
 def _ran_out(error: BaseException | None) -> bool:
     """Whether memory ran out: at once, or behind an error of the graph that was being captured."""
     return error is not None and (is_out_of_memory(error) or _ran_out(error.__context__))
-
-
-def _close(ours: Tensor, right: Tensor) -> bool:
-    difference = torch.linalg.vector_norm(ours.float() - right.float())
-    return bool(difference <= TOLERANCE * torch.linalg.vector_norm(right.float()))

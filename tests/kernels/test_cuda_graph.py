@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy import recorded as module
-from lowrank_cnn.deploy.recorded import recorded
+from lowrank_cnn.kernels import cuda_graph as module
+from lowrank_cnn.kernels.cuda_graph import recorded
 from lowrank_cnn.system.errors import LowRankError
 
 IMAGES = torch.randn(3, 2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -48,7 +48,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_results_follow_the_input_and_stay(host):
-    run = recorded(Two(), IMAGES[0], LAST)
+    run = recorded(Two(), IMAGES[0])
     first, second = run(IMAGES[1]), run(IMAGES[2])
     for (ours, more), x in zip((first, second), IMAGES[1:], strict=True):
         assert torch.equal(ours, x + 1)
@@ -57,18 +57,18 @@ def test_results_follow_the_input_and_stay(host):
 
 def test_made_in_inference_mode_it_runs_outside(host):
     with torch.inference_mode():
-        run = recorded(Two(), IMAGES[0].clone(), LAST)
+        run = recorded(Two(), IMAGES[0].clone())
     assert torch.equal(run(IMAGES[1])[0], IMAGES[1] + 1)
 
 
 def test_what_does_not_follow_its_input_is_refused(host, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Graph, "replay", lambda self: None)
     with pytest.raises(LowRankError, match="does not follow"):
-        recorded(Two(), IMAGES[0], LAST)
+        recorded(Two(), IMAGES[0])
 
 
 def test_other_inputs_and_tracers_are_not_taken(host, monkeypatch: pytest.MonkeyPatch):
-    run = recorded(Two(), IMAGES[0], LAST)
+    run = recorded(Two(), IMAGES[0])
     assert run.takes(IMAGES[1])
     assert run.takes(IMAGES[1].contiguous(memory_format=LAST))
     assert not run.takes(IMAGES[1][:1])
@@ -80,7 +80,7 @@ def test_other_inputs_and_tracers_are_not_taken(host, monkeypatch: pytest.Monkey
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu():
     images = IMAGES.cuda()
-    run = recorded(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), Two()).cuda(), images[0], LAST)
+    run = recorded(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), Two()).cuda(), images[0])
     first, second = run(images[1]), run(images[2])
     assert not torch.equal(first[0], second[0])
     assert torch.equal(run(images[1])[0], first[0])

@@ -1,0 +1,116 @@
+"""A network in the form that `optimize` found fastest: laid out, compiled, recorded, or as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.kernels.cuda_graph import Recorded, recorded
+from lowrank_cnn.system.clock import Sample
+from lowrank_cnn.system.provenance import note
+
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+@dataclass(frozen=True)
+class OptimizeReport:
+    """Every variant's time, those that were left out with the reason, and the name of the fastest."""
+
+    choice: str
+    times: dict[str, Sample]
+    failed: dict[str, str]
+
+    def to_dict(self) -> dict[str, object]:
+        """In values that JSON can hold."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a network is run: in which memory format (None: as inputs come), compiled, recorded as a CUDA graph."""
+
+    layout: str | None = None
+    compiled: bool = False
+    recorded: bool = False
+
+    def laid_out(self, x: Tensor) -> Tensor:
+        """An input in the memory format of the network; one that is no batch of images stays as it is."""
+        if self.layout is None or x.dim() != 4:
+            return x
+        return x.contiguous(memory_format=FORMATS[self.layout])
+
+
+class Optimized(nn.Module):
+    """A network for inference in its fastest form; inputs are brought into its memory format.
+
+    Where it was recorded, inputs of that size replay a CUDA graph, without launches; others run as ever. Where it
+    was compiled, `network` still is what it was made of: that is what a tracer sees, and an export holds.
+    """
+
+    report: OptimizeReport
+
+    def __init__(self, network: nn.Module, form: Form) -> None:
+        super().__init__()
+        self.network, self.form = network, form
+        self.recording: Recorded | None = None
+        self._compiled_run: Callable[[Tensor], Any] | None = None
+        note(self, optimized=True)
+        self.eval()
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Any:
+        if self.recording is not None and self.recording.takes(x):
+            return self.recording(x)
+        return self._run(self.form.laid_out(x))
+
+    def prepare(self, x: Tensor) -> Optimized:
+        """Compile and record it for inputs like this one, so that it fails here if it does."""
+        self(x)
+        if self.form.recorded:
+            with torch.inference_mode(False), torch.no_grad():
+                self.recording = recorded(self._run, self.form.laid_out(x))
+        return self
+
+    def _run(self, x: Tensor) -> Any:
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        return self.network(x) if traced or not self.form.compiled else self._through_compiler(x)
+
+    def _through_compiler(self, x: Tensor) -> Any:
+        """Compiled with its weights as constants, which the compiler folds and lays out ahead."""
+        if self._compiled_run is None:
+            # Known, but no part: torch makes a module of it, which would have all weights once more.
+            self.__dict__["_compiled_run"] = torch.compile(self.network, dynamic=False)
+        assert self._compiled_run is not None
+        import torch._inductor.config as inductor
+
+        with inductor.patch(freezing=True):  # a size that is new compiles here
+            return self._compiled_run(x)
+
+    # A graph is bound to its memory, and compiled code holds weights. Copies start anew. Where weights move or are
+    # loaded, the network runs as it is: torch would find the compiled code of the old ones again.
+    def _forget(self) -> None:
+        self.recording, self.form = None, Form(self.form.layout)
+        self.__dict__["_compiled_run"] = None
+
+    def _weights(self) -> list[tuple[int, torch.dtype, torch.device]]:
+        tensors = (*self.parameters(), *self.buffers())
+        return [(tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in tensors]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "recording": None, "_compiled_run": None}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Optimized:
+        before = self._weights()
+        super()._apply(fn, recurse)
+        if self._weights() != before:
+            self._forget()
+        return self
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load weights; from then on the network runs as it is, neither compiled nor recorded."""
+        self._forget()
+        return super().load_state_dict(*args, **kwargs)

@@ -1,0 +1,241 @@
+"""Capture a network once, as a graph of module and function calls that every transform reads and rewrites.
+
+The capture is a `torch.fx` trace in which torch's layers, ours, and whatever has hooks stay whole. It keeps calls
+of modules. `merge` needs these, since it returns the user's class with some modules replaced; a rewritten network
+needs them too, since a fused block is a module under the name of its layer. `torch.export` dissolves modules into
+operators of one input size, so a way back to modules would have to be guessed.
+
+A plain trace holds for inputs of every size, because no value and no size decides anything in it. A forward that
+looks at sizes cannot be traced so; with an example it is traced again with the example's sizes, and
+`NetworkGraph.sizes` says that the graph holds for inputs of that size alone. A forward that looks at values is not
+captured: `capture` raises `CaptureError`, and its message says why.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+from torch.nn.utils.parametrize import is_parametrized
+
+from lowrank_cnn.kernels.modules import has_hooks, is_plain
+
+CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_SIZE_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "is_cuda", "layout", "requires_grad", "itemsize", "nbytes"}
+_SIZE_METHODS = {
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "is_floating_point",
+    "is_complex",
+    "element_size",
+}
+
+
+class CaptureError(Exception):
+    """A network's forward cannot be captured; the message says why, in a few words."""
+
+
+@dataclass(frozen=True)
+class NetworkGraph:
+    """A captured network. `sizes` are the input shapes that the graph holds for; None where it holds for all."""
+
+    root: nn.Module
+    graph: fx.Graph
+    sizes: tuple[tuple[int, ...], ...] | None = None
+
+    def module(self, node: fx.Node) -> nn.Module | None:
+        """The module that a node calls; None where it calls a function."""
+        return self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def called_once(self) -> dict[str, fx.Node]:
+        """The calls of modules that a transform may replace, by name.
+
+        Left out are modules that are called several times, that are part of a module kept whole, or whose tensors
+        the forward reads directly: each of these would be missed, or changed for another reader.
+        """
+        calls = [node for node in self.graph.nodes if node.op == "call_module"]
+        times = Counter(id(self.module(node)) for node in calls)
+        inside = {id(part) for node in calls for part in list(self._parts(node))[1:]}
+        read = {str(node.target).rpartition(".")[0] for node in self.graph.nodes if node.op == "get_attr"}
+        return {
+            str(node.target): node
+            for node in calls
+            if times[id(self.module(node))] == 1
+            and id(self.module(node)) not in inside
+            and not any(within(name, str(node.target)) for name in read)
+        }
+
+    def _parts(self, node: fx.Node) -> Iterator[nn.Module]:
+        module = self.module(node)
+        return iter(()) if module is None else module.modules()
+
+
+def capture(root: nn.Module, *example: Any) -> NetworkGraph:
+    """The graph of a network; with example inputs, a forward that looks at sizes is captured for their sizes.
+
+    The trace may add tensors that the forward makes to `root`: give it a copy of the user's network.
+    """
+    if has_hooks(root) or _any_global_hook():
+        raise CaptureError("hooks are registered on the network as a whole")
+    try:
+        return NetworkGraph(root, _finished(_Tracer().trace(root)))
+    except Exception as error:  # a forward may fail on symbolic values in any way of its own
+        reason = _first_line(error)
+    if example:
+        try:
+            with torch.no_grad():
+                graph = _SizedTracer(root, example).trace(root)
+            sizes = tuple(tuple(value.shape) for value in example if isinstance(value, Tensor))
+            return NetworkGraph(root, _finished(graph), sizes)
+        except Exception as error:
+            reason = _first_line(error)
+    raise CaptureError(f"its forward cannot be traced ({reason})")
+
+
+def within(name: str, parent: str) -> bool:
+    """Whether a dotted name is that of a module or of one of its parts."""
+    return name == parent or name.startswith(f"{parent}.")
+
+
+def layer_kind(module: nn.Module | None) -> str | None:
+    """What a module is to the transforms: "conv", "linear", "composite", "chain", or None for anything else.
+
+    A module with hooks, a forward of its own or computed weights is none of these.
+    """
+    if module is None or has_hooks(module) or "forward" in vars(module) or is_parametrized(module):
+        return None
+    if hasattr(module, "weights") and hasattr(module, "group_padding"):
+        return "composite"
+    if isinstance(module, nn.Sequential):
+        parts = list(module)
+        plain = hasattr(module, "scheme") and type(module).forward is nn.Sequential.forward and parts
+        return "chain" if plain and all(layer_kind(part) in ("conv", "composite") for part in parts) else None
+    if any(is_plain(module, kind) for kind in CONVS):
+        return "conv"
+    return "linear" if is_plain(module, nn.Linear) else None
+
+
+class _Proxy(fx.Proxy):
+    """Records `y += x` as the change in place that it is; fx alone would record a sum that leaves y as it was."""
+
+
+def _in_place(change: Any) -> Any:
+    def method(self: fx.Proxy, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", change, (self, other), {})
+
+    return method
+
+
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
+    setattr(_Proxy, f"__{_name}__", _in_place(getattr(operator, _name)))
+
+
+class _Tracer(fx.Tracer):
+    """Keeps layers whole, and whatever has hooks (they would be lost) or no parts (no layers meet inside)."""
+
+    proxy_buffer_attributes = True  # a buffer that the forward reads is seen to be read
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        ours = layer_kind(m) in ("composite", "chain")
+        whole = ours or has_hooks(m) or not m._modules or "forward" in vars(m)
+        return whole or super().is_leaf_module(m, module_qualified_name)
+
+
+class _SizedProxy(_Proxy):
+    """Stands for a value, and knows the one that it had on the example, of which it tells the size."""
+
+    value: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.value, name) if name in _SIZE_ATTRIBUTES else super().__getattr__(name)
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self[place] for place in range(len(self.value))])
+
+
+class _SizedTracer(_Tracer):
+    """Runs the network on the example while it traces, so that sizes are numbers. Values stay symbolic."""
+
+    def __init__(self, root: nn.Module, example: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.example, self.network, self.computing = iter(example), root, False
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _SizedProxy(node, self)
+
+    # What a leaf computes on real values is no part of the trace, though fx intercepts calls within it too.
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if self.computing else super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        return attr_val if self.computing else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> Any:
+        values = (map_aggregate(part, _value) for part in (args, kwargs))
+        positional, named = values
+        if kind == "call_method" and target in _SIZE_METHODS:
+            return getattr(positional[0], target)(*positional[1:], **named)
+        made = super().create_proxy(kind, target, args, kwargs, *rest, **options)
+        self.computing = True
+        try:
+            value = self._run(kind, target, positional, named)
+        finally:
+            self.computing = False
+        if kind.startswith("call") and not _has_tensors(value):
+            raise CaptureError(f"{getattr(target, '__name__', target)} gives Python a value that depends on data")
+        made.value = value
+        return made
+
+    def _run(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kind == "placeholder":
+            return next(self.example, args[0] if args else None)
+        if kind == "get_attr":
+            return operator.attrgetter(target)(self.network)
+        if kind == "call_function":
+            return target(*args, **kwargs)
+        if kind == "call_method":
+            return getattr(args[0], target)(*args[1:], **kwargs)
+        return self.network.get_submodule(target)(*args, **kwargs) if kind == "call_module" else None
+
+
+def _value(proxy: Any) -> Any:
+    return proxy.value if isinstance(proxy, _SizedProxy) else proxy
+
+
+def _has_tensors(value: Any) -> bool:
+    found: list[bool] = []
+    map_aggregate(value, lambda part: found.append(isinstance(part, Tensor)))  # type: ignore[arg-type, func-returns-value]
+    return any(found)
+
+
+def _finished(graph: fx.Graph) -> fx.Graph:
+    for node in graph.nodes:
+        node.type = None  # annotations are strings to fx, which it cannot write to a file
+    graph.lint()
+    return graph
+
+
+def _any_global_hook() -> bool:
+    """Whether hooks are registered for the calls of all modules."""
+    hooks = torch.nn.modules.module
+    names = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+    return any(getattr(hooks, name, None) for name in (*names, "_global_backward_pre_hooks"))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(".")

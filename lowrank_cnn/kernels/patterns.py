@@ -1,0 +1,261 @@
+"""Find what can run as one in a captured network: [layer] -> norm -> + residual -> activation -> max-pool.
+
+A `Pattern` names the nodes of one such run, each of them read by the next and by nobody else. `rewritten` replaces
+every pattern by a call of one module, which takes the layer's input and, where there is one, the residual.
+Activations and pools may be modules or functions.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from lowrank_cnn.kernels.modules import is_plain
+from lowrank_cnn.kernels.network_graph import NetworkGraph, layer_kind
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A function of each value: relu, leaky_relu (with its slope), silu, gelu or hardswish."""
+
+    name: str
+    slope: float = 0.01
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.slope:g})" if self.name == "leaky_relu" else self.name
+
+    def __call__(self, x: Tensor, *, inplace: bool = False) -> Tensor:
+        if self.name == "gelu":
+            return F.gelu(x)
+        extra = {"negative_slope": self.slope} if self.name == "leaky_relu" else {}
+        return getattr(F, self.name)(x, inplace=inplace, **extra)
+
+    @property
+    def commutes_with_pool(self) -> bool:
+        """Whether it never decreases, so that it may stand before or after a max-pool."""
+        return self.name == "relu" or (self.name == "leaky_relu" and self.slope >= 0)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A layer and what follows it; `nodes` are all of its calls, the layer's first."""
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+    norm: fx.Node | None = None
+    add: fx.Node | None = None
+    activation: Activation | None = None
+    pool: nn.MaxPool2d | None = None
+
+    @property
+    def input(self) -> fx.Node:
+        """What the layer reads."""
+        return self.nodes[0].args[0]  # type: ignore[return-value]
+
+    @property
+    def residual(self) -> fx.Node | None:
+        """What is added to the layer's result, as the graph has it now."""
+        if self.add is None:
+            return None
+        return next(value for value in self.add.all_input_nodes if value not in self.nodes)
+
+
+RELU = Activation("relu")
+_MODULES: dict[type[nn.Module], Callable[[Any], Activation | None]] = {
+    nn.ReLU: lambda module: RELU,
+    nn.LeakyReLU: lambda module: Activation("leaky_relu", module.negative_slope),
+    nn.SiLU: lambda module: Activation("silu"),
+    nn.GELU: lambda module: Activation("gelu") if module.approximate == "none" else None,
+    nn.Hardswish: lambda module: Activation("hardswish"),
+}
+_FUNCTIONS: dict[Any, str] = {
+    F.relu: "relu", torch.relu: "relu", "relu": "relu", F.relu_: "relu", torch.relu_: "relu", "relu_": "relu",
+    F.leaky_relu: "leaky_relu", F.silu: "silu", F.hardswish: "hardswish", F.gelu: "gelu",
+}  # fmt: skip
+_ADDS = (operator.add, operator.iadd, torch.add, "add", "add_")
+_ADDS_IN_PLACE = (operator.iadd, "add_")
+
+
+def find_patterns(
+    captured: NetworkGraph, *, norms: bool = False, kinds: tuple[str, ...] = ("conv", "composite", "chain")
+) -> list[Pattern]:
+    """The patterns of a network, in the order of its calls; with `norms`, including the batch norm of a layer."""
+    once = captured.called_once()
+    taken: set[fx.Node] = set()
+    found = []
+    # From the end: of two layers that are added, the later one takes the sum, and the other is its residual.
+    for node in reversed(captured.graph.nodes):
+        if once.get(str(node.target)) is node and layer_kind(captured.module(node)) in kinds and _reads_one(node):
+            pattern = _Walk(captured, once, node, norms, taken).pattern()
+            taken.update(pattern.nodes)
+            found.append(pattern)
+    return found[::-1]
+
+
+def rewritten(
+    captured: NetworkGraph, patterns: list[Pattern], make: Callable[[Pattern], nn.Module]
+) -> fx.GraphModule:
+    """A network whose patterns are calls of what `make` gives, under the names of their layers.
+
+    It shares the modules of the captured root. The captured graph itself is used up.
+    """
+    graph = captured.graph
+    for pattern in patterns:
+        layer, last = pattern.nodes[0], pattern.nodes[-1]
+        captured.root.set_submodule(pattern.name, make(pattern))
+        residual = pattern.residual
+        inputs = (pattern.input,) if residual is None else (pattern.input, residual)
+        with graph.inserting_before(pattern.add or layer):
+            call = graph.call_module(pattern.name, inputs)
+        last.replace_all_uses_with(call)
+        for node in reversed(pattern.nodes):
+            graph.erase_node(node)
+    graph.lint()
+    return fx.GraphModule(captured.root, graph, class_name=type(captured.root).__name__)
+
+
+@dataclass
+class _Walk:
+    """Follows the only reader of each value from a layer on, as long as it is part of a pattern."""
+
+    captured: NetworkGraph
+    once: dict[str, fx.Node]
+    layer: fx.Node
+    norms: bool
+    taken: set[fx.Node]
+
+    def pattern(self) -> Pattern:
+        nodes, parts = [self.layer], {}
+        passed: list[fx.Node] = []
+        while (node := self._reader(passed[-1] if passed else nodes[-1])) is not None:
+            if self._does_nothing(node):
+                passed.append(node)
+                continue
+            part = self._part(node, (passed or nodes)[-1], parts)
+            if part is None:
+                break
+            parts |= part
+            nodes += [*passed, node]
+            passed = []
+        return Pattern(str(self.layer.target), tuple(nodes), **parts)
+
+    def _reader(self, node: fx.Node) -> fx.Node | None:
+        """The one node that reads a value; None where several do, or one reads it twice, or another took it."""
+        if len(node.users) != 1:
+            return None
+        (reader,) = node.users
+        twice = sum(1 for value in reader.all_input_nodes if value is node) > 1 or reader.args.count(node) > 1
+        return None if twice or reader in self.taken or reader.op == "output" else reader
+
+    def _part(self, node: fx.Node, value: fx.Node, parts: dict[str, Any]) -> dict[str, Any] | None:
+        """What a node adds to the pattern, or None where it is the end."""
+        module = self._plain(node)
+        later = {"activation", "pool"} & parts.keys()
+        if self.norms and not parts and self._is_norm(node, module):
+            return {"norm": node}
+        if not later and "add" not in parts and self._adds(node, value):
+            return {"add": node}
+        activation = None if "activation" in parts else self._activation(node, module)
+        if activation is not None and ("pool" not in parts or activation.commutes_with_pool):
+            return {"activation": activation}
+        pool = None if "pool" in parts else _pool(node, module)
+        return None if pool is None else {"pool": pool}
+
+    def _plain(self, node: fx.Node) -> nn.Module | None:
+        """The module of a call, if it does what its class does and nothing else."""
+        module = self.captured.module(node)
+        return module if module is not None and _reads_one(node) and is_plain(module, type(module)) else None
+
+    def _is_norm(self, node: fx.Node, module: nn.Module | None) -> bool:
+        """Whether a node is a batch norm with statistics of its own, called nowhere else."""
+        kept = type(module) in NORMS and module.running_mean is not None  # type: ignore[union-attr]
+        return kept and self.once.get(str(node.target)) is node
+
+    def _does_nothing(self, node: fx.Node) -> bool:
+        module = self._plain(node)
+        dropped = isinstance(module, nn.modules.dropout._DropoutNd) and not module.training
+        return type(module) is nn.Identity or (dropped and type(module).__module__.startswith("torch.nn"))
+
+    def _activation(self, node: fx.Node, module: nn.Module | None) -> Activation | None:
+        if module is not None:
+            return _MODULES[type(module)](module) if type(module) in _MODULES else None
+        name = _FUNCTIONS.get(node.target) if node.op in ("call_function", "call_method") else None
+        options = dict(node.kwargs)
+        options.pop("inplace", None)
+        if name is None or (len(node.args) != 1 and name != "leaky_relu"):
+            return None
+        if name == "leaky_relu":
+            slope = node.args[1] if len(node.args) > 1 else options.pop("negative_slope", 0.01)
+            return Activation(name, float(slope)) if isinstance(slope, int | float) and not options else None
+        exact = name == "gelu" and options in ({}, {"approximate": "none"})
+        return Activation(name) if exact or not options else None
+
+    def _adds(self, node: fx.Node, value: fx.Node) -> bool:
+        """Whether a node adds another value to this one, and the layer may compute the sum."""
+        if node.target not in _ADDS or node.kwargs or len(node.args) != 2:
+            return False
+        left, right = node.args
+        if node.target in _ADDS_IN_PLACE and left is not value:
+            return False  # others that read the residual would see the sum
+        return isinstance(right if left is value else left, fx.Node) and self._can_move(node)
+
+    def _can_move(self, add: fx.Node) -> bool:
+        """Whether the layer computes the same just before the sum: nothing it reads is overwritten until then."""
+        fresh: set[fx.Node] = set()
+        node = self.layer.next
+        while node is not add:
+            if _overwrites(node, self.captured.module(node)) and node.all_input_nodes[0] not in fresh:
+                return False
+            if type(self.captured.module(node)) in NORMS or layer_kind(self.captured.module(node)):
+                fresh.add(node)
+            node = node.next
+        return True
+
+
+def _reads_one(node: fx.Node) -> bool:
+    return len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
+
+
+def _overwrites(node: fx.Node, module: nn.Module | None) -> bool:
+    """Whether a call changes its input in place."""
+    if module is not None:
+        return bool(getattr(module, "inplace", False))
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    augmented = getattr(node.target, "__module__", "") == "_operator" and name[:1] == "i" and name not in _KEPT
+    return in_place or augmented or name == "setitem" or bool(node.kwargs.get("inplace"))
+
+
+_KEPT = ("invert", "inv", "is_", "is_not", "index", "indexOf", "itemgetter")
+
+
+def _pool(node: fx.Node, module: nn.Module | None) -> nn.MaxPool2d | None:
+    """A max-pool, whether a module or a function."""
+    if module is not None:
+        return module if type(module) is nn.MaxPool2d and not module.return_indices else None
+    if node.target not in (F.max_pool2d, torch.max_pool2d) or not all(map(_is_constant, _options(node))):
+        return None
+    try:
+        return (
+            nn.MaxPool2d(*node.args[1:], **node.kwargs).eval() if not node.kwargs.get("return_indices") else None
+        )  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _options(node: fx.Node) -> Iterator[Any]:
+    yield from node.args[1:]
+    yield from node.kwargs.values()
+
+
+def _is_constant(value: Any) -> bool:
+    numbers = value if isinstance(value, list | tuple) else (value,)
+    return all(isinstance(number, int | bool) or number is None for number in numbers)

@@ -1,0 +1,110 @@
+"""Compare the results of two networks, or layers, that should compute the same.
+
+Every check of the project goes through `difference`. A result that is not finite never agrees with anything:
+NaN and infinity give an infinite difference, and so do results of other shapes or structures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+ROUNDED = 0.05
+"""How far results in half precision may be off."""
+_TINY = 1e-30
+
+
+def difference(ours: Any, right: Any, *, by: Literal["largest", "norm"] = "largest") -> float:
+    """How far `ours` is from `right`, relative to `right`: tensors, or tuples, lists and dictionaries of them.
+
+    By the largest difference over the largest value ("largest"), or by the norms of both ("norm"). Of several
+    tensors the worst counts. Values that are no floating-point tensors must be equal.
+
+    >>> difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0]))
+    1.0
+    >>> difference(torch.tensor([float("nan")]), torch.tensor([0.0]))
+    inf
+    """
+    left, left_structure = tree_flatten(ours)
+    expected, structure = tree_flatten(right)
+    if left_structure != structure:
+        return float("inf")
+    return max((_of_leaves(a, b, by) for a, b in zip(left, expected, strict=True)), default=0.0)
+
+
+def agree(ours: Any, right: Any, *, single: float = 1e-3, by: Literal["largest", "norm"] = "largest") -> bool:
+    """Whether two results differ by no more than rounding does; `single` is the limit in float32."""
+    return difference(ours, right, by=by) <= tolerance(right, single=single)
+
+
+def tolerance(right: Any, *, single: float = 1e-3) -> float:
+    """How far a result may be off, by the least precise floating-point type in it."""
+    limits = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: single, torch.complex64: single}
+    kinds = [leaf.dtype for leaf in tree_leaves(right) if isinstance(leaf, Tensor) and _inexact(leaf)]
+    return max((limits.get(kind, ROUNDED) for kind in kinds), default=0.0)
+
+
+def is_finite(result: Any) -> bool:
+    """Whether a result has no NaN and no infinity."""
+    tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and _inexact(leaf))
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+@torch.no_grad()
+def network_difference(ours: Callable[..., Any], right: Callable[..., Any], *example: Any) -> float:
+    """How far one network is from another: on the example, and on random numbers of its shape and scale.
+
+    The second input shows differences that an example of zeros or of one repeated value hides. It is left out
+    where the network does not take it or gives no finite result for it.
+    """
+    worst = difference(ours(*example), right(*example))
+    other = tuple(_random_like(value) for value in example)
+    try:
+        expected = right(*other)
+    except Exception:  # a forward may refuse random values in any way of its own
+        return worst
+    return max(worst, difference(ours(*other), expected)) if is_finite(expected) else worst
+
+
+def _of_leaves(ours: Any, right: Any, by: str) -> float:
+    if not isinstance(right, Tensor) or not isinstance(ours, Tensor):
+        return 0.0 if _equal(ours, right) else float("inf")
+    if ours.shape != right.shape or ours.is_floating_point() != right.is_floating_point():
+        return float("inf")
+    if not _inexact(right):
+        return 0.0 if torch.equal(ours.cpu(), right.cpu()) else float("inf")
+    if not right.numel():
+        return 0.0
+    kind = torch.complex128 if right.is_complex() or ours.is_complex() else torch.float64
+    a, b = ours.detach().to(right.device, kind), right.detach().to(kind)
+    if not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
+        return float("inf")
+    size = torch.linalg.vector_norm if by == "norm" else lambda values: values.abs().max()
+    return float(size(a - b) / size(b).clamp_min(_TINY))
+
+
+def _equal(ours: Any, right: Any) -> bool:
+    try:
+        return type(ours) is type(right) and bool(ours == right)
+    except Exception:  # objects may compare in any way of their own
+        return False
+
+
+def _inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _random_like(value: Any) -> Any:
+    """Random numbers of the mean and deviation of an input; what is no floating-point tensor stays."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    numbers = torch.Generator().manual_seed(value.numel())
+    drawn = torch.randn(value.shape, generator=numbers, dtype=torch.float64)
+    spread = float(value.double().std()) if value.numel() > 1 else 1.0
+    spread = spread if 0 < spread < float("inf") else 1.0
+    shifted = float(value.double().mean()) + spread * drawn
+    return torch.empty_like(value).copy_(shifted)
