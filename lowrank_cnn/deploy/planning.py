@@ -96,7 +96,8 @@ def plan(
     if store.taken and not found.used and any(decision.choice != GIVEN for decision in found.decisions):
         store.blind = True
         result = _planned(model, example_input, store, candidates, repeats, say or silent)
-    store.save()
+    if not store.save() and say:
+        say(f"measured times could not be kept in {store.entries.path}")
     return result
 
 
