@@ -113,6 +113,7 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             f"the images of {before['data']['name']} are not those that this run was started with: their names, "
             "sizes or contents have changed. Bring the old ones back, or start a new run in another --out."
         )
+    differing = [what for what in differing if what != IMAGES or len(differing) == 1]
     if "network" in differing:  # its options then differ as well, and say nothing more
         differing = [what for what in differing if not what.startswith("network's")]
     if differing:
