@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lowrank_cnn.system.files import write_json
+
 
 def earlier_runs(path: Path, kind: str) -> list[dict[str, Any]]:
     """The runs that a record holds already, oldest first."""
@@ -18,7 +20,4 @@ def earlier_runs(path: Path, kind: str) -> list[dict[str, Any]]:
 
 def write_runs(path: Path, kind: str, runs: list[dict[str, Any]]) -> None:
     """The record; the file is whole at every moment."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps({"kind": kind, "runs": runs}, indent=1) + "\n")
-    scratch.replace(path)
+    write_json(path, {"kind": kind, "runs": runs})

@@ -223,12 +223,11 @@ class Table:
 
     def write(self) -> None:
         """A line per network, in one move, so that a cut leaves the file before."""
+        from lowrank_cnn.system.files import write_atomically
+
         rows = [json.dumps(self.rows[name]) for name in sorted(self.rows)]
         text = json.dumps(self.about, indent=1)[:-2] + ',\n "networks": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f".{self.path.name}.tmp")
-        temporary.write_text(text)
-        temporary.replace(self.path)
+        write_atomically(self.path, text.encode())
         self.written = time.monotonic()
 
 

@@ -14,8 +14,8 @@ from lowrank_cnn.models import create_model
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.report import write_report
 from lowrank_cnn.system.environment import environment
+from lowrank_cnn.system.files import write_json
 from lowrank_cnn.train import Record, fit
-from lowrank_cnn.train.checkpoint import write_json
 from lowrank_cnn.train.evaluation import load_checkpoint
 
 TWINS: dict[str, str | None] = {"dense": None, "low-rank": "lr"}

@@ -92,7 +92,7 @@ def _reproduce(experiment: str, images: Data, out: Path, **options: Any) -> Tabl
         return reproduce(experiment, images, out, say=say, **options)
     except Interrupted as farewell:
         say("Stopped, and all is saved: the same command goes on from here.")
-        raise typer.Exit(130) from farewell
+        raise typer.Exit(farewell.exit_code) from farewell
 
 
 def _show(table: Table, out: Path, as_json: bool) -> None:

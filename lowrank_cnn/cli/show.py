@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -14,22 +14,32 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from lowrank_cnn.system.text import printable
+
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data
 
-console = Console(highlight=False)
-errors = Console(stderr=True, highlight=False)
+
+class SafeConsole(Console):
+    """A console that shows control characters in text as escapes: names of classes and files are not ours."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(printable(each) if isinstance(each, str) else each for each in objects), **options)
+
+
+console = SafeConsole(highlight=False)
+errors = SafeConsole(stderr=True, highlight=False)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table with its first column to the left and numbers to the right; a heading `<name` goes left too."""
     # Names of files and classes are shown as they are: rich would read markup in them.
-    table = Table(title=Text(title, "bold"), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 0))
+    table = Table(title=Text(printable(title), "bold"), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 0))
     for index, heading in enumerate(columns):
         left = index == 0 or heading.startswith("<")
         table.add_column(heading.lstrip("<"), justify="left" if left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(Text("" if value is None else str(value)) for value in row))
+        table.add_row(*(Text("" if value is None else printable(str(value))) for value in row))
     console.print(table)
 
 
@@ -40,7 +50,7 @@ def status_line() -> Iterator[Callable[[str], Callable[[str], None]]]:
     It is drawn when told and never by itself: a thread that turns a wheel would show in what is measured.
     """
     with Live(console=errors, auto_refresh=False, transient=True) as live:
-        yield lambda whose: lambda what: live.update(Text(f" {whose}, {what} ..."), refresh=True)
+        yield lambda whose: lambda what: live.update(Text(printable(f" {whose}, {what} ...")), refresh=True)
 
 
 def print_json(value: object) -> None:

@@ -62,6 +62,9 @@ def train_command(
     checkpoint_every: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 30.0,
     workers: Workers = 0,
     decode: Decode = "cpu",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bits in every run, on the CPU or one GPU; slower.")
+    ] = False,
     bad: Bad = "skip",
     limit: Limit = None,
     image_size: Size = None,
@@ -93,6 +96,7 @@ def train_command(
             checkpoint_activations=recompute,
             workers=workers,
             decode=decode,
+            deterministic=deterministic,
             progress=not as_json,
             tensorboard=tensorboard,
             checkpoint_every=checkpoint_every,
@@ -116,7 +120,7 @@ def _leaving_politely() -> Iterator[None]:
         yield
     except Interrupted as farewell:
         errors.print(str(farewell), markup=False, soft_wrap=True)
-        raise typer.Exit(130) from farewell
+        raise typer.Exit(farewell.exit_code) from farewell
 
 
 def _first_process() -> bool:

@@ -10,8 +10,8 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from lowrank_cnn.data.cache import cached, digest
 from lowrank_cnn.data.types import Split
+from lowrank_cnn.system.cache import cached_tensors, tensor_key
 from lowrank_cnn.system.errors import LowRankError, nearest
 
 _CHUNK = 4096
@@ -118,8 +118,13 @@ class Whiten:
             raise LowRankError(
                 f"whitening takes images of {_MOST_VALUES} values at most, not {images[0].numel()}."
             )
-        key = f"zca-{digest(images, scale, epsilon)}"
-        found = cached(key, lambda: _zca(images, scale, epsilon, torch.device(device)), folder=cache)
+        key, size = f"zca-{tensor_key(images, scale, epsilon)}", images[0].numel()
+        found = cached_tensors(
+            key,
+            lambda: _zca(images, scale, epsilon, torch.device(device)),
+            shapes={"mean": (size,), "matrix": (size, size)},
+            folder=cache,
+        )
         return cls(found["mean"], found["matrix"], scale, epsilon).to(device)
 
 

@@ -24,6 +24,7 @@ from lowrank_cnn.data.readers.store import Store
 from lowrank_cnn.data.stream.streamed import StreamedSplit
 from lowrank_cnn.data.types import Problems, generator
 from lowrank_cnn.system.errors import LowRankError, require
+from lowrank_cnn.system.files import replacing
 
 PER_SHARD = 4096
 _ROW_GROUP = 100
@@ -117,10 +118,5 @@ def _write(path: Path, rows: list[dict[str, Any]], names: tuple[str, ...]) -> No
     features = {"label": {"names": list(names), "_type": "ClassLabel"}, "image": {"_type": "Image"}}
     schema = pa.schema({"image": pa.struct({"bytes": pa.binary(), "path": pa.string()}), "label": pa.int64()})
     schema = schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
-    temporary = path.with_suffix(".tmp")
-    try:
+    with replacing(path) as temporary:
         pq.write_table(pa.Table.from_pylist(rows, schema), temporary, row_group_size=_ROW_GROUP)
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise LowRankError(f"{path} could not be written ({error.strerror or error}).") from error

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.models.files import Stored, dtype_of, read_weights, write_weights
 from lowrank_cnn.system.compare import ROUNDED, difference, is_finite
 from lowrank_cnn.system.errors import LowRankError, require
+from lowrank_cnn.system.files import replacing
 from lowrank_cnn.system.provenance import note, notes
 from lowrank_cnn.train.trained import Trained, load_checkpoint
 
@@ -76,16 +76,12 @@ def export(
         raise LowRankError(f"{path} exists; overwrite=True (--overwrite) replaces it.")
     if not path.parent.is_dir():
         raise LowRankError(f"there is no directory {path.parent} to write {path.name} into.")
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
-        error = write(temporary, stored)
-        temporary.chmod(0o644)  # safetensors writes for its owner alone
-        temporary.replace(path)
-    except (OSError, SafetensorError) as failure:
-        reason = getattr(failure, "strerror", None) or failure
-        raise LowRankError(f"{path} cannot be written: {reason}.") from failure
-    finally:
-        temporary.unlink(missing_ok=True)
+        with replacing(path) as temporary:
+            error = write(temporary, stored)
+            temporary.chmod(0o644)  # safetensors writes for its owner alone
+    except SafetensorError as failure:
+        raise LowRankError(f"{path} could not be written ({failure}).") from failure
     return Exported(str(path), path.stat().st_size, error)
 
 

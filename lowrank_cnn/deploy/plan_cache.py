@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from lowrank_cnn.deploy.blocks import Block
 from lowrank_cnn.kernels.mode import is_for_graphs
-from lowrank_cnn.system.cache import cache_folder
+from lowrank_cnn.system.cache import JsonCache, cache_folder
 from lowrank_cnn.system.environment import environment
-from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.version import __version__
 
 
@@ -28,35 +27,20 @@ class Cache:
     `taken` is how many were found; `blind`, it finds none, and what is measured replaces what it has.
     """
 
-    path: Path | None
-    entries: dict[str, dict[str, float]] = field(default_factory=dict)
-    changed: bool = False
+    entries: JsonCache
     taken: int = 0
     blind: bool = False
 
     @classmethod
     def open(cls, where: str | Path | bool) -> Cache:
         """True is the user's cache directory, False none; a damaged file counts as empty."""
-        if where is False:
-            return cls(None)
-        path = cache_folder() / "plans.json" if where is True else Path(where)
-        try:
-            entries = json.loads(path.read_text())
-        except (OSError, json.JSONDecodeError):
-            entries = {}
-        return cls(path, entries if isinstance(entries, dict) else {})
+        path = cache_folder() / "plans.json" if where is True else Path(where) if where else None
+        return cls(JsonCache(path, key="plans", valid=_is_times))
 
     def times(self, key: str, ways: list[str] | None = None) -> dict[str, float] | None:
         """What was measured before; with `ways`, if it was measured for exactly these."""
         found = self.entries.get(key)
-        if (
-            self.blind
-            or not isinstance(found, dict)
-            or not found
-            or (ways is not None and set(found) != set(ways))
-        ):
-            return None
-        if not all(isinstance(ms, int | float) for ms in found.values()):
+        if self.blind or not found or (ways is not None and set(found) != set(ways)):
             return None
         self.taken += 1
         return dict(found)
@@ -64,19 +48,16 @@ class Cache:
     def keep(self, key: str, times: dict[str, float]) -> None:
         """Remember what was measured."""
         self.entries[key] = times
-        self.changed = True
 
-    def save(self) -> None:
-        """Replace the file in one move."""
-        if self.path is None or not self.changed:
-            return
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(self.entries, indent=1, sort_keys=True))
-            temporary.replace(self.path)
-        except OSError as error:
-            raise LowRankError(f"the plan cannot be kept in {self.path}: {error.strerror}.") from error
+    def save(self) -> bool:
+        """Keep what was measured; False where it cannot be written, which costs the next plan its time."""
+        return self.entries.save()
+
+
+def _is_times(entry: object) -> bool:
+    if not isinstance(entry, dict):
+        return False
+    return all(isinstance(ms, int | float) and not math.isnan(ms) and ms >= 0 for ms in entry.values())
 
 
 def block_key(block: Block, inputs: Sequence[Tensor]) -> str:

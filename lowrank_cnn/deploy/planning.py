@@ -66,7 +66,8 @@ def plan(
     if store.taken and not found.used and any(decision.choice != GIVEN for decision in found.decisions):
         store.blind = True
         result = _planned(model, example_input, store, **options)
-    store.save()
+    if not store.save() and say:
+        say(f"measured times could not be kept in {store.entries.path}")
     return result
 
 

@@ -20,9 +20,9 @@ from lowrank_cnn.data import Data
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
 from lowrank_cnn.paper.experiments import CLASSES, Line, Part, lines, parts_of
-from lowrank_cnn.paper.sharing import held
 from lowrank_cnn.paper.table import Table, build_table
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.lock import HeldError, locked
 from lowrank_cnn.train import fit, get_recipe, load_record
 from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.failure import NotFiniteError
@@ -121,14 +121,14 @@ class _Bench:
     def train(self, task: Task) -> None:
         """Finish the run of a task, unless another process is at it; one that diverges is said."""
         directory = task.line.directory(self.out, task.seed)
-        with held(directory) as ours:
-            if not ours:
-                return
-            _check_made_by(task.recipe, directory)
-            try:
+        try:
+            with locked(directory):
+                _check_made_by(task.recipe, directory)
                 self._train(task, directory)
-            except NotFiniteError as error:
-                self.say(f"  failed: {error}")
+        except HeldError:
+            return
+        except NotFiniteError as error:
+            self.say(f"  failed: {error}")
 
     def _train(self, task: Task, directory: Path) -> None:
         line = task.line

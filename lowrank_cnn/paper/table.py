@@ -17,7 +17,7 @@ from lowrank_cnn.paper.gaps import Scores, answers, order
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.checkpoint import write_json
+from lowrank_cnn.system.files import write_json
 from lowrank_cnn.train.recipe import differences
 from lowrank_cnn.train.record import Record, load_record
 

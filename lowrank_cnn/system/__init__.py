@@ -1,1 +1,1 @@
-"""The ground under every room: errors, clock, memory, environment, cache and text."""
+"""What every other room needs: errors, files, cache, locks, clocks, memory, environment and text."""

@@ -1,4 +1,4 @@
-"""What a figure was measured with: hardware, versions and commit, to be stored beside it."""
+"""Describe the hardware, versions and commit that a figure was measured with."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def environment() -> dict[str, object]:
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
         "platform": f"{platform.system()} {platform.machine()}",
     }
 

@@ -1,4 +1,4 @@
-"""Errors that speak to the user: one sentence that names what is wrong and what would be right."""
+"""Errors for users: one sentence that says what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ import importlib
 from collections.abc import Iterable
 from types import ModuleType
 
+from lowrank_cnn.system.text import printable
+
 
 class LowRankError(ValueError):
-    """Bad input. The command line prints the sentence and leaves with exit code 2."""
+    """Bad input. The command line prints the sentence and leaves with exit code 2.
+
+    A name within the sentence may come from a file of somebody else's: control characters in it are escaped.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class LostDeviceError(LowRankError):

@@ -1,4 +1,4 @@
-"""Knowing the errors of an allocator: they say what is free now, and nothing of what was tried."""
+"""Detect out-of-memory errors and estimate free memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def room(device: torch.device) -> float:
-    """Bytes of a GPU that nothing has needed so far, torch's own reserve included; elsewhere no limit."""
+    """Bytes that a GPU can still give, counting what torch has reserved and not used; elsewhere no limit."""
     if device.type != "cuda":
         return float("inf")
     free, _ = torch.cuda.mem_get_info(device)

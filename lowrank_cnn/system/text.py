@@ -1,9 +1,12 @@
-"""Numbers and tables as a person reads them."""
+"""Numbers, tables and foreign text as a person reads them."""
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 
+_REORDERING = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+"""Unicode's marks that reorder the text around them."""
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -13,6 +16,29 @@ def si(number: float, digits: int = 3) -> str:
         if abs(number) >= unit:
             return f"{number / unit:#.{digits}g}".rstrip(".") + letter
     return f"{number:g}"
+
+
+def printable(text: str) -> str:
+    """Text that a terminal shows and does not obey: control characters become escapes, but for line ends and tabs.
+
+    Escape sequences in a class name or a file name could rewrite the screen, and marks of the direction of writing
+    could reorder it. Half of a surrogate pair cannot be printed at all.
+
+    >>> printable("cat\x1b[2J")
+    'cat\\x1b[2J'
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_escaped(letter) for letter in text)
+
+
+def _escaped(letter: str) -> str:
+    harmful = unicodedata.category(letter) in ("Cc", "Cs") or unicodedata.bidirectional(letter) in _REORDERING
+    return (
+        letter
+        if letter in "\n\t" or not harmful
+        else letter.encode("unicode_escape", "surrogatepass").decode("ascii")
+    )
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

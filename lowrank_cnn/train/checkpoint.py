@@ -7,11 +7,8 @@ complete was written to the end. The two most recent pairs are kept, and the bes
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +18,13 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.system.errors import LowRankError, require
+from lowrank_cnn.system.files import LARGEST_JSON, delete, parse_json, read_regular, write_atomically
+from lowrank_cnn.system.seal import BrokenSealError, sealed, unsealed
 
 FORMAT = "lowrank-cnn checkpoint 1"
 KEEP = 2
+LARGEST_TENSORS = 2**36
+"""Bytes of the largest file of tensors that is read: more than any network here has, less than a device gives."""
 
 
 class DamagedCheckpointError(LowRankError):
@@ -55,8 +56,8 @@ class Store:
         write_checkpoint(self.directory / f"{kind}-{iteration:08d}", checkpoint)
         for stem in self._superseded(kind, iteration, keep):
             # The manifest goes first: without it, what is left no longer counts as a checkpoint.
-            stem.with_suffix(".json").unlink(missing_ok=True)
-            stem.with_suffix(".safetensors").unlink(missing_ok=True)
+            if delete(stem.with_suffix(".json")):
+                delete(stem.with_suffix(".safetensors"))
 
     def latest(self, say: Callable[[str], None], *, kind: str = "step") -> Checkpoint | None:
         """The newest checkpoint that is whole; `say` then hears what is wrong with each newer one."""
@@ -96,73 +97,26 @@ def write_checkpoint(stem: Path, checkpoint: Checkpoint) -> None:
     payload = safetensors.save({name: _portable(tensor) for name, tensor in checkpoint.tensors.items()})
     manifest = {"format": FORMAT, "tensors": _sha256(payload), "state": checkpoint.state}
     write_atomically(stem.with_suffix(".safetensors"), payload)
-    write_atomically(stem.with_suffix(".json"), _sealed(manifest))
+    write_atomically(stem.with_suffix(".json"), _manifest_bytes(manifest))
 
 
 def read_checkpoint(stem: Path) -> Checkpoint:
     """Read a pair of files back, or say in one sentence why it cannot be trusted."""
     safetensors = require("safetensors.torch", extra="train", purpose="reading a checkpoint")
-    manifest = _unsealed(stem.with_suffix(".json"))
+    manifest = _read_manifest(stem.with_suffix(".json"))
     path = stem.with_suffix(".safetensors")
     try:
-        payload = path.read_bytes()
+        payload = read_regular(path, most=LARGEST_TENSORS)
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror}).") from error
-    if _sha256(payload) != manifest["tensors"]:
+    if _sha256(payload) != manifest.get("tensors"):
         raise DamagedCheckpointError(f"{path} is damaged: its checksum is not the one that was written.")
     return Checkpoint(safetensors.load(payload), manifest["state"], stem)
 
 
 def read_state(stem: Path) -> dict[str, Any]:
     """What a checkpoint holds beside its tensors, without reading these."""
-    return _unsealed(stem.with_suffix(".json"))["state"]
-
-
-def write_atomically(path: Path, payload: bytes) -> None:
-    """Replace the file in one move, on disk before this returns; a failure leaves what was there."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync_directory(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise LowRankError(_why_not_written(path, len(payload), error)) from error
-
-
-def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """Write a JSON file for people and programs to read, atomically."""
-    write_atomically(path, (json.dumps(value, indent=1) + "\n").encode())
-
-
-def clear_temporaries(directory: Path) -> None:
-    """Remove what a process that was killed while writing left behind."""
-    for path in directory.glob(".*.tmp"):
-        path.unlink(missing_ok=True)
-
-
-def _why_not_written(path: Path, size: int, error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return (
-            f"the disk is full: {path} needs {size / 1e6:.1f} MB. What was saved before is whole; "
-            "free some space and go on with --resume."
-        )
-    return f"{path} could not be written ({error.strerror or error})."
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make the rename itself durable; systems that cannot open a directory need no such thing."""
-    with contextlib.suppress(PermissionError):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    return _read_manifest(stem.with_suffix(".json"))["state"]
 
 
 def _portable(tensor: Tensor) -> Tensor:
@@ -170,23 +124,23 @@ def _portable(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _sealed(manifest: Mapping[str, object]) -> bytes:
-    body = json.dumps(manifest, sort_keys=True)
-    return json.dumps({**manifest, "sha256": _sha256(body.encode())}, sort_keys=True).encode()
+def _manifest_bytes(manifest: Mapping[str, object]) -> bytes:
+    return json.dumps(sealed(manifest), sort_keys=True).encode()
 
 
-def _unsealed(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        content = path.read_bytes()
-        manifest = json.loads(content)
-        del manifest["sha256"]
-        known = manifest["format"] == FORMAT
+        content = read_regular(path, most=LARGEST_JSON)
+        manifest = unsealed(parse_json(content))
+        known = manifest["format"] == FORMAT and isinstance(manifest["state"], dict)
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    except BrokenSealError as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{path} is damaged or not a checkpoint of this library.") from error
     # Byte by byte: two ways to write one number have the same value, and so the same checksum.
-    if content != _sealed(manifest) or not known:
+    if content != _manifest_bytes(manifest) or not known:
         raise DamagedCheckpointError(f"{path} is damaged: its checksum is not the one that was written.")
     return manifest
 

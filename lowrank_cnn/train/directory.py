@@ -1,19 +1,25 @@
-"""The directory of a run: recipe.json, record.json, its checkpoints, and the rules for going on in it."""
+"""The directory of a run: its recipe, record and checkpoints, and the rules for resuming it."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.checkpoint import Checkpoint, Store, clear_temporaries, write_json
+from lowrank_cnn.system.files import clear_temporaries, write_json
+from lowrank_cnn.system.lock import locked
+from lowrank_cnn.train.checkpoint import Checkpoint, Store
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.record import Record, load_record
 
 FIXED = ("batch_size", "holdout", "preprocess", "zca_epsilon", "resize", "crop", "ema", "norm", "pool")
-"""Fields that cannot change in mid-run: the order of the data and the saved state hang on them."""
+"""Fields that cannot change in mid-run: the order of the data and the saved state depend on them."""
+IMAGES = "images with the digest"
+RECIPE, RECORD = "recipe.json", "record.json"
 _MOST_LETTERS = 60
 
 
@@ -27,38 +33,41 @@ class RunDirectory:
     def store(self) -> Store:
         return Store(self.path)
 
+    def held(self) -> AbstractContextManager[None]:
+        """Keep every other process out of the directory while the block lasts."""
+        if self.path.exists() and not self.path.is_dir():
+            raise LowRankError(f"{self.path} is a file: give the name of a directory.")
+        return locked(self.path)
+
     def holds_run(self) -> bool:
-        return any((self.path / name).exists() for name in ("recipe.json", "record.json")) or any(
-            self.path.glob("step-*")
-        )
+        return any((self.path / name).exists() for name in (RECIPE, RECORD)) or any(self.path.glob("step-*"))
 
     def check_free(self) -> None:
         """Refuse to start over what is already there."""
-        if self.path.exists() and not self.path.is_dir():
-            raise LowRankError(f"{self.path} is a file: give the name of a directory.")
         if self.holds_run():
             raise LowRankError(f"{self.path} already holds a run: go on with --resume, or choose another --out.")
 
     def finished(self, recipe: Recipe, say: Callable[[str], None]) -> Record | None:
-        """The record of a run that has nothing left to do; one that cannot be read is written anew.
+        """The record of a run that is complete; None for a run that goes on from its checkpoints.
 
-        A run whose last weights are damaged has something left to do: it goes on from those before them.
+        A run goes on if its record is damaged or is that of another run, or if its last checkpoint is damaged.
         """
-        if not (self.path / "record.json").exists():
+        if not (self.path / RECORD).exists():
             return None
         try:
             record = load_record(self.path)
             more = recipe.epochs > Recipe.from_dict(record.recipe).epochs
         except LowRankError as damage:
-            say(f"{damage} The checkpoints say where the run stands.")
+            say(f"{damage} The run goes on from its checkpoints.")
             return None
-        return record if record.status == "finished" and not more and self._last_is_whole() else None
-
-    def _last_is_whole(self) -> bool:
-        """Whether the last weights can be read, or none were kept; an error where all are damaged."""
+        if record.status != "finished" or more:
+            return None
         damages: list[str] = []
-        self.store.latest(damages.append)
-        return not damages
+        last = self.store.latest(damages.append)
+        if last and not damages and not _is_of_run(record, last):
+            say(f"{self.path / RECORD} is not the record of the checkpoint beside it, which is used instead.")
+            return None
+        return None if damages else record
 
     def resume(self, say: Callable[[str], None]) -> Checkpoint | None:
         """The newest whole checkpoint, or None where the run never came to write one."""
@@ -72,24 +81,53 @@ class RunDirectory:
             return False
 
     def begin(self, recipe: Recipe) -> None:
-        """Sweep up after a killed process, and write the resolved recipe beside the run."""
+        """Remove what a killed process left, keep a damaged record aside, and write the resolved recipe."""
         clear_temporaries(self.path)
-        write_json(self.path / "recipe.json", recipe.to_dict())
+        self._set_aside_damaged_record()
+        write_json(self.path / RECIPE, recipe.to_dict())
 
     def write_record(self, record: Record) -> None:
-        record.save(self.path / "record.json")
+        record.save(self.path / RECORD)
+
+    def _set_aside_damaged_record(self) -> None:
+        """Rename a record that cannot be read: the run will write its own in that place."""
+        path = self.path / RECORD
+        try:
+            load_record(path)
+        except LowRankError:
+            with contextlib.suppress(OSError):
+                path.rename(path.with_name(f"{RECORD}.damaged"))
+
+
+def _is_of_run(record: Record, checkpoint: Checkpoint) -> bool:
+    """Whether a record and a checkpoint are of one run: the same network, data and seed, and the same epochs."""
+    same = _differing(vars(record), checkpoint.state) == []
+    return same and record.history == checkpoint.state["position"]["history"]
 
 
 def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on with another network, data set or seed than the run was started with."""
-    then, wanted = _identity(before), _identity(now)
-    differing = [what for what in then | wanted if then.get(what) != wanted.get(what)]
+    then, wanted, differing = _identity(before), _identity(now), _differing(before, now)
+    if IMAGES in differing and len(differing) == 1:
+        raise LowRankError(
+            f"the images of {before['data']['name']} are not those that this run was started with: their names, "
+            "sizes or contents have changed. Bring the old ones back, or start a new run in another --out."
+        )
+    differing = [what for what in differing if what != IMAGES or len(differing) == 1]
     if "network" in differing:  # its options then differ as well, and say nothing more
         differing = [what for what in differing if not what.startswith("network's")]
     if differing:
         started = " and ".join(f"the {what} {_short(then.get(what))}" for what in differing)
         offered = " and ".join(_short(wanted.get(what)) for what in differing)
         raise LowRankError(f"this run was started with {started}, and cannot go on with {offered}.")
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What the two differ in. Runs of older versions have no digest of their images, and are not judged by it."""
+    then, wanted = _identity(before), _identity(now)
+    found = [what for what in then | wanted if then.get(what) != wanted.get(what)]
+    known = then[IMAGES] is not None and wanted[IMAGES] is not None
+    return [what for what in found if what != IMAGES or known]
 
 
 def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,6 +141,7 @@ def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
         "number of training images": data["train"],
         "number of test images": data["test"],
         "image size": "x".join(map(str, data["image"])) or "varying",
+        IMAGES: data.get("digest"),
         "seed": about["seed"],
     }
 

@@ -1,4 +1,4 @@
-"""What can go wrong while training, said in one sentence: numbers, memory, and the wish to stop."""
+"""Failures while training, each told in one sentence: infinite numbers, memory, and requests to stop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,16 @@ class OutOfMemoryError(LowRankError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop, has saved its state, and can go on from there."""
+    """The run was asked to stop, has saved its state, and can be resumed.
+
+    `exit_code` is what a shell expects: 130 after Ctrl-C, 143 after SIGTERM.
+    """
+
+    signal: int = signal.SIGINT
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signal
 
 
 def first_not_finite(network: nn.Module, images: Tensor) -> str:
@@ -94,19 +103,21 @@ def farewell(position: Position, directory: Path | None) -> str:
 
 
 class StopRequest:
-    """Hears Ctrl-C and the request to terminate while active; the step under way is finished first.
+    """Receives Ctrl-C and SIGTERM; the training step under way is finished first.
 
-    A second Ctrl-C leaves at once. Signals are only heard in the main thread; elsewhere nothing changes.
+    A second Ctrl-C stops the process at once. Python handles signals in the main thread alone; elsewhere this does
+    nothing.
     """
 
     def __init__(self) -> None:
         self.received = False
+        self.signal: int = signal.SIGINT
 
     def __bool__(self) -> bool:
         return self.received
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
+        self.received, self.signal = True, number
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     @contextlib.contextmanager
@@ -118,6 +129,9 @@ class StopRequest:
         before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield self
+        except Interrupted as farewell:
+            farewell.signal = self.signal
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

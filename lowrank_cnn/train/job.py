@@ -136,8 +136,10 @@ class Job:
             return self.model
         # Launched one by one, fused layers cost the host more than they save the device: graphs alone gain.
         gains = self.means.cuda_graphs and self.fabric.world_size == 1 and not self.means.compile
-        placed = fused_to_train(self.model, size, self.shown.say) if gains else self.model
-        torch.backends.cudnn.benchmark = True  # not before: two images that compare networks need no search
+        # What is fused, and which algorithm cuDNN takes, is decided by times, which differ from run to run.
+        repeatable = torch.are_deterministic_algorithms_enabled()
+        placed = fused_to_train(self.model, size, self.shown.say) if gains and not repeatable else self.model
+        torch.backends.cudnn.benchmark = not repeatable  # not before: two images need no search
         return placed
 
     def record(self, inputs: Inputs) -> Record:

@@ -15,6 +15,7 @@ from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.dense_cost import dense_cost
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.checkpoint import Checkpoint
+from lowrank_cnn.train.determinism import changed_conditions, conditions, keep_threads, repeatable
 from lowrank_cnn.train.directory import RunDirectory, recipe_changes
 from lowrank_cnn.train.failure import told_out_of_memory
 from lowrank_cnn.train.job import Job, Means
@@ -47,6 +48,7 @@ def fit(
     checkpoint_activations: bool = False,
     workers: int = 0,
     decode: Decode = "cpu",
+    deterministic: bool = False,
     progress: bool = True,
     tensorboard: bool = False,
     checkpoint_every: float = 30.0,
@@ -59,6 +61,8 @@ def fit(
     `data` may be a `data.holdout(...)`, for a search that never sees the test set, or a name.
     `checkpoint_activations` saves memory: stages are computed again in the backward pass.
     `decode="gpu"` lets the GPU decode streamed photographs to train on, which needs torchvision.
+    `deterministic` gives the same bits whenever the run is repeated or resumed, on the CPU or on one GPU.
+    One process at a time can use `out`.
     Raises `Interrupted`, a KeyboardInterrupt, after Ctrl-C has been answered and the state saved.
     """
     if not isinstance(model, nn.Module):
@@ -71,11 +75,13 @@ def fit(
     fabric = launch(device, precision or recipe.precision, strategy)
     shown = Lines() if progress and fabric.is_global_zero else Progress()
     job = Job(fabric, model, data, recipe, seed, precision or recipe.precision, means, directory, shown)
-    if resume and (done := job.finished()):
-        return done
-    for sentence in remarks(model, recipe):
-        shown.say(sentence)
-    return _train(job, job.saved(resume=resume), tensorboard=tensorboard, checkpoint_every=checkpoint_every)
+    held = directory.held() if directory else contextlib.nullcontext()
+    with held, repeatable(deterministic, processes=fabric.world_size):
+        if resume and (done := job.finished()):
+            return done
+        for sentence in remarks(model, recipe):
+            shown.say(sentence)
+        return _train(job, job.saved(resume=resume), tensorboard=tensorboard, checkpoint_every=checkpoint_every)
 
 
 def _resolve(recipe: Recipe | str, epochs: int | None) -> Recipe:
@@ -86,6 +92,7 @@ def _resolve(recipe: Recipe | str, epochs: int | None) -> Recipe:
 def _train(job: Job, saved: Checkpoint | None, *, tensorboard: bool, checkpoint_every: float) -> Record:
     """Carry the job out, from its start or from what was saved of it."""
     fabric, model, recipe, shown = job.fabric, job.model, job.recipe, job.shown
+    keep_threads(saved.state.get("conditions", {}) if saved else {})
     seed_generators(job.seed, fabric.global_rank)
     model.to(fabric.device)
     with told_out_of_memory(recipe.batch_size, fabric.device), batch_norm_over_all(fabric, model, shown.say):
@@ -114,6 +121,7 @@ def _resume(trainer: Trainer, checkpoint: Checkpoint | None, shown: Progress) ->
     """Stand where the checkpoint says, and say which parts of the recipe are new from here on."""
     if checkpoint:
         changes = recipe_changes(checkpoint.state["recipe"], trainer.recipe)
+        changes |= changed_conditions(checkpoint.state.get("conditions", {}), conditions(trainer.fabric))
         trainer.restore(checkpoint)
         position = trainer.position
         for field, (before, now) in changes.items():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lowrank_cnn.system.errors import require
+from lowrank_cnn.system.text import printable
 from lowrank_cnn.train.record import Epoch
 from lowrank_cnn.train.step import Tally
 
@@ -40,7 +41,7 @@ class Lines(Progress):
     """One line per epoch: for logs, notebooks and pipes."""
 
     def say(self, line: str) -> None:
-        print(line, flush=True)
+        print(printable(line), flush=True)
 
     def epoch(self, row: Epoch, epochs: int) -> None:
         self.say(epoch_line(row, epochs))
@@ -73,7 +74,7 @@ class Live(Progress):
         return time.monotonic() - self.shown_at >= REFRESH_SECONDS
 
     def say(self, line: str) -> None:
-        self.bar.console.print(line, highlight=False, markup=False)
+        self.bar.console.print(printable(line), highlight=False, markup=False)
 
     def step(self, tally: Tally, rate: float, iteration: int) -> None:
         now, images = time.monotonic(), max(tally.images, 1)

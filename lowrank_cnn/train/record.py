@@ -1,21 +1,26 @@
-"""The record of a run: what was trained, how, on what, and what came of it, in one JSON file for reports."""
+"""The record of a run: what was trained, how, on what, and the result, in one JSON file for reports.
+
+A record is sealed with a checksum when it is written, which is verified when it is read. Records of older versions
+have no checksum; they are read all the same, and `Record.sealed` is then False.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.checkpoint import write_json
+from lowrank_cnn.system.files import UnreadableError, as_path, read_json, write_json
+from lowrank_cnn.system.seal import SEAL, BrokenSealError, is_sealed, sealed, unsealed
 
 SCHEMA = 1
 KIND = "training"
 LATER = {"begun_from"}
-"""Fields that records have had for a while only."""
+"""Fields that older records lack."""
 STATUSES = ("running", "interrupted", "failed", "finished")
 
 
@@ -42,6 +47,7 @@ class Record:
     `watched` says whose accuracy the history shows: the images held out of training, or the test set.
     `changes` are the fields of the recipe that were changed when an interrupted run was taken up again.
     `begun_from` names the trained weights that the network had before the run; empty where it had none.
+    `sealed` says whether the file that the record was read from had a checksum; it is not written.
     """
 
     model: dict[str, Any]
@@ -60,34 +66,44 @@ class Record:
     begun_from: str = ""
     kind: str = KIND
     schema: int = SCHEMA
+    sealed: bool = field(default=True, compare=False)
 
     def save(self, path: Path) -> None:
-        """Write the record, atomically."""
-        write_json(path, dataclasses.asdict(self))
+        """Write the record with its checksum, in one move."""
+        values = dataclasses.asdict(self)
+        del values["sealed"]
+        write_json(path, sealed(values))
 
 
 def load_record(path: str | Path) -> Record:
     """Read the record of a run, given its file or the directory of the run."""
-    path = Path(path)
+    path = as_path(path)
     path = path / "record.json" if path.is_dir() else path
+    if not path.exists():
+        raise LowRankError(f"there is no record of a run at {path}.")
     try:
-        values = json.loads(path.read_text())
-    except OSError as error:
-        raise LowRankError(f"there is no record of a run at {path} ({error.strerror}).") from error
-    except ValueError as error:
-        raise LowRankError(f"{path} is not the record of a run: it is not JSON.") from error
-    return _checked(values, path)
+        return _checked(read_json(path), path)
+    except UnreadableError as error:
+        raise LowRankError(f"{path} is not the record of a run: {error}.") from error
+    except BrokenSealError as error:
+        raise LowRankError(
+            f"{path} is damaged or was edited: {error}. To use it as it is, delete its field {SEAL}."
+        ) from error
 
 
-def _checked(values: object, path: Path) -> Record:
-    if not isinstance(values, dict) or values.get("kind") != KIND:
+def _checked(stored: object, path: Path) -> Record:
+    if not isinstance(stored, dict) or stored.get("kind") != KIND:
         raise LowRankError(f"{path} is not the record of a training run.")
+    values = unsealed(stored)
     if values.get("schema") != SCHEMA:
         raise LowRankError(f"{path} has schema {values.get('schema')}; this version reads schema {SCHEMA}.")
-    known = {f.name: f for f in dataclasses.fields(Record)}
-    wrong = sorted((values.keys() ^ known.keys()) - (LATER - values.keys()))
+    known = {f.name for f in dataclasses.fields(Record)} - {"sealed"}
+    wrong = sorted((values.keys() ^ known) - (LATER - values.keys()))
     if wrong:
         raise LowRankError(f"{path} is not a record of this version: {', '.join(wrong)} missing or unknown.")
+    for name, kind in typing.get_type_hints(Record).items():
+        if name in values and not isinstance(values[name], typing.get_origin(kind) or kind):
+            raise LowRankError(f"{path} is not the record of a run: its {name} is not of type {kind}.")
     if values["status"] not in STATUSES:
         raise LowRankError(f"{path} has the status {values['status']!r}; known are {', '.join(STATUSES)}.")
-    return Record(**values)
+    return Record(**values, sealed=is_sealed(stored))

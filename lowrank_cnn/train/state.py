@@ -10,6 +10,7 @@ from torch import Tensor
 from lowrank_cnn.system.memory import is_out_of_memory, room
 from lowrank_cnn.train import launch
 from lowrank_cnn.train.checkpoint import Checkpoint
+from lowrank_cnn.train.determinism import conditions
 from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.inputs import Inputs
 from lowrank_cnn.train.randomness import generator_states, restore_generators
@@ -86,6 +87,7 @@ class Keeper:
         tensors = self.epoch_end if held else self._tensors()
         if self.fabric.is_global_zero:
             state = state | {key: getattr(self.record, key) for key in ABOUT}
+            state["conditions"] = conditions(self.fabric)
             preprocess = {f"preprocess.{name}": t for name, t in self.inputs.preprocess.to_dict().items()}
             # The best first: the state that names it is written only once it is there.
             if self.unsaved_best:

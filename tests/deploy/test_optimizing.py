@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 from lowrank_cnn.deploy.exporting import export, load
 from lowrank_cnn.deploy.optimized import Form, Optimized
 from lowrank_cnn.deploy.optimizing import _Workshop, optimize
+from lowrank_cnn.deploy.plan_cache import Cache
 from lowrank_cnn.deploy.planning import plan, silent
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
@@ -240,10 +241,10 @@ def test_no_more_is_tried_once_the_budget_is_used_up(network: nn.Module):
 def test_a_choice_is_kept_and_made_again_without_the_others(network: nn.Module, tmp_path):
     path, said = tmp_path / "times.json", []
     first = optimize(network, IMAGE, compile=False, cache=path, repeats=3)
-    entries = json.loads(path.read_text())
-    key = next(key for key, times in entries.items() if set(times) == set(first.report.times))
-    entries[key] = {"as given": 9e3, "folded, contiguous": 1e-3}
-    path.write_text(json.dumps(entries))
+    kept = Cache.open(path)
+    key = next(key for key, times in kept.entries.entries.items() if set(times) == set(first.report.times))
+    kept.keep(key, {"as given": 9e3, "folded, contiguous": 1e-3})
+    assert kept.save()
     again = optimize(network, IMAGE, compile=False, cache=path, repeats=3, say=said.append)
     if again.report.choice == "folded, contiguous":  # still faster than the network as given
         assert said == ["folded, contiguous, as measured before", "as given", "folded, contiguous"]

@@ -1,5 +1,6 @@
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from torch import nn
 
 from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, Epilogue, in_blocks
 from lowrank_cnn.deploy.candidates import CANDIDATES, ByGroup, groups_apart
+from lowrank_cnn.deploy.plan_cache import Cache
 from lowrank_cnn.deploy.planning import plan
 from lowrank_cnn.kernels.patterns import Activation
 from lowrank_cnn.method.layers import FactoredConv2d, build_conv
 from lowrank_cnn.models import create_model
+from lowrank_cnn.system.cache import JsonCache
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
 
@@ -120,36 +123,51 @@ def test_a_way_that_gives_something_else_is_not_chosen(network: nn.Module, image
     assert "another result" in str(notes(planned).plan)
 
 
+def kept(path: Path) -> JsonCache:
+    """The times in a file."""
+    return Cache.open(path).entries
+
+
 def test_times_are_kept_and_found_again(network: nn.Module, image: torch.Tensor, tmp_path):
     path = tmp_path / "deep" / "plans.json"
     alone = {"as given": CANDIDATES["as given"]}
     first = plan(network, image, cache=path, repeats=3, candidates=alone)
-    stored = json.loads(path.read_text())
+    stored = kept(path).entries
     again = plan(network, image, cache=path, repeats=3, candidates=alone)
-    assert json.loads(path.read_text()) == stored
+    assert kept(path).entries == stored
     assert [dict(row.times) for row in notes(again).plan.decisions] == [
         dict(row.times) for row in notes(first).plan.decisions
     ]
     plan(network, image[:1], cache=path, repeats=3)
-    assert len(json.loads(path.read_text())) > len(stored)
+    assert len(kept(path).entries) > len(stored)
 
 
 def test_times_that_the_whole_network_belies_are_measured_anew(network: nn.Module, image: torch.Tensor, tmp_path):
     path = tmp_path / "plans.json"
     plan(network, image, cache=path, repeats=3, candidates=WORSE)
-    busy = {key: {"as given": 9.0, "slow": 0.1} for key in json.loads(path.read_text())}
-    path.write_text(json.dumps(busy))
+    busy = kept(path)
+    for key in list(busy.entries):
+        busy[key] = {"as given": 9.0, "slow": 0.1}
+    busy.save()
     again = plan(network, image, cache=path, repeats=3, candidates=WORSE)
     assert not notes(again).plan.used
     assert all(row.choice == "as given" for row in notes(again).plan.decisions)
-    assert all(times["slow"] > times["as given"] for times in json.loads(path.read_text()).values())
+    assert all(times["slow"] > times["as given"] for times in kept(path).entries.values())
 
 
 def test_a_damaged_cache_counts_as_empty(network: nn.Module, image: torch.Tensor, tmp_path):
     path = tmp_path / "plans.json"
-    path.write_text("{not json")
+    path.write_bytes(b"\xff{not json")
     plan(network, image, cache=path, repeats=3)
-    assert json.loads(path.read_text())
+    assert kept(path).entries
+
+
+def test_a_plan_is_not_lost_with_a_cache_that_cannot_be_written(network: nn.Module, image: torch.Tensor, tmp_path):
+    (tmp_path / "file").touch()
+    said: list[str] = []
+    planned = plan(network, image, cache=tmp_path / "file" / "plans.json", repeats=3, say=said.append)
+    assert notes(planned).plan.decisions
+    assert "could not be kept" in said[-1]
 
 
 def test_a_network_of_one_layer_is_planned_too(image: torch.Tensor):

@@ -227,7 +227,7 @@ def test_seeds_of_older_records_are_averaged_with_new_ones(miniature, digits, tm
     run(digits, tmp_path, parts=("plain",), networks=("nin",))
     path = tmp_path / "plain" / "nin-seed1" / "record.json"
     record = json.loads(path.read_text())
-    del record["model"]["pool"], record["recipe"]["pool"]
+    del record["model"]["pool"], record["recipe"]["pool"], record["sha256"]
     path.write_text(json.dumps(record | {"recipe": record["recipe"] | {"evaluate_every": 1000}}))
     assert [len(row.top1) for row in build_table("miniature", tmp_path).rows] == [2]
 

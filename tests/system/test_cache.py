@@ -1,14 +1,27 @@
-"""All that is kept between runs lies in one folder, which the user can choose."""
+"""Caches lie in one folder, which the user can choose, and a file that is not whole counts as empty."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from lowrank_cnn.deploy.plan_cache import Cache
 from lowrank_cnn.kernels.autotune.store import store_path
-from lowrank_cnn.system.cache import cache_folder
+from lowrank_cnn.system.cache import (
+    JsonCache,
+    cache_folder,
+    cached_tensors,
+    read_cached,
+    tensor_key,
+    write_cached,
+)
+
+SHAPES = {"mean": (6,), "matrix": (6, 6)}
 
 
 @pytest.mark.parametrize(
@@ -27,4 +40,102 @@ def test_one_folder_for_all(variables: dict[str, str], folder: str, monkeypatch:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(Path, "home", lambda: Path("home"))
     assert cache_folder() == store_path().parent == Path(folder)
-    assert Cache.open(True).path == Path(folder) / "plans.json"
+    assert Cache.open(True).entries.path == Path(folder) / "plans.json"
+
+
+def made(value: float = 1.0) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, value) for name, shape in SHAPES.items()}
+
+
+def numbers(path: Path | None) -> JsonCache:
+    return JsonCache(path, key="numbers", valid=lambda entry: isinstance(entry, int))
+
+
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_one_flipped_bit_counts_as_empty(tmp_path, where, bit):
+    path = tmp_path / "key.safetensors"
+    cached_tensors("key", made, shapes=SHAPES, folder=tmp_path)
+    content = bytearray(path.read_bytes())
+    content[int(where * len(content))] ^= 1 << bit
+    path.write_bytes(content)
+    found = cached_tensors("key", lambda: made(2.0), shapes=SHAPES, folder=tmp_path)
+    assert found["matrix"].unique().tolist() == [2.0]
+    path.unlink()
+
+
+def test_tensors_are_made_once(tmp_path):
+    cached_tensors("key", made, shapes=SHAPES, folder=tmp_path)
+    found = cached_tensors("key", pytest.fail, shapes=SHAPES, folder=tmp_path)
+    assert all(torch.equal(found[name], tensor) for name, tensor in made().items())
+
+
+@pytest.mark.parametrize("shapes", [{"mean": (6,)}, {**SHAPES, "mean": (5,)}, {**SHAPES, "other": (1,)}])
+def test_tensors_of_other_names_or_shapes_are_made_anew(tmp_path, shapes):
+    cached_tensors("key", made, shapes=SHAPES, folder=tmp_path)
+    fresh = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    assert cached_tensors("key", lambda: fresh, shapes=shapes, folder=tmp_path) is fresh
+
+
+def test_what_was_stored_under_another_key_is_not_found(tmp_path):
+    write_cached(tmp_path / "file", "one", b"payload")
+    assert read_cached(tmp_path / "file", "one") == b"payload"
+    assert read_cached(tmp_path / "file", "other") is None
+
+
+def test_keys_depend_on_values_shape_and_parameters():
+    images = torch.arange(12, dtype=torch.uint8)
+    keys = {tensor_key(images, 1.0), tensor_key(images, 2.0), tensor_key(images.view(3, 4), 1.0)}
+    assert len(keys | {tensor_key(images + 1, 1.0)}) == 4
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff", b"{}", b"[" * 200_000, b'{"a": 1}\n{}', b'["x"]\n', b'{"format": []}\n']
+)
+def test_foreign_files_count_as_empty_and_are_replaced(tmp_path, content):
+    path = tmp_path / "numbers.json"
+    path.write_bytes(content)
+    cache = numbers(path)
+    assert cache.entries == {}
+    cache["a"] = 1
+    assert cache.save()
+    assert numbers(path).entries == {"a": 1}
+
+
+def test_entries_of_another_kind_are_left_out(tmp_path):
+    write_cached(tmp_path / "file", "numbers", b'{"a": 1, "b": "text", "c": null}')
+    assert numbers(tmp_path / "file").entries == {"a": 1}
+    write_cached(tmp_path / "file", "numbers", b"[1, 2]")
+    assert numbers(tmp_path / "file").entries == {}
+
+
+def test_processes_keep_what_others_have_stored(tmp_path):
+    one, other = numbers(tmp_path / "file"), numbers(tmp_path / "file")
+    one["a"], other["b"] = 1, 2
+    assert one.save()
+    assert other.save()
+    assert numbers(tmp_path / "file").entries == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize("obstacle", ["directory", "file above", "fifo", "null"])
+def test_a_cache_that_cannot_be_used_stops_nothing(tmp_path, obstacle):
+    path = tmp_path / "numbers.json"
+    if obstacle == "directory":
+        (path / "below").mkdir(parents=True)
+    elif obstacle == "file above":
+        path.write_text("")
+        path = path / "below"
+    elif obstacle == "fifo":
+        os.mkfifo(path)
+    else:
+        path = Path("a\0b")
+    cache = numbers(path)
+    cache["a"] = 1
+    assert cache.get("a") == 1
+    assert cache.save() is (obstacle == "fifo")  # which a file replaces
+
+
+def test_without_a_path_nothing_is_kept(tmp_path):
+    cache = numbers(None)
+    cache["a"] = 1
+    assert cache.save()

@@ -132,7 +132,7 @@ def main() -> None:
             train(out, progress=True, epochs=100_000)
         except Interrupted as farewell:
             print(farewell, flush=True)
-            sys.exit(130)
+            sys.exit(farewell.exit_code)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ from lowrank_cnn.train.checkpoint import (
     Checkpoint,
     DamagedCheckpointError,
     Store,
-    clear_temporaries,
     read_checkpoint,
-    write_atomically,
     write_checkpoint,
 )
 
@@ -126,33 +124,40 @@ def test_a_half_written_pair_does_not_push_out_a_whole_one(tmp_path):
     assert [path.stem for path in sorted(tmp_path.glob("*.json"))] == ["step-00000001", "step-00000003"]
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch, call):
-    path = tmp_path / "file"
-    write_atomically(path, b"old")
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EBUSY, errno.EIO])
+def test_an_old_checkpoint_that_cannot_be_deleted_stops_nothing(tmp_path, monkeypatch, code):
+    store = Store(tmp_path)
 
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os if call == "fsync" else Path, call, fail)
-        with pytest.raises(LowRankError, match="disk is full"):
-            write_atomically(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+        patch.setattr(Path, "unlink", fail)
+        for iteration in (1, 2, 3):
+            store.save(sample(iteration), iteration)
+    found = store.latest(pytest.fail)
+    assert found is not None
+    assert found.tensors["model.weight"].unique().item() == 3.0
+    store.save(sample(4.0), 4)
+    assert len(list(tmp_path.glob("step-*"))) == 4
 
 
-def test_a_directory_that_cannot_be_made_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(LowRankError, match=r"could not be written \(.*\)\.$"):
-        write_atomically(tmp_path / "file" / "below", b"")
-
-
-def test_leftovers_of_a_killed_writer_are_swept_up(tmp_path):
-    (tmp_path / ".step-1.json.99.tmp").write_text("half")
-    (tmp_path / "mine.tmp").write_text("kept")
-    clear_temporaries(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.tmp"]
+@pytest.mark.parametrize("kind", ["directory", "deep", "fifo", "bytes", "list"])
+def test_a_newest_manifest_of_any_kind_is_passed_over(tmp_path, kind):
+    store, said, odd = Store(tmp_path), [], tmp_path / "step-00000002.json"
+    store.save(sample(1.0), 1)
+    makers = {
+        "directory": odd.mkdir,
+        "deep": lambda: odd.write_bytes(b"[" * 200_000),
+        "fifo": lambda: os.mkfifo(odd),
+        "bytes": lambda: odd.write_bytes(bytes(range(256))),
+        "list": lambda: odd.write_text("[1]"),
+    }
+    makers[kind]()
+    found = store.latest(said.append)
+    assert found is not None
+    assert found.tensors["model.weight"].unique().item() == 1.0
+    assert len(said) == 1
 
 
 def test_a_pickle_is_never_loaded(tmp_path):

@@ -6,6 +6,8 @@ import dataclasses
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.record import Record, load_record
@@ -15,14 +17,64 @@ def sample() -> Record:
     return Record({"name": "nin"}, {"lr": 0.1}, {"name": "digits"}, 3, "test", "fp32", "cpu")
 
 
+def stored() -> dict:
+    """As records were stored before they were sealed."""
+    values = dataclasses.asdict(sample())
+    del values["sealed"]
+    return values
+
+
 def test_a_record_reads_back(tmp_path):
     sample_record = sample()
     sample_record.save(tmp_path / "record.json")
     assert load_record(tmp_path) == load_record(tmp_path / "record.json") == sample_record
 
 
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_flipped_bit_is_noticed_or_changes_nothing(tmp_path, where, bit):
+    path, written = tmp_path / "record.json", sample()
+    written.save(path)
+    content = bytearray(path.read_bytes())
+    content[int(where * len(content))] ^= 1 << bit
+    path.write_bytes(content)
+    try:
+        found = load_record(path)
+    except LowRankError:
+        return
+    assert found == written
+    assert found.sealed
+
+
+def test_a_changed_record_says_how_to_use_it_all_the_same(tmp_path):
+    path = tmp_path / "record.json"
+    sample().save(path)
+    values = json.loads(path.read_text()) | {"seed": 4}
+    path.write_text(json.dumps(values))
+    with pytest.raises(LowRankError, match=r"damaged or was edited.*delete its field sha256"):
+        load_record(path)
+    del values["sha256"]
+    path.write_text(json.dumps(values))
+    assert load_record(path).seed == 4
+    assert not load_record(path).sealed
+
+
+def test_fields_of_another_type_are_refused(tmp_path):
+    for name, value in {"model": "nin", "seed": "3", "history": {}, "status": [1], "result": None}.items():
+        (tmp_path / "record.json").write_text(json.dumps(stored() | {name: value}))
+        with pytest.raises(LowRankError, match=f"{name} is not"):
+            load_record(tmp_path)
+
+
+def test_lone_surrogates_come_back(tmp_path):
+    record = sample()
+    record.model["name"] = "\ud800"
+    record.save(tmp_path / "record.json")
+    assert load_record(tmp_path) == record
+
+
 def test_older_records_lack_what_came_later_and_nothing_else(tmp_path):
-    values = dataclasses.asdict(sample())
+    values = stored()
     del values["begun_from"]
     (tmp_path / "record.json").write_text(json.dumps(values))
     assert load_record(tmp_path).begun_from == ""
@@ -42,7 +94,7 @@ def test_older_records_lack_what_came_later_and_nothing_else(tmp_path):
     ],
 )
 def test_foreign_records_are_refused(tmp_path, change, sentence):
-    (tmp_path / "record.json").write_text(json.dumps(dataclasses.asdict(sample()) | change))
+    (tmp_path / "record.json").write_text(json.dumps(stored() | change))
     with pytest.raises(LowRankError, match=sentence):
         load_record(tmp_path)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +37,22 @@ def assert_same_weights(one: dict, other: dict) -> None:
         assert torch.equal(one[name], other[name]), name
 
 
+@contextlib.contextmanager
+def locked_elsewhere(directory: Path):
+    """A directory that another process holds."""
+    code = (
+        "import sys, time, pathlib\n"
+        "from lowrank_cnn.system.lock import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])): print(flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(directory)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield
+    process.kill()
+    process.wait()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the driver forks")
 def test_killed_at_twenty_moments_it_ends_with_the_same_bits(driver, program, tmp_path):
@@ -45,7 +65,7 @@ def test_killed_at_twenty_moments_it_ends_with_the_same_bits(driver, program, tm
     assert_same_weights(driver.last_weights(whole), driver.last_weights(killed))
     assert same_history(load_record(whole), load_record(killed))
     assert load_record(killed).status == "finished"
-    assert not list(killed.glob(".*.tmp"))
+    assert not list(killed.glob(".tmp-*"))
 
 
 def test_resuming_in_the_middle_of_an_epoch_changes_nothing(driver, tmp_path, monkeypatch):
@@ -72,7 +92,7 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(driver, program, tmp_path,
     assert process.stdout.readline().startswith("epoch 1/")
     process.send_signal(number)
     said, complaints = process.communicate(timeout=60)
-    assert process.returncode == 130, complaints
+    assert process.returncode == 128 + number, complaints
     assert "--resume" in said
     stopped = load_record(tmp_path / "run")
     assert stopped.status == "interrupted"
@@ -104,10 +124,10 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(driver, tmp_path, monkeypa
         real(descriptor)
 
     with monkeypatch.context() as patch:
-        patch.setattr("lowrank_cnn.train.checkpoint.os.fsync", fill_up)
+        patch.setattr("lowrank_cnn.system.files.os.fsync", fill_up)
         with pytest.raises(LowRankError, match=r"disk is full.*--resume"):
             driver.train(tmp_path / "run", epochs=3, checkpoint_every=0.0)
-    assert not list((tmp_path / "run").glob(".*.tmp"))
+    assert not list((tmp_path / "run").glob(".tmp-*"))
     whole, _ = driver.train(tmp_path / "whole", epochs=3)
     again, record = driver.train(tmp_path / "run", epochs=3, resume=True)
     assert record.status == "finished"
@@ -210,6 +230,46 @@ def test_a_damaged_record_does_not_block_a_run_whose_checkpoints_are_whole(drive
     assert_same_weights(whole.state_dict(), again.state_dict())
     assert same_history(first, second)
     assert load_record(tmp_path).status == "finished"
+
+
+def test_a_damaged_record_is_kept_aside_before_a_run_starts_anew(driver, tmp_path):
+    driver.train(tmp_path, epochs=1)
+    for path in tmp_path.glob("step-*"):  # as `lowrank reproduce --no-weights` does
+        path.unlink()
+    for path in tmp_path.glob("best-*"):
+        path.unlink()
+    content = (tmp_path / "record.json").read_text().replace("finished", "finishes")
+    (tmp_path / "record.json").write_text(content)
+    driver.train(tmp_path, epochs=1, resume=True)
+    assert (tmp_path / "record.json.damaged").read_text() == content
+
+
+def test_a_second_run_in_the_same_directory_is_refused(driver, tmp_path):
+    with locked_elsewhere(tmp_path / "run"), pytest.raises(LowRankError, match="in use by another process"):
+        driver.train(tmp_path / "run", epochs=1, resume=True)
+    assert driver.train(tmp_path / "run", epochs=1, resume=True)[1].status == "finished"
+
+
+def test_the_record_of_another_run_does_not_finish_this_one(driver, tmp_path, capsys):
+    """As it was when two runs wrote into one directory: the record of one lay over the weights of the other."""
+    driver.train(tmp_path / "one", driver.PLAIN, epochs=1)
+    driver.train(tmp_path / "other", driver.PLAIN, epochs=1, seed=1)
+    (tmp_path / "other" / "record.json").replace(tmp_path / "one" / "record.json")
+    with pytest.raises(LowRankError, match="the seed 0, and cannot go on with 1"):
+        driver.train(tmp_path / "one", driver.PLAIN, epochs=1, seed=1, resume=True)
+    _, record = driver.train(tmp_path / "one", driver.PLAIN, epochs=1, seed=0, resume=True, progress=True)
+    assert "is not the record of the checkpoint beside it" in capsys.readouterr().out
+    assert record.seed == load_record(tmp_path / "one").seed == 0
+
+
+def test_images_that_changed_between_runs_are_refused():
+    data = {"name": "photos", "classes": ["a"], "train": 4, "test": 2, "image": [3, 8, 8], "digest": "1f"}
+    before = {"model": {"name": "nin"}, "data": data, "seed": 0}
+    check_same_run(before, before)
+    with pytest.raises(LowRankError, match=r"^the images of photos are not those that this run was started with"):
+        check_same_run(before, {**before, "data": {**data, "digest": "2e"}})
+    older = {**before, "data": {key: value for key, value in data.items() if key != "digest"}}
+    check_same_run(older, before)
 
 
 def test_a_smaller_learning_rate_is_allowed_and_said(driver, tmp_path, capsys):

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from lowrank_cnn.data.fingerprint import fingerprint_of_files
 from lowrank_cnn.data.images.decode import BadImageError
+from lowrank_cnn.data.readers.bounded import MOST_SHARDS, check_rows, read_binaries, read_integers
 from lowrank_cnn.data.readers.store import NO_LABEL
 from lowrank_cnn.data.types import Problems
 from lowrank_cnn.system.errors import LowRankError, require
+from lowrank_cnn.system.files import is_regular
 
 Missing = Literal["skip", "refuse"]
 _SHARD = re.compile(
@@ -27,6 +29,7 @@ _SHARD = re.compile(
 )
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "fine_label")
+_NAMED = 5
 _TEST_SPLITS = ("test", "validation", "valid", "val")
 
 
@@ -97,21 +100,18 @@ class ParquetStore:
 
     def _read_group(self, group: Group) -> Any:
         """The column of image bytes, or None where the shard is damaged there."""
-        pq = require("pyarrow.parquet", extra="data", purpose="reading parquet")
         try:
-            with pq.ParquetFile(self.shards[group.shard]) as file:
-                table = file.read_row_group(group.number, columns=[self.image_column], use_threads=False)
+            return read_binaries(self.shards[group.shard], self.image_column, group.number)
         except (OSError, ValueError):  # pyarrow's errors derive from these
             return None
-        column = table.column(0).combine_chunks()
-        return column.field("bytes") if hasattr(column, "field") else column
 
 
 def find_shards(folder: Path) -> dict[str, list[Path]]:
     """Shards by split name, from the folder itself or the one subfolder that holds them; {} where none is."""
     by_folder: dict[Path, dict[str, list[Path]]] = {}
     for file in sorted((*folder.glob("*.parquet"), *folder.glob("*/*.parquet"))):
-        if match := _SHARD.fullmatch(file.name):
+        # Opening a FIFO would wait for its writer, and a device may have no end.
+        if (match := _SHARD.fullmatch(file.name)) and is_regular(file):
             by_folder.setdefault(file.parent, {}).setdefault(match["split"], []).append(file)
     if len(by_folder) > 1:
         names = ", ".join(sorted(str(found) for found in by_folder))
@@ -126,6 +126,10 @@ def absent_shards(files: Sequence[Path]) -> list[str]:
     if len(counts) > 1:
         raise LowRankError(f"{files[0].parent} mixes shards of {' and '.join(sorted(counts))} in one split.")
     present = {int(match["part"]) for match in matches}
+    if counts and (promised := int(counts.copy().pop())) > MOST_SHARDS:
+        raise LowRankError(
+            f"{files[0]} claims to be one of {promised:,} shards; at most {MOST_SHARDS:,} are read."
+        )
     return [
         f"{match['split']}-{part:0{len(match['part'])}d}-of-{match['parts']}.parquet"
         for match in matches[:1]
@@ -138,7 +142,8 @@ def open_shards(files: Sequence[Path], *, missing: Missing, problems: Problems) 
     """The store over these shards, and the class names that their schema gives ([] where it gives none)."""
     absent = absent_shards(files)
     if absent and missing == "refuse":
-        raise LowRankError(f"{files[0].parent} lacks the shard {', '.join(absent)}.")
+        more = f" and {len(absent) - _NAMED:,} more" if len(absent) > _NAMED else ""
+        raise LowRankError(f"{files[0].parent} lacks the shard {', '.join(absent[:_NAMED])}{more}.")
     problems.add_all(("missing shard", name) for name in absent)
     pq = require("pyarrow.parquet", extra="data", purpose="reading parquet")
     groups: list[Group] = []
@@ -149,6 +154,7 @@ def open_shards(files: Sequence[Path], *, missing: Missing, problems: Problems) 
             with pq.ParquetFile(path) as file:
                 schemas.append(file.schema_arrow)
                 groups += _groups(file.metadata, shard)
+                check_rows(sum(group.rows for group in groups), path)
                 labels.append(_read_labels(file, path))
         except (OSError, ValueError) as error:
             if isinstance(error, LowRankError):
@@ -198,10 +204,11 @@ def _read_labels(file: Any, path: Path) -> Tensor:
     name = next((name for name in _LABEL_COLUMNS if name in file.schema_arrow.names), None)
     if name is None:
         raise LowRankError(f"{path} has no column label, only {', '.join(file.schema_arrow.names)}.")
-    column = file.read(columns=[name], use_threads=False).column(0)
-    if not str(column.type).startswith(("int", "uint")):
-        raise LowRankError(f"the column {name} of {path} holds {column.type}, not class numbers.")
-    return torch.tensor(column.cast("int64").fill_null(NO_LABEL).to_pylist(), dtype=torch.int64)
+    kind = file.schema_arrow.field(name).type
+    if not str(kind).startswith(("int", "uint")):
+        raise LowRankError(f"the column {name} of {path} holds {kind}, not class numbers.")
+    check_rows(file.metadata.num_rows, path)
+    return read_integers(file, name, missing=NO_LABEL)
 
 
 def _image_column(schema: Any, path: Path) -> str:

@@ -10,13 +10,14 @@ from lowrank_cnn.data.readers.splits import Options, limited, make_split
 from lowrank_cnn.data.readers.store import Store
 from lowrank_cnn.data.types import Data, Problems
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.files import as_path
 
 
 def open_source(source: str | Path, options: Options) -> Data:
     """The data behind a name or path, or a sentence on what it should have been."""
     if not isinstance(source, str | Path):
         raise LowRankError(f"data is opened by its name or path, not by {source!r}.")
-    path = Path(source).expanduser()
+    path = as_path(source)
     if str(source) == "digits" and not path.exists():
         return limited(open_digits(), options)
     if path.is_dir():

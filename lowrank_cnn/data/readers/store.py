@@ -9,9 +9,12 @@ from torch import Tensor
 
 from lowrank_cnn.data.fingerprint import fingerprint_of_subset
 from lowrank_cnn.data.types import Problems
+from lowrank_cnn.system.errors import LowRankError
 
 NO_LABEL = torch.iinfo(torch.int64).min
 WRONG_LABEL = "wrong label"
+MOST_WRONG = 10**5
+"""So many wrong labels are no accident, and naming each would take more memory than the images."""
 
 
 class Store(Protocol):
@@ -44,7 +47,13 @@ class Store(Protocol):
 def labelled_rows(store: Store, classes: int, problems: Problems) -> Tensor:
     """The rows whose label names a class; the others are counted as problems."""
     right = (store.labels >= 0) & (store.labels < classes)
-    for row in (~right).nonzero()[:, 0].tolist():
+    wrong = (~right).nonzero()[:, 0]
+    if len(wrong) > MOST_WRONG:
+        raise LowRankError(
+            f"{len(wrong):,} of {len(right):,} labels, {store.where(int(wrong[0]))} first, are none of the "
+            f"{classes} classes: is this the column of labels?"
+        )
+    for row in wrong.tolist():
         label = int(store.labels[row])
         problems.add(WRONG_LABEL, f"{store.where(row)}: {'none' if label == NO_LABEL else label}")
     return right.nonzero()[:, 0]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,24 +9,29 @@ from typing import Any
 
 import torch
 
-from lowrank_cnn.system.cache import cache_folder
+from lowrank_cnn.system.cache import JsonCache, cache_folder
 
 LAYOUT = 4
 """What an entry holds; files of another layout are left alone."""
+WAYS = ("graph", "call")
+"""How a path is timed: within a CUDA graph, and called from Python."""
 _passing: dict[str, Any] = {}
 
 
 @lru_cache(maxsize=1)
-def entries() -> dict[str, Any]:
+def entries() -> JsonCache:
     """What was measured on this device with these versions."""
-    return _read()
+    path = store_path()
+    return JsonCache(path, key=path.stem, valid=_is_entry)
 
 
 def keep(key: str, entry: dict[str, Any], *, lasting: bool) -> None:
     """Go by an entry from now on; one that is not to last holds in this run alone, where there is no other."""
-    (entries() if lasting else _passing)[key] = entry
-    if lasting:
-        _save()
+    if not lasting:
+        _passing[key] = entry
+        return
+    entries()[key] = entry
+    entries().save()
 
 
 def find(key: str) -> dict[str, Any] | None:
@@ -37,21 +39,17 @@ def find(key: str) -> dict[str, Any] | None:
     return entries().get(key) or _passing.get(key)
 
 
-def _read() -> dict[str, Any]:
-    try:
-        return json.loads(store_path().read_text())
-    except (OSError, ValueError):
-        return {}
+def _is_entry(entry: object) -> bool:
+    """Whether a stored value is an entry: times of both paths, a plan, and whether it was tuned."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("tuned"), bool):
+        return False
+    plan, paths = entry.get("plan"), (entry.get("fused"), entry.get("torch"))
+    has_times = all(isinstance(path, dict) and all(_is_time(path.get(way)) for way in WAYS) for path in paths)
+    return has_times and isinstance(plan, dict) and "kernel" in plan
 
 
-def _save() -> None:
-    """Write what this process knows beside what others have written since it began."""
-    path = store_path()
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps({**_read(), **entries()}, indent=1))
-        part.replace(path)
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
 
 
 def store_path() -> Path:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 
 from lowrank_cnn.data import open_data
+from lowrank_cnn.data.readers import hub
 from lowrank_cnn.data.readers.hub import is_repository
 from lowrank_cnn.system.errors import LowRankError
 
@@ -75,3 +78,49 @@ def test_offline_without_a_cached_copy(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(LowRankError, match=r"cannot be fetched from the Hub \(.+\): check its name, the network"):
         open_data("nobody/nothing")
+
+
+@pytest.fixture
+def silent_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """A server that accepts connections and never answers, in place of the Hub."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        real = huggingface_hub.snapshot_download
+
+        def elsewhere(*arguments: str, **options: object) -> str:
+            return real(*arguments, **options, endpoint=endpoint, cache_dir=tmp_path)  # pyright: ignore
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", elsewhere)
+        monkeypatch.setattr(hub, "STALL_SECONDS", 0.2)
+        monkeypatch.setattr(hub, "_LOOK_SECONDS", 0.05)
+        yield endpoint
+
+
+def test_a_server_that_never_answers_is_given_up(silent_server: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(LowRankError, match=r"from the Hub \(the server has sent nothing for 0.2 s"):
+        open_data("nobody/nothing")
+    assert time.monotonic() - start < 20
+
+
+def test_a_slow_download_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hub, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(hub, "_LOOK_SECONDS", 0.02)
+
+    def slow() -> str:
+        for number in range(10):
+            time.sleep(0.1)
+            (tmp_path / str(number)).write_bytes(b"some bytes")
+        return "folder"
+
+    assert hub._watched(slow, tmp_path) == "folder"
+
+
+def test_a_mistyped_local_path_is_not_looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "photos" / "train").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", pytest.fail)
+    with pytest.raises(LowRankError, match=r"^there is no folder photos/trian; did you mean train\?"):
+        open_data("photos/trian")

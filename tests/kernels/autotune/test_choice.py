@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -22,6 +21,7 @@ from lowrank_cnn.kernels.conv import launch
 from lowrank_cnn.kernels.conv.plans import Plan
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import pose
+from lowrank_cnn.system.cache import JsonCache
 from lowrank_cnn.system.errors import LostDeviceError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -181,6 +181,12 @@ def bench(monkeypatch, tmp_path) -> Iterator[Bench]:
     start_anew()
 
 
+def stored_entries() -> dict:
+    """What the file holds, as a new process reads it."""
+    path = store.store_path()
+    return JsonCache(path, key=path.stem, valid=bool).entries
+
+
 def start_anew() -> None:
     """As a new process does."""
     store.entries.cache_clear()
@@ -240,23 +246,23 @@ def test_cudnn_searches_only_where_that_may_decide(bench, monkeypatch, by_torch,
 def test_where_nothing_can_be_measured_nothing_is_stored(bench):
     bench.taken = {None: None, PLAN: FAILED}
     assert choice._measured(Asked(problem(), torch.device("cuda"))) is None
-    assert not store.entries()
+    assert not store.entries().entries
     assert not store._passing
 
 
 @pytest.mark.parametrize("short", ["taken", "right"])
 def test_tuning_without_memory_leaves_what_was_stored(bench, short):
     bench.choose()
-    before = json.loads(store.store_path().read_text())
+    before = dict(stored_entries())
     bench.taken[OTHER], bench.right[OTHER] = Times(0.5, 0.5), True
     getattr(bench, short)[OTHER] = None
     bench.tune()
-    assert json.loads(store.store_path().read_text()) == before
+    assert stored_entries() == before
     assert bench.choose().plan == PLAN
     bench.taken[OTHER], bench.right[OTHER] = Times(0.5, 0.5), True
     bench.tune()
     assert bench.choose().plan == OTHER
-    [entry] = json.loads(store.store_path().read_text()).values()
+    [entry] = stored_entries().values()
     assert entry["tuned"]
 
 
@@ -304,9 +310,26 @@ def test_a_tuned_plan_is_not_looked_for_again(bench):
 
 def test_processes_keep_what_others_stored(bench):
     bench.choose()
-    store.store_path().write_text(json.dumps({**store.entries(), "another": {"tuned": True}}))
-    store.keep("third", {"tuned": False}, lasting=True)
-    assert {"another", "third"} <= json.loads(store.store_path().read_text()).keys()
+    [entry] = stored_entries().values()
+    other = JsonCache(store.store_path(), key=store.store_path().stem, valid=bool)
+    other["another"] = entry
+    other.save()
+    store.keep("third", entry, lasting=True)
+    assert {"another", "third"} <= stored_entries().keys()
+
+
+@pytest.mark.parametrize(
+    "change", [{"tuned": 1}, {"plan": None}, {"plan": {}}, {"fused": 3}, {"torch": {"graph": "1", "call": 1.0}}]
+)
+def test_entries_of_another_kind_are_measured_again(bench, change):
+    bench.choose()
+    cache = JsonCache(store.store_path(), key=store.store_path().stem, valid=bool)
+    for key, entry in list(cache.entries.items()):
+        cache[key] = {**entry, **change}
+    cache.save()
+    start_anew()
+    bench.choose()
+    assert bench.measured == 4
 
 
 def test_a_trial_gives_gradients_in_one_order():

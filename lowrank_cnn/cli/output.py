@@ -1,0 +1,61 @@
+"""Standard output that outlives its reader: `lowrank train ... | head -1` trains to the end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+
+class LastingStream:
+    """A text stream that drops what cannot be written any more. `error` is the first failure but a closed pipe."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._closed = stream, False
+        self.error: OSError | None = None
+
+    def write(self, text: str) -> int:
+        if not self._closed:
+            try:
+                return self._stream.write(text)
+            except OSError as error:
+                self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._closed:
+            try:
+                self._stream.flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Send the rest, and what the stream still holds, to nowhere: Python flushes it once more when it ends."""
+        self._closed = True
+        if error.errno != errno.EPIPE:
+            self.error = error
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[LastingStream]:
+    """Let both standard streams outlive their readers, and write what the terminal cannot show as escapes."""
+    before = sys.stdout, sys.stderr
+    out, err = LastingStream(sys.stdout), LastingStream(sys.stderr)
+    for stream in before:
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
+    try:
+        yield out
+    finally:
+        out.flush()
+        err.flush()
+        sys.stdout, sys.stderr = before

@@ -1,0 +1,169 @@
+"""Read and write files safely: replace a file in one move, and read regular files of bounded size only."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lowrank_cnn.system.errors import LowRankError
+
+LARGEST_JSON = 64 * 2**20
+"""Bytes of the largest JSON file that is read; the longest training records take less than a tenth."""
+_TEMPORARY = ".tmp-"
+_counter = itertools.count()
+
+
+class UnreadableError(LowRankError):
+    """A file that cannot be read as what it should be. The message says why, without the file's name."""
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary path to write to, which then replaces `path` in one move.
+
+    The content is on disk before the move. A failure leaves what was there, and raises `LowRankError`.
+
+        with replacing(Path("table.csv")) as temporary:
+            temporary.write_text("a,b")
+    """
+    temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{next(_counter)}{path.suffix[:16]}")
+    try:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            _sync(temporary)
+            temporary.replace(path)
+            _sync(path.parent)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise LowRankError(_why_not_written(path, error)) from error
+
+
+def write_atomically(path: Path, payload: bytes) -> None:
+    """Replace a file's content in one move; a failure leaves what was there."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(payload)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file that people can read too, in one move."""
+    write_atomically(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def clear_temporaries(directory: Path) -> None:
+    """Remove what a process that was killed while writing left behind."""
+    for path in directory.glob(f"{_TEMPORARY}*"):
+        delete(path)
+
+
+def delete(path: Path) -> bool:
+    """Delete a file if the system allows it. A file that stays costs space and is no reason to stop."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def read_regular(path: str | Path, *, most: int) -> bytes:
+    """The content of a regular file of at most so many bytes.
+
+    A FIFO would block, and a device may have no end: both raise `OSError`, as does a larger file.
+    """
+    # Without O_NONBLOCK, opening a FIFO waits for its writer. Windows has neither.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "Not a regular file", str(path))
+        if about.st_size > most:
+            raise OSError(errno.EFBIG, f"Larger than {most / 2**20:g} MiB", str(path))
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            content = file.read(about.st_size + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > about.st_size:  # it grows, or the file system states no sizes, as that of /proc
+        raise OSError(errno.EINVAL, "It changed while it was read", str(path))
+    return content
+
+
+def is_regular(path: str | Path) -> bool:
+    """Whether the path leads to a regular file, through links too; False where it cannot be looked at."""
+    try:
+        return stat.S_ISREG(Path(path).stat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def read_json(path: Path, *, most: int = LARGEST_JSON) -> Any:
+    """The value in a JSON file. Anything else raises `UnreadableError`: damage, depth, size, a missing file."""
+    return parse_json(_read(path, most))
+
+
+def parse_json(content: bytes) -> Any:
+    """The value that JSON text holds, or `UnreadableError`."""
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise UnreadableError("it is not JSON that can be read: it is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise UnreadableError(f"it is not JSON, from line {error.lineno} on") from error
+    except ValueError as error:  # no UTF-8, or a number of more digits than Python reads
+        raise UnreadableError("it is not JSON") from error
+
+
+def as_path(source: str | os.PathLike[str]) -> Path:
+    """A path that the system can look up, with `~` expanded; else `LowRankError`."""
+    try:
+        path = Path(source).expanduser()
+        path.exists()
+        os.fsencode(path)
+        if "\0" in str(path):
+            raise ValueError("it contains a null character")
+    except OSError as error:
+        raise LowRankError(f"{_short(source)} cannot be a path ({error.strerror or error}).") from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise LowRankError(f"{_short(source)} cannot be a path: {str(error).rstrip('.')}.") from error
+    return path
+
+
+def _read(path: Path, most: int) -> bytes:
+    try:
+        return read_regular(path, most=most)
+    except OSError as error:
+        raise UnreadableError(f"it cannot be read ({error.strerror or error})") from error
+
+
+def _short(source: object, most: int = 80) -> str:
+    text = str(source)
+    return repr(text if len(text) <= most else f"{text[:most]}...")
+
+
+def _sync(path: Path) -> None:
+    """Force a file, or a directory's list of names, to disk; systems that cannot open directories need not."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _why_not_written(path: Path, error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"the disk is full: {path} could not be written. What was there before is whole; free some space and "
+            "run the command again (training goes on with --resume)."
+        )
+    return f"{path} could not be written ({error.strerror or error})."

@@ -1,0 +1,81 @@
+"""What the last bits of a result depend on, and how to fix it.
+
+Training is bit-identical when it is repeated or resumed on one CPU with the same number of threads. Another number
+of threads or processes, or another device, adds the same numbers in another order. A run therefore records these
+conditions, and `repeatable` makes it keep them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowrank_cnn.system.clock import torch_threads
+from lowrank_cnn.system.errors import LowRankError
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def conditions(fabric: Fabric) -> dict[str, Any]:
+    """The conditions of this process that a result depends on in its last bits, by name."""
+    device = fabric.device
+    return {
+        "threads": torch.get_num_threads(),
+        "processes": fabric.world_size,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "torch": torch.__version__,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def changed_conditions(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Each condition that differs, as name: (before, now); older checkpoints state none."""
+    return {name: (saved[name], now[name]) for name in now if name in saved and saved[name] != now[name]}
+
+
+@contextlib.contextmanager
+def repeatable(on: bool, *, processes: int = 1) -> Iterator[None]:
+    """Run the block with torch's deterministic algorithms, and put all settings back after it.
+
+    An operation that has no deterministic algorithm raises `LowRankError`.
+
+        with repeatable(True):
+            train()
+    """
+    if not on:
+        yield
+        return
+    if processes > 1:
+        raise LowRankError("--deterministic is for one process: sums over several differ from run to run.")
+    cudnn = torch.backends.cudnn
+    before = torch.are_deterministic_algorithms_enabled(), cudnn.benchmark, os.environ.get(_WORKSPACE)
+    os.environ.setdefault(_WORKSPACE, ":4096:8")  # which cuBLAS reads when it is first used
+    torch.use_deterministic_algorithms(True)
+    cudnn.benchmark = False
+    try:
+        with torch_threads(None):
+            yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        reason = str(error).partition(". ")[0]
+        raise LowRankError(f"this network cannot be trained with --deterministic: {reason}.") from error
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        cudnn.benchmark = before[1]
+        if before[2] is None:
+            os.environ.pop(_WORKSPACE, None)
+
+
+def keep_threads(saved: Mapping[str, Any]) -> None:
+    """Compute with as many threads as the run did before, within `repeatable`, even on another machine."""
+    threads = saved.get("threads")
+    if torch.are_deterministic_algorithms_enabled() and isinstance(threads, int) and threads > 0:
+        torch.set_num_threads(threads)

@@ -1,0 +1,40 @@
+"""Streams that outlive their readers."""
+
+from __future__ import annotations
+
+import errno
+import io
+import sys
+
+from lowrank_cnn.cli.output import LastingStream, lasting_output
+
+
+class Broken(io.StringIO):
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self.code = code
+
+    def write(self, _: str) -> int:
+        raise OSError(self.code, "broken")
+
+
+def test_a_closed_pipe_is_no_error():
+    stream = LastingStream(Broken(errno.EPIPE))
+    assert stream.write("abc") == 3
+    stream.flush()
+    assert stream.error is None
+
+
+def test_a_full_disk_is_remembered_and_the_rest_dropped():
+    stream = LastingStream(Broken(errno.ENOSPC))
+    assert [stream.write("abc"), stream.write("d")] == [3, 1]
+    assert stream.error is not None
+    assert stream.error.errno == errno.ENOSPC
+
+
+def test_the_streams_are_put_back(capsys):
+    before = sys.stdout, sys.stderr
+    with lasting_output():
+        print("shown")
+    assert (sys.stdout, sys.stderr) == before
+    assert capsys.readouterr().out == "shown\n"

@@ -1,0 +1,100 @@
+"""Inject faults into training runs, resume each, and count what came of them.
+
+    python tests/faults/fault_harness.py --faults 520
+
+- identical: the resumed run ended with the bits of an undisturbed one.
+- wedged: it could not be resumed, though a whole checkpoint was there.
+- hung: a process did not end within a minute.
+- lost: it ended, and files or epochs that it should have are missing.
+- silently wrong: it ended with other weights or another history, without a word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import fault_run as run
+import torch
+from fault_kinds import KINDS
+
+OUTCOMES = ("identical", "wedged", "hung", "lost", "silently wrong")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: its kind, and the number that all its random choices follow from."""
+
+    kind: str
+    number: int
+
+    def inject(self, folder: Path, reference: tuple[dict, list]) -> tuple[str, str]:
+        """The outcome, and what explains it."""
+        ended = KINDS[self.kind][1](folder, random.Random(f"{self.kind}/{self.number}"))
+        if ended is None:
+            return "hung", run.said(folder)
+        if ended == run.CRASHED:
+            return "wedged", run.said(folder)
+        again = run.wait(run.start(folder))
+        if again is None:
+            return "hung", run.said(folder)
+        if again != run.FINISHED:
+            return "wedged", run.said(folder)
+        if list((folder / "run").glob(".tmp-*")) or not (folder / "run" / "record.json").is_file():
+            return "lost", str(sorted(path.name for path in (folder / "run").iterdir()))
+        found = run.result(folder)
+        if len(found[1]) != len(reference[1]):
+            return "lost", f"{len(found[1])} epochs of {len(reference[1])}"
+        return ("identical", "") if run.same(found, reference) else ("silently wrong", run.said(folder))
+
+
+def faults(count: int, seed: int = 0) -> Iterator[Fault]:
+    """So many faults, all kinds in turn, each as often as `KINDS` says."""
+    kinds = [kind for kind, (share, _) in KINDS.items() for _ in range(share)]
+    random.Random(seed).shuffle(kinds)
+    for number in range(count):
+        yield Fault(kinds[number % len(kinds)], seed * 1_000_000 + number)
+
+
+def run_faults(count: int, folder: Path, *, seed: int = 0, show: bool = False) -> tuple[Counter[str], list[str]]:
+    """Inject so many faults: how many had which outcome, and an explanation of each that was not identical."""
+    torch.set_num_threads(1)
+    import_module("lightning_fabric")  # once, here, not in every forked process
+    assert run.wait(run.start(folder / "reference")) == run.FINISHED, run.said(folder / "reference")
+    reference = run.result(folder / "reference")
+    outcomes: Counter[str] = Counter(injected=0, **dict.fromkeys(OUTCOMES, 0))
+    explained: list[str] = []
+    for number, fault in enumerate(faults(count, seed)):
+        place = folder / f"fault-{number}"
+        outcome, why = fault.inject(place, reference)
+        outcomes.update(["injected", outcome])
+        if outcome != "identical":
+            explained.append(f"{outcome}: {fault}\n{why}")
+        shutil.rmtree(place, ignore_errors=True)
+        if show and sys.stderr.isatty():
+            print(f"\r{number + 1} of {count}", end="", file=sys.stderr, flush=True)
+    return outcomes, explained
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=520)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes, explained = run_faults(options.faults, Path(folder), seed=options.seed, show=True)
+    print(*explained, sep="\n")
+    print(", ".join(f"{name} {outcomes[name]}" for name in ("injected", *OUTCOMES)))
+    sys.exit(outcomes["identical"] != outcomes["injected"])
+
+
+if __name__ == "__main__":
+    main()

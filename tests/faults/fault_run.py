@@ -1,0 +1,143 @@
+"""The small training run that faults are injected into, in a forked process, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from lowrank_cnn.data import Data, ResidentSplit
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train import Interrupted, Recipe, fit, load_record
+
+RECIPE = Recipe(
+    name="faults",
+    batch_size=16,
+    epochs=3,
+    lr=0.05,
+    schedule="paper",
+    preprocess="whiten",
+    holdout=0.2,
+    patience=20,
+    levels=9,
+    ema=0.9,
+    crop=6,
+    pad=1,
+    mirror=False,
+)
+"""Every kind of state: dropout, batch norm, moving average, level-off, random crops, a cached whitening matrix."""
+FINISHED, CRASHED, REFUSED, STOPPED = 0, 1, 3, 4
+TIMES = ("seconds", "images_per_second")
+PATIENCE = 60.0
+"""Seconds after which a process counts as hung; one run takes about two on an idle core."""
+
+
+def images() -> Data:
+    """Noisy 8x8 images of two bright quadrants: four classes."""
+
+    def split(count: int, seed: int) -> ResidentSplit:
+        draw = torch.Generator().manual_seed(seed)
+        labels = torch.arange(count) % 4
+        pixels = torch.randint(0, 100, (count, 1, 8, 8), generator=draw)
+        for quadrant in range(4):
+            top, left = 4 * (quadrant // 2), 4 * (quadrant % 2)
+            pixels[labels == quadrant, :, top : top + 4, left : left + 4] += 120
+        return ResidentSplit.of(pixels.to(torch.uint8), labels)
+
+    return Data("tiny", ("nw", "ne", "sw", "se"), split(80, 0), split(24, 1))
+
+
+def train(folder: Path, seed: int = 0) -> None:
+    """Train, or go on, in `folder/run`, with the cache in `folder/cache`; a checkpoint follows every step."""
+    os.environ["LOWRANK_CACHE"] = str(folder / "cache")
+    torch.manual_seed(seed)
+    head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4)]
+    network = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.2), nn.ReLU(), *head)
+    options = {"out": folder / "run", "resume": True, "checkpoint_every": 0.0, "device": "cpu"}
+    fit(network, images(), RECIPE, seed=seed, **options)
+
+
+def start(folder: Path, before: Callable[[], None] = lambda: None, seed: int = 0) -> int:
+    """Fork a process that trains, and return its number; `before` runs in it first. Its output goes to a file."""
+    child = os.fork()
+    if child:
+        return child
+    code = CRASHED
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        before()
+        train(folder, seed)
+        code = FINISHED
+    except LowRankError as error:
+        print(f"refused: {error}", flush=True)
+        code = REFUSED
+    except Interrupted:
+        code = STOPPED
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def wait(child: int, patience: float = PATIENCE) -> int | None:
+    """How a process ended: one of the codes above, minus the number of the signal, or None if it hung."""
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def result(folder: Path) -> tuple[dict, list]:
+    """The last weights and state, and the history without its times."""
+    tensors = load_file(max((folder / "run").glob("step-*.safetensors")))
+    history = load_record(folder / "run").history
+    return tensors, [{k: v for k, v in row.items() if k not in TIMES} for row in history]
+
+
+def same(one: tuple[dict, list], other: tuple[dict, list]) -> bool:
+    """Whether two runs ended with the same bits."""
+    tensors, others = one[0], other[0]
+    return (
+        tensors.keys() == others.keys()
+        and all(torch.equal(tensors[name], others[name]) for name in tensors)
+        and one[1] == other[1]
+    )
+
+
+def checkpoints(folder: Path) -> int:
+    """The number of complete pairs in a run's folder."""
+    return len(list((folder / "run").glob("step-*.json")))
+
+
+def newest(folder: Path) -> int:
+    """The iteration of the newest checkpoint, -1 before there is one."""
+    return max((int(path.stem[5:]) for path in (folder / "run").glob("step-*.json")), default=-1)
+
+
+def said(folder: Path) -> str:
+    """What the processes of a folder have printed."""
+    log = folder / "log"
+    return log.read_text(errors="replace") if log.exists() else ""
+
+
+def recorded_seed(folder: Path) -> int:
+    """The seed that the record states."""
+    return json.loads((folder / "run" / "record.json").read_text())["seed"]

@@ -1,0 +1,119 @@
+"""One process at a time uses a directory, and the lock goes with the process that holds it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.lock import LOCK, HeldError, locked
+
+HOLD = """
+import os, sys, time, pathlib
+from lowrank_cnn.system.lock import locked
+with locked(pathlib.Path(sys.argv[1])):
+    if sys.argv[2] == "fork" and not os.fork():
+        os.close(1)
+        time.sleep(60)
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def hold(directory: Path, how: str = "") -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(directory), how],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_process_is_refused_and_told_who_holds_it(tmp_path):
+    process = hold(tmp_path)
+    try:
+        with pytest.raises(HeldError, match=rf"in use by another process \({process.pid}\)"), locked(tmp_path):
+            pytest.fail("held twice")
+    finally:
+        process.kill()
+        process.wait()
+    with locked(tmp_path):
+        pass
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the child is forked")
+def test_a_child_that_outlives_its_killed_parent_does_not_keep_the_lock(tmp_path):
+    process = hold(tmp_path, "fork")
+    try:
+        process.kill()
+        process.wait()
+        with locked(tmp_path):
+            pass
+    finally:
+        os.killpg(process.pid, 9)
+
+
+def test_the_thread_that_holds_it_may_enter_again_and_another_may_not(tmp_path):
+    refused = []
+
+    def enter() -> None:
+        try:
+            with locked(tmp_path):
+                pass
+        except HeldError as error:
+            refused.append(str(error))
+
+    with locked(tmp_path), locked(tmp_path):
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+    assert len(refused) == 1
+    assert "another thread" in refused[0]
+    enter()
+    assert len(refused) == 1
+
+
+def test_nothing_is_left_behind(tmp_path):
+    with locked(tmp_path / "runs" / "first"):
+        assert (tmp_path / "runs" / "first" / LOCK).exists()
+    assert list(tmp_path.iterdir()) == []
+    with locked(tmp_path / "runs"):
+        (tmp_path / "runs" / "kept").touch()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["kept"]
+
+
+def test_a_lock_file_of_a_killed_process_is_no_obstacle(tmp_path):
+    (tmp_path / LOCK).write_text("12345")
+    with locked(tmp_path):
+        pass
+
+
+def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch):
+    monkeypatch.setattr("lowrank_cnn.system.lock.fcntl", None)
+    with locked(tmp_path):
+        pass
+
+
+def test_the_processes_of_one_run_hold_it_once(tmp_path, monkeypatch):
+    process = hold(tmp_path)
+    try:
+        monkeypatch.setenv("RANK", "1")
+        with locked(tmp_path):
+            pass
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(LowRankError, match="cannot be made"), locked(tmp_path / "file" / "below"):
+        pytest.fail("held")
