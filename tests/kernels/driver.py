@@ -48,6 +48,11 @@ FIRST = {
     "nin": ((128, 3, 32, 32), [(3, 1, 96), (1, 3, 96)], None),
     "crowded": ((128, 3, 33, 33), [(3, 1, 80), (1, 3, 80)], "ceil"),
 }
+STEMS = {
+    "lr": ((64, 3, 224, 224), [(7, 1, 32), (1, 7, 32)], None),
+    "lr, pooled": ((64, 3, 224, 224), [(7, 1, 32), (1, 7, 32)], "3x3/2"),
+    "dense": ((64, 3, 224, 224), [(7, 7, 64)], "3x3/2"),
+}
 EPILOGUES = [("lr", (2, 2), "relu"), ("wide", (1, 1), "relu"), ("dense", (2, 2), "silu"), ("join", (1, 1), "gelu")]
 """Layers with a residual, their stride and their activation."""
 
@@ -128,6 +133,10 @@ def forwards(capability: tuple[int, int]) -> None:
             launch.forward(plan, problem, x, weights, bias, empty_codes(problem, x))
     problem, x, weights = posed(LAYERS["lr"], torch.float32)
     launch.forward(plans(problem, capability=capability)[0], problem, x, weights, None)
+    for layer in STEMS.values():
+        problem, x, weights = posed(layer, torch.bfloat16, stride=(2, 2))
+        for plan in plans(problem, capability=capability):
+            launch.forward(plan, problem, x, weights, torch.zeros(problem.filters))
     for name, stride, activation in EPILOGUES:
         size, groups, _ = LAYERS[name]
         problem, x, weights = posed((size, groups, None), torch.float16, stride=stride, activation=activation)

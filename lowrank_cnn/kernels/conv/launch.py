@@ -9,7 +9,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lowrank_cnn.kernels.conv import backward, backward_plan, fold, gather, hopper_plan, stem, tiled, window_plan
+from lowrank_cnn.kernels.conv import (
+    backward,
+    backward_plan,
+    fold,
+    gather,
+    hopper_plan,
+    overlap_plan,
+    stem,
+    tiled,
+    window_plan,
+)
 from lowrank_cnn.kernels.conv.pack import LAYOUTS, pack_rows, pack_union
 from lowrank_cnn.kernels.conv.plans import OLDER, KernelPlan, plans
 from lowrank_cnn.kernels.conv.presets import preset
@@ -65,6 +75,8 @@ def pack_weights(layout: str, problem: Problem, weights: Sequence[Tensor], dtype
     """The weights in a layout of `pack.LAYOUTS`, which depends on groups and stride, not on the input's size."""
     if layout == "windows":
         return window_plan.pack_windows(weights, problem, dtype)
+    if layout == "overlaps":
+        return overlap_plan.pack_overlap(weights, problem, dtype)
     if layout == "union":
         return pack_union(weights, problem, gather.gathered_values(problem), dtype)
     return pack_rows(_folded_weights(problem, weights) if layout == "blocks" else weights, dtype)
@@ -189,6 +201,8 @@ def packed_shape(layout: str, problem: Problem) -> tuple[int, int]:
     """The size of what `pack_weights` gives."""
     if layout == "windows":
         return 2 * window_plan.ROWS_READ * problem.filters, window_plan.PLACES**2
+    if layout == "overlaps":
+        return len(overlap_plan.slabs_of(problem)) * problem.filters, 4 * overlap_plan.PLACES
     if layout == "union":
         return gather.gathered_values(problem), problem.filters
     inner = fold.folded(problem) if layout == "blocks" else problem
@@ -205,6 +219,10 @@ def _launcher(kernel: str) -> Callable[..., Tensor]:
         from lowrank_cnn.kernels.conv.window import launch_window
 
         return launch_window
+    if kernel == "overlap":
+        from lowrank_cnn.kernels.conv.overlap import launch_overlap
+
+        return launch_overlap
     return {"tiled": tiled.launch_tiled, "stem": stem.launch_stem, "gather": gather.launch_gather}[kernel]
 
 

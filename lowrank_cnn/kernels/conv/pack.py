@@ -17,6 +17,7 @@ LAYOUTS = {
     "gather": "union",
     "folded": "blocks",
     "window": "windows",
+    "overlap": "overlaps",
 }
 """In which layout each kernel reads its weights; `launch.pack_weights` makes them."""
 

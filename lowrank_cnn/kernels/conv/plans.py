@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from lowrank_cnn.kernels.conv import fold, gather, hopper_plan, stem, tiled, window_plan
+from lowrank_cnn.kernels.conv import fold, gather, hopper_plan, overlap_plan, stem, tiled, window_plan
 from lowrank_cnn.kernels.conv.presets import preset
 from lowrank_cnn.kernels.problem import OVERLAPPING, Problem
 
@@ -32,6 +32,7 @@ _TILES: dict[str, type] = {
     "gather": gather.GatherTile,
     "folded": tiled.Tile,
     "window": window_plan.WindowTile,
+    "overlap": overlap_plan.OverlapTile,
 }
 _UNSUPPORTED: dict[str, Callable[[Problem], str | None]] = {
     "hopper": hopper_plan.unsupported,
@@ -40,6 +41,7 @@ _UNSUPPORTED: dict[str, Callable[[Problem], str | None]] = {
     "gather": gather.unsupported,
     "folded": lambda problem: None if fold.folded(problem) else "no blocks of pixels",
     "window": window_plan.unsupported,
+    "overlap": overlap_plan.unsupported,
 }
 
 
@@ -48,7 +50,7 @@ def refusal(kernel: str, problem: Problem) -> str | None:
     """Why a kernel cannot take a problem, or None."""
     if not problem.can_pool_first:
         return "a pool behind a residual or behind an activation that falls"
-    if problem.pool == OVERLAPPING:
+    if problem.pool == OVERLAPPING and kernel != "overlap":
         return "a pool of overlapping windows"
     return _UNSUPPORTED[kernel](problem)
 
@@ -82,6 +84,8 @@ def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: b
     found = [KernelPlan.parse(best)] if best else []
     if capability[0] == 9:
         found.append(KernelPlan("window", window_plan.WindowTile()))
+        if overlap_plan.unsupported(problem) is None:
+            found += [KernelPlan("overlap", tile) for tile in overlap_plan.tiles_worth_measuring(problem)]
     if stem.unsupported(problem) is None and not _wide(problem):
         found += [KernelPlan("stem", tile) for tile in stem.tiles(problem)]
         return _taken(found, problem)
