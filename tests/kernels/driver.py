@@ -51,7 +51,8 @@ FIRST = {
 STEMS = {
     "lr": ((64, 3, 224, 224), [(7, 1, 32), (1, 7, 32)], None),
     "lr, pooled": ((64, 3, 224, 224), [(7, 1, 32), (1, 7, 32)], "3x3/2"),
-    "dense": ((64, 3, 224, 224), [(7, 7, 64)], "3x3/2"),
+    "dense": ((64, 3, 224, 224), [(7, 7, 64)], None),
+    "dense, pooled": ((64, 3, 224, 224), [(7, 7, 64)], "3x3/2"),
 }
 EPILOGUES = [("lr", (2, 2), "relu"), ("wide", (1, 1), "relu"), ("dense", (2, 2), "silu"), ("join", (1, 1), "gelu")]
 """Layers with a residual, their stride and their activation."""

@@ -131,7 +131,7 @@ def default_tile(problem: Problem) -> HopperTile:
     """A tile that suits most layers; `dispatch` measures better ones."""
     filters = filters_per_tile(problem)
     depth = step_depth(problem)
-    parts = 2 if problem.pool is None and filters > 16 else 1
+    parts = 2 if problem.pool is None and not problem.residual and filters > 16 else 1
     rings = ((2, 3), (2, 2)) if run_length(problem) > 1 else ((3, 3), (2, 2))
     tiles = [HopperTile(128, filters, depth, 4, boxes, slabs, parts, 2) for boxes, slabs in rings]
     tiles += [HopperTile(128, filters, depth, 4, boxes, slabs, parts, 1) for boxes, slabs in rings]

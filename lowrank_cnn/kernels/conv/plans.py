@@ -14,7 +14,15 @@ from lowrank_cnn.kernels.conv import fold, gather, hopper_plan, overlap_plan, st
 from lowrank_cnn.kernels.conv.presets import preset
 from lowrank_cnn.kernels.problem import OVERLAPPING, Problem
 
-HOPPER = ((128, 128, 4, 2), (256, 128, 8, 1), (128, 256, 8, 1), (128, 64, 4, 3))
+HOPPER = (
+    (128, 128, 4, 2),
+    (256, 128, 8, 1),
+    (128, 256, 8, 1),
+    (128, 64, 4, 3),
+    (256, 64, 4, 2),
+    (256, 32, 4, 2),
+    (128, 32, 4, 4),
+)
 """Pixels, filters, warps and resident programs of the Hopper tiles worth measuring."""
 TILED = ((128, 128, 64, 4, 3),)
 """Pixels, filters, depth, warps and stages of the plain tiles worth measuring."""
@@ -120,12 +128,19 @@ def hopper_tiles(problem: Problem, rings: int = 1) -> list[hopper_plan.HopperTil
     for pixels, filters, warps, residents in HOPPER:
         tiles = [
             hopper_plan.HopperTile(pixels, filters, found[0].depth, warps, boxes, slabs, parts, residents)
-            for parts in ((1, 2) if problem.pool is None else (1,))
+            for parts in _parts(problem)
             for boxes, slabs in sizes
         ]
         fitting = [tile for tile in tiles if hopper_plan.fits(problem, tile)]
-        found += fitting[-rings:] if filters <= widest else []
+        found += fitting[-rings:] if filters <= widest and not (filters < 64 <= widest) else []
     return list(dict.fromkeys(found))
+
+
+def _parts(problem: Problem) -> tuple[int, ...]:
+    """Into how many parts results may leave, the preferred last: of a residual only the first is fetched ahead."""
+    if problem.pool is not None:
+        return (1,)
+    return (2, 1) if problem.residual else (1, 2)
 
 
 def plain_tiles(problem: Problem, capability: tuple[int, int], thorough: bool = False) -> list[tiled.Tile]:
