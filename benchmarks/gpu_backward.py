@@ -17,14 +17,14 @@ from torch import Tensor
 from benchmarks.gpu_clock import milliseconds
 from lowrank_cnn.kernels.conv import backward, backward_plan
 from lowrank_cnn.kernels.conv.launch import forward, gradients, input_gradient, weight_gradient
-from lowrank_cnn.kernels.conv.plans import Plan
+from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes, pixels_last
 from lowrank_cnn.kernels.reference import composite_reference
 
 
 def measure_backward(
-    plan: Plan, x: Tensor, weights: list[Tensor], bias: Tensor, options: dict[str, Any], kernel: int
+    plan: KernelPlan, x: Tensor, weights: list[Tensor], bias: Tensor, options: dict[str, Any], kernel: int
 ) -> dict[str, Any]:
     """Our backward whole and in parts, its errors, and the rivals'."""
     problem = describe(x, weights, **options)

@@ -26,9 +26,10 @@ from benchmarks.gpu_backward import measure_backward, run_backward, show_backwar
 from benchmarks.gpu_clock import milliseconds
 from benchmarks.gpu_floor import limits
 from benchmarks.gpu_trials import try_all
-from lowrank_cnn.kernels.conv.known import shape_of
 from lowrank_cnn.kernels.conv.launch import forward
-from lowrank_cnn.kernels.conv.plans import Plan, plans
+from lowrank_cnn.kernels.conv.plans import KernelPlan, plans
+from lowrank_cnn.kernels.conv.presets import shape_of
+from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import Problem, describe
 from lowrank_cnn.kernels.reference import composite_reference
 from lowrank_cnn.system.environment import environment
@@ -103,13 +104,15 @@ def make(layer: Layer, batch: int) -> tuple[Tensor, list[Tensor], Tensor, dict[s
     return x, [weight.bfloat16() for weight in weights], bias, options
 
 
-def tiles_of(problem: Problem) -> dict[str, Plan]:
+def tiles_of(problem: Problem) -> dict[str, KernelPlan]:
     """The plans worth trying, by name."""
     capability = torch.cuda.get_device_capability()
     return {str(plan): plan for plan in plans(problem, capability=capability, thorough=True)}
 
 
-def runner(problem: Problem, x: Tensor, weights: list[Tensor], bias: Tensor, plan: Plan) -> Callable[[], Tensor]:
+def runner(
+    problem: Problem, x: Tensor, weights: list[Tensor], bias: Tensor, plan: KernelPlan
+) -> Callable[[], Tensor]:
     """The launch of one plan; its weights are packed at the first."""
     return lambda: forward(plan, problem, x, weights, bias)
 
@@ -161,7 +164,7 @@ def measure(layer: Layer, batch: int, peak: dict[str, float], good: set[str], de
         try:
             run = runner(problem, x, weights, bias, tile)
             error = relative_error(run(), x, weights, bias, options)
-            row["tiles"][name] = {**milliseconds(run), "error": error, "right": error < 1e-2, **tile.to_dict()}
+            row["tiles"][name] = {**milliseconds(run), "error": error, "right": error < 1e-2, "plan": str(tile)}
         except Exception as failure:  # a tile that fails says so and the rest go on
             row["tiles"][name] = {"failed": repr(failure)[:300]}
     try:
@@ -211,12 +214,12 @@ def add_backward(row: dict[str, Any], layer: Layer, batch: int) -> None:
     show_backward(row["backward"])
 
 
-def best_plan(row: dict[str, Any]) -> Plan | None:
+def best_plan(row: dict[str, Any]) -> KernelPlan | None:
     right = [tile for tile in row["tiles"].values() if tile.get("right")]
-    return Plan.from_dict(min(right, key=lambda tile: tile["ms"])) if right else None
+    return KernelPlan.parse(min(right, key=lambda tile: tile["ms"])["plan"]) if right else None
 
 
-def write_known(results: dict[str, Any], path: Path, batch: int) -> None:
+def write_presets(results: dict[str, Any], path: Path, batch: int) -> None:
     """Put the fastest plan of every layer, and the fastest tiles of its gradients, into the package's table."""
     stored = json.loads(path.read_text()) if path.exists() else {}
     major, minor = torch.cuda.get_device_capability()
@@ -225,8 +228,12 @@ def write_known(results: dict[str, Any], path: Path, batch: int) -> None:
         x, weights, _, options = make(BY_NAME[name], 1)
         shape = shape_of(describe(x.expand(batch, -1, -1, -1), weights, **options))
         plan, back = best_plan(row), row.get("backward", {})
-        found = {"forward": plan.to_dict()} if plan else {}
-        found |= {"input": back["input, plain"]["tile"]} if "input, plain" in back else {}
+        found = {"forward": str(plan)} if plan else {}
+        found |= (
+            {"input": str(KernelPlan("tiled", Tile(**back["input, plain"]["tile"])))}
+            if "input, plain" in back
+            else {}
+        )
         shapes[shape] = {**shapes.get(shape, {}), **found}
     path.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
 
@@ -254,7 +261,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--out", type=Path, default=Path("gpu_kernels.json"))
     parser.add_argument("--backward", action="store_true", help="time the gradients as well")
-    parser.add_argument("--known", type=Path, help="the package's table of fastest plans, to bring up to date")
+    parser.add_argument("--presets", type=Path, help="the package's table of fastest plans, to bring up to date")
     parser.add_argument("--try", dest="alone", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.alone:
@@ -282,8 +289,8 @@ def main() -> None:
         if options.backward:
             add_backward(row, layer, options.batch)
         options.out.write_text(json.dumps(results, indent=1))
-    if options.known:
-        write_known(results, options.known, options.batch)
+    if options.presets:
+        write_presets(results, options.presets, options.batch)
 
 
 if __name__ == "__main__":

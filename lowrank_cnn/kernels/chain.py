@@ -82,7 +82,7 @@ class FusedChain(nn.Module):
         weight = merged_weight(weights, basis.padding, join.weights[0])
         bias = merged_bias(basis.bias, join.weights[0], join.bias)
         _, sides = enclosing([w.shape for w in weights], basis.padding)
-        options = {"stride": basis.stride, "relu": join.relu, "pool": join.pool}
+        options = {"stride": basis.stride, "activation": join.activation, "pool": join.pool}
         return composite_conv2d(x, [weight], bias, padding=[sides], **options)
 
     @property
@@ -111,7 +111,7 @@ class FusedChain(nn.Module):
         shapes = [tuple(weight.shape) for weight in basis.weights]
         first = pose(size, shapes, dtype, stride=basis.stride, padding=basis.padding)
         between = (size[0], first.filters, first.out_height, first.out_width)
-        last = {"relu": join.relu, "pool": join.pool}
+        last = {"activation": join.activation, "pool": join.pool}
         mixture = [tuple(join.weights[0].shape)]
         second = pose(between, mixture, dtype, stride=(1, 1), padding=join.padding, **last)
         kernel, sides = enclosing(shapes, basis.padding)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any
 
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.kernels import mode
+from lowrank_cnn.kernels.activation import canonical, is_monotone
 from lowrank_cnn.kernels.autotune import choice
-from lowrank_cnn.kernels.problem import Pair, Sides, describe
-from lowrank_cnn.kernels.reference import composite_by_torch
+from lowrank_cnn.kernels.conv.pack import layout_of
+from lowrank_cnn.kernels.problem import OVERLAPPING, CallOptions, Pair, Sides, describe
+from lowrank_cnn.kernels.reference import composite_by_torch, followed
 
 
 def composite_conv2d(
@@ -27,30 +29,47 @@ def composite_conv2d(
     padding: Sequence[Sides],
     relu: bool = False,
     pool: str | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    packed: Callable[[str], Tensor] | None = None,
 ) -> Tensor:
     """One composite layer with what follows it: fused where that is supported and faster, else by torch.
 
-    `padding` has ((top, bottom), (left, right)) for each group; `pool` is "floor" or "ceil" for a 2x2 max-pool
-    that rounds so, or None.
+    The order is conv, bias, residual, activation, pool. `padding` has ((top, bottom), (left, right)) per group.
+    `residual` has the size of the conv's result. `activation` is "relu" (`relu=True` for short), "leaky_relu" (or
+    with its slope, "leaky_relu:0.1"), "silu", "gelu" or "hardswish". `pool` is "floor" or "ceil" for a 2x2
+    max-pool that rounds so, or "3x3/2" for windows of 3x3, stride 2 and padding 1. `packed`, where weights never
+    change, gives them in one of the layouts of `conv.pack`: without it they are packed at every call.
+
+        y = composite_conv2d(x, [down, across], bias, padding=[((1, 1), (0, 0)), ((0, 0), (1, 1))],
+                             residual=x, activation="silu")
     """
-    options: dict[str, Any] = {"stride": stride, "padding": padding, "relu": relu, "pool": pool}
-    exporting, asked_for, fuses = _deciders()
+    asked = CallOptions(stride, tuple(padding), canonical(activation, relu), pool, residual is not None)
+    exporting, asked_for, plan_of = _deciders()
     if exporting() or not (x.is_cuda or asked_for()):
-        return composite_by_torch(x, weights, bias, **options)
+        return _by_torch(x, weights, bias, residual, asked)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    training = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
+    tensors = [tensor for tensor in (x, *weights, bias, residual) if tensor is not None]
+    training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    inside = _fusable(asked, training=training, same=residual is None or residual.dtype == x.dtype)
+    if inside != asked:
+        kept = residual if inside.residual else None
+        y = composite_conv2d(x, weights, bias, **_options(inside), residual=kept, packed=packed)
+        return _rest(y, residual, asked, inside)
     # index() makes numbers of sizes that torch.compile holds open: the choice is made for one size.
     shapes = tuple(tuple(map(index, tensor.shape)) for tensor in (x, *weights))
-    how = (stride, tuple(padding), relu, pool)
     added = None if bias is None else bias.dtype
-    if not fuses(shapes, x.dtype, x.device, how, training, x.requires_grad, added):
-        return composite_by_torch(x, weights, bias, **options)
-    from lowrank_cnn.kernels.ops import composite_conv2d as fused
-    from lowrank_cnn.kernels.ops import flat_padding
+    plan = plan_of(shapes, x.dtype, x.device, tuple(asked), training, x.requires_grad, added)
+    if plan is None:
+        return _unfused(x, weights, bias, residual, asked, packed)
+    from lowrank_cnn.kernels import ops
 
-    codes = training and pool is not None
-    return fused(x, list(weights), bias, list(stride), flat_padding(padding), relu, pool or "", codes)[0]
+    how = (list(stride), ops.flat_padding(padding), asked.activation or "", pool or "")
+    if packed is None or training:
+        return ops.composite_conv2d(x, list(weights), bias, residual, *how, training and pool is not None, plan)[0]
+    sizes = [size for shape in shapes[1:] for size in shape]
+    return ops.packed_conv2d(x, packed(layout_of(plan)), bias, residual, sizes, *how, plan)
 
 
 def explain_call(x: Tensor, weights: Sequence[Tensor], *, training: bool = False, **options: Any) -> str:
@@ -69,10 +88,60 @@ def tune(model: torch.nn.Module, example: Tensor, *, training: bool = False) -> 
         model(example)
 
 
+def _fusable(asked: CallOptions, *, training: bool, same: bool) -> CallOptions:
+    """As much of a layer as one kernel may take; the rest follows by torch.
+
+    Kernels pool before they add and activate, which needs an order that is kept. Their gradients know bias, ReLU
+    and 2x2 pools. A residual of another type decides the type of the sum.
+    """
+    alone = asked._replace(residual=False, activation=None, pool=None)
+    if asked.residual and (training or not same):
+        return alone
+    if training and asked.activation not in (None, "relu"):
+        return alone
+    if asked.pool and (
+        asked.residual or not is_monotone(asked.activation) or (training and asked.pool == OVERLAPPING)
+    ):
+        return asked._replace(pool=None)
+    return asked
+
+
+def _rest(y: Tensor, residual: Tensor | None, asked: CallOptions, inside: CallOptions) -> Tensor:
+    """What a layer does beyond the part that was fused."""
+    activation = None if inside.activation == asked.activation else asked.activation
+    return followed(y, None if inside.residual else residual, activation, asked.pool)
+
+
+def _unfused(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    asked: CallOptions,
+    packed: Callable[[str], Tensor] | None,
+) -> Tensor:
+    """By torch; a conv before overlapping windows may still be fused without them."""
+    if asked.pool != OVERLAPPING:
+        return _by_torch(x, weights, bias, residual, asked)
+    options = _options(asked._replace(pool=None))
+    y = composite_conv2d(x, weights, bias, **options, residual=residual, packed=packed)
+    return followed(y, None, None, asked.pool)
+
+
+def _by_torch(
+    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None, asked: CallOptions
+) -> Tensor:
+    return composite_by_torch(x, weights, bias, **_options(asked), residual=residual)
+
+
+def _options(asked: CallOptions) -> dict[str, Any]:
+    return {name: value for name, value in asked._asdict().items() if name != "residual"}
+
+
 def _deciders() -> tuple[Any, Any, Any]:
     """Who is asked: the functions themselves, or what stands for them while torch.compile traces."""
     if torch.compiler.is_compiling():
         from lowrank_cnn.kernels import tracing
 
-        return tracing.exporting, tracing.asked_for, tracing.fuses
-    return torch.compiler.is_exporting, mode.asked_for, choice.fuses
+        return tracing.exporting, tracing.asked_for, tracing.plan_text
+    return torch.compiler.is_exporting, mode.asked_for, choice.plan_text

@@ -13,18 +13,27 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from lowrank_cnn.kernels.activation import canonical
 from lowrank_cnn.kernels.chain import FusedChain
 from lowrank_cnn.kernels.conv.pack import laid_out
 from lowrank_cnn.kernels.dispatch import composite_conv2d
-from lowrank_cnn.kernels.modules import fused_norm, fused_pool, fused_response_norm, has_hooks, is_plain
-from lowrank_cnn.kernels.problem import Pair, Sides
+from lowrank_cnn.kernels.modules import (
+    activation_of,
+    fused_norm,
+    fused_pool,
+    fused_response_norm,
+    has_hooks,
+    is_plain,
+)
+from lowrank_cnn.kernels.problem import OVERLAPPING, Pair, Sides
 
 
 class FusedComposite(nn.Module):
-    """A composite layer with the ReLU and the 2x2 max-pool that followed it."""
+    """A composite layer with the activation and the max-pool that followed it; a residual may be added between."""
 
     def __init__(
         self,
@@ -35,27 +44,67 @@ class FusedComposite(nn.Module):
         padding: Sequence[Sides],
         relu: bool = False,
         pool: str | None = None,
+        activation: str | None = None,
     ) -> None:
         super().__init__()
         self.weights = nn.ParameterList(weights)
         self.bias = bias
         self.stride, self.padding = stride, tuple(padding)
-        self.relu, self.pool = relu, pool
+        self.activation, self.pool = canonical(activation, relu), pool
 
-    def forward(self, x: Tensor) -> Tensor:
-        return composite_conv2d(
-            x,
-            list(self.weights),
-            self.bias,
-            stride=self.stride,
-            padding=self.padding,
-            relu=self.relu,
-            pool=self.pool,
-        )
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return composite_conv2d(x, list(self.weights), self.bias, **self.options, residual=residual)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `composite_conv2d` takes besides tensors."""
+        return {
+            "stride": self.stride,
+            "padding": self.padding,
+            "activation": self.activation,
+            "pool": self.pool,
+        }
 
     def extra_repr(self) -> str:
         groups = " + ".join(f"{w.shape[2]}x{w.shape[3]},{w.shape[0]}" for w in self.weights)
-        return f"{groups}, stride={self.stride}, relu={self.relu}, pool={self.pool}"
+        return f"{groups}, stride={self.stride}, activation={self.activation}, pool={self.pool}"
+
+
+class FrozenComposite(FusedComposite):
+    """A fused layer for inference: its weights do not change, and lie as the kernels read them.
+
+    Which kernel runs depends on the input's size, and kernels read in different layouts: each is made at the first
+    call that needs it, and kept. Copying a state dict into the layer makes them anew.
+    """
+
+    def __init__(self, layer: FusedComposite) -> None:
+        weights = laid_out([weight.detach() for weight in layer.weights], layer.weights[0].dtype)
+        frozen = [nn.Parameter(weight, requires_grad=False) for weight in weights]
+        super().__init__(frozen, layer.bias, **layer.options)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        def packed(layout: str) -> Tensor:
+            return self._packed(layout, x)
+
+        return composite_conv2d(x, list(self.weights), self.bias, **self.options, residual=residual, packed=packed)
+
+    def _packed(self, layout: str, x: Tensor) -> Tensor:
+        name = f"packed_{layout}"
+        if (kept := self._buffers.get(name)) is not None:
+            return kept
+        from lowrank_cnn.kernels.ops import flat_padding, pack_weights
+
+        weights = [weight.to(x.dtype) for weight in self.weights]
+        packed = pack_weights(weights, list(x.shape), list(self.stride), flat_padding(self.padding), layout)
+        # A tensor made while a graph is captured holds nothing until the graph is replayed.
+        if not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.register_buffer(name, packed, persistent=False)
+        return packed
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        for name in [name for name in self._buffers if name.startswith("packed_")]:
+            del self._buffers[name]
+        super()._load_from_state_dict(*arguments, **options)
 
 
 def fuse(model: nn.Module) -> nn.Module:
@@ -79,12 +128,20 @@ def fuse(model: nn.Module) -> nn.Module:
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """A fused copy for inference: its convs' weights are copies, laid out as the kernels read them."""
-    twin = fuse(model)
-    for layer in twin.modules():
-        if isinstance(layer, FusedComposite):
-            weights = laid_out([weight.detach() for weight in layer.weights], layer.weights[0].dtype)
-            layer.weights = nn.ParameterList(nn.Parameter(weight, requires_grad=False) for weight in weights)
+    """A fused copy for inference: its convs' weights are copies, laid out as the kernels read them, once."""
+    return _frozen(fuse(model))
+
+
+def _frozen(module: nn.Module) -> nn.Module:
+    """A module with its fused layers frozen; those without parts may be the caller's own and are not changed."""
+    if type(module) is FusedComposite:
+        return FrozenComposite(module).train(module.training)
+    if not module._modules:
+        return module
+    twin = copy.copy(module)
+    twin._modules = {  # type: ignore[assignment]
+        name: None if child is None else _frozen(child) for name, child in module._modules.items()
+    }
     return twin
 
 
@@ -164,12 +221,12 @@ def _with_what_follows(module: nn.Module, following: list[nn.Module]) -> tuple[n
     stages = _joined(module) or [conv_options(module)]
     if stages[-1] is None:
         return fuse(module), 0
-    relu = bool(following) and is_plain(following[0], nn.ReLU)
-    pool = _pool(following[1]) if relu and len(following) > 1 else None
+    activation = activation_of(following[0]) if following else None
+    pool = _pool(following[1]) if activation == "relu" and len(following) > 1 else None
     *basis, last = stages
-    layer = FusedComposite(**last, relu=relu, pool=pool)
+    layer = FusedComposite(**last, activation=activation, pool=pool)
     layer = FusedChain(FusedComposite(**basis[0]), layer) if basis else layer
-    return layer, relu + (pool is not None)
+    return layer, (activation is not None) + (pool is not None)
 
 
 def _joined(module: nn.Module) -> list[Any] | None:
@@ -185,10 +242,14 @@ def _joined(module: nn.Module) -> list[Any] | None:
 
 
 def _pool(module: nn.Module) -> str | None:
-    """The rounding of a 2x2 max-pool of stride 2, or None for any other module."""
+    """A max-pool that kernels can fuse, as `composite_conv2d` names it; None for any other module."""
     if not isinstance(module, nn.MaxPool2d) or not is_plain(module, nn.MaxPool2d) or module.return_indices:
         return None
     sizes = [(v, v) if isinstance(v, int) else tuple(v) for v in (module.kernel_size, module.stride)]
-    if sizes != [(2, 2), (2, 2)] or module.padding not in (0, (0, 0)) or module.dilation not in (1, (1, 1)):
+    if module.dilation not in (1, (1, 1)):
+        return None
+    if sizes == [(3, 3), (2, 2)] and module.padding in (1, (1, 1)) and not module.ceil_mode:
+        return OVERLAPPING
+    if sizes != [(2, 2), (2, 2)] or module.padding not in (0, (0, 0)):
         return None
     return "ceil" if module.ceil_mode else "floor"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowrank_cnn.kernels.activation import canonical
 from lowrank_cnn.kernels.mode import asked_for, mode, survey
 from lowrank_cnn.kernels.problem import Pair
 from lowrank_cnn.system.memory import is_out_of_memory
@@ -153,6 +154,16 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether a call of the module does more than its forward."""
     forward = module._forward_hooks or module._forward_pre_hooks
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+
+
+def activation_of(module: nn.Module | None) -> str | None:
+    """The name of a plain activation that kernels can fuse, or None for any other module."""
+    if isinstance(module, nn.LeakyReLU) and is_plain(module, nn.LeakyReLU):
+        return canonical(f"leaky_relu:{module.negative_slope}")
+    if isinstance(module, nn.GELU) and module.approximate != "none":
+        return None
+    kinds = {nn.ReLU: "relu", nn.SiLU: "silu", nn.GELU: "gelu", nn.Hardswish: "hardswish"}
+    return next((name for kind, name in kinds.items() if is_plain(module, kind)), None)
 
 
 def fused_norm(norm: nn.Module, following: nn.Module | None) -> FusedNorm | None:

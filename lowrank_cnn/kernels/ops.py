@@ -1,7 +1,9 @@
 """The fused composite convolution as torch operators, with gradients, shapes for tracing and a count.
 
 `lowrank::composite_conv2d` gives the result and, where a pool is fused and gradients are wanted, the codes of
-the windows' winners. Being operators, they pass through torch.compile, CUDA graphs, export and DDP.
+the windows' winners. `lowrank::packed_conv2d` is for inference and takes weights that were packed before. Both
+run the plan that they are given as text. Being operators, they pass through torch.compile, CUDA graphs, export and
+DDP.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lowrank_cnn.kernels.problem import Problem, Sides, describe, empty_codes, empty_result
+from lowrank_cnn.kernels.problem import Problem, Sides, empty_codes, empty_result, pose
 
 
 def flat_padding(padding: Sequence[Sides]) -> list[int]:
@@ -21,11 +23,39 @@ def flat_padding(padding: Sequence[Sides]) -> list[int]:
     return [value for rows, columns in padding for value in (*rows, *columns)]
 
 
+def run_plan(
+    plan: str,
+    problem: Problem,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    padding: Sequence[Sides],
+    *,
+    codes: bool = False,
+) -> Tensor:
+    """The result of a plan by the operator, which knows its gradients; `codes` where a pool is to have one."""
+    epilogue = (problem.activation or "", problem.pool or "")
+    sides, stride = flat_padding(padding), list(problem.stride)
+    return composite_conv2d(x, list(weights), bias, residual, stride, sides, *epilogue, codes, plan)[0]
+
+
 def _problem(
-    x: Tensor, weights: Sequence[Tensor], stride: Sequence[int], padding: Sequence[int], relu: bool, pool: str
+    x: Tensor,
+    shapes: Sequence[Sequence[int]],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    activation: str,
+    pool: str,
+    residual: Tensor | None = None,
 ) -> Problem:
     sides = [((t, b), (lt, r)) for t, b, lt, r in zip(*(padding[i::4] for i in range(4)), strict=True)]
-    return describe(x, weights, stride=(stride[0], stride[1]), padding=sides, relu=relu, pool=pool or None)
+    epilogue = {"activation": activation or None, "pool": pool or None, "residual": residual is not None}
+    return pose(tuple(x.shape), shapes, x.dtype, stride=(stride[0], stride[1]), padding=sides, **epilogue)
+
+
+def _shapes(weights: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(weight.shape) for weight in weights]
 
 
 @torch.library.custom_op("lowrank::composite_conv2d", mutates_args=())
@@ -33,28 +63,87 @@ def composite_conv2d(
     x: Tensor,
     weights: Sequence[Tensor],
     bias: Tensor | None,
+    residual: Tensor | None,
     stride: Sequence[int],
     padding: Sequence[int],
-    relu: bool,
+    activation: str,
     pool: str,
     codes: bool,
+    plan: str,
 ) -> tuple[Tensor, Tensor]:
-    """Result and codes. `pool` is "", "floor" or "ceil"; without `codes` the second is empty."""
-    from lowrank_cnn.kernels.autotune import choice
+    """Result and codes. `activation` and `pool` are "" for none; without `codes` the second result is empty."""
     from lowrank_cnn.kernels.conv import launch
+    from lowrank_cnn.kernels.conv.plans import KernelPlan
 
-    problem = _problem(x, weights, stride, padding, relu, pool)
+    problem = _problem(x, _shapes(weights), stride, padding, activation, pool, residual)
     seen = empty_codes(problem, x) if codes else None
-    y = launch.forward(choice.plan_for(problem, x.device, training=codes), problem, x, weights, bias, seen)
+    y = launch.forward(KernelPlan.parse(plan), problem, x, weights, bias, seen, residual)
     return y, seen if seen is not None else x.new_empty(0, dtype=torch.uint8)
 
 
 @composite_conv2d.register_fake
-def _(x, weights, bias, stride, padding, relu, pool, codes):
-    problem = _problem(x, weights, stride, padding, relu, pool)
+def _(x, weights, bias, residual, stride, padding, activation, pool, codes, plan):
+    problem = _problem(x, _shapes(weights), stride, padding, activation, pool, residual)
     shape = (problem.batch, *problem.result_size, problem.filters)
     seen = x.new_empty(shape if codes and pool else (0,), dtype=torch.uint8)
     return empty_result(problem, x), seen
+
+
+@torch.library.custom_op("lowrank::packed_conv2d", mutates_args=())
+def packed_conv2d(
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    shapes: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    activation: str,
+    pool: str,
+    plan: str,
+) -> Tensor:
+    """The result without gradients, of weights that `pack_weights` laid out for the kernel of `plan`.
+
+    `shapes` are the sizes of each group's weights, [filters, channels, height, width], in turn.
+    """
+    from lowrank_cnn.kernels.conv import launch
+    from lowrank_cnn.kernels.conv.plans import KernelPlan
+
+    problem = _problem(x, _unflattened(shapes), stride, padding, activation, pool, residual)
+    return launch.forward_packed(KernelPlan.parse(plan), problem, x, packed, bias, None, residual)
+
+
+@packed_conv2d.register_fake
+def _(x, packed, bias, residual, shapes, stride, padding, activation, pool, plan):
+    return empty_result(_problem(x, _unflattened(shapes), stride, padding, activation, pool, residual), x)
+
+
+@torch.library.custom_op("lowrank::pack_weights", mutates_args=())
+def pack_weights(
+    weights: Sequence[Tensor], size: Sequence[int], stride: Sequence[int], padding: Sequence[int], layout: str
+) -> Tensor:
+    """Weights in the layout of a kernel, for inputs of a size. A compiler that freezes weights folds this away."""
+    from lowrank_cnn.kernels.conv import launch
+
+    x = torch.empty(tuple(size), dtype=weights[0].dtype, device="meta")
+    problem = _problem(x, _shapes(weights), stride, padding, "", "")
+    packed = launch.pack_weights(layout, problem, weights, x.dtype)
+    # What an operator gives must not share memory with what it takes.
+    shared = packed.untyped_storage().data_ptr() == weights[0].untyped_storage().data_ptr()
+    return packed.clone() if shared else packed
+
+
+@pack_weights.register_fake
+def _(weights, size, stride, padding, layout):
+    from lowrank_cnn.kernels.conv import launch
+
+    x = torch.empty(tuple(size), dtype=weights[0].dtype, device="meta")
+    problem = _problem(x, _shapes(weights), stride, padding, "", "")
+    return weights[0].new_empty(launch.packed_shape(layout, problem))
+
+
+def _unflattened(shapes: Sequence[int]) -> list[tuple[int, ...]]:
+    return [tuple(shapes[i : i + 4]) for i in range(0, len(shapes), 4)]
 
 
 @torch.library.custom_op("lowrank::composite_conv2d_backward", mutates_args=())
@@ -73,7 +162,7 @@ def composite_conv2d_backward(
     """Gradients of input and bias (empty where not needed) and of the weights, in this order."""
     from lowrank_cnn.kernels.conv import launch
 
-    problem = _problem(x, weights, stride, padding, relu, pool)
+    problem = _problem(x, _shapes(weights), stride, padding, "relu" if relu else "", pool)
     how = {"need_input": need_input, "need_bias": need_bias}
     dx, dw, db = launch.gradients(problem, grad.to(x.dtype), x, weights, seen, **how)
     # Copies, for what an operator gives must not share memory, and the groups' gradients lie in one.
@@ -94,10 +183,11 @@ def _(grad, x, weights, seen, stride, padding, relu, pool, need_input, need_bias
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weights, bias, stride, padding, relu, pool, _ = inputs
+    x, weights, bias, _, stride, padding, activation, pool, _, _ = inputs
     y, codes = output
     ctx.mark_non_differentiable(codes)
     # Without a ReLU the result is not needed again, and what follows may overwrite it.
+    relu = activation == "relu"
     ctx.save_for_backward(x, y if relu and not pool else codes, bias, *weights)
     ctx.options = (stride, padding, relu, pool)
 
@@ -109,7 +199,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     need_input = ctx.needs_input_grad[0]
     dx, db, *dw = composite_conv2d_backward(grad, x, weights, seen, *ctx.options, need_input, bias is not None)
     bias_grad = None if bias is None else db.to(bias.dtype)
-    return (dx if need_input else None, dw, bias_grad, None, None, None, None, None)
+    return (dx if need_input else None, dw, bias_grad, *[None] * 7)
 
 
 composite_conv2d.register_autograd(_backward, setup_context=_save)
@@ -121,9 +211,18 @@ def _macs(x: Sequence[int], weights: Sequence[Sequence[int]], out: Sequence[int]
 
 
 @register_flop_formula(torch.ops.lowrank.composite_conv2d)
-def _forward_flops(x, weights, bias, stride, padding, relu, pool, codes, *, out_shape, **_) -> int:
+def _forward_flops(
+    x, weights, bias, residual, stride, padding, activation, pool, codes, plan, *, out_shape, **_
+) -> int:
     """Two operations per MAC, as torch counts; a fused pool's output stands for four pixels."""
     return 2 * _macs(x, weights, out_shape[0], pool)
+
+
+@register_flop_formula(torch.ops.lowrank.packed_conv2d)
+def _packed_flops(
+    x, packed, bias, residual, shapes, stride, padding, activation, pool, plan, *, out_shape, **_
+) -> int:
+    return 2 * _macs(x, _unflattened(shapes), out_shape, pool)
 
 
 @register_flop_formula(torch.ops.lowrank.composite_conv2d_backward)

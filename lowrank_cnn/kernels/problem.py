@@ -1,22 +1,27 @@
-"""What one fused launch computes, as data: sizes, groups, and the counts that bound its time.
+"""What one fused launch computes, as data: sizes, filter groups, epilogue, and the counts that bound its time.
 
-The kernels, their reference and the dispatch all speak of a `Problem`; it is hashable, so that choices and
-compiled plans can be kept per problem.
+The kernels, their reference and the dispatch all speak of a `Problem`. It is hashable: choices and plans are kept
+per problem.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lowrank_cnn.kernels.activation import canonical, is_monotone
 from lowrank_cnn.system.errors import LowRankError
 
 Pair = tuple[int, int]
 Sides = tuple[Pair, Pair]
-POOLS = (None, "floor", "ceil")
+OVERLAPPING = "3x3/2"
+"""The pool of a ResNet's stem: 3x3 windows, stride 2, padding 1."""
+POOLS = (None, "floor", "ceil", OVERLAPPING)
+"""No pool, 2x2 windows of stride 2 by how they round at the border, and overlapping windows."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Problem:
-    """A composite convolution of one input size, with what follows it in the same launch."""
+    """A composite convolution of one input size, with what follows it in the same launch.
+
+    The order is conv, bias, residual, activation, pool.
+    """
 
     batch: int
     channels: int
@@ -46,9 +54,20 @@ class Problem:
     stride: Pair
     out_height: int
     out_width: int
-    relu: bool
+    activation: str | None
     pool: str | None
     dtype: torch.dtype
+    residual: bool = False
+
+    @property
+    def relu(self) -> bool:
+        """Whether the activation is a ReLU."""
+        return self.activation == "relu"
+
+    @property
+    def can_pool_first(self) -> bool:
+        """Whether a kernel may pool before bias and activation: these keep the order of values in a window."""
+        return self.pool is None or (not self.residual and is_monotone(self.activation))
 
     @property
     def filters(self) -> int:
@@ -60,7 +79,7 @@ class Problem:
         """Height and width of what is written: the pooled size where a pool follows."""
         if self.pool is None:
             return self.out_height, self.out_width
-        spare = 1 if self.pool == "ceil" else 0
+        spare = 0 if self.pool == "floor" else 1
         return (self.out_height + spare) // 2, (self.out_width + spare) // 2
 
     @property
@@ -76,18 +95,29 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """The fewest bytes through device memory: input and weights read once, the result written once."""
-        result = self.result_size[0] * self.result_size[1] * self.filters
+        """The fewest bytes through device memory: all inputs and weights read once, the result written once."""
+        result = self.result_size[0] * self.result_size[1] * self.filters * (2 if self.residual else 1)
         pixels = self.height * self.width * self.channels
         weights = self.channels * sum(group.taps * group.filters for group in self.groups)
         return self.dtype.itemsize * (self.batch * (pixels + result) + weights)
 
     def __str__(self) -> str:
         groups = "+".join(f"{g.height}x{g.width},{g.filters}" for g in self.groups)
-        tail = (",relu" if self.relu else "") + (f",pool-{self.pool}" if self.pool else "")
+        steps = ("residual" if self.residual else "", self.activation, f"pool-{self.pool}" if self.pool else "")
+        tail = "".join(f",{step}" for step in steps if step)
         size = f"{self.batch}x{self.channels}x{self.height}x{self.width}"
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{size} {groups} /{self.stride[0]}x{self.stride[1]}{tail} {dtype}"
+
+
+class CallOptions(NamedTuple):
+    """What a call asks for besides its tensors: hashable plain values, which torch.compile can hold."""
+
+    stride: Pair
+    padding: tuple[Sides, ...]
+    activation: str | None
+    pool: str | None
+    residual: bool
 
 
 def describe(
@@ -98,10 +128,13 @@ def describe(
     padding: Sequence[Sides],
     relu: bool = False,
     pool: str | None = None,
+    residual: bool = False,
+    activation: str | None = None,
 ) -> Problem:
     """The problem that these tensors pose; every group must give the same output size."""
     shapes = [tuple(weight.shape) for weight in weights]
-    return pose(tuple(x.shape), shapes, x.dtype, stride=stride, padding=padding, relu=relu, pool=pool)
+    epilogue = {"activation": canonical(activation, relu), "pool": pool, "residual": residual}
+    return pose(tuple(x.shape), shapes, x.dtype, stride=stride, padding=padding, **epilogue)
 
 
 def pose(
@@ -113,10 +146,12 @@ def pose(
     padding: Sequence[Sides],
     relu: bool = False,
     pool: str | None = None,
+    residual: bool = False,
+    activation: str | None = None,
 ) -> Problem:
     """The problem of an input [N, C, H, W] and of groups' weights [filters, C, height, width], by their sizes."""
     if pool not in POOLS:
-        raise LowRankError(f'pool is None, "floor" or "ceil", not {pool!r}.')
+        raise LowRankError(f'pool is None, "floor", "ceil" or "{OVERLAPPING}", not {pool!r}.')
     if len(padding) != len(shapes):
         raise LowRankError(f"{len(shapes)} filter groups need as many paddings, not {len(padding)}.")
     batch, channels, height, width = size
@@ -131,8 +166,9 @@ def pose(
         Group(shape[2], shape[3], shape[0], rows[0], columns[0])
         for shape, (rows, columns) in zip(shapes, padding, strict=True)
     )
+    strides, last = (stride[0], stride[1]), canonical(activation, relu)
     return Problem(
-        batch, channels, height, width, groups, (stride[0], stride[1]), out_height, out_width, relu, pool, dtype
+        batch, channels, height, width, groups, strides, out_height, out_width, last, pool, dtype, residual
     )
 
 
@@ -145,7 +181,7 @@ def pixels_last(x: Tensor) -> Tensor:
 
 def empty_codes(problem: Problem, x: Tensor) -> Tensor | None:
     """Memory for what the backward needs of a fused pool: the winner of each window, or that ReLU cut it."""
-    if problem.pool is None:
+    if problem.pool not in ("floor", "ceil"):
         return None
     return torch.empty((problem.batch, *problem.result_size, problem.filters), device=x.device, dtype=torch.uint8)
 

@@ -4,11 +4,32 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import product
+from math import prod
+from typing import NamedTuple
 
 from lowrank_cnn.kernels.problem import Problem
 
 Box = tuple[int, int, int]
 BESIDES = 16
+
+
+class GroupRow(NamedTuple):
+    """What the tiles of one filter group need; `tiled` reads the fields by index, in this order.
+
+    A tap `r` rows down reads block row `(r + top_skip) // stride - top` at parity `(r + top_skip) % stride`, where
+    `stride` rows make a block; columns likewise. At stride 1 the skips are zero.
+    """
+
+    first_tile: int
+    weight_row: int
+    channel: int
+    filters: int
+    taps: int
+    width: int
+    top: int
+    top_skip: int
+    left: int
+    left_skip: int
 
 
 @lru_cache(maxsize=4096)
@@ -25,7 +46,7 @@ def box_of(batch: int, height: int, width: int, pixels: int, least: int = 1) -> 
     ]
 
     def cost(box: Box) -> tuple[int, int, int]:
-        covered = box[0] * _up(batch, box[0]) * box[1] * _up(height, box[1]) * box[2] * _up(width, box[2])
+        covered = prod(round_up(size, part) for size, part in zip((batch, height, width), box, strict=True))
         return covered, box[0], abs(box[1] - box[2])
 
     return min(boxes, key=cost)
@@ -35,23 +56,26 @@ def box_count(problem: Problem, box: Box) -> tuple[int, int, int]:
     """How many boxes cover the (unpooled) output: over images, rows and columns."""
     images, rows, columns = box
     return (
-        _up(problem.batch, images),
-        _up(problem.out_height, rows),
-        _up(problem.out_width, columns),
+        ceil_div(problem.batch, images),
+        ceil_div(problem.out_height, rows),
+        ceil_div(problem.out_width, columns),
     )
 
 
 def filter_tiles(problem: Problem, block: int) -> int:
     """Tiles of `block` output channels; none spans two groups."""
-    return sum(_up(group.filters, block) for group in problem.groups)
+    return sum(ceil_div(group.filters, block) for group in problem.groups)
 
 
-def group_rows(problem: Problem, block: int) -> tuple[tuple[int, ...], ...]:
-    """Per group, what its tiles need: first tile, packed weight row, output channel, and its geometry."""
+def group_rows(problem: Problem, block: int) -> tuple[GroupRow, ...]:
+    """Per group, what its tiles of `block` filters need."""
     rows, tile, weight, channel = [], 0, 0, 0
     for group in problem.groups:
-        rows.append((tile, weight, channel, group.filters, group.taps, group.width, group.top, group.left))
-        tile += _up(group.filters, block)
+        top, left = ceil_div(group.top, problem.stride[0]), ceil_div(group.left, problem.stride[1])
+        skips = top * problem.stride[0] - group.top, left * problem.stride[1] - group.left
+        shape = (group.filters, group.taps, group.width)
+        rows.append(GroupRow(tile, weight, channel, *shape, top, skips[0], left, skips[1]))
+        tile += ceil_div(group.filters, block)
         weight += group.taps * group.filters
         channel += group.filters
     return tuple(rows)
@@ -65,7 +89,11 @@ def shares(tiles: int, boxes: int, programs: int) -> int:
     at the end, takes a program about as long as `BESIDES` boxes.
     """
     most = min(boxes, max(1, 4 * programs // tiles))
-    return min(range(1, most + 1), key=lambda count: _up(tiles * count, programs) * (_up(boxes, count) + BESIDES))
+
+    def rounds(count: int) -> int:
+        return ceil_div(tiles * count, programs) * (ceil_div(boxes, count) + BESIDES)
+
+    return min(range(1, most + 1), key=rounds)
 
 
 def power_above(value: int, least: int = 16) -> int:
@@ -75,7 +103,7 @@ def power_above(value: int, least: int = 16) -> int:
 
 def round_up(value: int, step: int) -> int:
     """The least multiple of `step` that is not below `value`."""
-    return _up(value, step) * step
+    return ceil_div(value, step) * step
 
 
 def lanes_of(channels: int) -> int:
@@ -84,5 +112,6 @@ def lanes_of(channels: int) -> int:
     return whole if whole >= 32 else min(128, power_above(channels))
 
 
-def _up(value: int, step: int) -> int:
+def ceil_div(value: int, step: int) -> int:
+    """How many steps cover a value: the quotient, rounded up."""
     return -(-value // step)

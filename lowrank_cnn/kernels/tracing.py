@@ -19,6 +19,6 @@ def exporting() -> bool:
 
 
 @torch.compiler.assume_constant_result
-def fuses(*asked: Any) -> bool:
+def plan_text(*request: Any) -> str | None:
     with mode.unsurveyed():
-        return choice.fuses(*asked)
+        return choice.plan_text(*request)

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lowrank_cnn.kernels.autotune.ahead import compile_ahead
-from lowrank_cnn.kernels.autotune.support import Asked
+from lowrank_cnn.kernels.autotune.support import Request
 from lowrank_cnn.kernels.autotune.trial import Trial
 from lowrank_cnn.kernels.between import norm, pool, response_norm
 from lowrank_cnn.kernels.conv import hopper, launch
@@ -47,6 +48,14 @@ FIRST = {
     "nin": ((128, 3, 32, 32), [(3, 1, 96), (1, 3, 96)], None),
     "crowded": ((128, 3, 33, 33), [(3, 1, 80), (1, 3, 80)], "ceil"),
 }
+STEMS = {
+    "lr": ((64, 3, 224, 224), [(7, 1, 32), (1, 7, 32)], None),
+    "lr, pooled": ((64, 3, 224, 224), [(7, 1, 32), (1, 7, 32)], "3x3/2"),
+    "dense": ((64, 3, 224, 224), [(7, 7, 64)], None),
+    "dense, pooled": ((64, 3, 224, 224), [(7, 7, 64)], "3x3/2"),
+}
+EPILOGUES = [("lr", (2, 2), "relu"), ("wide", (1, 1), "relu"), ("dense", (2, 2), "silu"), ("join", (1, 1), "gelu")]
+"""Layers with a residual, their stride and their activation."""
 
 
 class Absent:
@@ -109,12 +118,12 @@ def same(height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return (rows, height - 1 - rows), (columns, width - 1 - columns)
 
 
-def posed(layer, dtype, *, stride=(1, 1)) -> tuple[Problem, torch.Tensor, list[torch.Tensor]]:
+def posed(layer, dtype, *, stride=(1, 1), activation="relu") -> tuple[Problem, torch.Tensor, list[torch.Tensor]]:
     size, groups, rounding = layer
     x = torch.zeros(size, dtype=dtype).contiguous(memory_format=torch.channels_last)
     weights = [torch.zeros(f, size[1], h, w, dtype=dtype) for h, w, f in groups]
     padding = [same(h, w) for h, w, _ in groups]
-    return describe(x, weights, stride=stride, padding=padding, relu=True, pool=rounding), x, weights
+    return describe(x, weights, stride=stride, padding=padding, activation=activation, pool=rounding), x, weights
 
 
 def forwards(capability: tuple[int, int]) -> None:
@@ -125,9 +134,17 @@ def forwards(capability: tuple[int, int]) -> None:
             launch.forward(plan, problem, x, weights, bias, empty_codes(problem, x))
     problem, x, weights = posed(LAYERS["lr"], torch.float32)
     launch.forward(plans(problem, capability=capability)[0], problem, x, weights, None)
-    problem, x, weights = posed(LAYERS["lr"], torch.float16, stride=(2, 2))
-    for plan in plans(problem, capability=capability):
-        launch.forward(plan, problem, x, weights, None)
+    for layer in STEMS.values():
+        problem, x, weights = posed(layer, torch.bfloat16, stride=(2, 2))
+        for plan in plans(problem, capability=capability):
+            launch.forward(plan, problem, x, weights, torch.zeros(problem.filters))
+    for name, stride, activation in EPILOGUES:
+        size, groups, _ = LAYERS[name]
+        problem, x, weights = posed((size, groups, None), torch.float16, stride=stride, activation=activation)
+        problem = replace(problem, residual=True)
+        added = torch.zeros(problem.batch, problem.filters, *problem.result_size, dtype=torch.float16)
+        for plan in plans(problem, capability=capability):
+            launch.forward(plan, problem, x, weights, None, None, added)
 
 
 def backwards(capability: tuple[int, int]) -> None:
@@ -166,7 +183,7 @@ def ahead() -> None:
     compiled: list[str] = []
     knobs.compilation.listener = lambda **about: compiled.append(about["metadata"]["name"])
     problem = posed(LAYERS["lr"], torch.bfloat16)[0]
-    compile_ahead([Asked(problem, torch.device("cpu"), training=True)])
+    compile_ahead([Request(problem, torch.device("cpu"), training=True)])
     counts = [len(compiled)]
     compile_only({})
     Trial.random(problem, torch.device("cpu"), training=True).run(plans(problem, capability=(9, 0))[0])

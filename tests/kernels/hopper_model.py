@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -52,6 +53,7 @@ class Shared:
         return Shared(self.flat, self.start + i * int(np.prod(self.shape[1:])), self.shape[1:], self.layout)
 
     def _reinterpret(self, dtype, shape, layout):
+        shape = [*shape[:-1], shape[-1] * dtype.primitive_bitwidth // 32]
         assert self.start + np.prod(shape) <= len(self.flat), "a view beyond its allocation"
         return Shared(self.flat, self.start, shape, layout)
 
@@ -75,6 +77,11 @@ class Shared:
         self.view()[...] = values
         self.unfenced.append(self.span())
 
+    def load(self, layout):
+        values = self.view().copy()
+        assert not np.isnan(values).any(), "read before it was fetched"
+        return _register(values)
+
     def span(self):
         start = self.flat.__array_interface__["data"][0] + self.start * self.flat.itemsize
         return start, start + int(np.prod(self.shape)) * self.flat.itemsize
@@ -93,11 +100,17 @@ class Linear:
         self.bases = offset_bases
 
     def places(self, shape):
-        found = np.zeros(shape, int)
-        for place in range(int(np.prod(shape))):
-            bits = [basis for i, basis in enumerate(self.bases) if place >> i & 1]
-            found[sum(row for row, _ in bits), sum(column for _, column in bits)] = place
-        return found
+        return _places(tuple(map(tuple, self.bases)), tuple(shape))
+
+
+@lru_cache
+def _places(bases, shape):
+    """Where in memory each element lies."""
+    found = np.zeros(shape, int)
+    for place in range(int(np.prod(shape))):
+        bits = [basis for i, basis in enumerate(bases) if place >> i & 1]
+        found[sum(row for row, _ in bits), sum(column for _, column in bits)] = place
+    return found
 
 
 class Turned(Shared):
@@ -125,7 +138,7 @@ class Machine:
 
     def fetch(self, source, coordinates, barrier, target, pred=True):
         if pred:
-            assert list(target.shape) == list(source.block_shape)
+            assert list(target.shape) == list(source.box)
             target.view()[...] = np.nan
             barrier.copies.append((source, list(coordinates), target))
 
@@ -177,18 +190,28 @@ class Float32:
     primitive_bitwidth = 32
 
 
+class Float64:
+    primitive_bitwidth = 64
+
+
 class Descriptor:
     """A tensor map: boxes of a strided tensor; zeros are read and nothing is written outside."""
 
     def __init__(self, base, shape, strides, block_shape, layout, padding="zero"):
+        self.wide = 2 if base.dtype == torch.int64 else 1  # words of two values
+        if self.wide > 1:
+            base, shape = base.view(torch.float32), [*shape[:-1], 2 * shape[-1]]
+            strides = [*(2 * stride for stride in strides[:-1]), 1]
         self.array = torch.as_strided(base, shape, strides).numpy()
         self.value_bytes = 1 if base.dtype == torch.uint8 else 2  # as on the device, where floats have 16 bits
         self.block_shape, self.layout = block_shape, layout
-        self.dtype = Float32()
+        self.dtype = Float64() if self.wide > 1 else Float32()
+        self.box = [*block_shape[:-1], block_shape[-1] * self.wide]
 
     def _overlap(self, coordinates):
+        coordinates = [*coordinates[:-1], coordinates[-1] * self.wide]
         assert coordinates[-1] * self.value_bytes % 16 == 0, "a box begins at a multiple of 16 bytes"
-        spans = list(zip(coordinates, self.block_shape, self.array.shape, strict=True))
+        spans = list(zip(coordinates, self.box, self.array.shape, strict=True))
         inside = tuple(slice(max(c, 0), max(min(c + b, s), 0)) for c, b, s in spans)
         block = tuple(
             slice(i.start - c, max(i.stop - c, i.start - c)) for i, (c, _, _) in zip(inside, spans, strict=True)
@@ -196,7 +219,7 @@ class Descriptor:
         return inside, block
 
     def read(self, coordinates):
-        values = np.zeros(self.block_shape, np.float32)
+        values = np.zeros(self.box, np.float32)
         inside, block = self._overlap(coordinates)
         if all(i.start < i.stop for i in inside):
             values[block] = self.array[inside]
@@ -236,13 +259,21 @@ def _where(condition, a, b):
     return chosen.view(Values) if chosen.ndim else int(chosen)
 
 
+def _minimum(a, b):
+    least = np.minimum(a, b)
+    return least.view(Values) if least.ndim else int(least)
+
+
 def _language(machine):
     return types.SimpleNamespace(
-        constexpr=None, int64="int64", int32="int32", uint8="uint8", float32="float32",
-        bfloat16="bfloat16", float16="float16", static_range=range, where=_where, minimum=min,
+        constexpr=int, int64="int64", int32="int32", uint8="uint8", float32="float32",
+        bfloat16="bfloat16", float16="float16", static_range=range, where=_where, minimum=_minimum,
+        exp=np.exp, abs=np.abs,
         maximum=np.maximum, max=lambda x, axis: x.max(axis), thread_barrier=lambda: None,
         program_id=lambda _: machine.program, num_programs=lambda _: machine.programs,
         allocate_shared_memory=machine.allocate, load=_load, BlockedLayout=lambda *_: None,
+        gather=lambda x, index, axis: np.take_along_axis(x, index, axis), convert_layout=lambda x, layout: x,
+        zeros_like=lambda x: _register(np.zeros(x.shape)), store=_store,
         atomic_add=_add, zeros=lambda shape, dtype, layout: _register(np.zeros(shape)),
         arange=lambda a, b, layout: np.arange(a, b, dtype=np.int32).view(Values),
         SliceLayout=lambda axis, parent: None, NVMMADistributedLayout=lambda **_: None,
@@ -269,6 +300,12 @@ def _load(pointer, mask=True, other=0.0):
     places = np.where(mask, pointer.offset, 0)
     values = np.where(mask, pointer.array[places], other)
     return values.astype(pointer.array.dtype).view(Values)
+
+
+def _store(pointer, values, mask):
+    places = np.broadcast_to(pointer.offset, values.shape)
+    mask = np.broadcast_to(mask, values.shape)
+    pointer.array[places[mask]] = values[mask]
 
 
 def _add(pointer, values, mask, sem):
@@ -299,6 +336,7 @@ def emulate(monkeypatch, *names):
     experimental.gluon = gluon
     for module in (experimental, gluon, hopper, host):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    _executed(monkeypatch, "hopper_epilogue")
     module = _executed(monkeypatch, "hopper")
     monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
     for name in names:
@@ -318,10 +356,11 @@ def _executed(monkeypatch, name):
     return module
 
 
-def spread(pixels, size, beyond):
+def spread(pixels, size, beyond, border=1):
     """As `spread.launch_spread`, which the model cannot run."""
     _, height, width, channels = pixels.shape
-    padded = F.pad(pixels, (0, 4 - channels, 1, size[1] - width - 1, 1, size[0] - height - 1))
+    after = size[0] - height - border, size[1] - width - border
+    padded = F.pad(pixels, (0, 4 - channels, border, after[1], border, after[0]))
     padded = F.pad(padded.flatten(0, 1), (0, 0, 0, 0, 0, beyond))
     padded[..., channels : channels + 1] = 1
     return padded

@@ -115,7 +115,7 @@ def test_a_fused_network_holds_its_chains():
     twin = fuse(model)
     chains = [module for module in twin.modules() if isinstance(module, FusedChain)]
     assert len(chains) == 1
-    assert (chains[0].join.relu, chains[0].join.pool) == (True, "floor")
+    assert (chains[0].join.activation, chains[0].join.pool) == ("relu", "floor")
     assert {id(p) for p in twin.parameters()} == {id(p) for p in model.parameters()}
     x = torch.randn(1, 8, 8, 8)
     assert torch.allclose(twin(x), model(x), atol=1e-5)

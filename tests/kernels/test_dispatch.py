@@ -70,6 +70,61 @@ def test_the_operator_and_its_gradients(channels, pool):
         assert torch.linalg.vector_norm(a - b) <= (3e-3 if GPU else 1e-5) * torch.linalg.vector_norm(b)
 
 
+ACTIVATIONS = ["relu", "leaky_relu:0.2", "silu", "gelu", "hardswish", None]
+
+
+@pytest.mark.parametrize("how", ["on", "off"])
+@pytest.mark.parametrize("pool", [None, "floor", "3x3/2"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_residual_activation_and_pool_follow_in_this_order(activation, pool, how):
+    """Whatever of it a kernel takes; without gradients, then with them."""
+    pytest.importorskip("triton")
+    x, weights, bias = inputs((1, 8, 6, 6))
+    added = numbers((1, 16, 6, 6)).contiguous(memory_format=torch.channels_last)
+    options = {"padding": PADDING, "activation": activation, "pool": pool}
+    exact = [x.double(), [w.double() for w in weights], bias.double()]
+    right = composite_reference(*exact, stride=(1, 1), residual=added.double(), **options)
+    with forced(how), torch.no_grad():
+        y = composite_conv2d(x, weights, bias, residual=added, **options)
+    assert torch.linalg.vector_norm(y - right) <= (3e-3 if GPU else 1e-5) * torch.linalg.vector_norm(right)
+    leaves = [*weights, bias, x, added]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    exact = [x.double(), [w.double() for w in weights], bias.double()]
+    right = composite_reference(*exact, stride=(1, 1), residual=added.double(), **options)
+    grad = torch.randn_like(right)
+    with forced(how):
+        y = composite_conv2d(x, weights, bias, residual=added, **options)
+    for ours, other in zip(
+        torch.autograd.grad(y, leaves, grad.to(y.dtype)), torch.autograd.grad(right, leaves, grad), strict=True
+    ):
+        assert torch.linalg.vector_norm(ours - other) <= (1e-2 if GPU else 1e-5) * torch.linalg.vector_norm(other)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"activation": "tanh"}, "activation is one of relu"),
+        ({"activation": "relu:2"}, "activation is one of relu"),
+        ({"activation": "leaky_relu:much"}, "activation is one of relu"),
+        ({"relu": True, "activation": "silu"}, "contradict"),
+    ],
+)
+def test_an_unknown_activation_is_refused(options, why):
+    x, weights, bias = inputs()
+    with pytest.raises(LowRankError, match=why):
+        composite_conv2d(x, weights, bias, padding=PADDING, **options)
+
+
+def test_a_residual_of_another_type_decides_the_type_of_the_sum():
+    pytest.importorskip("triton")
+    x, weights, bias = inputs(dtype=torch.float16)
+    added = torch.randn(2, 16, 6, 6, device=DEVICE)
+    with forced("on"), torch.no_grad():
+        y = composite_conv2d(x, weights, bias, padding=PADDING, residual=added)
+    assert y.dtype == torch.float32
+
+
 def test_a_layer_takes_the_fused_path_when_told_and_says_so():
     pytest.importorskip("triton")
     layer, x = CompositeConv2d(8, [(3, 1, 8), (1, 3, 8)]).to(DEVICE), inputs()[0]
@@ -139,7 +194,10 @@ def test_operators_are_well_formed():
 
     x, weights, bias = inputs((1, 8, 6, 6))
     leaves = [x.requires_grad_(), *(w.requires_grad_() for w in weights), bias.requires_grad_()]
-    arguments = (leaves[0], leaves[1:3], leaves[3], [1, 1], ops.flat_padding(PADDING), True, "floor", True)
+    plan = "tiled-p32-f16-d16-w4-s3"
+    arguments = (
+        leaves[0], leaves[1:3], leaves[3], None, [1, 1], ops.flat_padding(PADDING), "relu", "floor", True, plan,
+    )  # fmt: skip
     torch.library.opcheck(
         ops.composite_conv2d,
         arguments,

@@ -13,7 +13,7 @@ from lowrank_cnn.kernels import forced
 from lowrank_cnn.kernels.between.response_norm_ops import local_response_norm
 from lowrank_cnn.kernels.conv import launch
 from lowrank_cnn.kernels.conv.backward import launch_weight_gradient
-from lowrank_cnn.kernels.conv.plans import Plan
+from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.plans import plans as plans_of
 from lowrank_cnn.kernels.fuse import fuse
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
@@ -50,7 +50,7 @@ def posed(size, groups, pool=None, dtype=torch.bfloat16):
     return describe(x, weights, **options), x, weights, bias, exact, y
 
 
-def plans(problem: Problem) -> list[Plan]:
+def plans(problem: Problem) -> list[KernelPlan]:
     return plans_of(problem, capability=torch.cuda.get_device_capability(), thorough=True)
 
 
@@ -75,6 +75,65 @@ def test_every_plan_gives_the_result(size, groups, pool):
         found = launch.forward(plan, problem, x, weights, bias)
         assert off(found, y.detach()) < ROUNDED, str(plan)
         assert worst(found, y.detach()) < ROUNDED, str(plan)
+
+
+EPILOGUES = [
+    pytest.param((32, 64, 56, 56), [(3, 1, 32), (1, 3, 32)], (1, 1), "relu", id="low-rank"),
+    pytest.param((32, 64, 56, 56), [(3, 1, 64), (1, 3, 64)], (2, 2), "relu", id="low-rank, stride 2"),
+    pytest.param((32, 128, 28, 28), [(3, 3, 256)], (2, 2), "silu", id="dense, stride 2"),
+    pytest.param((32, 64, 56, 56), [(1, 1, 128)], (2, 2), None, id="pointwise, stride 2"),
+    pytest.param((32, 256, 28, 28), [(1, 1, 512)], (1, 1), "gelu", id="pointwise"),
+    pytest.param((16, 512, 7, 7), [(3, 1, 256), (1, 3, 256)], (1, 1), "leaky_relu:0.1", id="small maps"),
+    pytest.param((8, 48, 31, 29), [(3, 1, 24), (1, 3, 40)], (1, 1), "hardswish", id="ragged"),
+    pytest.param((8, 40, 15, 13), [(3, 3, 64)], (2, 2), "relu", id="odd size, stride 2"),
+    pytest.param((8, 3, 64, 64), [(7, 1, 32), (1, 7, 32)], (2, 2), "silu", id="first"),
+]
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("size", "groups", "stride", "activation"), EPILOGUES)
+def test_every_plan_gives_stride_residual_and_activation(size, groups, stride, activation, residual):
+    x = torch.randn(size, device="cuda", dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    weights = [torch.randn(f, size[1], h, w, device="cuda").div(size[1] ** 0.5).bfloat16() for h, w, f in groups]
+    bias = torch.randn(sum(f for *_, f in groups), device="cuda")
+    options = {"stride": stride, "padding": sides(groups), "activation": activation}
+    problem = describe(x, weights, residual=residual, **options)
+    added = None
+    if residual:
+        maps = torch.randn(size[0], problem.filters, *problem.result_size, device="cuda", dtype=torch.bfloat16)
+        added = maps.contiguous(memory_format=torch.channels_last)
+    numbers = [x.double(), [w.double() for w in weights], bias.double()]
+    y = composite_reference(*numbers, **options, residual=None if added is None else added.double())
+    for plan in plans(problem):
+        for _ in range(3):  # a race shows as a moving error
+            found = launch.forward(plan, problem, x, weights, bias, residual=added)
+            assert off(found, y) < ROUNDED, str(plan)
+            assert worst(found, y) < ROUNDED, str(plan)
+
+
+STEMS = [
+    pytest.param((16, 3, 224, 224), [(7, 1, 32), (1, 7, 32)], (2, 2), id="low-rank stem"),
+    pytest.param((16, 3, 224, 224), [(7, 7, 64)], (2, 2), id="dense stem"),
+    pytest.param((3, 3, 101, 97), [(7, 1, 24), (1, 7, 40)], (2, 2), id="stem of odd size"),
+    pytest.param((3, 4, 66, 130), [(3, 3, 48)], (1, 2), id="rows of stride 1"),
+]
+
+
+@pytest.mark.parametrize("pool", [None, "3x3/2"])
+@pytest.mark.parametrize(("size", "groups", "stride"), STEMS)
+def test_every_plan_of_a_stem(size, groups, stride, pool):
+    x = torch.randn(size, device="cuda", dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    weights = [torch.randn(f, size[1], h, w, device="cuda").div(size[1] * h).bfloat16() for h, w, f in groups]
+    bias = torch.randn(sum(f for *_, f in groups), device="cuda")
+    options = {"stride": stride, "padding": sides(groups), "activation": "relu", "pool": pool}
+    problem = describe(x, weights, **options)
+    y = composite_reference(x.double(), [w.double() for w in weights], bias.double(), **options)
+    assert any(plan.kernel == "overlap" for plan in plans(problem)) or torch.cuda.get_device_capability()[0] != 9
+    for plan in plans(problem):
+        for _ in range(3):  # a race shows as a moving error
+            found = launch.forward(plan, problem, x, weights, bias)
+            assert off(found, y) < ROUNDED, str(plan)
+            assert worst(found, y) < ROUNDED, str(plan)
 
 
 FIRST = [

@@ -13,10 +13,11 @@ from lowrank_cnn.kernels import forced
 from lowrank_cnn.kernels.conv.pack import pack_rows
 from lowrank_cnn.kernels.fuse import FusedComposite, freeze, fuse, fuse_neighbours
 from lowrank_cnn.kernels.modules import FusedNorm, FusedPool
-from lowrank_cnn.method.layers import build_conv
+from lowrank_cnn.method.layers import CompositeConv2d, build_conv
 from lowrank_cnn.models import create_model
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
 
 
 def network(scheme):
@@ -41,8 +42,8 @@ def test_the_copy_computes_the_same(scheme):
 def test_relu_and_pool_are_taken_in():
     twin = fuse(network("lr"))
     first, second = (layer for layer in twin.modules() if isinstance(layer, FusedComposite))
-    assert (first.relu, first.pool) == (True, "ceil")
-    assert (second.relu, second.pool) == (True, None)
+    assert (first.activation, first.pool) == ("relu", "ceil")
+    assert (second.activation, second.pool) == ("relu", None)
     assert not any(isinstance(layer, nn.ReLU) for layer in twin.modules())
 
 
@@ -334,3 +335,85 @@ def test_triton_is_asked_again_where_memory_ran_out(monkeypatch):
     monkeypatch.setattr(modules, "_ABLE", {})
     assert not modules._able(torch.device("cpu"))
     assert modules._ABLE == {}
+
+
+def frozen_layer(groups=((3, 1, 8), (1, 3, 8)), channels=8, **options):
+    layer = CompositeConv2d(channels, list(groups), **options).to(DEVICE)
+    return layer, freeze(nn.Sequential(layer, nn.SiLU()))
+
+
+@pytest.mark.parametrize("channels", [16, 3])
+def test_frozen_weights_are_packed_once(monkeypatch, channels):
+    """In the layout that the chosen kernel reads: rows for many channels, the union of taps for few."""
+    from lowrank_cnn.kernels.conv import launch
+
+    layer, net = frozen_layer(channels=channels)
+    x = torch.randn(2, channels, 6, 5, device=DEVICE).contiguous(memory_format=torch.channels_last)
+    made, pack = [], launch.pack_weights
+    monkeypatch.setattr(launch, "pack_weights", lambda layout, *rest: made.append(layout) or pack(layout, *rest))
+    with torch.no_grad(), forced("on"):
+        found = [net(x) for _ in range(3)]
+        right = F.silu(layer(x))
+    assert made[0] == ("rows" if channels == 16 else "union")
+    assert len(made) == 2  # the frozen layer's once, and the plain layer's
+    assert all(torch.allclose(y, right, atol=1e-2 if GPU else 1e-5) for y in found)
+    assert list(net.state_dict()) == ["0.bias", "0.weights.0", "0.weights.1"]
+
+
+def test_weights_loaded_into_a_frozen_layer_are_packed_again():
+    (_, net), (layer, other) = frozen_layer(), frozen_layer()
+    x = torch.randn(2, 8, 6, 5, device=DEVICE).contiguous(memory_format=torch.channels_last)
+    with torch.no_grad(), forced("on"):
+        net(x)
+        net.load_state_dict(other.state_dict())
+        assert torch.allclose(net(x), F.silu(layer(x)), atol=1e-2 if GPU else 1e-5)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_torch_compile_takes_a_frozen_layer_whole(warm):
+    torch._dynamo.reset()
+    layer, net = frozen_layer()
+    x = torch.randn(2, 8, 6, 5, device=DEVICE).contiguous(memory_format=torch.channels_last)
+    graphs = []
+
+    def noting(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    with torch.no_grad(), forced("on"):
+        if warm:
+            net(x)
+        y = torch.compile(net, backend=noting, fullgraph=True)(x)
+        assert torch.allclose(y, F.silu(layer(x)), atol=1e-2 if GPU else 1e-5)
+    called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert any("packed_conv2d" in name for name in called)
+    assert any("pack_weights" in name for name in called) is not warm
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (nn.ReLU(), "relu"),
+        (nn.LeakyReLU(0.1), "leaky_relu:0.1"),
+        (nn.SiLU(), "silu"),
+        (nn.GELU(), "gelu"),
+        (nn.GELU("tanh"), None),
+        (nn.Hardswish(), "hardswish"),
+        (nn.Tanh(), None),
+    ],
+)
+def test_activations_are_taken_in(module, name):
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), module)
+    twin = fuse(model)
+    assert twin[0].activation == name
+    assert len(twin) == (1 if name else 2)
+    x = torch.randn(1, 8, 5, 5)
+    assert torch.allclose(twin(x), model(x), atol=1e-6)
+
+
+def test_the_pool_of_a_resnets_stem_is_taken_in():
+    model = nn.Sequential(nn.Conv2d(3, 8, 7, 2, 3), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+    twin = fuse(model)
+    assert [(layer.activation, layer.pool) for layer in twin] == [("relu", "3x3/2")]
+    x = torch.randn(2, 3, 22, 20)
+    assert torch.allclose(twin(x), model(x), atol=1e-6)

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 import torch
 
 from lowrank_cnn.kernels.autotune.choice import in_question
-from lowrank_cnn.kernels.autotune.support import Asked
+from lowrank_cnn.kernels.autotune.support import Request
 from lowrank_cnn.kernels.autotune.trial import Trial
 from lowrank_cnn.kernels.mode import compiling_ahead, mode, surveying
 
@@ -31,7 +31,7 @@ def prepare(run: Callable[[], object]) -> None:
         compile_ahead(surveyed(run))
 
 
-def surveyed(run: Callable[[], object]) -> list[Asked]:
+def surveyed(run: Callable[[], object]) -> list[Request]:
     """What a run asks for. One that needs values stumbles here, and is met as it comes.
 
     Of a network's tensors it changes one: the count of batches that a batch norm has seen, which torch works out.
@@ -44,7 +44,7 @@ def surveyed(run: Callable[[], object]) -> list[Asked]:
     return asked
 
 
-def compile_ahead(asked: Iterable[Asked]) -> None:
+def compile_ahead(asked: Iterable[Request]) -> None:
     """Compile the kernels of every plan in question; one that does not compile is left to be met later."""
     import triton
 
@@ -62,7 +62,7 @@ def compile_ahead(asked: Iterable[Asked]) -> None:
                 _compile(each)
 
 
-def _compile(asked: Asked) -> None:
+def _compile(asked: Request) -> None:
     for plan in in_question(asked):
         for training in (False, True)[: 1 + asked.training]:
             Trial.random(asked.problem, asked.device, training, asked.bias).run(plan)

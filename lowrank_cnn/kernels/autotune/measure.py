@@ -18,7 +18,7 @@ from lowrank_cnn.system.errors import LostDeviceError
 from lowrank_cnn.system.memory import is_out_of_memory
 
 if TYPE_CHECKING:
-    from lowrank_cnn.kernels.conv.plans import Plan
+    from lowrank_cnn.kernels.conv.plans import KernelPlan
 
 TOLERANCE = 2e-2
 """Between two ways to round a layer in half precision, relative to the norm of the result."""
@@ -38,7 +38,7 @@ FAILED = Times(float("inf"), float("inf"))
 def times(
     problem: Problem,
     device: torch.device,
-    plan: Plan | None,
+    plan: KernelPlan | None,
     *,
     training: bool,
     bias: torch.dtype | None = torch.float32,
@@ -59,7 +59,7 @@ def times(
 def agrees(
     problem: Problem,
     device: torch.device,
-    plan: Plan,
+    plan: KernelPlan,
     *,
     training: bool,
     bias: torch.dtype | None = torch.float32,
@@ -79,7 +79,7 @@ def agrees(
         return None if _ran_out(error) else False
 
 
-def _gradients_agree(trial: Trial, plan: Plan) -> bool:
+def _gradients_agree(trial: Trial, plan: KernelPlan) -> bool:
     """With a pool, by its own choice of winners: rounded values tie, and either may win."""
     if trial.problem.pool is None:
         return _all_close(trial.run(plan), trial.run(None))
@@ -111,7 +111,7 @@ def _per_call(run: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - began) / CALLS
 
 
-def _refuse_to_go_on(error: Exception, problem: Problem, device: torch.device, plan: Plan | None) -> None:
+def _refuse_to_go_on(error: Exception, problem: Problem, device: torch.device, plan: KernelPlan | None) -> None:
     """After an illegal access or instruction a process has lost its device: say what ran then, and stop."""
     if device.type != "cuda":
         return

@@ -11,7 +11,7 @@ import torch
 
 from lowrank_cnn.system.cache import JsonCache, cache_folder
 
-LAYOUT = 4
+LAYOUT = 5
 """What an entry holds; files of another layout are left alone."""
 WAYS = ("graph", "call")
 """How a path is timed: within a CUDA graph, and called from Python."""

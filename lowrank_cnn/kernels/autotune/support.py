@@ -12,11 +12,11 @@ import torch
 from lowrank_cnn.kernels.problem import Problem
 
 if TYPE_CHECKING:
-    from lowrank_cnn.kernels.conv.plans import Plan
+    from lowrank_cnn.kernels.conv.plans import KernelPlan
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What a choice is made for; in training, `need_input` asks for the input's gradient.
 
     `bias` is its type, None for none; a choice that was made for one type holds for all.
@@ -33,41 +33,44 @@ def unsupported(
     problem: Problem, device: torch.device, *, training: bool = False, need_input: bool = True
 ) -> str | None:
     """Why the fused kernels cannot take a problem on a device, or None."""
-    return refusal(Asked(problem, device, training, need_input))
+    return refusal(Request(problem, device, training, need_input))
 
 
-def refusal(asked: Asked) -> str | None:
+def refusal(request: Request) -> str | None:
     """Why the fused kernels cannot take what is asked for, or None."""
-    exact = asked.problem.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
-    return "float32 without TF32" if exact and asked.device.type == "cuda" else _unable(asked)
+    exact = request.problem.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
+    return "float32 without TF32" if exact and request.device.type == "cuda" else _unable(request)
 
 
 @lru_cache(maxsize=4096)
-def _unable(asked: Asked) -> str | None:
-    problem, cuda = asked.problem, asked.device.type == "cuda"
+def _unable(request: Request) -> str | None:
+    problem, cuda = request.problem, request.device.type == "cuda"
     if find_spec("triton") is None:
         return "Triton is not installed"
-    if cuda and torch.cuda.get_device_capability(asked.device) < (8, 0):
+    if cuda and torch.cuda.get_device_capability(request.device) < (8, 0):
         return "the GPU is older than compute capability 8.0"
     if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"{problem.dtype} is not bfloat16, float16 or float32"
-    if not plans_of(problem, asked.device):
-        return "no kernel takes this stride, these channels or these taps"
-    return _untrainable(asked) if asked.training else None
+    if not plans_of(problem, request.device):
+        return "no kernel takes this stride, these channels, these taps or this epilogue"
+    return _untrainable(request) if request.training else None
 
 
-def _untrainable(asked: Asked) -> str | None:
+def _untrainable(request: Request) -> str | None:
     from lowrank_cnn.kernels.conv import fold, stem, tiled
     from lowrank_cnn.kernels.conv.launch import capability_of, has_windows
 
-    problem = asked.problem
-    reason = tiled.unsupported(fold.folded(problem) or problem)
-    first = stem.unsupported(problem) is None or has_windows(problem, capability_of(asked.device))
-    return None if reason is None or (first and not asked.need_input) else f"no gradient for {reason}"
+    problem = request.problem
+    if problem.residual or problem.activation not in (None, "relu"):
+        return "no gradient for a residual or for this activation"
+    inner = fold.folded(problem) or problem
+    reason = tiled.unsupported(inner) or (f"stride {inner.stride}" if inner.stride != (1, 1) else None)
+    first = stem.unsupported(problem) is None or has_windows(problem, capability_of(request.device))
+    return None if reason is None or (first and not request.need_input) else f"no gradient for {reason}"
 
 
 @lru_cache(maxsize=4096)
-def plans_of(problem: Problem, device: torch.device) -> tuple[Plan, ...]:
+def plans_of(problem: Problem, device: torch.device) -> tuple[KernelPlan, ...]:
     """The plans of a problem on a device, the default first."""
     from lowrank_cnn.kernels.conv.launch import capability_of
     from lowrank_cnn.kernels.conv.plans import plans

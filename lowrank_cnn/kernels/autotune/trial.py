@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lowrank_cnn.kernels.mode import forced
 from lowrank_cnn.kernels.problem import Problem, Sides, empty_codes
 from lowrank_cnn.kernels.reference import composite_by_torch
 
 if TYPE_CHECKING:
-    from lowrank_cnn.kernels.conv.plans import Plan
+    from lowrank_cnn.kernels.conv.plans import KernelPlan
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Trial:
     weights: list[Tensor]
     bias: Tensor | None
     training: bool
+    residual: Tensor | None = None
 
     @classmethod
     def random(
@@ -42,25 +43,24 @@ class Trial:
         x = draw(problem.batch, problem.channels, problem.height, problem.width)
         weights = [draw(g.filters, problem.channels, g.height, g.width) for g in problem.groups]
         added = None if bias is None else draw(problem.filters, dtype=bias)
-        return cls(problem, x.contiguous(memory_format=torch.channels_last), weights, added, training)
+        maps = draw(problem.batch, problem.filters, *problem.result_size) if problem.residual else None
+        residual = None if maps is None else maps.contiguous(memory_format=torch.channels_last)
+        return cls(problem, x.contiguous(memory_format=torch.channels_last), weights, added, training, residual)
 
     @property
     def need_input(self) -> bool:
         """The first layer's input, of few channels, needs no gradient."""
         return self.problem.channels > 4
 
-    def run(self, plan: Plan | None) -> list[Tensor]:
+    def run(self, plan: KernelPlan | None) -> list[Tensor]:
         """The result, or the gradients of weights, bias and input; None is torch's own path."""
         return self._fused(plan) if plan else self._by_torch()
 
-    def call(self, plan: Plan | None) -> list[Tensor]:
-        """The same as a layer calls it: with what an operator, autograd and the choice cost the host."""
-        from lowrank_cnn.kernels.dispatch import composite_conv2d
+    def call(self, plan: KernelPlan | None) -> list[Tensor]:
+        """The same as a layer calls it: with what the operator and autograd cost the host."""
+        return self._differentiated(partial(self._operator, plan) if plan else composite_by_torch)
 
-        with forced("off" if plan is None else "on"):
-            return self._differentiated(composite_conv2d)
-
-    def pooled(self, plan: Plan) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def pooled(self, plan: KernelPlan) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The result of a plan with a fused pool, the winners' codes, and the gradients."""
         from lowrank_cnn.kernels.conv import launch
 
@@ -80,11 +80,19 @@ class Trial:
         won = quads.gather(-1, place.clamp(max=3).unsqueeze(-1)).squeeze(-1) * (place < 4)
         return won.detach(), list(torch.autograd.grad(won, inputs, grad))
 
-    def _fused(self, plan: Plan) -> list[Tensor]:
+    def _operator(
+        self, plan: KernelPlan, x: Tensor, weights: list[Tensor], bias: Tensor | None, **_: Any
+    ) -> Tensor:
+        from lowrank_cnn.kernels import ops
+
+        padding, codes = _sides(self.problem), self.training and self.problem.pool is not None
+        return ops.run_plan(str(plan), self.problem, x, weights, bias, self.residual, padding, codes=codes)
+
+    def _fused(self, plan: KernelPlan) -> list[Tensor]:
         from lowrank_cnn.kernels.conv import launch
 
         codes = empty_codes(self.problem, self.x) if self.training else None
-        y = launch.forward(plan, self.problem, self.x, self.weights, self.bias, codes)
+        y = launch.forward(plan, self.problem, self.x, self.weights, self.bias, codes, self.residual)
         if not self.training:
             return [y]
         # As the operator keeps it: without a ReLU nothing is looked at again.
@@ -106,8 +114,9 @@ class Trial:
         options = {
             "stride": problem.stride,
             "padding": _sides(problem),
-            "relu": problem.relu,
+            "activation": problem.activation,
             "pool": problem.pool,
+            "residual": self.residual,
         }
         inputs = self._inputs()
         y = convolve(self.x, self.weights, self.bias, **options)

@@ -40,8 +40,9 @@ def turned(problem: Problem) -> Problem | None:
         groups=(Group(group.height, group.width, problem.channels, top, left),),
         out_height=problem.height,
         out_width=problem.width,
-        relu=False,
+        activation=None,
         pool=None,
+        residual=False,
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowrank_cnn.kernels.problem import Group, Pair, Problem, pixels_last
+from lowrank_cnn.kernels.tiles import ceil_div
 
 
 def folded(problem: Problem) -> Problem | None:
@@ -33,8 +34,8 @@ def folded(problem: Problem) -> Problem | None:
     return replace(
         problem,
         channels=full,
-        height=-(-problem.height // rows),
-        width=-(-problem.width // columns),
+        height=ceil_div(problem.height, rows),
+        width=ceil_div(problem.width, columns),
         groups=tuple(groups),
         stride=(1, 1),
     )
@@ -45,7 +46,7 @@ def fold_pixels(x: Tensor, stride: Pair) -> Tensor:
     (batch, channels, height, width), (rows, columns) = x.shape, stride
     used = channels * rows * columns
     full = _whole(used, x.dtype)
-    pixels, size = pixels_last(x), (-(-height // rows), -(-width // columns))
+    pixels, size = pixels_last(x), (ceil_div(height, rows), ceil_div(width, columns))
     if height % rows == 0 and width % columns == 0:
         parts = pixels.view(batch, size[0], rows, size[1], columns, channels).permute(0, 1, 3, 2, 4, 5)
         return functional.pad(parts.reshape(batch, *size, used), (0, full - used)).permute(0, 3, 1, 2)
@@ -107,4 +108,4 @@ def _padded(taps: int, before: int, stride: int) -> tuple[int, int, int]:
 def _whole(channels: int, dtype: torch.dtype) -> int:
     """Channels of a pixel that begins at a multiple of 16 bytes."""
     step = 16 // dtype.itemsize
-    return -(-channels // step) * step
+    return ceil_div(channels, step) * step

@@ -19,10 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowrank_cnn.kernels.conv.epilogue import activated, activation_options
 from lowrank_cnn.kernels.conv.pack import union_taps
 from lowrank_cnn.kernels.conv.start import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
-from lowrank_cnn.kernels.tiles import power_above
+from lowrank_cnn.kernels.tiles import ceil_div, power_above
 from lowrank_cnn.system.errors import LowRankError
 
 
@@ -42,13 +43,20 @@ class GatherTile:
 
 @triton.jit
 def composite_gather(
-    x, w, bias, y, places, pixels, height, width, out_height, out_width, result_height, result_width,
+    x,  # [N, H, W, CHANNELS]
+    w,  # [VALUES, TOTAL], as `pack.pack_union` lays it
+    bias,  # [TOTAL]
+    residual,  # [N, H', W', TOTAL]
+    y,  # [N, H', W', TOTAL]
+    places,  # [2, VALUES]: for each gathered value its distance in memory, and the bits it needs
+    pixels, height, width, out_height, out_width, result_height, result_width,
     CHANNELS: tl.constexpr, TOTAL: tl.constexpr, VALUES: tl.constexpr, TILES: tl.constexpr, SPAN_Y: tl.constexpr,
     SPAN_X: tl.constexpr, FIRST_Y: tl.constexpr, FIRST_X: tl.constexpr, STRIDE_Y: tl.constexpr,
-    STRIDE_X: tl.constexpr, POOL: tl.constexpr, RELU: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PIXELS: tl.constexpr, FILTERS: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr,
+    STRIDE_X: tl.constexpr, POOL: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PIXELS: tl.constexpr, FILTERS: tl.constexpr,
+    DEPTH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """`places` holds, for each of `VALUES` gathered values, its distance in memory and what it needs.
+    """One block of result pixels for one tile of filters.
 
     A bit says for each row and column of the taps' span whether it lies in the image: a gathered value then
     costs one addition and one comparison of bits. Pixels lie along the lanes, so each is placed once.
@@ -87,10 +95,11 @@ def composite_gather(
             best = acc
     if HAS_BIAS:
         best += tl.load(bias + lane, mask=lane < TOTAL, other=0.0).to(tl.float32)[None, :]
-    if RELU:
-        best = tl.maximum(best, 0.0)
     inside = (pixel < pixels)[:, None] & (lane < TOTAL)[None, :]
     place = pixel.to(tl.int64)[:, None] * TOTAL + lane[None, :]
+    if HAS_RESIDUAL:
+        best += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    best = activated(best, ACTIVATION, SLOPE)
     tl.store(y + place, best.to(y.dtype.element_ty), mask=inside)
 
 
@@ -101,6 +110,7 @@ def launch_gather(
     bias: Tensor | None,
     tile: GatherTile | None = None,
     codes: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Run the kernel on `pack.pack_union` weights; the result is channels-last."""
     if codes is not None:
@@ -109,16 +119,17 @@ def launch_gather(
     result = maps.permute(0, 2, 3, 1)
     values = packed.shape[0]
     filters = min(tile.filters, power_above(problem.filters))
-    tiles = -(-problem.filters // filters)
+    tiles = ceil_div(problem.filters, filters)
     count = problem.batch * problem.result_size[0] * problem.result_size[1]
-    start(composite_gather, (tiles * -(-count // tile.pixels),))(
-        pixels, packed, bias if bias is not None else packed, result, _places(problem, values, x.device),
+    start(composite_gather, (tiles * ceil_div(count, tile.pixels),))(
+        pixels, packed, bias if bias is not None else packed,
+        result if residual is None else pixels_last(residual), result, _places(problem, values, x.device),
         count, problem.height, problem.width, problem.out_height, problem.out_width, *problem.result_size,
         CHANNELS=problem.channels, TOTAL=problem.filters, VALUES=values, TILES=tiles, **_span(problem),
         STRIDE_Y=problem.stride[0], STRIDE_X=problem.stride[1], POOL=problem.pool is not None,
-        RELU=problem.relu, HAS_BIAS=bias is not None, PIXELS=tile.pixels, FILTERS=filters,
-        DEPTH=min(tile.depth, values), WIDE=pixels.numel() >= 1 << 31, num_warps=tile.warps,
-        num_stages=tile.stages,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, **activation_options(problem),
+        PIXELS=tile.pixels, FILTERS=filters, DEPTH=min(tile.depth, values),
+        WIDE=pixels.numel() >= 1 << 31, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return maps
 
@@ -126,7 +137,7 @@ def launch_gather(
 def gathered_values(problem: Problem) -> int:
     """Values gathered per pixel, padded to what the matrix unit and the steps of the loop divide."""
     values = len(union_taps(problem.groups)) * problem.channels
-    return power_above(values) if values <= 64 else -(-values // 64) * 64
+    return power_above(values) if values <= 64 else ceil_div(values, 64) * 64
 
 
 def unsupported(problem: Problem) -> str | None:

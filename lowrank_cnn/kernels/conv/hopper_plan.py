@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from lowrank_cnn.kernels.problem import Problem
-from lowrank_cnn.kernels.tiles import Box, filter_tiles
+from lowrank_cnn.kernels.problem import Group, Problem
+from lowrank_cnn.kernels.tiles import Box, ceil_div, filter_tiles
 
 SHARED = 228 * 1024
 """Bytes of shared memory of a multiprocessor, of which each program takes one KiB besides its own."""
@@ -32,10 +33,36 @@ class HopperTile:
         return (self.warps, 1) if self.filters <= 128 else (4, self.warps // 4)
 
 
+class RunRow(NamedTuple):
+    """What the tiles of one filter group need; the kernel reads the fields by index, in this order.
+
+    `runs` runs of taps stand side by side; packed weight rows of neighbouring taps are `along` apart in a run, and
+    `across` from run to run. The first tap lies `before` the output pixel along the run and `beside` it across.
+    Where `turned`, runs go along the columns. At a stride every tap is a run of its own, numbered row by row over
+    `width` columns, and `before`, `beside` count blocks (see `tiles.GroupRow` for the skips).
+    """
+
+    first_tile: int
+    weight_row: int
+    channel: int
+    filters: int
+    runs: int
+    along: int
+    across: int
+    before: int
+    beside: int
+    turned: int
+    width: int
+    top_skip: int
+    left_skip: int
+
+
 def unsupported(problem: Problem) -> str | None:
     """Why this kernel cannot take a problem, or None."""
-    if problem.stride != (1, 1):
-        return f"stride {problem.stride} (the Hopper kernel takes stride 1)"
+    if is_strided(problem) and (problem.height % problem.stride[0] or problem.width % problem.stride[1]):
+        return f"stride {problem.stride} does not divide {problem.height}x{problem.width} pixels"
+    if is_strided(problem) and problem.channels % 16:
+        return f"{problem.channels} channels at stride {problem.stride}, no multiple of 16"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"{problem.dtype} (the Hopper kernel takes 16-bit floats)"
     if problem.channels % 8:
@@ -51,8 +78,17 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
+def is_strided(problem: Problem) -> bool:
+    return problem.stride != (1, 1)
+
+
 def run_length(problem: Problem) -> int:
-    """The number of taps that every group has along its rows or along its columns; 0 where there is none."""
+    """The number of taps that every group has along its rows or along its columns; 0 where there is none.
+
+    At a stride neighbouring taps read no neighbouring rows: each tap is a run of its own.
+    """
+    if is_strided(problem):
+        return 1
     lengths = set.intersection(*({group.height, group.width} for group in problem.groups))
     return max(lengths, default=0)
 
@@ -86,7 +122,7 @@ def run_box(problem: Problem, tile: HopperTile) -> Box:
     ]
 
     def cost(box: Box) -> tuple[int, int, int]:
-        return sum(_boxes_per_group(problem, box)) * -(-problem.batch // box[1]), -box[0], box[1]
+        return sum(_boxes_per_group(problem, box)) * ceil_div(problem.batch, box[1]), -box[0], box[1]
 
     return min(boxes, key=cost)
 
@@ -94,49 +130,65 @@ def run_box(problem: Problem, tile: HopperTile) -> Box:
 def default_tile(problem: Problem) -> HopperTile:
     """A tile that suits most layers; `dispatch` measures better ones."""
     filters = filters_per_tile(problem)
-    depth = 64 if problem.channels > 32 else 32 if problem.channels > 16 else 16
-    parts = 2 if problem.pool is None and filters > 16 else 1
+    depth = step_depth(problem)
+    parts = 2 if problem.pool is None and not problem.residual and filters > 16 else 1
     rings = ((2, 3), (2, 2)) if run_length(problem) > 1 else ((3, 3), (2, 2))
     tiles = [HopperTile(128, filters, depth, 4, boxes, slabs, parts, 2) for boxes, slabs in rings]
     tiles += [HopperTile(128, filters, depth, 4, boxes, slabs, parts, 1) for boxes, slabs in rings]
     return next(tile for tile in tiles if fits(problem, tile))
 
 
+def step_depth(problem: Problem) -> int:
+    """Channels per step; at a stride they divide a pixel's, for a box that ran over would end in its neighbour."""
+    if is_strided(problem):
+        return min(64, problem.channels & -problem.channels)
+    return 64 if problem.channels > 32 else 32 if problem.channels > 16 else 16
+
+
+def is_turned(problem: Problem, group: Group) -> bool:
+    """Whether the runs of a group go along the columns."""
+    return not is_strided(problem) and group.height != run_length(problem)
+
+
 def box_counts(problem: Problem, box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
     """Boxes along x and y for groups whose taps run down the rows, and for those along the columns."""
     run, _, cross = box
     height, width = problem.out_height, problem.out_width
-    return (-(-width // cross), -(-height // run)), (-(-width // run), -(-height // cross))
+    rows = ceil_div(width, cross), ceil_div(height, run)
+    return rows, (ceil_div(width, run), ceil_div(height, cross))
 
 
 def box_total(problem: Problem, box: Box) -> int:
     """Boxes that cover the output whichever way a group's taps run."""
-    return max(_boxes_per_group(problem, box)) * -(-problem.batch // box[1])
+    return max(_boxes_per_group(problem, box)) * ceil_div(problem.batch, box[1])
 
 
 def _boxes_per_group(problem: Problem, box: Box) -> list[int]:
     rows, turned = box_counts(problem, box)
-    taps = run_length(problem)
-    return [rows[0] * rows[1] if group.height == taps else turned[0] * turned[1] for group in problem.groups]
+    return [turned[0] * turned[1] if is_turned(problem, group) else rows[0] * rows[1] for group in problem.groups]
 
 
-def run_rows(problem: Problem, block: int, taps: int) -> tuple[tuple[int, ...], ...]:
-    """Per group: first tile, packed row, channel, filters, runs side by side, and the geometry of a run.
-
-    That is the steps of packed rows along and across it, its offsets, and whether it runs along the columns.
-    """
+def run_rows(problem: Problem, block: int) -> tuple[RunRow, ...]:
+    """Per group, what its tiles of `block` filters need."""
     rows, tile, weight, channel = [], 0, 0, 0
     for group in problem.groups:
-        turned = group.height != taps
-        columns = group.height if turned else group.width
-        down, right = group.width * group.filters, group.filters
-        along, across = (right, down) if turned else (down, right)
-        before, beside = (group.left, group.top) if turned else (group.top, group.left)
-        rows.append((tile, weight, channel, group.filters, columns, along, across, before, beside, int(turned)))
-        tile += -(-group.filters // block)
+        rows.append(RunRow(tile, weight, channel, group.filters, *_geometry(problem, group)))
+        tile += ceil_div(group.filters, block)
         weight += group.taps * group.filters
         channel += group.filters
     return tuple(rows)
+
+
+def _geometry(problem: Problem, group: Group) -> tuple[int, ...]:
+    """The fields of a `RunRow` from `runs` on."""
+    if is_strided(problem):
+        top, left = ceil_div(group.top, problem.stride[0]), ceil_div(group.left, problem.stride[1])
+        skips = top * problem.stride[0] - group.top, left * problem.stride[1] - group.left
+        return (group.taps, 0, group.filters, top, left, 0, group.width, *skips)
+    down, right = group.width * group.filters, group.filters
+    if is_turned(problem, group):
+        return group.height, right, down, group.left, group.top, 1, group.width, 0, 0
+    return group.width, down, right, group.top, group.left, 0, group.width, 0, 0
 
 
 def shared_bytes(problem: Problem, tile: HopperTile) -> int:
@@ -145,7 +197,7 @@ def shared_bytes(problem: Problem, tile: HopperTile) -> int:
     boxes = tile.boxes * (run + run_length(problem) - 1) * images * cross * tile.depth
     slabs = tile.slabs * tile.filters * tile.depth
     staged = tile.pixels // (1 if problem.pool is None else 4) * tile.filters // tile.parts
-    return problem.dtype.itemsize * (boxes + slabs + staged) + 8 * (tile.boxes + tile.slabs)
+    return problem.dtype.itemsize * (boxes + slabs + staged) + 8 * (tile.boxes + tile.slabs + 1)
 
 
 def fits(problem: Problem, tile: HopperTile) -> bool:

@@ -9,12 +9,23 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lowrank_cnn.kernels.conv import backward, backward_plan, fold, gather, hopper_plan, stem, tiled, window_plan
-from lowrank_cnn.kernels.conv.known import known
-from lowrank_cnn.kernels.conv.pack import pack_rows, pack_union
-from lowrank_cnn.kernels.conv.plans import OLDER, Plan, plans
+from lowrank_cnn.kernels.conv import (
+    backward,
+    backward_plan,
+    fold,
+    gather,
+    hopper_plan,
+    overlap_plan,
+    stem,
+    tiled,
+    window_plan,
+)
+from lowrank_cnn.kernels.conv.pack import LAYOUTS, pack_rows, pack_union
+from lowrank_cnn.kernels.conv.plans import OLDER, KernelPlan, plans
+from lowrank_cnn.kernels.conv.presets import preset
 from lowrank_cnn.kernels.device_guard import on_its_device
 from lowrank_cnn.kernels.problem import Problem, pixels_last
+from lowrank_cnn.system.errors import LowRankError
 
 OLDER_WEIGHTS = (32, 64, 64, 4, 3)
 """As `plans.OLDER`, for the weights' gradient."""
@@ -22,19 +33,53 @@ OLDER_WEIGHTS = (32, 64, 64, 4, 3)
 
 @on_its_device
 def forward(
-    plan: Plan,
+    plan: KernelPlan,
     problem: Problem,
     x: Tensor,
     weights: Sequence[Tensor],
     bias: Tensor | None,
     codes: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """The result of a problem by a plan; `codes`, where given, are filled for the backward."""
+    """The result of a problem by a plan; `codes`, where given, are filled for the backward.
+
+    Weights are packed anew each time. Nothing tells that a replayed graph has changed a parameter (its version
+    stays), so a packed copy cannot be kept safely here: `forward_packed` takes one that its owner keeps.
+    """
+    packed = pack_weights(LAYOUTS[plan.kernel], problem, weights, x.dtype)
+    return forward_packed(plan, problem, x, packed, bias, codes, residual)
+
+
+@on_its_device
+def forward_packed(
+    plan: KernelPlan,
+    problem: Problem,
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    codes: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """As `forward`, with weights that lie as the plan's kernel reads them."""
+    if residual is not None:
+        _check_residual(problem, residual)
     if plan.kernel == "folded":
-        inner, pixels, taps = _folded(problem, x, weights)
-        return forward(Plan("tiled", plan.tile), inner, pixels, taps, bias, codes)
-    packed = _pack(plan.kernel, problem, weights, x.dtype)
-    return _launcher(plan.kernel)(problem, x, packed, bias, plan.tile, codes)
+        inner = fold.folded(problem)
+        assert inner is not None
+        blocks = fold.fold_pixels(x, problem.stride)
+        return tiled.launch_tiled(inner, blocks, packed, bias, plan.tile, codes, residual)
+    return _launcher(plan.kernel)(problem, x, packed, bias, plan.tile, codes, residual)
+
+
+def pack_weights(layout: str, problem: Problem, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The weights in a layout of `pack.LAYOUTS`, which depends on groups and stride, not on the input's size."""
+    if layout == "windows":
+        return window_plan.pack_windows(weights, problem, dtype)
+    if layout == "overlaps":
+        return overlap_plan.pack_overlap(weights, problem, dtype)
+    if layout == "union":
+        return pack_union(weights, problem, gather.gathered_values(problem), dtype)
+    return pack_rows(_folded_weights(problem, weights) if layout == "blocks" else weights, dtype)
 
 
 @on_its_device
@@ -66,20 +111,28 @@ def gradients(
     return dx, weight_gradient(problem, g, pixels), db
 
 
-def _folded(problem: Problem, x: Tensor, weights: Sequence[Tensor]) -> tuple[Problem, Tensor, list[Tensor]]:
-    """A problem over blocks of pixels, with its tensors."""
+def _check_residual(problem: Problem, residual: Tensor) -> None:
+    size = (problem.batch, problem.filters, problem.out_height, problem.out_width)
+    if tuple(residual.shape) != size:
+        found, wanted = "x".join(map(str, residual.shape)), "x".join(map(str, size))
+        raise LowRankError(f"the residual is {found}; it must be {wanted}, as what it is added to.")
+
+
+def _folded_weights(problem: Problem, weights: Sequence[Tensor]) -> list[Tensor]:
+    """The groups' weights over blocks of pixels."""
     inner = fold.folded(problem)
     assert inner is not None
     pairs = zip(weights, problem.groups, strict=True)
-    taps = [fold.fold_weights(weight, group, problem.stride, inner.channels) for weight, group in pairs]
-    return inner, fold.fold_pixels(x, problem.stride), taps
+    return [fold.fold_weights(weight, group, problem.stride, inner.channels) for weight, group in pairs]
 
 
 def _unfolded_gradients(
     problem: Problem, grad: Tensor, x: Tensor, weights: Sequence[Tensor], seen: Tensor, **needs: bool
 ) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
-    inner, pixels, taps = _folded(problem, x, weights)
-    dx, taps, db = gradients(inner, grad, pixels, taps, seen, **needs)
+    inner = fold.folded(problem)
+    assert inner is not None
+    taps, blocks = _folded_weights(problem, weights), fold.fold_pixels(x, problem.stride)
+    dx, taps, db = gradients(inner, grad, blocks, taps, seen, **needs)
     pairs = zip(taps, problem.groups, strict=True)
     dw = [fold.unfold_weights(part, group, problem.stride, problem.channels) for part, group in pairs]
     return None if dx is None else fold.unfold_pixels(dx, problem), dw, db
@@ -107,7 +160,7 @@ def input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tensor]) -> Te
 def weight_gradient(problem: Problem, g: Tensor, pixels: Tensor) -> list[Tensor]:
     """The groups' gradients in float32, from [N, H, W, filters] before pool and ReLU and [N, H, W, channels]."""
     programs, capability = programs_at_once(g.device), capability_of(g.device)
-    if capability[0] == 9 and hopper_plan.unsupported(problem) is None:
+    if capability[0] == 9 and problem.stride == (1, 1) and hopper_plan.unsupported(problem) is None:
         from lowrank_cnn.kernels.conv.hopper_weights import launch_weights_hopper
 
         return launch_weights_hopper(problem, g, pixels, programs)
@@ -115,7 +168,7 @@ def weight_gradient(problem: Problem, g: Tensor, pixels: Tensor) -> list[Tensor]
 
 
 @lru_cache(maxsize=4096)
-def _hopper_plan(problem: Problem, capability: tuple[int, int]) -> Plan | None:
+def _hopper_plan(problem: Problem, capability: tuple[int, int]) -> KernelPlan | None:
     plan = plans(problem, capability=capability)[0] if hopper_plan.unsupported(problem) is None else None
     return plan if plan is not None and plan.kernel == "hopper" else None
 
@@ -124,8 +177,8 @@ def _input_tile(problem: Problem, device: torch.device) -> tiled.Tile | None:
     capability = capability_of(device)
     if (0, 0) < capability < (9, 0):
         return replace(tiled.Tile(*OLDER), filters=OLDER[1] * 2 // problem.dtype.itemsize)
-    stored = known(problem, capability, "input")
-    return tiled.Tile(**stored) if stored else None
+    stored = preset(problem, capability, "input")
+    return KernelPlan.parse(stored).tile if stored else None
 
 
 def _weight_tile(problem: Problem, capability: tuple[int, int]) -> tiled.Tile:
@@ -144,17 +197,17 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def _pack(kernel: str, problem: Problem, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The weights as the kernel reads them, made anew each time.
-
-    Nothing tells that a replayed graph has changed a parameter (its version stays), so a packed copy cannot be
-    kept safely; `fuse.freeze` lays weights out so that packing them costs nothing.
-    """
-    if kernel == "window":
-        return window_plan.pack_windows(weights, problem, dtype)
-    if kernel in ("stem", "gather"):
-        return pack_union(weights, problem, gather.gathered_values(problem), dtype)
-    return pack_rows(weights, dtype)
+def packed_shape(layout: str, problem: Problem) -> tuple[int, int]:
+    """The size of what `pack_weights` gives."""
+    if layout == "windows":
+        return 2 * window_plan.ROWS_READ * problem.filters, window_plan.PLACES**2
+    if layout == "overlaps":
+        return len(overlap_plan.slabs_of(problem)) * problem.filters, 4 * overlap_plan.PLACES
+    if layout == "union":
+        return gather.gathered_values(problem), problem.filters
+    inner = fold.folded(problem) if layout == "blocks" else problem
+    assert inner is not None
+    return sum(group.taps * group.filters for group in inner.groups), inner.channels
 
 
 def _launcher(kernel: str) -> Callable[..., Tensor]:
@@ -166,6 +219,10 @@ def _launcher(kernel: str) -> Callable[..., Tensor]:
         from lowrank_cnn.kernels.conv.window import launch_window
 
         return launch_window
+    if kernel == "overlap":
+        from lowrank_cnn.kernels.conv.overlap import launch_overlap
+
+        return launch_overlap
     return {"tiled": tiled.launch_tiled, "stem": stem.launch_stem, "gather": gather.launch_gather}[kernel]
 
 

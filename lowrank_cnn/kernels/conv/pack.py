@@ -8,6 +8,23 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.kernels.problem import Group, Problem
+from lowrank_cnn.kernels.tiles import round_up
+
+LAYOUTS = {
+    "hopper": "rows",
+    "tiled": "rows",
+    "stem": "union",
+    "gather": "union",
+    "folded": "blocks",
+    "window": "windows",
+    "overlap": "overlaps",
+}
+"""In which layout each kernel reads its weights; `launch.pack_weights` makes them."""
+
+
+def layout_of(plan: str) -> str:
+    """The layout of the weights for a plan, given as text."""
+    return LAYOUTS[plan.partition("-")[0]]
 
 
 def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -107,7 +124,7 @@ def pack_turned(weights: Sequence[Tensor], leads: Sequence[int], dtype: torch.dt
     Zeros stand after a group's filters, and as many before them as its lead says.
     """
     most = max(lead + weight.shape[0] for weight, lead in zip(weights, leads, strict=True))
-    most = -(-most * dtype.itemsize // 16) * 16 // dtype.itemsize
+    most = round_up(most, 16 // dtype.itemsize)
     even = all(weight.shape[0] == most for weight in weights)
     sizes = [weight[0].numel() for weight in weights]
     make = weights[0].new_empty if even else weights[0].new_zeros

@@ -6,15 +6,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from lowrank_cnn.kernels.conv import fold, gather, hopper_plan, stem, tiled, window_plan
-from lowrank_cnn.kernels.conv.known import known
-from lowrank_cnn.kernels.problem import Problem
+from lowrank_cnn.kernels.conv import fold, gather, hopper_plan, overlap_plan, stem, tiled, window_plan
+from lowrank_cnn.kernels.conv.presets import preset
+from lowrank_cnn.kernels.problem import OVERLAPPING, Problem
 
-HOPPER = ((128, 128, 4, 2), (256, 128, 8, 1), (128, 256, 8, 1), (128, 64, 4, 3))
+HOPPER = (
+    (128, 128, 4, 2),
+    (256, 128, 8, 1),
+    (128, 256, 8, 1),
+    (128, 64, 4, 3),
+    (256, 64, 4, 2),
+    (256, 32, 4, 2),
+    (128, 32, 4, 4),
+)
 """Pixels, filters, warps and resident programs of the Hopper tiles worth measuring."""
 TILED = ((128, 128, 64, 4, 3),)
 """Pixels, filters, depth, warps and stages of the plain tiles worth measuring."""
@@ -32,6 +40,7 @@ _TILES: dict[str, type] = {
     "gather": gather.GatherTile,
     "folded": tiled.Tile,
     "window": window_plan.WindowTile,
+    "overlap": overlap_plan.OverlapTile,
 }
 _UNSUPPORTED: dict[str, Callable[[Problem], str | None]] = {
     "hopper": hopper_plan.unsupported,
@@ -40,54 +49,73 @@ _UNSUPPORTED: dict[str, Callable[[Problem], str | None]] = {
     "gather": gather.unsupported,
     "folded": lambda problem: None if fold.folded(problem) else "no blocks of pixels",
     "window": window_plan.unsupported,
+    "overlap": overlap_plan.unsupported,
 }
 
 
 @lru_cache(maxsize=4096)
 def refusal(kernel: str, problem: Problem) -> str | None:
     """Why a kernel cannot take a problem, or None."""
+    if not problem.can_pool_first:
+        return "a pool behind a residual or behind an activation that falls"
+    if problem.pool == OVERLAPPING and kernel != "overlap":
+        return "a pool of overlapping windows"
     return _UNSUPPORTED[kernel](problem)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A kernel by name and its tile."""
+class KernelPlan:
+    """A kernel by name and its tile. As text: "tiled-p128-f64-d64-w4-s3", the tile's fields in their order."""
 
     kernel: str
     tile: Any
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"kernel": self.kernel, "tile": asdict(self.tile)}
-
     @classmethod
-    def from_dict(cls, stored: dict[str, Any]) -> Plan:
-        return cls(stored["kernel"], _TILES[stored["kernel"]](**stored["tile"]))
+    def parse(cls, text: str) -> KernelPlan:
+        """The plan that a text names."""
+        return _parsed(text)
 
     def __str__(self) -> str:
-        sizes = "-".join(f"{name[0]}{value}" for name, value in asdict(self.tile).items())
-        return f"{self.kernel}-{sizes}"
+        names = (field.name[0] for field in fields(self.tile))
+        return "-".join([self.kernel, *(f"{n}{v}" for n, v in zip(names, astuple(self.tile), strict=True))])
 
 
-def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: bool = False) -> list[Plan]:
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> KernelPlan:
+    kernel, *sizes = text.split("-")
+    return KernelPlan(kernel, _TILES[kernel](*(int(size[1:]) for size in sizes)))
+
+
+def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: bool = False) -> list[KernelPlan]:
     """Plans for a problem on a device of a compute capability, the default first; more where `thorough`."""
-    best = known(problem, capability)
-    # Shapes are known without their padding, by which a kernel may refuse them.
-    found = [Plan.from_dict(best)] if best and refusal(best["kernel"], problem) is None else []
-    if capability[0] == 9 and window_plan.unsupported(problem) is None:
-        found.append(Plan("window", window_plan.WindowTile()))
-    if stem.unsupported(problem) is None:
-        found += [Plan("stem", tile) for tile in stem.tiles(problem)]
-        return list(dict.fromkeys(found))
-    hopper = capability[0] == 9 and not _small(problem)
-    found += [Plan("hopper", tile) for tile in hopper_tiles(problem, 2 if thorough else 1)] if hopper else []
+    best = preset(problem, capability)
+    found = [KernelPlan.parse(best)] if best else []
+    if capability[0] == 9:
+        found.append(KernelPlan("window", window_plan.WindowTile()))
+        if overlap_plan.unsupported(problem) is None:
+            found += [KernelPlan("overlap", tile) for tile in overlap_plan.tiles_worth_measuring(problem)]
+    if stem.unsupported(problem) is None and not _wide(problem):
+        found += [KernelPlan("stem", tile) for tile in stem.tiles(problem)]
+        return _taken(found, problem)
+    if capability[0] == 9 and not _small(problem):
+        found += [KernelPlan("hopper", tile) for tile in hopper_tiles(problem, 2 if thorough else 1)]
     if tiled.unsupported(problem) is None:
-        found += [Plan("tiled", tile) for tile in plain_tiles(problem, capability, thorough)]
-        return list(dict.fromkeys(found))
+        found += [KernelPlan("tiled", tile) for tile in plain_tiles(problem, capability, thorough)]
+        return _taken(found, problem)
     if (inner := fold.folded(problem)) is not None and tiled.unsupported(inner) is None:
-        found.append(Plan("folded", plain_tiles(inner, capability)[0]))
-    if gather.unsupported(problem) is None:
-        found.append(Plan("gather", gather.GatherTile(filters=32 if problem.pool else 64)))
-    return list(dict.fromkeys(found))
+        found.append(KernelPlan("folded", plain_tiles(inner, capability)[0]))
+    found.append(KernelPlan("gather", gather.GatherTile(filters=32 if problem.pool else 64)))
+    return _taken(found, problem)
+
+
+def _taken(found: list[KernelPlan], problem: Problem) -> list[KernelPlan]:
+    """Plans once each, without those whose kernel refuses; shapes are kept without padding, which may decide."""
+    return [plan for plan in dict.fromkeys(found) if refusal(plan.kernel, problem) is None]
+
+
+def _wide(problem: Problem) -> bool:
+    """Whether a pixel has channels enough to be a factor of a product by itself, though its taps are few."""
+    return problem.channels >= 16 and tiled.unsupported(problem) is None
 
 
 def hopper_tiles(problem: Problem, rings: int = 1) -> list[hopper_plan.HopperTile]:
@@ -100,12 +128,19 @@ def hopper_tiles(problem: Problem, rings: int = 1) -> list[hopper_plan.HopperTil
     for pixels, filters, warps, residents in HOPPER:
         tiles = [
             hopper_plan.HopperTile(pixels, filters, found[0].depth, warps, boxes, slabs, parts, residents)
-            for parts in ((1, 2) if problem.pool is None else (1,))
+            for parts in _parts(problem)
             for boxes, slabs in sizes
         ]
         fitting = [tile for tile in tiles if hopper_plan.fits(problem, tile)]
-        found += fitting[-rings:] if filters <= widest else []
+        found += fitting[-rings:] if filters <= widest and not (filters < 64 <= widest) else []
     return list(dict.fromkeys(found))
+
+
+def _parts(problem: Problem) -> tuple[int, ...]:
+    """Into how many parts results may leave, the preferred last: of a residual only the first is fetched ahead."""
+    if problem.pool is not None:
+        return (1,)
+    return (2, 1) if problem.residual else (1, 2)
 
 
 def plain_tiles(problem: Problem, capability: tuple[int, int], thorough: bool = False) -> list[tiled.Tile]:

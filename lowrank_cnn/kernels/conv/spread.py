@@ -15,19 +15,22 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_cnn.kernels.conv.start import start
+from lowrank_cnn.kernels.tiles import ceil_div
 
 BLOCK = 1024
 
 
 @triton.jit
 def spread(
-    x, out, places, batch, height, width, padded_height, padded_width,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    x,  # [N, H, W, CHANNELS]
+    out,  # [N, padded H, padded W, 4], and rows beyond the last image
+    places, batch, height, width, padded_height, padded_width,
+    CHANNELS: tl.constexpr, BORDER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of padded pixels; those beyond the last image are as those around it."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    column = place % padded_width - 1
-    row = place // padded_width % padded_height - 1
+    column = place % padded_width - BORDER
+    row = place // padded_width % padded_height - BORDER
     image = place // (padded_width * padded_height)
     inside = (image < batch) & (row >= 0) & (row < height) & (column >= 0) & (column < width)
     channel = tl.arange(0, 4)
@@ -37,13 +40,13 @@ def spread(
     tl.store(out + place[:, None] * 4 + channel[None, :], value, mask=(place < places)[:, None])
 
 
-def launch_spread(pixels: Tensor, size: tuple[int, int], beyond: int) -> Tensor:
-    """[N * rows + beyond, columns, 4] of [N, H, W, C]: each image padded to `size`, its first pixel at 1, 1."""
+def launch_spread(pixels: Tensor, size: tuple[int, int], beyond: int, border: int = 1) -> Tensor:
+    """[N * rows + beyond, columns, 4] of [N, H, W, C]: each image padded to `size`, after a border."""
     batch, height, width, channels = pixels.shape
     rows, columns = size
     out = pixels.new_empty((batch * rows + beyond, columns, 4))
     places = out.numel() // 4
-    start(spread, (-(-places // BLOCK),))(
-        pixels, out, places, batch, height, width, rows, columns, CHANNELS=channels, BLOCK=BLOCK
+    start(spread, (ceil_div(places, BLOCK),))(
+        pixels, out, places, batch, height, width, rows, columns, CHANNELS=channels, BORDER=border, BLOCK=BLOCK
     )
     return out

@@ -20,10 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowrank_cnn.kernels.conv.epilogue import activated, activation_options, without_codes
 from lowrank_cnn.kernels.conv.pack import union_taps, unpack_union
 from lowrank_cnn.kernels.conv.start import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
-from lowrank_cnn.kernels.tiles import power_above
+from lowrank_cnn.kernels.tiles import ceil_div, power_above
 
 MOST_VALUES = 64
 """Gathered values per pixel up to which they stay in registers."""
@@ -71,11 +72,17 @@ def gathered(x, base, in_y, in_x, height, width, TAPS: tl.constexpr, CHANNELS: t
 
 @triton.jit
 def composite_stem(
-    x, w, bias, y, codes, pixels, height, width, out_height, out_width, result_height, result_width,
+    x,  # [N, H, W, CHANNELS]
+    w,  # [VALUES, TOTAL], as `pack.pack_union` lays it
+    bias,  # [TOTAL]
+    residual,  # [N, H', W', TOTAL]
+    y,  # [N, H', W', TOTAL]
+    codes,  # [N, H', W', TOTAL], bytes: the winners of a pool
+    pixels, height, width, out_height, out_width, result_height, result_width,
     TAPS: tl.constexpr, CHANNELS: tl.constexpr, TOTAL: tl.constexpr, VALUES: tl.constexpr,
-    STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr, POOL: tl.constexpr, RELU: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PIXELS: tl.constexpr, FILTERS: tl.constexpr, WIDE: tl.constexpr, CODES: tl.constexpr,
-    WHOLE: tl.constexpr,
+    STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr, POOL: tl.constexpr, ACTIVATION: tl.constexpr,
+    SLOPE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PIXELS: tl.constexpr,
+    FILTERS: tl.constexpr, WIDE: tl.constexpr, CODES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One block of result pixels for all filters; with `CODES`, as in `tiled.pooled`, the winners as well."""
     lane = tl.arange(0, FILTERS)
@@ -102,18 +109,17 @@ def composite_stem(
             if not WHOLE:
                 acc = tl.where(((down < out_height) & (right < out_width))[:, None], acc, -3.0e38)
             best = tl.maximum(best, acc)
-    bits = best.to(tl.int32, bitcast=True)
-    code = 3 - (bits & 3)
-    if CODES:  # with its place left in it, a zero would be above zero
-        best = (bits & ~3).to(tl.float32, bitcast=True)
+    best, code = without_codes(best, CODES)
     if HAS_BIAS:
         best += tl.load(bias + lane, mask=lane < TOTAL, other=0.0).to(tl.float32)[None, :]
-    if RELU:
-        best = tl.maximum(best, 0.0)
-        code = tl.where(best > 0, code, 4)
     inside = (pixel < pixels)[:, None] & (lane < TOTAL)[None, :]
     place = pixel.to(tl.int64)[:, None] * TOTAL + lane[None, :]
+    if HAS_RESIDUAL:
+        best += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    best = activated(best, ACTIVATION, SLOPE)
     if CODES:
+        if ACTIVATION == "relu":
+            code = tl.where(best > 0, code, 4)
         tl.store(codes + place, code.to(tl.uint8), mask=inside)
     tl.store(y + place, best.to(y.dtype.element_ty), mask=inside)
 
@@ -168,16 +174,19 @@ def launch_stem(
     bias: Tensor | None,
     tile: StemTile | None = None,
     codes: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Run the kernel on `pack.pack_union` weights; the result is channels-last."""
     tile, pixels, maps = tile or tiles(problem)[0], pixels_last(x), empty_result(problem, x)
     result = maps.permute(0, 2, 3, 1)
     count = problem.batch * problem.result_size[0] * problem.result_size[1]
-    start(composite_stem, (-(-count // tile.pixels),))(
-        pixels, packed, bias if bias is not None else packed, result, codes if codes is not None else result,
+    start(composite_stem, (ceil_div(count, tile.pixels),))(
+        pixels, packed, bias if bias is not None else packed,
+        result if residual is None else pixels_last(residual), result, codes if codes is not None else result,
         count, problem.height, problem.width, problem.out_height, problem.out_width, *problem.result_size,
-        HAS_BIAS=bias is not None, CODES=codes is not None, WHOLE=problem.pool != "ceil" or problem.even,
-        num_warps=tile.warps, **_constants(problem, pixels, packed.shape[0], tile),
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, CODES=codes is not None,
+        WHOLE=problem.pool != "ceil" or problem.even, **activation_options(problem), num_warps=tile.warps,
+        **_constants(problem, pixels, packed.shape[0], tile),
     )  # fmt: skip
     return maps
 
@@ -194,14 +203,15 @@ def launch_stem_gradient(
     # Gradients and results of more pixels at so many filters would not stay in registers.
     tile, pixels = tile or StemTile(16 if problem.filters > 128 else 32), pixels_last(x)
     count = problem.batch * problem.result_size[0] * problem.result_size[1]
-    blocks = -(-count // tile.pixels)
+    blocks = ceil_div(count, tile.pixels)
     programs = min(2 * programs, blocks)  # small ones, of which four reside together
     gathered_values = len(union_taps(problem.groups)) * problem.channels
     values = max(16, power_above(gathered_values + 1))
     dw = torch.zeros((problem.filters, values), device=x.device)
     start(stem_gradient, (programs,))(
         pixels, grad, seen, dw, count, problem.height, problem.width, *problem.result_size,
-        ROUNDS=-(-blocks // programs), num_warps=tile.warps, **_constants(problem, pixels, values, tile),
+        ROUNDS=ceil_div(blocks, programs), RELU=problem.relu, num_warps=tile.warps,
+        **_constants(problem, pixels, values, tile),
     )  # fmt: skip
     return unpack_union(dw, problem), dw[:, gathered_values].contiguous()
 
@@ -216,7 +226,6 @@ def _constants(problem: Problem, pixels: Tensor, values: int, tile: StemTile) ->
         "STRIDE_Y": problem.stride[0],
         "STRIDE_X": problem.stride[1],
         "POOL": problem.pool is not None,
-        "RELU": problem.relu,
         "PIXELS": tile.pixels,
         "FILTERS": power_above(problem.filters),
         "WIDE": pixels.numel() >= 1 << 31,

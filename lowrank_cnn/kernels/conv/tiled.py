@@ -3,6 +3,9 @@
 Each program computes one box of output pixels for one tile of filters of one group. The pixels of a tap are a
 shifted box of the input, fetched by the tensor memory accelerator, which fills what lies outside the image
 with zeros: borders need no masks. Programs of the same box are neighbours, so that the second reads from L2.
+
+At stride 2 the image [N, H, W, C] is seen as [N, H/2, 2, W/2, 2C]. A tap then reads a dense box of one row parity,
+and its column parity is an offset of C channels: nothing is gathered, and no product is with zeros.
 """
 
 # ruff: noqa: N803
@@ -18,9 +21,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lowrank_cnn.kernels.conv.epilogue import activated, activation_options, without_codes
 from lowrank_cnn.kernels.conv.start import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
-from lowrank_cnn.kernels.tiles import box_count, box_of, filter_tiles, group_rows, power_above
+from lowrank_cnn.kernels.tiles import GroupRow, box_count, box_of, ceil_div, filter_tiles, group_rows, power_above
+
+FIRST_TILE, WEIGHT_ROW, CHANNEL, FILTER_COUNT, TAPS, WIDTH, TOP, TOP_SKIP, LEFT, LEFT_SKIP = (
+    tl.constexpr(index) for index in range(len(GroupRow._fields))
+)
 
 
 @dataclass(frozen=True)
@@ -36,13 +44,17 @@ class Tile:
 
 @triton.jit
 def group_of(tile, GROUPS: tl.constexpr, FILTERS: tl.constexpr):
-    """The row of `GROUPS` (see `tiles.group_rows`) a tile of filters belongs to, and its offset in the group."""
-    first, weight, channel, filters, taps, width, top, left = 0, 0, 0, 0, 0, 1, 0, 0
+    """The tile's first filter within its group, and that group's row of `GROUPS` (see `tiles.GroupRow`)."""
+    first, weight, channel, filters, taps, width = 0, 0, 0, 0, 0, 1
+    top, top_skip, left, left_skip = 0, 0, 0, 0
     for g in tl.static_range(len(GROUPS)):
-        if tile >= GROUPS[g][0]:
-            first, weight, channel, filters = GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3]
-            taps, width, top, left = GROUPS[g][4], GROUPS[g][5], GROUPS[g][6], GROUPS[g][7]
-    return (tile - first) * FILTERS, weight, channel, filters, taps, width, top, left
+        if tile >= GROUPS[g][FIRST_TILE]:
+            first, weight = GROUPS[g][FIRST_TILE], GROUPS[g][WEIGHT_ROW]
+            channel, filters = GROUPS[g][CHANNEL], GROUPS[g][FILTER_COUNT]
+            taps, width = GROUPS[g][TAPS], GROUPS[g][WIDTH]
+            top, top_skip = GROUPS[g][TOP], GROUPS[g][TOP_SKIP]
+            left, left_skip = GROUPS[g][LEFT], GROUPS[g][LEFT_SKIP]
+    return (tile - first) * FILTERS, weight, channel, filters, taps, width, top, top_skip, left, left_skip
 
 
 @triton.jit
@@ -68,66 +80,91 @@ def pooled(out, row, column, out_height, out_width, WHOLE: tl.constexpr, CODES: 
 
 
 @triton.jit
-def store_masked(result, out, image, row, column, channel, left, batch, height, width, total):
-    """Write a box whose last filters may lie beyond the group: the next group's channels stay untouched."""
+def masked_places(out, image, row, column, channel, left, batch, height, width, total):
+    """Offsets of a box in [N, H, W, total], and which lie inside: the image, and the `left` filters of the group.
+
+    The last filters of a box may lie beyond the group, where the next group's channels stay untouched.
+    """
     n = image + tl.arange(0, out.shape[0])[:, None, None, None]
     y = row + tl.arange(0, out.shape[1])[None, :, None, None]
     x = column + tl.arange(0, out.shape[2])[None, None, :, None]
     f = tl.arange(0, out.shape[3])[None, None, None, :]
     inside = (n < batch) & (y < height) & (x < width) & (f < left)
-    place = ((n.to(tl.int64) * height + y) * width + x) * total + channel + f
-    tl.store(result + place, out, mask=inside)
+    return ((n.to(tl.int64) * height + y) * width + x) * total + channel + f, inside
 
 
 @triton.jit
 def composite_tiled(
-    x, w, y, bias, result, codes, batch, row_boxes, column_boxes, out_height, out_width, height, width, total,
+    x,  # descriptor of [N, H, W, C], or of [N, H/s, s, W/s, s*C] where STRIDE is not 1
+    w,  # descriptor of [taps * filters of all groups, C]
+    y,  # descriptor of the result [N, H', W', total]
+    r,  # descriptor of the residual [N, H', W', total]
+    bias,  # [total]
+    residual,  # [N, H', W', total], where boxes are masked
+    result,  # [N, H', W', total], where boxes are masked
+    codes,  # [N, H', W', total], bytes: the winners of a pool
+    batch, row_boxes, column_boxes, out_height, out_width, height, width, total,
     GROUPS: tl.constexpr, TILES: tl.constexpr, IMAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    FILTERS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, RELU: tl.constexpr, POOL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, WHOLE_POOL: tl.constexpr, WHOLE_FILTERS: tl.constexpr, CODES: tl.constexpr,
+    FILTERS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, STRIDE: tl.constexpr,
+    CHANNELS: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, POOL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WHOLE_POOL: tl.constexpr, WHOLE_FILTERS: tl.constexpr,
+    CODES: tl.constexpr,
 ):  # fmt: skip
     """One box of pixels for one tile of filters; `STEPS` blocks of `DEPTH` channels make up one tap.
 
     Pixels are the second factor: the first, coming from a block of four axes, would go through registers, where
     Triton 3.6 lets the next step overwrite what a product under way still reads (Hopper).
     """
+    # Tiles of one box are neighbours: the second finds its pixels in L2.
     tile = tl.program_id(0) % TILES
     box = tl.program_id(0) // TILES
     column = box % column_boxes * COLUMNS
     row = box // column_boxes % row_boxes * ROWS
     image = box // (column_boxes * row_boxes) * IMAGES
-    offset, weight, channel, filters, taps, across, top, left = group_of(tile, GROUPS, FILTERS)
+    offset, weight, channel, filters, taps, across, top, top_skip, left, left_skip = group_of(
+        tile, GROUPS, FILTERS
+    )
     acc = tl.zeros((FILTERS, IMAGES * ROWS * COLUMNS), tl.float32)
     for step in range(taps * STEPS):
         tap = step // STEPS
         depth = step % STEPS * DEPTH
-        a = x.load([image, row + tap // across - top, column + tap % across - left, depth])
+        down, right = tap // across + top_skip, tap % across + left_skip
+        if STRIDE[0] * STRIDE[1] == 1:
+            a = x.load([image, row + down - top, column + right - left, depth])
+        else:
+            y_block, x_block = row + down // STRIDE[0] - top, column + right // STRIDE[1] - left
+            a = x.load([image, y_block, down % STRIDE[0], x_block, right % STRIDE[1] * CHANNELS + depth])
         b = w.load([weight + tap * filters + offset, depth])
         acc = tl.dot(b, a.reshape(IMAGES * ROWS * COLUMNS, DEPTH).T, acc)
     out = acc.T.reshape(IMAGES, ROWS, COLUMNS, FILTERS)
+    # Bias and a monotone activation keep the order of values: pooled first, a quarter of them is left to do.
     if POOL:
         out = pooled(out, row, column, out_height, out_width, WHOLE_POOL, CODES)
         row, column = row // 2, column // 2
-    bits = out.to(tl.int32, bitcast=True)
-    place = 3 - (bits & 3)
-    if CODES:  # with its place left in it, a zero would be above zero
-        out = (bits & ~3).to(tl.float32, bitcast=True)
+    out, code = without_codes(out, CODES)
     if HAS_BIAS:
         lane = tl.arange(0, FILTERS)
         added = tl.load(bias + channel + offset + lane, mask=lane < filters - offset, other=0.0)
         out += added.to(tl.float32)[None, None, None, :]
-    if RELU:
-        out = tl.maximum(out, 0.0)
-        place = tl.where(out > 0, place, 4)
-    channel, left = channel + offset, filters - offset
+    channel, rest = channel + offset, filters - offset
+    if HAS_RESIDUAL:
+        if WHOLE_FILTERS:
+            out += r.load([image, row, column, channel]).to(tl.float32)
+        else:
+            place, inside = masked_places(out, image, row, column, channel, rest, batch, height, width, total)
+            out += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    out = activated(out, ACTIVATION, SLOPE)
     if CODES:
-        place = place.to(tl.uint8)
-        store_masked(codes, place, image, row, column, channel, left, batch, height, width, total)
+        if ACTIVATION == "relu":
+            code = tl.where(out > 0, code, 4)
+        place, inside = masked_places(out, image, row, column, channel, rest, batch, height, width, total)
+        tl.store(codes + place, code.to(tl.uint8), mask=inside)
     out = out.to(result.dtype.element_ty)
     if WHOLE_FILTERS:
         y.store([image, row, column, channel], out)
     else:
-        store_masked(result, out, image, row, column, channel, left, batch, height, width, total)
+        place, inside = masked_places(out, image, row, column, channel, rest, batch, height, width, total)
+        tl.store(result + place, out, mask=inside)
 
 
 def launch_tiled(
@@ -137,37 +174,62 @@ def launch_tiled(
     bias: Tensor | None,
     tile: Tile | None = None,
     codes: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Run the kernel on `pack.pack_rows` weights; the result is channels-last."""
     tile, pixels, maps = tile or Tile(), pixels_last(x), empty_result(problem, x)
     result = maps.permute(0, 2, 3, 1)
+    added = result if residual is None else pixels_last(residual)
     pool = problem.pool is not None
     box = box_of(problem.batch, problem.out_height, problem.out_width, tile.pixels, least=2 if pool else 1)
-    depth = min(tile.depth, power_above(problem.channels))
+    depth = depth_of(problem, tile)
     images, rows, columns = box
     shrink = 2 if pool else 1
+    block = [images, rows // shrink, columns // shrink, tile.filters]
     counts, tiles = box_count(problem, box), filter_tiles(problem, tile.filters)
     start(composite_tiled, (tiles * counts[0] * counts[1] * counts[2],))(
-        TensorDescriptor.from_tensor(pixels, [images, rows, columns, depth]),
+        described_blocks(pixels, problem, box, depth),
         TensorDescriptor.from_tensor(packed, [tile.filters, depth]),
-        TensorDescriptor.from_tensor(result, [images, rows // shrink, columns // shrink, tile.filters]),
-        bias if bias is not None else packed, result, codes if codes is not None else result,
+        TensorDescriptor.from_tensor(result, block), TensorDescriptor.from_tensor(added, block),
+        bias if bias is not None else packed, added, result, codes if codes is not None else result,
         problem.batch, counts[1], counts[2], problem.out_height, problem.out_width, *problem.result_size,
         problem.filters,
-        GROUPS=group_rows(problem, tile.filters), TILES=tiles, IMAGES=images, ROWS=rows, COLUMNS=columns,
-        FILTERS=tile.filters, DEPTH=depth, STEPS=-(-problem.channels // depth), RELU=problem.relu, POOL=pool,
-        HAS_BIAS=bias is not None, WHOLE_POOL=problem.pool != "ceil" or problem.even,
+        GROUPS=tuple(map(tuple, group_rows(problem, tile.filters))), TILES=tiles, IMAGES=images, ROWS=rows,
+        COLUMNS=columns, FILTERS=tile.filters, DEPTH=depth, STEPS=ceil_div(problem.channels, depth),
+        STRIDE=problem.stride, CHANNELS=problem.channels, POOL=pool, HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None, WHOLE_POOL=problem.pool != "ceil" or problem.even,
         WHOLE_FILTERS=all(group.filters % tile.filters == 0 for group in problem.groups),
-        CODES=codes is not None, num_warps=tile.warps, num_stages=tile.stages,
+        CODES=codes is not None, **activation_options(problem), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return maps
 
 
+def described_blocks(pixels: Tensor, problem: Problem, box: tuple[int, int, int], depth: int) -> TensorDescriptor:
+    """[N, H, W, C] memory in boxes of output pixels by `depth` channels; at stride s as [N, H/s, s, W/s, s*C]."""
+    (down, across), (images, rows, columns) = problem.stride, box
+    if problem.stride == (1, 1):
+        return TensorDescriptor.from_tensor(pixels, [images, rows, columns, depth])
+    batch, height, width, channels = pixels.shape
+    blocks = pixels.view(batch, height // down, down, width // across, across * channels)
+    return TensorDescriptor.from_tensor(blocks, [images, rows, 1, columns, depth])
+
+
+def depth_of(problem: Problem, tile: Tile) -> int:
+    """Channels per step: at a stride they divide a pixel's, for a box that ran over would end in its neighbour."""
+    if problem.stride == (1, 1):
+        return min(tile.depth, power_above(problem.channels))
+    return min(tile.depth, problem.channels & -problem.channels)
+
+
 def unsupported(problem: Problem) -> str | None:
     """Why this kernel cannot take a problem, or None."""
-    if problem.stride != (1, 1):
-        return f"stride {problem.stride} (the tiled kernel takes stride 1)"
     whole = 16 // problem.dtype.itemsize
     if problem.channels % whole or problem.filters % whole:
         return f"channels in or out are no multiple of {whole}"
+    if problem.stride == (1, 1):
+        return None
+    if problem.channels % 16:
+        return f"{problem.channels} channels at stride {problem.stride}, no multiple of 16"
+    if problem.height % problem.stride[0] or problem.width % problem.stride[1]:
+        return f"stride {problem.stride} does not divide {problem.height}x{problem.width} pixels"
     return None

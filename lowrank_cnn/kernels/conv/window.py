@@ -27,7 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lowrank_cnn.kernels.conv.hopper import described, finished, multiprocessors, send
+from lowrank_cnn.kernels.conv.epilogue import activation_options
+from lowrank_cnn.kernels.conv.hopper import described, multiprocessors
+from lowrank_cnn.kernels.conv.hopper_epilogue import finished, send
 from lowrank_cnn.kernels.conv.spread import launch_spread
 from lowrank_cnn.kernels.conv.start import start
 from lowrank_cnn.kernels.conv.window_plan import (
@@ -86,10 +88,15 @@ def coded(acc, QUAD: gl.constexpr, CODES: gl.constexpr):
 
 @gluon.jit
 def composite_window(
-    x, w, y, codes, bias, total, padded_height,
+    x,  # padded pixels as windows, see `windows_of`
+    w,  # [2 * 3 * TOTAL, 16], see `window_plan.pack_windows`
+    y,  # [N, H', W', TOTAL]
+    codes,  # [N, H', W', TOTAL], bytes: the winners of the pool
+    bias,  # [TOTAL]
+    total, padded_height,
     COUNTS: gl.constexpr, TOTAL: gl.constexpr, FILTERS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    RELU: gl.constexpr, HAS_BIAS: gl.constexpr, CODES: gl.constexpr, STAGES: gl.constexpr, VIEW: gl.constexpr,
-    ACC: gl.constexpr,
+    ACTIVATION: gl.constexpr, SLOPE: gl.constexpr, HAS_BIAS: gl.constexpr, CODES: gl.constexpr,
+    STAGES: gl.constexpr, VIEW: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """Persistent over tiles of windows, `STAGES` of them in flight; the weights are fetched once."""
     TILES: gl.constexpr = TOTAL // FILTERS
@@ -127,7 +134,7 @@ def composite_window(
         done += 1  # noqa: SIM113
         above = gl.maximum(coded(acc0, 0, CODES), coded(acc1, 1, CODES))
         below = gl.maximum(coded(acc2, 2, CODES), coded(acc3, 3, CODES))
-        out, code = finished(gl.maximum(above, below), bias, channel, RELU, HAS_BIAS, CODES)
+        out, code = finished(gl.maximum(above, below), bias, channel, ACTIVATION, SLOPE, HAS_BIAS, CODES)
         image, row, column = place_of(box, COUNTS, ROWS, COLUMNS)
         if CODES:
             send((codes, codes), staged_codes, code.to(gl.uint8), 0, [image, row, column, channel])
@@ -142,8 +149,10 @@ def launch_window(
     bias: Tensor | None,
     tile: WindowTile | None = None,
     codes: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Run the kernel on `window_plan.pack_windows` weights; the result is channels-last."""
+    assert residual is None, "this kernel pools before it adds"
     tile, maps = tile or WindowTile(), empty_result(problem, x)
     result = maps.permute(0, 2, 3, 1)
     (rows, columns), filters = window_shape(problem), filters_per_tile(problem)
@@ -159,8 +168,9 @@ def launch_window(
         described(result, result.shape, result.stride(), block),
         described(winners, winners.shape, winners.stride(), block),
         bias if bias is not None else packed, total, size[0],
-        COUNTS=counts, TOTAL=problem.filters, FILTERS=filters, ROWS=rows, COLUMNS=columns, RELU=problem.relu,
-        HAS_BIAS=bias is not None, CODES=codes is not None, STAGES=tile.stages, VIEW=halves(),
+        COUNTS=counts, TOTAL=problem.filters, FILTERS=filters, ROWS=rows, COLUMNS=columns,
+        **activation_options(problem), HAS_BIAS=bias is not None, CODES=codes is not None, STAGES=tile.stages,
+        VIEW=halves(),
         ACC=gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, filters, 16]),
         num_warps=4,
     )  # fmt: skip

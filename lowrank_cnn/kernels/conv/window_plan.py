@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowrank_cnn.kernels.conv.pack import union_taps
 from lowrank_cnn.kernels.problem import Problem
+from lowrank_cnn.kernels.tiles import ceil_div
 
 WINDOWS = 64
 """Windows of a tile: what four warps multiply at once."""
@@ -64,13 +65,13 @@ def filters_per_tile(problem: Problem) -> int:
 def window_shape(problem: Problem) -> tuple[int, int]:
     """The shape of a tile that wastes the fewest windows at the borders."""
     rows, columns = problem.result_size
-    return min(SHAPES, key=lambda shape: -(-rows // shape[0]) * -(-columns // shape[1]))
+    return min(SHAPES, key=lambda shape: ceil_div(rows, shape[0]) * ceil_div(columns, shape[1]))
 
 
 def tile_counts(problem: Problem) -> tuple[int, int]:
     """Tiles of windows along the rows and the columns of an image."""
     (rows, columns), (height, width) = window_shape(problem), problem.result_size
-    return -(-height // rows), -(-width // columns)
+    return ceil_div(height, rows), ceil_div(width, columns)
 
 
 def pack_windows(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype) -> Tensor:

@@ -59,9 +59,9 @@ def test_the_type_of_the_bias_is_noted():
 
 
 def test_what_torch_compile_takes_down_is_not_surveyed(monkeypatch):
-    monkeypatch.setattr(tracing.choice, "fuses", lambda *_: survey() is None)
+    monkeypatch.setattr(tracing.choice, "plan_text", lambda *_: survey() is None)
     with surveying():
-        assert tracing.fuses()
+        assert tracing.plan_text()
         assert survey() == []
 
 

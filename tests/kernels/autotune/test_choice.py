@@ -12,13 +12,13 @@ import torch
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import for_graphs, mode
-from lowrank_cnn.kernels.autotune import choice, measure, store
+from lowrank_cnn.kernels.autotune import choice, measure, store, table
 from lowrank_cnn.kernels.autotune.choice import Choice
 from lowrank_cnn.kernels.autotune.measure import FAILED, Times, agrees, times
-from lowrank_cnn.kernels.autotune.support import Asked
+from lowrank_cnn.kernels.autotune.support import Request
 from lowrank_cnn.kernels.autotune.trial import Trial
 from lowrank_cnn.kernels.conv import launch
-from lowrank_cnn.kernels.conv.plans import Plan
+from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import pose
 from lowrank_cnn.system.cache import JsonCache
@@ -26,8 +26,8 @@ from lowrank_cnn.system.errors import LostDeviceError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PADDING = (((1, 1), (0, 0)), ((0, 0), (1, 1)))
-PLAN = Plan("tiled", Tile(pixels=32, filters=16, depth=16))
-OTHER = Plan("tiled", Tile(pixels=64, filters=16, depth=16))
+PLAN = KernelPlan("tiled", Tile(pixels=32, filters=16, depth=16))
+OTHER = KernelPlan("tiled", Tile(pixels=64, filters=16, depth=16))
 NO_ROOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
 
 
@@ -40,7 +40,7 @@ def test_graphs_and_calls_choose_by_their_own_times():
     entry = {
         "torch": {"graph": 0.2, "call": 0.3},
         "fused": {"graph": 0.1, "call": 0.9},
-        "plan": PLAN.to_dict(),
+        "plan": str(PLAN),
     }
     called = choice._choice(entry)
     assert not called.fused
@@ -61,7 +61,7 @@ def test_a_plan_that_is_right_agrees(pool, training):
 def test_the_first_layer_agrees_without_a_gradient_of_its_images():
     from lowrank_cnn.kernels.conv.stem import StemTile
 
-    plan = Plan("stem", StemTile(pixels=32))
+    plan = KernelPlan("stem", StemTile(pixels=32))
     assert agrees(problem(channels=3), DEVICE, plan, training=True)
 
 
@@ -74,8 +74,8 @@ def test_a_plan_that_is_wrong_does_not(monkeypatch):
 def test_codes_that_name_another_do_not(monkeypatch):
     forward = launch.forward
 
-    def mistaken(plan, problem, x, weights, bias, codes=None):
-        y = forward(plan, problem, x, weights, bias, codes)
+    def mistaken(plan, problem, x, weights, bias, codes=None, residual=None):
+        y = forward(plan, problem, x, weights, bias, codes, residual)
         if codes is not None:
             codes[codes == 0] = 1
         return y
@@ -146,26 +146,26 @@ class Bench:
     """Stands for a GPU: what each path takes on it (None is torch's own), and whether its results are right."""
 
     def __init__(self) -> None:
-        self.taken: dict[Plan | None, Times | None] = {None: Times(2.0, 2.0), PLAN: Times(1.0, 1.0)}
-        self.right: dict[Plan, bool | None] = {PLAN: True}
+        self.taken: dict[KernelPlan | None, Times | None] = {None: Times(2.0, 2.0), PLAN: Times(1.0, 1.0)}
+        self.right: dict[KernelPlan, bool | None] = {PLAN: True}
         self.measured = 0
 
-    def times(self, problem: object, device: object, plan: Plan | None, **_: object) -> Times | None:
+    def times(self, problem: object, device: object, plan: KernelPlan | None, **_: object) -> Times | None:
         self.measured += 1
         return self.taken[plan]
 
-    def agrees(self, problem: object, device: object, plan: Plan, **_: object) -> bool | None:
+    def agrees(self, problem: object, device: object, plan: KernelPlan, **_: object) -> bool | None:
         return self.right[plan]
 
     def choose(self) -> Choice:
-        asked = Asked(problem(), torch.device("cuda"))
+        asked = Request(problem(), torch.device("cuda"))
         found = choice._stored(asked) or choice._measured(asked)
         assert found is not None
         return found
 
     def tune(self) -> Choice | None:
         with mode.tuning():
-            return choice._measured(Asked(problem(), torch.device("cuda")))
+            return choice._measured(Request(problem(), torch.device("cuda")))
 
 
 @pytest.fixture
@@ -232,20 +232,20 @@ def test_cudnn_searches_only_where_that_may_decide(bench, monkeypatch, by_torch,
     monkeypatch.setattr(cudnn, "benchmark", True)
     bench.taken[None] = Times(by_torch, by_torch)
 
-    def times(problem: object, device: object, plan: Plan | None, **how: object) -> Times | None:
+    def times(problem: object, device: object, plan: KernelPlan | None, **how: object) -> Times | None:
         seen.extend([] if plan else [(cudnn.benchmark, cudnn.allow_tf32)])
         return bench.times(problem, device, plan, **how)
 
     monkeypatch.setattr(choice, "times", times)
     before = cudnn.allow_tf32
-    assert choice._measured(Asked(replace(problem(), dtype=torch.bfloat16), torch.device("cuda"))).fused
+    assert choice._measured(Request(replace(problem(), dtype=torch.bfloat16), torch.device("cuda"))).fused
     assert seen == [(search, before is search) for search in searched]
     assert (cudnn.benchmark, cudnn.allow_tf32) == (True, before)
 
 
 def test_where_nothing_can_be_measured_nothing_is_stored(bench):
     bench.taken = {None: None, PLAN: FAILED}
-    assert choice._measured(Asked(problem(), torch.device("cuda"))) is None
+    assert choice._measured(Request(problem(), torch.device("cuda"))) is None
     assert not store.entries().entries
     assert not store._passing
 
@@ -302,7 +302,7 @@ def test_a_tuned_plan_is_not_looked_for_again(bench):
     bench.tune()
     before = bench.measured
     with mode.tuning():
-        found = choice._measured(Asked(problem(), torch.device("cuda"), training=True))
+        found = choice._measured(Request(problem(), torch.device("cuda"), training=True))
     assert found is not None
     assert found.plan == OTHER
     assert bench.measured == before + 2  # itself and torch, in training
@@ -350,8 +350,8 @@ def test_a_stored_plan_that_its_kernel_no_longer_takes_is_passed_over(monkeypatc
     groups = ((24, 16, 3, 1), (24, 16, 1, 3))
     padding = (((1, 1), (0, 0)), ((0, 0), (1, 1)))
     odd = pose((2, 16, 8, 8), groups, torch.bfloat16, stride=(1, 1), padding=padding, pool="floor")
-    entry = {"plan": {"kernel": "hopper", "tile": {}}}
+    entry = {"plan": "hopper-p128"}
     monkeypatch.setattr(store, "find", lambda _: entry)
-    monkeypatch.setattr(choice, "_key", str)
-    assert choice._entry(Asked(odd, torch.device("cuda"))) is None
-    assert choice._entry(Asked(replace(odd, pool=None), torch.device("cuda"))) is entry
+    monkeypatch.setattr(table, "key_of", str)
+    assert table.entry_of(Request(odd, torch.device("cuda"))) is None
+    assert table.entry_of(Request(replace(odd, pool=None), torch.device("cuda"))) is entry

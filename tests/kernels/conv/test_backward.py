@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from lowrank_cnn.kernels.conv import backward, backward_plan, gather, launch, stem, tiled
 from lowrank_cnn.kernels.conv.pack import pack_rows, pack_union
-from lowrank_cnn.kernels.conv.plans import Plan
+from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import describe, empty_codes
 from lowrank_cnn.kernels.reference import composite_reference
@@ -135,7 +135,7 @@ def test_the_gradient_of_a_single_group_is_a_convolution(monkeypatch, kernel, pa
     problem = describe(x.float(), [weight], stride=(1, 1), padding=[sides], relu=True, pool=None)
 
     asked = []
-    tile = Plan("tiled", Tile(pixels=32, filters=16, depth=16))
+    tile = KernelPlan("tiled", Tile(pixels=32, filters=16, depth=16))
     monkeypatch.setattr(launch, "_hopper_plan", lambda problem, capability: asked.append(problem) or tile)
     dx = launch.input_gradient(problem, last(grad), [weight.float()])
     assert len(asked) == 1

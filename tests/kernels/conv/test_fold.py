@@ -13,7 +13,7 @@ from lowrank_cnn.kernels import choose, forced
 from lowrank_cnn.kernels.autotune.trial import _sides
 from lowrank_cnn.kernels.conv import launch
 from lowrank_cnn.kernels.conv.fold import fold_pixels, fold_weights, folded, unfold_pixels, unfold_weights
-from lowrank_cnn.kernels.conv.plans import Plan, plans
+from lowrank_cnn.kernels.conv.plans import KernelPlan, plans
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import describe, empty_codes
 from lowrank_cnn.kernels.reference import composite_by_torch, composite_reference
@@ -82,7 +82,7 @@ def test_forward_and_gradients_against_float64(size, groups, stride, pool):
     padding = [((h // 2, h // 2), (w // 2, w // 2)) for h, w, _ in groups]
     options = {"stride": stride, "padding": padding, "relu": True, "pool": pool}
     problem = describe(x, weights, **options)
-    plan = Plan("folded", Tile(pixels=32, filters=16, depth=16))
+    plan = KernelPlan("folded", Tile(pixels=32, filters=16, depth=16))
 
     exact = [tensor.double().requires_grad_() for tensor in (x, bias, *weights)]
     right = composite_reference(exact[0], exact[2:], exact[1], **options)

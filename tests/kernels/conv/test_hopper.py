@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -79,3 +81,60 @@ def test_the_codes_of_a_fused_pool_name_the_winners(emulated, hopper_model, pool
     whole = torch.nn.functional.pad(before, (0, 1, 0, 1), value=-torch.inf)[:, :, : 2 * height, : 2 * width]
     value, place = whole.unfold(2, 2, 2).unfold(3, 2, 2).flatten(-2).max(-1)
     assert torch.equal(codes.permute(0, 3, 1, 2).long(), torch.where(value > 0, place, 4))
+
+
+EPILOGUES = [
+    pytest.param((2, 16, 9, 7), [(3, 1, 16), (1, 3, 24)], (1, 1), "relu", 1, id="one part"),
+    pytest.param((1, 24, 6, 6), [(3, 3, 32)], (1, 1), "silu", 2, id="two parts"),
+    pytest.param((3, 16, 5, 5), [(1, 1, 32)], (1, 1), "leaky_relu:0.2", 2, id="pointwise"),
+    pytest.param((2, 16, 8, 12), [(3, 1, 16), (1, 3, 16)], (2, 2), "gelu", 1, id="stride 2"),
+]
+
+
+@pytest.mark.parametrize(("size", "groups", "stride", "activation", "parts"), EPILOGUES)
+def test_a_residual_comes_through_the_memory_of_the_results(
+    emulated, hopper_model, size, groups, stride, activation, parts
+):
+    x, weights, bias, options, problem = posed(hopper_model, size, groups, stride, activation, residual=True)
+    residual = torch.randn(size[0], problem.filters, *problem.result_size)
+    tile = HopperTile(pixels=32, filters=16, depth=16, boxes=2, slabs=2, parts=parts)
+    poison(emulated)
+    y = emulated.launch_hopper(problem, x, pack_rows(weights, x.dtype), bias, tile, residual=residual)
+    exact = composite_reference(
+        x.double(), [w.double() for w in weights], bias.double(), residual=residual.double(), **options
+    )
+    assert torch.linalg.norm(y - exact) < 1e-5 * torch.linalg.norm(exact)
+
+
+STRIDED = [
+    pytest.param((2, 16, 8, 6), [(3, 1, 16), (1, 3, 24)], (2, 2), 2, 2, id="low-rank, ragged groups"),
+    pytest.param((1, 48, 12, 8), [(3, 3, 32)], (2, 2), 3, 3, id="dense"),
+    pytest.param((3, 32, 6, 10), [(1, 1, 16)], (2, 2), 4, 4, id="pointwise"),
+    pytest.param((1, 16, 8, 7), [(7, 1, 16), (1, 7, 16)], (2, 1), 2, 2, id="rows only, seven taps"),
+]
+
+
+@pytest.mark.parametrize(("size", "groups", "stride", "boxes", "slabs"), STRIDED)
+def test_a_stride_reads_the_image_in_place(emulated, hopper_model, size, groups, stride, boxes, slabs):
+    x, weights, bias, options, problem = posed(hopper_model, size, groups, stride, "hardswish")
+    assert unsupported(replace(problem, dtype=torch.bfloat16)) is None
+    tile = HopperTile(pixels=32, filters=16, depth=16, boxes=boxes, slabs=slabs, parts=1)
+    poison(emulated)
+    y = emulated.launch_hopper(problem, x, pack_rows(weights, x.dtype), bias, tile)
+    exact = composite_reference(x.double(), [w.double() for w in weights], bias.double(), **options)
+    assert torch.linalg.norm(y - exact) < 1e-5 * torch.linalg.norm(exact)
+
+
+def posed(hopper_model, size, groups, stride, activation, **more):
+    torch.manual_seed(4)
+    x, weights = torch.randn(size), [torch.randn(f, size[1], h, w) for h, w, f in groups]
+    padding = [hopper_model.same(h, w) for h, w, _ in groups]
+    options = {"stride": stride, "padding": padding, "activation": activation}
+    return x, weights, torch.randn(sum(f for *_, f in groups)), options, describe(x, weights, **options, **more)
+
+
+def poison(emulated):
+    """Memory for results comes full of NaN, so that what is never written shows."""
+    emulated.empty_result = lambda problem, x: torch.full(
+        (problem.batch, *problem.result_size, problem.filters), torch.nan
+    ).permute(0, 3, 1, 2)

@@ -1,6 +1,6 @@
 """The fastest plans measured so far, by compute capability and shape: where `auto` starts without tuning.
 
-`benchmarks/gpu_kernels.py --known` writes the table from its results.
+`benchmarks/gpu_kernels.py --presets` writes the table from its results.
 """
 
 from __future__ import annotations
@@ -8,29 +8,28 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from lowrank_cnn.kernels.problem import Problem
 
 PATH = Path(__file__).with_suffix(".json")
 LEAST_BATCH = 16
-"""Measured at large batches, in 16 bits; smaller ones are cut into other tiles."""
+"""Presets were measured at large batches, in 16 bits; smaller ones are cut into other tiles."""
 
 
 @lru_cache(maxsize=1)
-def table() -> dict[str, dict[str, Any]]:
+def table() -> dict[str, dict[str, dict[str, str]]]:
     return json.loads(PATH.read_text())
 
 
-def known(problem: Problem, capability: tuple[int, int], what: str = "forward") -> dict[str, Any] | None:
-    """The stored plan ("forward") or tile ("input") of a shape, or None."""
+def preset(problem: Problem, capability: tuple[int, int], what: str = "forward") -> str | None:
+    """The stored plan of a shape as text, or None: of its "forward", or of its "input" gradient."""
     if problem.batch < LEAST_BATCH or problem.dtype.itemsize != 2:
         return None
     return table().get(f"{capability[0]}.{capability[1]}", {}).get(shape_of(problem), {}).get(what)
 
 
 def shape_of(problem: Problem) -> str:
-    """A problem without its batch and its bias: what decides which tiles suit it."""
+    """A problem without its batch, bias, residual and activation: what decides which tiles suit it."""
     groups = "+".join(f"{g.height}x{g.width},{g.filters}" for g in problem.groups)
     pool = ",pool" if problem.pool else ""
     return f"{problem.channels}x{problem.height}x{problem.width} {groups} /{problem.stride[0]}{pool}"

@@ -1,0 +1,86 @@
+"""The overlap kernel without a Hopper GPU: its own source, run over a small model of the hardware."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from lowrank_cnn.kernels.conv.overlap_plan import (
+    OverlapTile,
+    fetched_rows,
+    pack_overlap,
+    reach_of,
+    slabs_of,
+    unsupported,
+)
+from lowrank_cnn.kernels.problem import describe
+from lowrank_cnn.kernels.reference import composite_reference
+
+LOW_RANK = [(7, 1, 16), (1, 7, 16)]
+
+
+@pytest.fixture
+def emulated(monkeypatch, hopper_model):
+    module = hopper_model.emulate(monkeypatch, "overlap")
+    module.launch_spread = hopper_model.spread
+    module.empty_result = lambda problem, x: torch.full(
+        (problem.batch, *problem.result_size, problem.filters), torch.nan
+    ).permute(0, 3, 1, 2)
+    return module
+
+
+def posed(hopper_model, size, groups, *, stride=(2, 2), padding=None, **options):
+    torch.manual_seed(5)
+    x, weights = torch.randn(size), [torch.randn(f, size[1], h, w) for h, w, f in groups]
+    options |= {"stride": stride, "padding": padding or [hopper_model.same(h, w) for h, w, _ in groups]}
+    return x, weights, torch.randn(sum(f for *_, f in groups)), options, describe(x, weights, **options)
+
+
+CASES = [
+    pytest.param((2, 3, 22, 30), LOW_RANK, {"pool": "3x3/2", "activation": "relu"}, id="low-rank stem"),
+    pytest.param((1, 3, 30, 22), [(7, 7, 32)], {"pool": "3x3/2", "activation": "relu"}, id="dense stem"),
+    pytest.param((1, 3, 21, 27), LOW_RANK, {"pool": "3x3/2"}, id="odd size, no activation"),
+    pytest.param((2, 3, 12, 250), LOW_RANK, {"activation": "silu"}, id="several tiles of columns, no pool"),
+    pytest.param((1, 3, 9, 262), [(3, 3, 48)], {"pool": "3x3/2"}, id="several tiles, pooled, three of filters"),
+    pytest.param((3, 4, 10, 9), [(4, 4, 16)], {"padding": [((1, 1), (1, 1))]}, id="four channels, even taps"),
+    pytest.param((1, 1, 8, 8), [(1, 7, 16)], {"activation": "relu"}, id="one row of taps, grey"),
+    pytest.param((1, 3, 16, 16), [(3, 3, 16)], {"stride": (1, 2), "pool": "3x3/2"}, id="rows of stride 1"),
+    pytest.param((1, 3, 24, 24), [(11, 11, 16)], {"padding": [((2, 2), (2, 2))]}, id="eleven taps"),
+    pytest.param((1, 3, 8, 8), [(2, 2, 16)], {"padding": [((0, 0), (0, 0))]}, id="patches"),
+]
+
+
+@pytest.mark.parametrize("tile", [OverlapTile(2, 2, 1), OverlapTile(4, 1, 1)])
+@pytest.mark.parametrize(("size", "groups", "options"), CASES)
+def test_the_kernel_is_right(emulated, hopper_model, size, groups, options, tile):
+    x, weights, bias, options, problem = posed(hopper_model, size, groups, **options)
+    assert unsupported(replace(problem, dtype=torch.bfloat16)) is None
+    y = emulated.launch_overlap(problem, x, pack_overlap(weights, problem, x.dtype), bias, tile)
+    exact = composite_reference(x.double(), [w.double() for w in weights], bias.double(), **options)
+    assert y.shape == exact.shape
+    assert torch.linalg.norm(y - exact) < 1e-5 * torch.linalg.norm(exact)
+
+
+def test_slabs_cover_every_block_once(hopper_model):
+    """A low-rank stem needs 7 products of 16 values instead of the 16 of a dense one."""
+    low_rank, dense = (posed(hopper_model, (1, 3, 32, 32), groups)[-1] for groups in (LOW_RANK, [(7, 7, 16)]))
+    assert len(slabs_of(low_rank)) == 7
+    assert len(slabs_of(dense)) == 16
+    assert reach_of(dense) == replace(reach_of(low_rank))
+    assert fetched_rows(dense, OverlapTile(4)) == 16
+    pooled = replace(dense, pool="3x3/2")
+    assert fetched_rows(pooled, OverlapTile(4)) == 24
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"stride": (2, 1)}, {"pool": "floor"}, {"residual": True}, {"channels": 5}, {"dtype": torch.float32}],
+)
+def test_it_refuses_the_rest(hopper_model, change):
+    problem = replace(posed(hopper_model, (1, 3, 16, 16), LOW_RANK)[-1], dtype=torch.bfloat16)
+    assert unsupported(problem) is None
+    assert unsupported(replace(problem, **change)) is not None
