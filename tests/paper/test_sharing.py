@@ -8,8 +8,8 @@ import pytest
 
 from lowrank_cnn.data import open_data
 from lowrank_cnn.paper import experiments
-from lowrank_cnn.paper.experiments import Part
-from lowrank_cnn.paper.reproduce import reproduce
+from lowrank_cnn.paper.experiments import ExperimentPart
+from lowrank_cnn.paper.reproducing import reproduce
 from lowrank_cnn.paper.sharing import held
 
 SMALL = {"width": 0.0625, "epochs": 1, "crop": 28, "pad": 0, "mirror": False, "batch_size": 32}
@@ -17,7 +17,7 @@ SMALL = {"width": 0.0625, "epochs": 1, "crop": 28, "pad": 0, "mirror": False, "b
 
 @pytest.fixture
 def miniature(monkeypatch):
-    part = Part(("nin",), "modern", {"": SMALL}, seeds=2)
+    part = ExperimentPart(("nin",), "modern", {"": SMALL}, seeds=2)
     monkeypatch.setitem(experiments.EXPERIMENTS, "miniature", {"plain": part})
 
 
