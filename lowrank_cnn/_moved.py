@@ -26,6 +26,8 @@ MOVED = {
     "evaluation": "train.evaluation",
     "init": "method.init",
     "layers": "method.layers",
+    "paper.audit": "paper.auditing",
+    "paper.reproduce": "paper.reproducing",
     "scheme": "method.scheme",
     "selection": "method.selection",
     "spec": "method.spec",

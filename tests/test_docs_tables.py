@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lowrank_cnn.paper.table import Row, Table
+from lowrank_cnn.paper.table import AccuracyRow, ExperimentTable
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {"gpu": None, "cpu": "some cores", "torch": "9.9", "commit": "abc", "timm": "1", "torchvision": "2"}
@@ -85,21 +85,21 @@ def test_the_zoo_is_summed_up_and_failures_are_named(blocks: ModuleType, put: Pu
     assert "| `timm:broken`, `timm:broken_too` | `KeyError: 'a\\|b'` |" in text
 
 
-def row(network: str, published: float, *top1: float) -> Row:
+def row(network: str, published: float, *top1: float) -> AccuracyRow:
     top5 = tuple(value + 0.2 for value in top1)
-    return Row("paper", network, "", published, published + 0.2, top1, top5, 10**8, 10**6, 56, 30, 60.0)
+    return AccuracyRow("paper", network, "", published, published + 0.2, top1, top5, 10**8, 10**6, 56, 30, 60.0)
 
 
 def test_runs_stand_beside_the_papers_column(blocks: ModuleType, put: Put, tmp_path: Path):
     rows = (row("vgg11-gmp", 0.67, 0.4, 0.42), row("vgg11-gmp-lr", 0.66, 0.5, 0.51), row("vgg11", 0.65, 0.3))
     (tmp_path / "tiny-imagenet").mkdir()
-    Table("tiny-imagenet", rows, {"paper/vgg11-seed2": "not begun"}, {"paper": "Crops of 56."}).save(
+    ExperimentTable("tiny-imagenet", rows, {"paper/vgg11-seed2": "not begun"}, {"paper": "Crops of 56."}).save(
         tmp_path / "tiny-imagenet"
     )
     text = blocks.TABLES["tiny-imagenet"]()
     assert cells(text, "`vgg11-gmp`")[1:6] == ["100 M", "41.00 ± 1.41", "67.00", "61.00 ± 1.41", "87.00"]
     assert cells(text, "`vgg11`")[2] == "30.00"
-    assert cells(text, "lr matches the dense network")[2:] == ["-1.00", "+9.50 ± 1.12", "holds"]
+    assert cells(text, "lr matches gmp")[2:] == ["-1.00", "+9.50 ± 4.81", "holds"]
     assert "2 of 3 pairs of networks stand in the published order of top-1; rank correlation 0.50." in text
     assert "Crops of 56." in text
     assert "Not finished: 1 runs." in text

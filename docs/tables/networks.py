@@ -6,8 +6,9 @@ from tables.form import markdown
 
 NOTE = """
 Top-5 on ILSVRC for VGG and GoogLeNet, top-1 on CIFAR-10 for NiN, all as published. MACs are counted here, for the
-images that each network trains on (NiN: crops of 30x30); for `lde` and the low-rank GoogLeNets the paper prints
-others, which `lowrank audit` names.
+images that each network trains on (NiN: crops of 30x30). For `lde` the paper prints another figure. For the
+low-rank GoogLeNets it prints those of padded max-pools, and compares them with an unpadded dense network;
+`lowrank audit` counts both.
 """
 
 

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from itertools import groupby
-from pathlib import Path
 
 import typer
 
 from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.report import Runs
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
-from lowrank_cnn.paper.accuracy import MISSED, REPRODUCED, UNDECIDED, UNTESTED, Accuracies
-from lowrank_cnn.paper.audit import CONTRADICTED, UNREPRODUCIBLE, Finding, audit, summary
+from lowrank_cnn.paper.auditing import (
+    CONTRADICTED,
+    MISSED,
+    REPRODUCED,
+    UNDECIDED,
+    UNREPRODUCIBLE,
+    UNTESTED,
+    Finding,
+    audit,
+    summary,
+)
 from lowrank_cnn.report.files import read_records, require_records
-from lowrank_cnn.report.trained import accuracies
+from lowrank_cnn.report.records import Records
+from lowrank_cnn.report.trained import accuracies, layer_times
 
 _SHORT = {
     REPRODUCED: "reproduced",
@@ -23,6 +32,7 @@ _SHORT = {
     UNDECIDED: "undecided",
     UNTESTED: "not tested",
 }
+_DISAGREE = (CONTRADICTED, UNREPRODUCIBLE, MISSED)
 _TITLES = {
     "vgg-ilsvrc": "VGG on ILSVRC",
     "vgg-places": "VGG on Places",
@@ -38,35 +48,43 @@ def add_to(app: typer.Typer) -> None:
 
 
 def audit_command(runs: Runs = None, as_json: Json = False) -> None:
-    """Hold every published figure and claim against what this code computes and, with --runs, what it trained."""
-    findings = audit(_trained(runs) if runs else None)
+    """Compare every published figure and claim with what this code counts and, with --runs, what it trained."""
+    if runs:
+        records = read_records(runs)
+        require_records(runs, records)
+        findings = audit(accuracies(records.runs), layer_times(records.timings))
+        _print_skipped(records, findings)
+    else:
+        findings = audit()
     if as_json:
         return print_json([finding.to_dict() for finding in findings])
+    _print_claims(
+        "Claims of the text that disagree", [f for f in findings if _is_claim(f) and f.verdict in _DISAGREE]
+    )
     for table, rows in groupby(findings, key=lambda finding: finding.table):
         if table != "text":
             _print_counts(_TITLES[table], list(rows))
     console.print(" = : the code counts the published figure exactly. A number: what it counts instead.\n")
     _print_accuracies([f for f in findings if f.quantity.startswith("top") and f.computed])
-    _print_claims([finding for finding in findings if finding.table == "text"])
+    _print_claims("Other claims", [f for f in findings if _is_claim(f) and f.verdict not in _DISAGREE])
     notes = [(f.subject, f.note) for f in findings if f.note and f.quantity in ("macs", "params")]
     print_table("Notes", ("network", "<"), notes)
     print_table("In sum", ("verdict", "figures and claims"), list(summary(findings).items()))
     return None
 
 
-def _trained(runs: list[Path]) -> Accuracies:
-    """What the runs in these folders say of published accuracies; that none says anything is said."""
-    records = read_records(runs)
-    require_records(runs, records)
+def _print_skipped(records: Records, findings: list[Finding]) -> None:
+    """Name the files that could not be read, and say so if no run tests a published accuracy."""
     for problem in records.problems:
         errors.print(f"Skipped {problem.path}: {problem.reason}", markup=False, soft_wrap=True)
-    found = accuracies(records.runs)
-    if not found:
-        where = " and ".join(map(str, runs))
-        why = "none is a finished one of a published network by the paper's recipe on its images"
-        line = f"No accuracy is tested by the {len(records.runs)} runs in {where}: {why}."
+    if not any(f.computed for f in findings if f.quantity.startswith("top")):
+        why = "none finished training a published network by the paper's recipe on its images"
+        line = f"No accuracy is tested by these {len(records.runs)} runs: {why}."
         errors.print(line, markup=False, soft_wrap=True)
-    return found
+
+
+def _is_claim(finding: Finding) -> bool:
+    return finding.table == "text"
 
 
 def _print_counts(title: str, findings: list[Finding]) -> None:
@@ -80,7 +98,7 @@ def _print_counts(title: str, findings: list[Finding]) -> None:
 
 
 def _print_accuracies(findings: list[Finding]) -> None:
-    """What the runs given say of the published accuracies."""
+    """What the runs given say about the published accuracies."""
     if findings:
         rows = [(f.subject, f.quantity, f.published, f.computed, _SHORT[f.verdict], f.note) for f in findings]
         print_table("Accuracies, trained", ("network", "<", "published", "here", "<verdict", "<note"), rows)
@@ -90,6 +108,6 @@ def _ours(finding: Finding) -> str:
     return "=" if finding.verdict == REPRODUCED else finding.computed
 
 
-def _print_claims(findings: list[Finding]) -> None:
-    rows = [(f.subject, f.computed, _SHORT[f.verdict], f.note) for f in findings]
-    print_table("Claims of the text", ("claim", "here", "<verdict", "<note"), rows)
+def _print_claims(title: str, findings: list[Finding]) -> None:
+    rows = [(f.subject, f.published, f.computed, _SHORT[f.verdict], f.note) for f in findings]
+    print_table(title, ("claim", "stated", "here", "<verdict", "<note"), rows)

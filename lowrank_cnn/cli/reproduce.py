@@ -14,14 +14,15 @@ from lowrank_cnn.cli.options import Decode
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.paper.experiments import EXPERIMENTS, lines
-from lowrank_cnn.paper.reproduce import first_process, reproduce
-from lowrank_cnn.paper.table import NOT_BEGUN, Comparison, Row, Table, build_table
+from lowrank_cnn.paper.reproducing import first_process, reproduce
+from lowrank_cnn.paper.table import NOT_BEGUN, AccuracyRow, Comparison, ExperimentTable, build_table
 from lowrank_cnn.report import write_report
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import si
 from lowrank_cnn.train import Interrupted
 from lowrank_cnn.train.settings import parse_settings
 
+MEASURES = {"top1": "top-1", "top5": "top-5", "overfit": "over-fitting"}
 Choice = Literal["skip", "refuse"]
 
 
@@ -80,7 +81,7 @@ def _open(data: str | None, **options: Any) -> Data:
     return open_data(data, **options)
 
 
-def _reproduce(experiment: str, images: Data, out: Path, **options: Any) -> Table:
+def _reproduce(experiment: str, images: Data, out: Path, **options: Any) -> ExperimentTable:
     def say(line: str) -> None:
         if first_process():
             errors.print(line, markup=False, soft_wrap=True)
@@ -95,7 +96,7 @@ def _reproduce(experiment: str, images: Data, out: Path, **options: Any) -> Tabl
         raise typer.Exit(farewell.exit_code) from farewell
 
 
-def _show(table: Table, out: Path, as_json: bool) -> None:
+def _show(table: ExperimentTable, out: Path, as_json: bool) -> None:
     """The table for people or programs, and the page about all runs beside it."""
     page = write_report([out], out / "report.html") if table.rows else None
     if as_json:
@@ -112,7 +113,7 @@ def _show(table: Table, out: Path, as_json: bool) -> None:
     return None
 
 
-def _print_missing(table: Table) -> None:
+def _print_missing(table: ExperimentTable) -> None:
     waiting = [run for run, stands in table.missing.items() if stands == NOT_BEGUN]
     for run, stands in table.missing.items():
         if run not in waiting:
@@ -121,14 +122,14 @@ def _print_missing(table: Table) -> None:
         errors.print(f"Not begun: {len(waiting)} runs, the first {waiting[0]}.", markup=False, soft_wrap=True)
 
 
-def _print_rows(title: str, rows: Iterable[Row]) -> None:
+def _print_rows(title: str, rows: Iterable[AccuracyRow]) -> None:
     columns = ("network", "paper", "top-1", "paper", "top-5", "n", "MACs", "params", "epochs", "s")
     found = [_line(row) for row in rows]
     kept = [i for i, _ in enumerate(columns) if any(line[i] != "" for line in found)]
     print_table(title, [columns[i] for i in kept], [tuple(line[i] for i in kept) for line in found])
 
 
-def _line(row: Row) -> tuple[object, ...]:
+def _line(row: AccuracyRow) -> tuple[object, ...]:
     top5 = f"{100 * sum(row.top5) / len(row.top5):.2f}"
     ours = f"{100 * row.mean:.2f}" + (f" ± {100 * row.spread:.2f}" if row.spread is not None else "")
     cost = (si(row.macs), si(row.params), f"{row.epochs:.0f}", f"{row.seconds:.0f}")
@@ -141,19 +142,20 @@ def _percent(share: float | None) -> str:
 
 
 def _print_comparison(comparison: Comparison) -> None:
-    measure = {"top1": "top-1", "top5": "top-5"}[comparison.measure]
+    measure = MEASURES[comparison.measure]
     name = ", ".join(filter(None, [comparison.part, comparison.variant]))
     lines = [_gap_line(gap) for gap in comparison.gaps]
     if lines:
         columns = ("as published?", "MACs", "paper", "ours", "<verdict")
         print_table(f"{name}: gaps in {measure}, in points", columns, lines)
     agreed = comparison.order
-    rank = "" if agreed["rank_correlation"] is None else f"; rank correlation {agreed['rank_correlation']:.2f}"
-    told = f"{agreed['alike']} of {agreed['pairs']} pairs of networks stand in the published order"
-    console.print(f" {name}, {measure}: {told}{rank}.", markup=False, soft_wrap=True)
+    if agreed["pairs"]:
+        rank = "" if agreed["rank_correlation"] is None else f"; rank correlation {agreed['rank_correlation']:.2f}"
+        told = f"{agreed['alike']} of {agreed['pairs']} pairs of networks stand in the published order"
+        console.print(f" {name}, {measure}: {told}{rank}.", markup=False, soft_wrap=True)
 
 
 def _gap_line(gap: dict[str, Any]) -> tuple[object, ...]:
-    error = f" ± {gap['error']:.2f}" if gap["error"] is not None else ""
-    gaps = f"{gap['published']:+.2f}", f"{gap['ours']:+.2f}{error}"
-    return gap["question"], f"x {gap['mac_ratio']:.2f}", *gaps, gap["verdict"]
+    error = f" ± {gap['half_width']:.2f}" if gap["half_width"] is not None else ""
+    published = "" if gap["published"] is None else f"{gap['published']:+.2f}"
+    return gap["question"], f"x {gap['mac_ratio']:.2f}", published, f"{gap['ours']:+.2f}{error}", gap["verdict"]

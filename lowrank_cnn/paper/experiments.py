@@ -15,7 +15,7 @@ PLACES = ("vgg11-gmp", "vgg11-gmp-sf", "vgg11-gmp-lr-join", "vgg11-gmp-lr")
 
 
 @dataclass(frozen=True)
-class Part:
+class ExperimentPart:
     """A table of an experiment: networks by variants of one recipe, each over several seeds.
 
     variants: a label, and what it changes of the recipe and of the network.
@@ -36,7 +36,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Line:
+class ExperimentLine:
     """A line of a table: a network of a part, by one variant of its recipe."""
 
     part: str
@@ -75,17 +75,17 @@ _BY_HAND = (
 CLASSES = {"cifar10": 10}
 """Of sets that are used whole; the others may be tried on a part of their classes."""
 
-EXPERIMENTS: dict[str, dict[str, Part]] = {
+EXPERIMENTS: dict[str, dict[str, ExperimentPart]] = {
     "cifar10": {
-        "paper": Part(
+        "paper": ExperimentPart(
             NIN, "nin-paper", own={"nin-c3": {"dropout": 0.4}, "nin-c3-lr": {"dropout": 0.2}}, note=_BY_HAND
         ),
-        "modern": Part(NIN, "nin-modern"),
-        "modern-equal-compute": Part(("nin-c3-lr",), "nin-modern", as_costly_as="nin"),
-        "init": Part(("nin-c3-lr",), "nin-init", _INITS),
+        "modern": ExperimentPart(NIN, "nin-modern"),
+        "modern-equal-compute": ExperimentPart(("nin-c3-lr",), "nin-modern", as_costly_as="nin"),
+        "init": ExperimentPart(("nin-c3-lr",), "nin-init", _INITS),
     },
     "tiny-imagenet": {
-        "paper": Part(
+        "paper": ExperimentPart(
             (*VGG, *GOOGLENET),
             "tiny-vgg",
             seeds=2,
@@ -94,7 +94,7 @@ EXPERIMENTS: dict[str, dict[str, Part]] = {
         ),
     },
     "ilsvrc": {
-        "paper": Part(
+        "paper": ExperimentPart(
             (*VGG, *GOOGLENET),
             "vgg-paper",
             seeds=1,
@@ -103,26 +103,28 @@ EXPERIMENTS: dict[str, dict[str, Part]] = {
         ),
     },
     "places": {
-        "paper": Part(PLACES, "vgg-paper", {"": {"stride": 2}}, seeds=1, tables=("vgg-places",), note=_ONE_RUN),
+        "paper": ExperimentPart(
+            PLACES, "vgg-paper", {"": {"stride": 2}}, seeds=1, tables=("vgg-places",), note=_ONE_RUN
+        ),
     },
 }
 """Parts by experiment, in the order in which they run."""
 
 
-def parts_of(experiment: str) -> dict[str, Part]:
+def parts_of(experiment: str) -> dict[str, ExperimentPart]:
     """The parts of an experiment, by name."""
     if experiment not in EXPERIMENTS:
         raise LowRankError(f"there is no experiment {experiment!r}; {nearest(experiment, EXPERIMENTS)}")
     return EXPERIMENTS[experiment]
 
 
-def lines(experiment: str, parts: Iterable[str] = (), networks: Iterable[str] = ()) -> list[Line]:
+def lines(experiment: str, parts: Iterable[str] = (), networks: Iterable[str] = ()) -> list[ExperimentLine]:
     """Every line of an experiment, or those of the parts and networks named."""
     known = parts_of(experiment)
     _check(experiment, "part", parts, known)
     _check(experiment, "network", networks, {network for part in known.values() for network in part.networks})
     return [
-        Line(name, network, variant)
+        ExperimentLine(name, network, variant)
         for name, part in known.items()
         for network in part.networks
         for variant in part.variants

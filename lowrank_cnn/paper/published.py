@@ -8,6 +8,7 @@ Rows are the tables'; the column `counts_reproduced` says which counts our readi
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -28,6 +29,17 @@ class Published:
     params: int
     top1: float | None
     top5: float | None
+
+    @property
+    def crops(self) -> int:
+        """How many crops of each image the accuracy averages: 10 for "googlenet-10-crop"."""
+        found = re.search(r"-(\d+)-crop$", self.network)
+        return int(found[1]) if found else 1
+
+    @property
+    def macs_per_image(self) -> int:
+        """MACs of all crops together; the table prints those of one crop."""
+        return self.macs * self.crops
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,21 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from lowrank_cnn.paper.experiments import Line, Part, lines, parts_of
-from lowrank_cnn.paper.gaps import Scores, answers, order
+from lowrank_cnn.paper.experiments import ExperimentLine, ExperimentPart, lines, parts_of
 from lowrank_cnn.paper.published import Published, rows
+from lowrank_cnn.paper.statistics import Scores, answer_claims, rank_agreement
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import write_json
 from lowrank_cnn.train.recipe import differences
 from lowrank_cnn.train.record import Record, load_record
 
-MEASURES = ("top1", "top5")
+MEASURES = ("top1", "top5", "overfit")
 NOT_BEGUN = "not begun"
 
 
 @dataclass(frozen=True)
-class Row:
+class AccuracyRow:
     """A line of the table: a network by a variant, over its seeds. Accuracies are shares."""
 
     part: str
@@ -41,6 +41,9 @@ class Row:
     image_size: int | None
     epochs: float
     seconds: float
+    overfit: tuple[float, ...] = ()
+    """Accuracy on the augmented training images of the last epoch, minus accuracy on the test images."""
+    recipe: str = ""
 
     @property
     def mean(self) -> float:
@@ -52,9 +55,12 @@ class Row:
         return stdev(self.top1) if len(self.top1) > 1 else None
 
     def scores(self, measure: str) -> Scores | None:
-        """What is compared with the published figure, where there is one."""
-        published = self.published if measure == "top1" else self.published_top5
-        return None if published is None else Scores(self.network, published, getattr(self, measure), self.macs)
+        """What is compared with the paper; None where it states nothing, or the records lack the measure."""
+        stated = {"top1": self.published, "top5": self.published_top5}
+        ours = getattr(self, measure)
+        if not ours or (measure in stated and stated[measure] is None):
+            return None
+        return Scores(self.network, stated.get(measure), ours, self.macs, self.recipe)
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "mean": self.mean, "stdev": self.spread, "n": len(self.top1)}
@@ -62,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of one part and variant beside the published column, in one measure."""
+    """Rows of one part and variant in one measure, beside the published figures."""
 
     part: str
     variant: str
@@ -72,23 +78,24 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Table:
+class ExperimentTable:
     """All finished runs of an experiment, what they say of the paper, and how the others stand."""
 
     experiment: str
-    rows: tuple[Row, ...]
+    rows: tuple[AccuracyRow, ...]
     missing: dict[str, str]
     notes: dict[str, str]
     environments: tuple[dict[str, Any], ...] = ()
 
     def comparisons(self) -> Iterator[Comparison]:
+        """For each part and variant: the claims answered in every measure, corrected together."""
         for part, variant in dict.fromkeys((row.part, row.variant) for row in self.rows):
-            for measure in MEASURES:
-                mine = [row for row in self.rows if (row.part, row.variant) == (part, variant)]
-                scores = [score for row in mine if (score := row.scores(measure))]
-                if len(scores) > 1:
-                    gaps = tuple(gap.to_dict() for gap in answers(scores))
-                    yield Comparison(part, variant, measure, order(scores).to_dict(), gaps)
+            mine = [row for row in self.rows if (row.part, row.variant) == (part, variant)]
+            scores = {m: [score for row in mine if (score := row.scores(m))] for m in MEASURES}
+            for measure, gaps in answer_claims(scores).items():
+                if len(scores[measure]) > 1:
+                    agreement = rank_agreement(scores[measure]).to_dict()
+                    yield Comparison(part, variant, measure, agreement, tuple(gap.to_dict() for gap in gaps))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -115,9 +122,9 @@ def build_table(
     parts: Iterable[str] = (),
     networks: Iterable[str] = (),
     seeds: int | None = None,
-) -> Table:
+) -> ExperimentTable:
     """The table of all runs that have finished in `out`; `seeds` says how many of each are wanted."""
-    found: list[Row] = []
+    found: list[AccuracyRow] = []
     made_with: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     known = parts_of(experiment)
@@ -130,7 +137,7 @@ def build_table(
             found.append(_row(line, part, list(records.values())))
             made_with += [record.environment for record in records.values()]
     notes = {name: known[name].note for name in dict.fromkeys(row.part for row in found) if known[name].note}
-    return Table(experiment, tuple(found), missing, notes, _distinct(made_with))
+    return ExperimentTable(experiment, tuple(found), missing, notes, _distinct(made_with))
 
 
 def _distinct(made_with: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -141,7 +148,7 @@ def _distinct(made_with: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]
     )
 
 
-def _finished(line: Line, out: Path) -> dict[int, Record]:
+def _finished(line: ExperimentLine, out: Path) -> dict[int, Record]:
     """The records of a line by seed, from 1 up; all by the same recipe."""
     records: dict[int, Record] = {}
     start = line.directory(out, 0).name.removesuffix("0")
@@ -153,7 +160,7 @@ def _finished(line: Line, out: Path) -> dict[int, Record]:
     return dict(sorted(records.items()))
 
 
-def _check_alike(records: dict[int, Record], line: Line, out: Path) -> None:
+def _check_alike(records: dict[int, Record], line: ExperimentLine, out: Path) -> None:
     """Refuse to average runs that were trained in different ways."""
     for seed, record in records.items():
         first, one = next(iter(records.items()))
@@ -169,7 +176,7 @@ def _options(record: Record) -> dict[str, Any]:
     return {name: value for name, value in record.model.items() if value is not None}
 
 
-def _unfinished(line: Line, out: Path, seeds: Iterable[int]) -> dict[str, str]:
+def _unfinished(line: ExperimentLine, out: Path, seeds: Iterable[int]) -> dict[str, str]:
     """How the runs with these seeds stand, by the name of their directory."""
     found: dict[str, str] = {}
     for directory in (line.directory(out, seed) for seed in seeds):
@@ -181,10 +188,10 @@ def _unfinished(line: Line, out: Path, seeds: Iterable[int]) -> dict[str, str]:
     return found
 
 
-def _row(line: Line, part: Part, records: list[Record]) -> Row:
+def _row(line: ExperimentLine, part: ExperimentPart, records: list[Record]) -> AccuracyRow:
     results = [record.result for record in records]
     published = _published(line.network, part)
-    return Row(
+    return AccuracyRow(
         line.part,
         line.network,
         line.variant,
@@ -197,8 +204,15 @@ def _row(line: Line, part: Part, records: list[Record]) -> Row:
         records[0].model.get("image_size"),
         mean(result["epochs"] for result in results),
         mean(result["seconds"] for result in results),
+        tuple(gap for record in records if (gap := _overfit(record)) is not None),
+        str(records[0].recipe["name"]),
     )
 
 
-def _published(network: str, part: Part) -> Published | None:
+def _overfit(record: Record) -> float | None:
+    trained = record.history[-1].get("train_accuracy") if record.history else None
+    return None if trained is None else trained - record.result["top1"]
+
+
+def _published(network: str, part: ExperimentPart) -> Published | None:
     return next((row for row in rows() if row.network == network and row.table in part.tables), None)

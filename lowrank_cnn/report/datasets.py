@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,3 +33,12 @@ def data_name(data: Mapping[str, Any]) -> str:
     if full is None or all(size is None or size >= _NEARLY * n for size, n in zip(sizes, full, strict=True)):
         return name
     return f"a part of {data_label(name)} ({' + '.join(f'{size or 0:,}' for size in sizes)} images)"
+
+
+def data_identity(data: Mapping[str, Any]) -> str:
+    """What tells data apart, whatever it is called: its digest, or else its classes and numbers of images."""
+    if digest := text(data.get("digest")):
+        return digest
+    classes = repr([str(name) for name in items(data.get("classes"))])
+    known = zlib.crc32(classes.encode()), *(whole(data.get(split)) for split in ("train", "test"))
+    return " ".join(map(str, known))

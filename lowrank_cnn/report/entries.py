@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -10,15 +10,30 @@ from typing import Any
 from lowrank_cnn.models import list_models
 from lowrank_cnn.report.entry import Entry
 from lowrank_cnn.report.records import Records, Run, Timing
-from lowrank_cnn.report.twins import compared, identity
-from lowrank_cnn.report.variants import difference, natural
+from lowrank_cnn.report.twins import compare_all, identity
+from lowrank_cnn.report.variants import differences, natural
 
 
 def gather(records: Records) -> list[Entry]:
     """The entries of all records, each compared with its dense twin."""
-    entries = [_entry(list(runs), records.timings) for _, runs in groupby(_in_order(records.runs), key=_key)]
+    runs = _in_order(_name_data_apart(records.runs))
+    timings = _by_network(records.timings)
+    entries = [_entry(list(group), timings) for _, group in groupby(runs, key=_key)]
     entries = _told_apart(_best_recipe_first(entries)) + _timed_only(records.timings, entries)
-    return [compared(entry, entries) for entry in entries]
+    return compare_all(entries)
+
+
+def _name_data_apart(runs: Sequence[Run]) -> list[Run]:
+    """Data sets of one name but of different images get different names: their runs are never averaged."""
+    known: dict[str, dict[str, str]] = {}
+    for run in runs:
+        alike = known.setdefault(run.data, {})
+        alike.setdefault(run.images, f"{run.data} ({len(alike) + 1}: {_images_in_words(run)})")
+    return [run if len(known[run.data]) == 1 else replace(run, data=known[run.data][run.images]) for run in runs]
+
+
+def _images_in_words(run: Run) -> str:
+    return f"{run.images[:8]}" if " " not in run.images else " + ".join(run.images.split()[1:]) + " images"
 
 
 def comparable(entries: Sequence[Entry]) -> list[Entry]:
@@ -61,26 +76,33 @@ def _best_recipe_first(entries: Sequence[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda e: (e.data, -best[e.data, e.recipe], e.recipe))
 
 
-def _entry(runs: list[Run], timings: Sequence[Timing]) -> Entry:
+def _entry(runs: list[Run], timings: Mapping[str, Sequence[Timing]]) -> Entry:
     run = runs[0]
-    return Entry(run.built, run.data, run.recipe, tuple(runs), _timings_of(run, timings))
+    candidates = timings.get(_network_name(run), ())
+    timed = tuple(timing for timing in candidates if _same_network(run, timing))
+    return Entry(run.built, run.data, run.recipe, tuple(runs), timed)
+
+
+def _by_network(timings: Sequence[Timing]) -> dict[str, list[Timing]]:
+    """Timings by the name of the network, or of the one that it was converted from where that is not ours."""
+    found: dict[str, list[Timing]] = {}
+    for timing in timings:
+        found.setdefault(_network_name(timing), []).append(timing)
+    return found
+
+
+def _network_name(record: Run | Timing) -> str:
+    return record.built.name if record.built.ours else record.built.base or record.built.name
 
 
 def _told_apart(entries: Sequence[Entry]) -> list[Entry]:
     """Entries that would read alike, with the settings in which they differ."""
-    told = []
+    groups: dict[tuple[str, ...], list[Entry]] = {}
     for entry in entries:
-        alike = [e for e in entries if _shown(e) == _shown(entry)]
-        told.append(replace(entry, variant=difference(entry.settings, [other.settings for other in alike])))
-    return told
-
-
-def _shown(entry: Entry) -> tuple[str, ...]:
-    return entry.built.label, entry.data, entry.recipe
-
-
-def _timings_of(run: Run, timings: Sequence[Timing]) -> tuple[Timing, ...]:
-    return tuple(timing for timing in timings if _same_network(run, timing))
+        groups.setdefault((entry.built.label, entry.data, entry.recipe), []).append(entry)
+    variants = {key: differences([entry.settings for entry in alike]) for key, alike in groups.items()}
+    told = {key: iter(found) for key, found in variants.items()}
+    return [replace(e, variant=next(told[e.built.label, e.data, e.recipe])) for e in entries]
 
 
 def _same_network(run: Run, timing: Timing) -> bool:

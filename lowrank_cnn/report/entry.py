@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from lowrank_cnn.report.fields import mean, spread
-from lowrank_cnn.report.records import Built, Run, Timing
+from lowrank_cnn.report.records import Built, Run, Timing, by_seed
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,19 @@ class Entry:
     def label(self) -> str:
         return f"{self.built.label}, {self.variant}" if self.variant else self.built.label
 
-    @property
+    @cached_property
     def settings(self) -> dict[str, str]:
         return dict(self.runs[0].settings) if self.runs else {}
 
-    @property
+    @cached_property
     def scored(self) -> tuple[Run, ...]:
         """Finished runs, or those on the way where none has finished."""
         return tuple(run for run in self.runs if run.finished) or self.runs
+
+    @property
+    def seeds(self) -> int:
+        """How many different seeds the accuracy is the mean of."""
+        return len(by_seed(self.scored, "top1"))
 
     @property
     def finished(self) -> bool:
@@ -45,15 +51,16 @@ class Entry:
 
     @property
     def top1(self) -> float | None:
-        return mean(self._known("top1"))
+        return mean(by_seed(self.scored, "top1"))
 
     @property
     def top1_spread(self) -> float | None:
-        return spread(self._known("top1"))
+        """The standard deviation over seeds; None for fewer than two seeds."""
+        return spread(by_seed(self.scored, "top1"))
 
     @property
     def top5(self) -> float | None:
-        return mean(self._known("top5"))
+        return mean(by_seed(self.scored, "top5"))
 
     @property
     def seconds(self) -> float | None:

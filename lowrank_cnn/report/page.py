@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from lowrank_cnn.paper.audit import audit
+from lowrank_cnn.paper.auditing import audit
 from lowrank_cnn.report import charts, sections
 from lowrank_cnn.report.entries import gather
 from lowrank_cnn.report.entry import Entry
@@ -20,6 +20,7 @@ from lowrank_cnn.report.records import Records
 from lowrank_cnn.report.trained import accuracies
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train.checkpoint import write_atomically
 
 SCRIPTS = ("base.js", "table.js", "scatter.js", "curves.js", "bars.js", "start.js")
 
@@ -37,11 +38,7 @@ def write_page(records: Records, out: str | Path) -> Path:
     if out.is_dir():
         raise LowRankError(f"{out} is a folder: give the name of a file, like {out / 'report.html'}.")
     page = render(records)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise LowRankError(f"{out} cannot be written ({error.strerror}).") from error
+    write_atomically(out, page.encode())
     return out
 
 

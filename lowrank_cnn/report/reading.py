@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lowrank_cnn.models import family_of, list_models
-from lowrank_cnn.report.datasets import data_name
+from lowrank_cnn.report.datasets import data_identity, data_name
 from lowrank_cnn.report.fields import first, items, mapping, number, share, sizes, text, whole
 from lowrank_cnn.report.records import CPU, GPU, Built, Epoch, LayerTime, Run, Timing
 from lowrank_cnn.system.errors import LowRankError
@@ -52,6 +52,7 @@ def _training(values: Mapping[str, Any], path: Path) -> Iterator[Run]:
         path=str(path),
         built=built,
         data=data_name(data),
+        images=data_identity(data),
         recipe=text(recipe.get("name")) or "custom",
         seed=whole(values.get("seed")),
         status=text(values.get("status")) or "unknown",

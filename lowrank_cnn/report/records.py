@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,14 +56,15 @@ class Epoch:
 class Run:
     """A training run: what was trained on what, and what came of it so far.
 
-    `settings` are the fields of the recipe, and the norm and the initialisation of the network. `n` is the number
-    of test images. `dense` is the cost of a network that is not ours before it was converted, or its own where it
-    never was; None where that is not known.
+    `images` identifies the images: the digest of the data where the record has one. `settings` are the fields of
+    the recipe, and the norm and the initialisation of the network. `n` is the number of test images. `dense` is
+    the cost of a network that is not ours before it was converted, or its own where it never was; None if unknown.
     """
 
     path: str
     built: Built
     data: str
+    images: str
     recipe: str
     seed: int | None
     status: str
@@ -82,6 +84,21 @@ class Run:
     @property
     def finished(self) -> bool:
         return self.status == "finished"
+
+    @property
+    def overfit(self) -> float | None:
+        """Accuracy on the augmented training images of the last epoch, minus accuracy on the test images."""
+        trained = self.history[-1].trained if self.history else None
+        return None if trained is None or self.top1 is None else trained - self.top1
+
+
+def by_seed(runs: Iterable[Run], quantity: str) -> list[float]:
+    """The known values of a quantity, one per seed: runs that repeat a seed are averaged, not counted twice."""
+    known: dict[int | None, list[float]] = {}
+    for run in runs:
+        if (value := getattr(run, quantity)) is not None:
+            known.setdefault(run.seed, []).append(value)
+    return [math.fsum(values) / len(values) for values in known.values()]
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lowrank_cnn.paper.accuracy import MISSED, REPRODUCED, UNDECIDED, UNTESTED
-from lowrank_cnn.paper.audit import CONTRADICTED, UNREPRODUCIBLE, Finding, summary
-from lowrank_cnn.paper.gaps import MARGIN
+from lowrank_cnn.paper.auditing import (
+    CONTRADICTED,
+    MISSED,
+    REPRODUCED,
+    UNDECIDED,
+    UNREPRODUCIBLE,
+    UNTESTED,
+    Finding,
+    summary,
+)
+from lowrank_cnn.paper.claims import COMPARABLE
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.entries import comparable
@@ -70,7 +78,7 @@ def _saves(entry: Entry) -> bool:
 
 def _lost(entry: Entry) -> bool:
     """Whether accuracy is further below the twin's than what the paper calls comparable."""
-    return entry.ratios.get("top1", 0.0) < -MARGIN
+    return entry.ratios.get("top1", 0.0) < -COMPARABLE
 
 
 def _weight(entry: Entry) -> tuple[bool, bool, float]:

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from functools import cache
 
 from lowrank_cnn.models import family_of
-from lowrank_cnn.paper.accuracy import Accuracies
+from lowrank_cnn.paper.auditing import Accuracies, LayerTimes
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.fields import number
 from lowrank_cnn.report.reading import settings_of
-from lowrank_cnn.report.records import Run
+from lowrank_cnn.report.records import Run, Timing, by_seed
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recipes import get_recipe
 
@@ -28,16 +28,33 @@ OWN = ("dropout", "precision", "epochs", "images")
 
 
 def accuracies(runs: Iterable[Run]) -> Accuracies:
-    """The accuracies of finished runs that the audit can hold against the paper's tables."""
+    """The accuracies of finished runs that the audit can compare with the paper's tables, one value per seed.
+
+    Runs of a row that saw different images are not mixed: those of the images with the most seeds count.
+    """
     found: dict[tuple[str, str, str], tuple[float, ...]] = {}
     told = [run for run in runs if run.finished]
     for row in (row for row in rows() if row.table in RECIPES):
+        images: dict[str, list[Run]] = {}
         for run in (run for run in told if _is_of(run, row)):
-            for measure in ("top1", "top5"):
-                if (value := getattr(run, measure)) is not None:
-                    key = (row.table, row.network, measure)
-                    found[key] = (*found.get(key, ()), value)
+            images.setdefault(run.images, []).append(run)
+        chosen = max(images.values(), key=lambda group: len({run.seed for run in group}), default=[])
+        for measure in ("top1", "top5", "overfit"):
+            if values := by_seed(chosen, measure):
+                found[row.table, row.network, measure] = tuple(values)
     return found
+
+
+def layer_times(timings: Iterable[Timing]) -> list[LayerTimes]:
+    """Layer times of every network and kind of device, the fastest of each."""
+    fastest: dict[tuple[str, str], Timing] = {}
+    for timing in sorted(timings, key=lambda timing: -timing.ms_per_image):
+        if timing.layers:
+            fastest[timing.built.label, timing.device] = timing
+    return [
+        LayerTimes(network, device, *zip(*((float(layer.macs), layer.ms) for layer in timing.layers), strict=True))
+        for (network, device), timing in sorted(fastest.items())
+    ]
 
 
 def _is_of(run: Run, row: Published) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,9 +46,27 @@ def identity(built: Built) -> tuple[str, ...]:
     return (built.name, f"{built.width:g}", *map(str, options))
 
 
-def compared(entry: Entry, entries: Sequence[Entry]) -> Entry:
-    """The entry with its share of what its dense twin costs, and how far it is from its accuracy."""
-    twin = _find_twin(entry, entries)
+FREE = ((), ("dropout",), tuple(OWN))
+"""Settings in which a twin may differ, from the best twin to the last resort."""
+
+
+def compare_all(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries, each with its share of what its dense twin costs, and how far it is from its accuracy."""
+    trained: dict[tuple[Any, ...], list[Entry]] = {}
+    for entry in entries:
+        for free in FREE:
+            trained.setdefault(_way(entry, identity(entry.built), free), []).append(entry)
+    return [_compared(entry, trained) for entry in entries]
+
+
+def _way(entry: Entry, network: tuple[str, ...], free: tuple[str, ...]) -> tuple[Any, ...]:
+    """A network on the data and in the way that an entry was trained, but for some settings."""
+    settings = frozenset(item for item in entry.settings.items() if item[0] not in free)
+    return network, entry.data, entry.recipe, free, settings
+
+
+def _compared(entry: Entry, trained: Mapping[tuple[Any, ...], Sequence[Entry]]) -> Entry:
+    twin = _find_twin(entry, trained)
     theirs = twin.settings if twin else entry.settings
     otherwise = tuple(words for name, words in OWN.items() if theirs.get(name) != entry.settings.get(name))
     return replace(entry, ratios=_ratios(entry, twin), otherwise=otherwise)
@@ -69,17 +87,13 @@ def _ratios(entry: Entry, twin: Entry | None) -> dict[str, float]:
     return ratios
 
 
-def _find_twin(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
+def _find_twin(entry: Entry, trained: Mapping[tuple[Any, ...], Sequence[Entry]]) -> Entry | None:
     """The twin trained in the same way; a few settings may be its own, where none had the very same."""
     if not twin_known(entry):
         return None
-    wanted = (identity(dense_twin(entry.built)), entry.data, entry.recipe)
-    twins = [e for e in entries if (identity(e.built), e.data, e.recipe) == wanted and _costs_as_told(e, entry)]
-    for free in ((), ("dropout",), OWN):
-        for twin in twins:
-            if all(twin.settings.get(k) == v for k, v in entry.settings.items() if k not in free):
-                return twin
-    return None
+    network = identity(dense_twin(entry.built))
+    found = (twin for free in FREE for twin in trained.get(_way(entry, network, free), ()))
+    return next((twin for twin in found if _costs_as_told(twin, entry)), None)
 
 
 def _costs_as_told(twin: Entry, entry: Entry) -> bool:

@@ -17,11 +17,12 @@ ALWAYS = ("begun_from",)
 """Settings that no reader may miss."""
 
 
-def difference(settings: Mapping[str, str], alike: Sequence[Mapping[str, str]]) -> str:
-    """The settings in which one of several that read alike differs from the others, and what is always told."""
-    names = dict.fromkeys(name for other in alike for name in other)
-    differ = [name for name in names if name in ALWAYS or len({other.get(name) for other in alike}) > 1]
-    return ", ".join(_phrase(name, settings[name]) for name in differ if name in settings)
+def differences(alike: Sequence[Mapping[str, str]]) -> list[str]:
+    """For each of several settings that read alike: those in which it differs from the others, in words."""
+    names = dict.fromkeys(name for settings in alike for name in settings)
+    values = {name: {settings.get(name) for settings in alike} for name in names}
+    differ = [name for name in names if name in ALWAYS or len(values[name]) > 1]
+    return [", ".join(_phrase(name, s[name]) for name in differ if name in s) for s in alike]
 
 
 def _phrase(name: str, value: str) -> str:

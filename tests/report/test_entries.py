@@ -1,3 +1,4 @@
+import time
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,16 @@ def timing(name: str, ms: float, *, batch: int = 1, device: str = "cpu", runtime
     return {"kind": "timing", "model": name, **inside}
 
 
-def entries_of(*values: dict) -> dict[str, Entry]:
+def gathered(*values: dict) -> list[Entry]:
     records = Records()
     for value in values:
         for record in read_record(value, Path("record.json")):
             records.add(record)
-    return {entry.label: entry for entry in gather(records)}
+    return gather(records)
+
+
+def entries_of(*values: dict) -> dict[str, Entry]:
+    return {entry.label: entry for entry in gathered(*values)}
 
 
 def test_seeds_are_gathered():
@@ -162,3 +167,48 @@ def test_unfinished_runs_count_only_where_none_has_finished():
     assert entries_of(run("nin", 0.9), cut)["nin"].top1 == 0.9
     alone = entries_of(cut)["nin"]
     assert (alone.top1, alone.finished) == (0.2, False)
+
+
+def test_runs_of_other_images_under_one_name_are_never_averaged():
+    """Two folders called photos: a run each is no mean of two runs."""
+    one, two = (
+        {**run("nin", top1), "data": {"name": "photos", "digest": d}}
+        for top1, d in ((0.4667, "a1"), (0.7667, "b2"))
+    )
+    found = {entry.data: entry.top1 for entry in gathered(one, two)}
+    assert found == {"photos (1: a1)": 0.4667, "photos (2: b2)": 0.7667}
+    same = gathered(one, {**one, "seed": 1})
+    assert [(entry.data, entry.seeds) for entry in same] == [("photos", 2)]
+
+
+def test_without_a_digest_classes_and_sizes_tell_images_apart():
+    sets = [
+        {"name": "photos", "classes": names, "train": n} for names, n in ((["a"], 10), (["b"], 10), (["a"], 20))
+    ]
+    found = gathered(*({**run("nin", 0.5), "data": data} for data in sets))
+    assert len({entry.data for entry in found}) == 3
+
+
+def test_two_runs_of_one_seed_have_no_spread():
+    entry = entries_of(run("nin", 0.8, seed=1), run("nin", 0.8, seed=1))["nin"]
+    assert (len(entry.runs), entry.seeds, entry.top1_spread) == (2, 1, None)
+    three = entries_of(run("nin", 0.8, seed=1), run("nin", 0.8, seed=1), run("nin", 0.9, seed=2))["nin"]
+    assert three.top1 == pytest.approx(0.85)
+
+
+def test_four_thousand_records_take_no_more_than_linear_time():
+    def seconds(count: int) -> float:
+        values = [
+            run(("nin", "nin-c3-lr")[i % 2], 0.5, seed=i // 2 % 3, recipe={"lr": i // 6, "epochs": 9})
+            for i in range(count)
+        ]
+        records = Records()
+        for value in values:
+            for record in read_record(value, Path("record.json")):
+                records.add(record)
+        begun = time.process_time()
+        gather(records)
+        return time.process_time() - begun
+
+    seconds(200)
+    assert seconds(4000) < 10 * max(seconds(1000), 0.02)

@@ -1,3 +1,4 @@
+import errno
 import json
 import re
 from html.parser import HTMLParser
@@ -5,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lowrank_cnn.paper import accuracy, audit
+from lowrank_cnn.paper import auditing
 from lowrank_cnn.report import read_records, write_report
 from lowrank_cnn.report.markup import Cell, Column, embed, escape, table, tag
 from lowrank_cnn.report.page import render
@@ -95,9 +96,7 @@ def test_the_audit_holds_accuracies_against_the_runs_of_the_page():
 
 
 def test_every_verdict_has_its_colour():
-    stated = [value for module in (accuracy, audit) for name, value in vars(module).items() if name[0].isupper()]
-    verdicts = {value for value in stated if isinstance(value, str)}
-    assert set(VERDICTS) == verdicts
+    assert set(VERDICTS) == set(auditing.VERDICTS)
 
 
 def test_the_headline_begins_with_what_kept_its_accuracy():
@@ -156,6 +155,20 @@ def test_an_empty_folder_says_what_to_run_first(tmp_path: Path):
         write_report([tmp_path], tmp_path / "report.html")
     assert len(str(error.value).splitlines()) == 1
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_full_disk_leaves_the_page_that_was_there(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    page = tmp_path / "report.html"
+    page.write_text("the page of yesterday")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(LowRankError, match="disk is full"):
+        write_report([runs], page)
+    assert page.read_text() == "the page of yesterday"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
 def test_the_page_is_not_written_over_a_folder(runs: Path, tmp_path: Path):

@@ -45,7 +45,17 @@ def _is_entry(entry: object) -> bool:
         return False
     plan, paths = entry.get("plan"), (entry.get("fused"), entry.get("torch"))
     has_times = all(isinstance(path, dict) and all(_is_time(path.get(way)) for way in WAYS) for path in paths)
-    return has_times and isinstance(plan, dict) and "kernel" in plan
+    return has_times and isinstance(plan, str) and _is_plan(plan)
+
+
+def _is_plan(text: str) -> bool:
+    """Whether a stored text names a plan; one of an older version may not."""
+    from lowrank_cnn.kernels.conv.plans import KernelPlan
+
+    try:
+        return str(KernelPlan.parse(text)) == text
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 def _is_time(value: object) -> bool:

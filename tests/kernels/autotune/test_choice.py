@@ -319,7 +319,15 @@ def test_processes_keep_what_others_stored(bench):
 
 
 @pytest.mark.parametrize(
-    "change", [{"tuned": 1}, {"plan": None}, {"plan": {}}, {"fused": 3}, {"torch": {"graph": "1", "call": 1.0}}]
+    "change",
+    [
+        {"tuned": 1},
+        {"plan": None},
+        {"plan": "tiled"},
+        {"plan": "none-p1"},
+        {"fused": 3},
+        {"torch": {"graph": "1", "call": 1.0}},
+    ],
 )
 def test_entries_of_another_kind_are_measured_again(bench, change):
     bench.choose()

@@ -19,8 +19,8 @@ import torch
 from lowrank_cnn.data import Data
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
-from lowrank_cnn.paper.experiments import CLASSES, Line, Part, lines, parts_of
-from lowrank_cnn.paper.table import Table, build_table
+from lowrank_cnn.paper.experiments import CLASSES, ExperimentLine, ExperimentPart, lines, parts_of
+from lowrank_cnn.paper.table import ExperimentTable, build_table
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.lock import HeldError, locked
 from lowrank_cnn.train import fit, get_recipe, load_record
@@ -34,10 +34,10 @@ NETWORK_OPTIONS: dict[str, Callable[[Any], object]] = {"init": str, "width": flo
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingTask:
     """One network to train, by one recipe."""
 
-    line: Line
+    line: ExperimentLine
     seed: int
     recipe: Recipe
     options: Mapping[str, Any]
@@ -55,7 +55,7 @@ def reproduce(
     keep_weights: bool = True,
     say: Callable[[str], None] = print,
     **how: Any,
-) -> Table:
+) -> ExperimentTable:
     """Train all of an experiment, or the parts and networks named, and write `table.json` into `out`.
 
     settings change the recipe and the network of every run; keep_weights=False deletes the checkpoints of a run
@@ -90,25 +90,25 @@ class _Bench:
     say: Callable[[str], None]
     how: Mapping[str, Any]
 
-    def prepared(self, line: Line, part: Part, settings: Mapping[str, object]) -> Task:
+    def prepared(self, line: ExperimentLine, part: ExperimentPart, settings: Mapping[str, object]) -> TrainingTask:
         """A line of the table before its seeds: the recipe and the network's options, resolved."""
         wanted = {**part.own.get(line.network, {}), **part.variants[line.variant], **settings}
         name = str(wanted.pop("recipe", part.recipe))
         options = {key: _read(key, wanted.pop(key)) for key in NETWORK_OPTIONS if key in wanted}
-        task = Task(line, 0, get_recipe(name, **wanted), options)
+        task = TrainingTask(line, 0, get_recipe(name, **wanted), options)
         return self.as_costly(task, part.as_costly_as) if part.as_costly_as else task
 
-    def as_costly(self, task: Task, dearest: str) -> Task:
+    def as_costly(self, task: TrainingTask, dearest: str) -> TrainingTask:
         """With as many more epochs as the network is cheaper than the dearest one."""
         other = replace(task, line=replace(task.line, network=dearest))
         epochs = round(task.recipe.epochs * self.macs(other) / self.macs(task))
         return replace(task, recipe=get_recipe(task.recipe.name, **{**task.recipe.to_dict(), "epochs": epochs}))
 
-    def macs(self, task: Task) -> int:
+    def macs(self, task: TrainingTask) -> int:
         with torch.device("meta"):
             return count(self.network(task), self.input_size(task.recipe)).macs
 
-    def network(self, task: Task) -> torch.nn.Module:
+    def network(self, task: TrainingTask) -> torch.nn.Module:
         """The network of a task, made for these images."""
         channels, height, width = self.input_size(task.recipe)
         side = height if height == width else None
@@ -118,7 +118,7 @@ class _Bench:
     def input_size(self, recipe: Recipe) -> tuple[int, int, int]:
         return input_size(self.data.test, augmentation(recipe))
 
-    def train(self, task: Task) -> None:
+    def train(self, task: TrainingTask) -> None:
         """Finish the run of a task, unless another process is at it; one that diverges is said."""
         directory = task.line.directory(self.out, task.seed)
         try:
@@ -130,7 +130,7 @@ class _Bench:
         except NotFiniteError as error:
             self.say(f"  failed: {error}")
 
-    def _train(self, task: Task, directory: Path) -> None:
+    def _train(self, task: TrainingTask, directory: Path) -> None:
         line = task.line
         self.say(f"{line.part}: {line.network} {line.variant} seed {task.seed}, {task.recipe.epochs} epochs")
         torch.manual_seed(task.seed)

@@ -8,8 +8,8 @@ from lowrank_cnn.data import open_data
 from lowrank_cnn.models import list_models
 from lowrank_cnn.paper import experiments
 from lowrank_cnn.paper import reproduce as module
-from lowrank_cnn.paper.experiments import Line, Part, lines
-from lowrank_cnn.paper.reproduce import reproduce
+from lowrank_cnn.paper.experiments import ExperimentLine, ExperimentPart, lines
+from lowrank_cnn.paper.reproducing import reproduce
 from lowrank_cnn.paper.table import build_table
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import NotFiniteError, get_recipe, load_record
@@ -26,9 +26,9 @@ def digits():
 def miniature(monkeypatch):
     """An experiment of the same make as the real ones, on digits."""
     parts = {
-        "plain": Part(("nin", "nin-c3-lr"), "modern", {"": SMALL}, seeds=2),
-        "watched": Part(("nin-c3-lr",), "nin-paper", {"": SMALL | {"holdout": 0.25}}, seeds=1),
-        "own": Part(
+        "plain": ExperimentPart(("nin", "nin-c3-lr"), "modern", {"": SMALL}, seeds=2),
+        "watched": ExperimentPart(("nin-c3-lr",), "nin-paper", {"": SMALL | {"holdout": 0.25}}, seeds=1),
+        "own": ExperimentPart(
             ("nin", "googlenet"),
             "modern",
             {"": SMALL},
@@ -37,8 +37,8 @@ def miniature(monkeypatch):
             tables=("nin-cifar10",),
             note="a note",
         ),
-        "equal": Part(("nin", "nin-c3-lr"), "modern", {"": SMALL}, seeds=1, as_costly_as="nin"),
-        "inits": Part(
+        "equal": ExperimentPart(("nin", "nin-c3-lr"), "modern", {"": SMALL}, seeds=1, as_costly_as="nin"),
+        "inits": ExperimentPart(
             ("nin-c3-lr",), "modern", {i: {**SMALL, "init": i} for i in ("composite", "torch")}, seeds=1
         ),
     }
@@ -233,7 +233,7 @@ def test_seeds_of_older_records_are_averaged_with_new_ones(miniature, digits, tm
 
 
 def test_lines_are_named_by_network_variant_and_seed():
-    assert Line("init", "nin", "torch, no norm").directory(Path("out"), 3) == Path(
+    assert ExperimentLine("init", "nin", "torch, no norm").directory(Path("out"), 3) == Path(
         "out/init/nin-torch-no-norm-seed3"
     )
     assert len(lines("tiny-imagenet")) == 11
