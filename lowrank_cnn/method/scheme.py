@@ -79,7 +79,12 @@ class Scheme:
 
 _NAMES = ("dense", "separable", "lr", "lr-join", "mixture", "embed")
 _HALVES = (("kx1", Fraction(1)), ("1xk", Fraction(1)))
-_SHAPE = re.compile(r"(k|[1-9]\d*)x(k|[1-9]\d*)")
+_SHAPE = re.compile(r"(k|[1-9]\d{0,4})x(k|[1-9]\d{0,4})")
+_NUMBER = re.compile(r"[+-]?\d{0,20}(\.\d{0,20})?(e[+-]?\d{1,2})?|\d{1,20}/\d{1,20}", re.IGNORECASE)
+"""Numbers that are safe to build: Python would spend minutes on 1e9999999."""
+_LARGEST = 10**9
+_LONGEST = 2000
+"""Characters of a scheme's text."""
 
 _JOINS: dict[str, tuple[float | None, ...]] = {"mixture": (None, 1.0), "lr-join": (1.0,), "embed": ()}
 """What `to` may be: a mixture has a join or none, an embedding one to any share, the others none."""
@@ -96,11 +101,13 @@ def _check_scheme(scheme: Scheme) -> None:
     for shape, proportion in scheme.shapes:
         if not _SHAPE.fullmatch(shape):
             raise LowRankError(f"a filter shape is written like kx1, 1xk, kxk or 5x1, not {shape!r}.")
-        if proportion <= 0:
+        if not 0 < proportion <= _LARGEST:
             raise LowRankError(f"the proportion of {shape} filters must be positive, not {proportion}.")
     for label, value in (("m", scheme.m), ("to", scheme.to)):
-        if value is not None and not 0 < value < float("inf"):
-            raise LowRankError(f"{label} in the scheme {scheme.name} must be positive, not {value}.")
+        if value is not None and not 0 < value <= _LARGEST:
+            raise LowRankError(
+                f"{label} in the scheme {scheme.name} must be positive and at most {_LARGEST:,}, not {value:g}."
+            )
     if scheme.name == "mixture" and scheme.to is None and scheme.m is not None:
         raise LowRankError("m basis filters need a join after them: write mixture(..., m=..., join).")
     if scheme.name == "separable" and not _crossed([shape for shape, _ in scheme.shapes]):
@@ -138,6 +145,8 @@ def parse_scheme(text: str | Mapping[str, object] | Scheme) -> Scheme:
         return _from_dict(text)
     if not isinstance(text, str):
         raise LowRankError(f"a scheme is a string, a dict or a Scheme, not {text!r}.")
+    if len(text) > _LONGEST:
+        raise LowRankError(f"a scheme is a short text; this one has {len(text):,} characters.")
     match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text)
     if not match:
         raise LowRankError(f"cannot read the scheme {text!r}; write name or name(option, option=value).")
@@ -191,17 +200,21 @@ def _yes(value: object) -> bool:
 
 def _fraction(value: object) -> Fraction:
     """A bare shape, as in `mixture(kx1, kxk)`, has proportion one."""
+    if value is True:
+        return Fraction(1)
     try:
-        return Fraction(1) if value is True else Fraction(str(value))
+        text = str(value)
+        number = Fraction(text) if _NUMBER.fullmatch(text) else None
     except (ValueError, ZeroDivisionError):
-        raise LowRankError(f"{value!r} in a scheme is not a number.") from None
+        number, text = None, "this"
+    if number is None or abs(number) > _LARGEST:
+        raise LowRankError(f"{text[:40]!r} in a scheme is not a number up to {_LARGEST:,}.")
+    return number
 
 
 def _amount(value: object) -> int | float:
     """A plain integer is a number of filters (m=96), anything else a share of d (m=0.5)."""
     number = _fraction(value)
-    if abs(number) > 10**9:
-        raise LowRankError(f"{value} is too many filters.")
     return int(number) if re.fullmatch(r"-?\d+", str(value)) else float(number)
 
 

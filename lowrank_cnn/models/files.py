@@ -1,14 +1,8 @@
-"""Weights in a .safetensors file, with how to build the network around them and what images it takes.
-
-Beside the weights the file holds a description as JSON in its header: what `rebuild` needs, the size of the images
-and, of a trained network, its classes and recipe (`card`). What images are prepared with lies among the tensors,
-under `lowrank_cnn.preprocess.`. Reading runs no code.
-"""
+"""Read and write networks as .safetensors files: weights, how to build the network, and what images it takes."""
 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,17 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.models.network import TrainingCard
+from lowrank_cnn.models.network_file import NetworkFile, read_header, write_network_file
 from lowrank_cnn.models.rebuild import describe, rebuild
-from lowrank_cnn.system.errors import LowRankError, require
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note, notes
 
 CHANGED = (
     "the network no longer is what its configuration builds (merged, planned, optimised or changed by hand): "
     "export it before that, or to .onnx or .pt2."
 )
-_KEY = "lowrank_cnn"
-_PREPROCESS = f"{_KEY}.preprocess."
-_DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
 
 @dataclass(frozen=True)
@@ -43,39 +35,34 @@ class Stored:
 
 
 def write_weights(path: Path, stored: Stored) -> None:
-    """Write a network that `read_weights` can build again; another is refused."""
-    safetensors = require("safetensors.torch", extra="train", purpose="writing weights")
+    """Write a network that `read_weights` can build again, each tensor in its own precision; refuse any other."""
     description = describe(stored.network)
     _check_description(stored.network, description)
     size = stored.input_size
-    about = {"input": list(size) if size else None, "card": stored.card, "dtype": str(dtype_of(stored.network))}
-    text = json.dumps({**description, **about})
-    whole = _Whole(stored.network, {_PREPROCESS + name: tensor for name, tensor in stored.preprocess.items()})
-    try:
-        safetensors.save_model(whole, str(path), metadata={"format": "pt", _KEY: text})
-    except RuntimeError as error:  # parts of one memory, as layers laid out for the kernels
-        raise LowRankError("layers here share their memory: export the network that was optimised.") from error
+    about = {"input": list(size) if size else None, "card": stored.card}
+    write_network_file(path, stored.network.state_dict(), {**description, **about}, stored.preprocess)
 
 
 def read_weights(path: Path, *, into: nn.Module | None = None) -> Stored:
-    """The network of a file with its weights; `into` is one that is not ours, before any conversion."""
-    safetensors = require("safetensors.torch", extra="train", purpose="reading weights")
-    description, preprocess = _description(path)
-    network = rebuild(description, into=into)
-    network = copy.deepcopy(network) if network is into else network
-    network.to(_DTYPES.get(str(description.get("dtype")), dtype_of(network)))
-    try:
-        missing, unknown = safetensors.load_model(network, str(path), strict=False)
-    except RuntimeError as error:
-        raise LowRankError(f"the weights in {path} do not fit the network: {_first_line(error)}") from error
-    wrong = [*missing, *(name for name in unknown if not name.startswith(_PREPROCESS))]
-    if wrong:
-        raise LowRankError(
-            f"the weights in {path} do not fit the network: {sorted(wrong)[0]} is missing or unknown."
-        )
-    card, size = description.get("card"), _size(description.get("input"))
+    """The network of a file with its weights; `into` is one that is not ours, before any conversion.
+
+    The network is built without storage first and compared with the file, so that a small file cannot ask for a
+    large network.
+    """
+    file = read_header(path)
+    with torch.device("meta"):
+        plan = rebuild(file.description, into=None if into is None else without_storage(into))
+    _check_fits(file, plan)
+    if into is None:
+        network = plan
+        network.load_state_dict(file.weights(), assign=True)
+    else:
+        network = rebuild(file.description, into=into)
+        network = copy.deepcopy(network) if network is into else network
+        _load_into(network, file)
+    card, size = file.description.get("card"), _size(file.description.get("input"))
     note(network, begun_from=path.name, input_size=size)
-    card = card if isinstance(card, Mapping) else None
+    card, preprocess = card if isinstance(card, Mapping) else None, file.preprocess()
     if card is not None:
         note(network, training_card=TrainingCard(card, preprocess))
     return Stored(network, size, card, preprocess)
@@ -92,15 +79,37 @@ def dtype_of(model: nn.Module) -> torch.dtype:
     return next((tensor.dtype for tensor in tensors), torch.float32)
 
 
-class _Whole(nn.Module):
-    """A network's weights and the tensors beside them, as safetensors wants them: in one state."""
+def without_storage(model: nn.Module) -> nn.Module:
+    """A copy of a network on the meta device, made without allocating another set of weights."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    return copy.deepcopy(model, memo)
 
-    def __init__(self, network: nn.Module, beside: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.network, self.beside = network, beside
 
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        return {**self.network.state_dict(), **self.beside}
+def _check_fits(file: NetworkFile, network: nn.Module) -> None:
+    """Names and shapes of the file are those of the network; a shared tensor has one of its names in the file."""
+    state = network.state_dict(keep_vars=True)
+    there = {id(tensor) for name, tensor in state.items() if name in file.shapes}
+    missing = [name for name, tensor in state.items() if name not in file.shapes and id(tensor) not in there]
+    if wrong := sorted({*missing, *(file.shapes.keys() - state.keys())}):
+        raise LowRankError(f"the weights in {file.path} do not fit the network: {wrong[0]} is missing or unknown.")
+    for name, shape in file.shapes.items():
+        if shape != state[name].shape:
+            raise LowRankError(
+                f"the weights in {file.path} do not fit the network: {name} is {list(shape)} in the file and "
+                f"{list(state[name].shape)} in the network."
+            )
+
+
+def _load_into(network: nn.Module, file: NetworkFile) -> None:
+    """Load weights into a network that exists, in the precision of the file; tensors that are shared stay so."""
+    weights, state = file.weights(), network.state_dict(keep_vars=True)
+    values = {id(state[name]): weight for name, weight in weights.items()}
+    for tensor in state.values():
+        tensor.data = tensor.data.to(values[id(tensor)].dtype)
+    network.load_state_dict({name: values[id(tensor)] for name, tensor in state.items()})
 
 
 def _check_description(model: nn.Module, description: Mapping[str, Any]) -> None:
@@ -117,32 +126,7 @@ def _check_description(model: nn.Module, description: Mapping[str, Any]) -> None
         raise LowRankError(CHANGED)
 
 
-def _description(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What the header says, and the tensors that images are prepared with."""
-    safetensors = require("safetensors", extra="train", purpose="reading weights")
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(_KEY)
-            names = [name for name in file.keys() if name.startswith(_PREPROCESS)]  # noqa: SIM118
-            preprocess = {name.removeprefix(_PREPROCESS): file.get_tensor(name) for name in names}
-    except (safetensors.SafetensorError, OSError) as error:
-        raise LowRankError(f"{path} is not a safetensors file: {error}.") from error
-    if text is None:
-        raise LowRankError(f"{path} holds weights but not how to build a network around them.")
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
-        raise LowRankError(f"{path} does not say how to build a network: its description is damaged.")
-    return found, preprocess
-
-
 def _size(value: object) -> tuple[int, ...] | None:
-    """The size of an image as JSON holds it; what is none is left out."""
+    """The size of an image as JSON holds it; None for anything else."""
     right = isinstance(value, Sequence) and len(value) == 3 and all(isinstance(v, int) and v > 0 for v in value)
     return tuple(value) if right else None  # type: ignore[arg-type]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

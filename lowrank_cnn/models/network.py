@@ -15,6 +15,8 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note, notes
 
 WIDEST = 64
+LARGEST = {"num_classes": 10**7, "in_channels": 10**5, "stride": 10**3, "image_size": 10**5}
+"""Sizes up to which a network is built; what lies above is a mistake, and would take all memory."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,13 @@ class Options:
     pool: str | None = None
 
     def __post_init__(self) -> None:
-        for label in ("num_classes", "in_channels", "stride", "image_size"):
+        for label, most in LARGEST.items():
             value = getattr(self, label)
             unset = label == "image_size" and value is None
             if not unset and (not isinstance(value, int) or value < 1):
                 raise LowRankError(f"{label} must be a positive whole number, not {value!r}.")
+            if not unset and value > most:
+                raise LowRankError(f"{label} is at most {most:,}, not {value:,}.")
         if not isinstance(self.width, int | float) or not 0 < self.width <= WIDEST:
             raise LowRankError(f"width must be positive and at most {WIDEST}, not {self.width!r}.")
         if self.norm not in (None, "batch"):

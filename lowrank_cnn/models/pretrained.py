@@ -1,12 +1,11 @@
-"""Trained weights that come with the package: a file for each network and data set, its card inside.
+"""Trained weights that come with the package: a network file for each network and data set.
 
-A file holds the weights in half precision, what images are prepared with (`preprocess.`), and, in its header, the
-card as JSON: options of the network, recipe, classes, seed, accuracy, and what it was trained with.
+The weights are stored in half precision and loaded in single. The card states recipe, classes, seed, accuracy, and
+the environment that the network was trained in.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowrank_cnn.models.network_file import read_header, write_network_file
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.version import __version__
 
 FOLDER = Path(__file__).parent / "weights"
 _PREPROCESS = "preprocess."
@@ -48,30 +49,30 @@ def read_pretrained(name: str, data: str, folder: Path = FOLDER) -> Pretrained:
     if (name, data) not in list_pretrained(folder):
         known = ", ".join(f"{name} on {data}" for name, data in list_pretrained(folder)) or "none"
         raise LowRankError(f"there are no weights of {name} on {data}; there are: {known}.")
-    from safetensors import SafetensorError, safe_open
-
     path = _path(name, data, folder)
     try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            card = json.loads(file.metadata()["card"])
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        file = read_header(path)
+        card = {"model": file.description["model"], **file.description["card"]}
+        return Pretrained(file.weights(), file.preprocess(), card)
+    except (LowRankError, KeyError, TypeError) as error:
         raise LowRankError(f"{path} is damaged: install the package again.") from error
-    preprocess = {k.removeprefix(_PREPROCESS): t for k, t in tensors.items() if k.startswith(_PREPROCESS)}
-    weights = {k: t for k, t in tensors.items() if not k.startswith(_PREPROCESS)}
-    return Pretrained(weights, preprocess, card)
 
 
 def write_pretrained(found: Pretrained, data: str, folder: Path = FOLDER) -> Path:
     """Keep weights with the package, in half precision."""
-    from safetensors.torch import save_file
-
     halves = {k: t.half() if t.is_floating_point() else t for k, t in found.weights.items()}
-    tensors = halves | {_PREPROCESS + key: tensor for key, tensor in found.preprocess.items()}
+    card = {key: value for key, value in found.card.items() if key != "model"}
+    description = {
+        "version": __version__,
+        "model": found.config,
+        "conversion": {"changed": []},
+        "input": card["data"]["image"],
+        "card": card,
+        "dtype": "torch.float32",
+    }
     folder.mkdir(parents=True, exist_ok=True)
     path = _path(found.config["name"], data, folder)
-    kept = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-    save_file(kept, path, metadata={"card": json.dumps(found.card)})
+    write_network_file(path, halves, description, found.preprocess)
     path.chmod(0o644)  # safetensors writes for its owner alone, and the package is for all
     return path
 

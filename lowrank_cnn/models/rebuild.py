@@ -95,5 +95,6 @@ def _ours(description: Mapping[str, Any]) -> nn.Module:
         )
     try:
         return create_model(**config)
-    except TypeError as error:
-        raise LowRankError(f"the stored options of {config.get('name')} are not those of a network.") from error
+    except (TypeError, RuntimeError, OverflowError) as error:  # wrong types, or sizes that torch cannot hold
+        name = str(config.get("name"))[:60]
+        raise LowRankError(f"the stored options of {name} are not those of a network.") from error

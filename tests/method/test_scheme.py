@@ -116,7 +116,7 @@ def test_a_scheme_made_by_hand_is_checked():
         ("dense(kx1)", "takes no shapes"),
         ("embed(to=0)", "must be positive"),
         ("mixture(kx1, join=maybe)", "join is yes or no"),
-        ("lr-join(m=1e400)", "too many filters"),
+        ("lr-join(m=1e400)", "not a number up to"),
         (None, "a string, a dict or a Scheme"),
         ({"name": "mixture", "to": 0.5}, r"cannot join to 0\.5|takes join, m"),
     ],
@@ -129,3 +129,30 @@ def test_bad_schemes_are_refused_in_a_sentence(text: str, says: str):
 def test_filters_that_do_not_divide_into_channel_groups_are_refused():
     with pytest.raises(LowRankError, match="do not divide"):
         parse_scheme("lr").stages((3, 3), 10, channel_groups=4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lr(kx1=1e9999999)",
+        "embed(to=1e400)",
+        "lr-join(m=1e10)",
+        "lr(kx1=1/0)",
+        "separable(m=1e-999999999)",
+        "mixture(kx1=" + "9" * 5000 + ")",
+        "lr(" + "9" * 5000 + "x1)",
+        "embed(to=inf)",
+        "embed(to=nan)",
+        {"name": "embed", "to": 1e308},
+        {"name": "lr", "shapes": {"kx1": 10**5000}},
+    ],
+    ids=lambda text: str(text)[:30] if isinstance(text, str) else text["name"],
+)
+def test_numbers_without_measure_are_refused_at_once(text):
+    with pytest.raises(LowRankError, match=r"number|shape|characters|positive|options|takes"):
+        parse_scheme(text)
+
+
+def test_a_scheme_made_by_hand_has_the_same_bounds():
+    with pytest.raises(LowRankError, match="at most 1,000,000,000, not 1e\\+308"):
+        Scheme("embed", (("kx1", Fraction(1)),), to=1e308)

@@ -1,6 +1,7 @@
 """A file of weights says what network they are of, what images it takes, and what these are prepared with."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lowrank_cnn.models import create_model
-from lowrank_cnn.models.files import Stored, is_exported, read_weights, write_weights
+from lowrank_cnn.models.files import Stored, is_exported, read_weights, without_storage, write_weights
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
 
@@ -88,3 +89,80 @@ def test_a_checkpoint_of_a_run_is_no_exported_file(tmp_path):
     assert is_exported(path)
     path.with_suffix(".json").write_text("{}")
     assert not is_exported(path)
+
+
+def test_every_tensor_keeps_its_precision(tmp_path):
+    path = tmp_path / "net.safetensors"
+    net = create_model("nin-c3-lr", width=0.05, norm="batch").bfloat16()
+    for part in net.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.float()
+    write_weights(path, Stored(net))
+    into = nn.Sequential(nn.Conv2d(3, 4, 3).bfloat16(), nn.BatchNorm2d(4))
+    write_weights(tmp_path / "foreign.safetensors", Stored(into))
+    pairs = [(net, read_weights(path).network)]
+    fresh = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    pairs.append((into, read_weights(tmp_path / "foreign.safetensors", into=fresh).network))
+    for before, after in pairs:
+        for name, tensor in before.state_dict().items():
+            assert after.state_dict()[name].dtype == tensor.dtype, name
+            assert torch.equal(after.state_dict()[name], tensor), name
+    assert fresh[0].weight.dtype == torch.float32
+
+
+def header_of(path, change: dict[str, object]) -> None:
+    """Rewrite the header of a file: the options of its network, or anything else that it says."""
+    with safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()["lowrank_cnn"])
+    model = {**about["model"], **change.pop("model", {})}
+    tensors = {} if change.pop("empty", False) else load_file(path)
+    save_file(tensors, path, metadata={"lowrank_cnn": json.dumps({**about, "model": model, **change})})
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"model": {"name": "vgg11", "width": 64.0}, "empty": True}, "missing or unknown"),
+        ({"model": {"num_classes": 10**9}}, "num_classes is at most 10,000,000, not 1,000,000,000"),
+        ({"model": {"num_classes": 10**6}}, r"bias is \[10\] in the file and \[1000000\] in the"),
+        ({"model": {"name": "vgg11", "image_size": 10**5, "width": 64.0}, "empty": True}, "missing or unknown"),
+        ({"conversion": {"changed": [{"name": "features.conv1_1", "scheme": "lr-join(m=999999999)"}]}}, "missing"),
+        ({"model": {"name": ["nin"]}}, "not those of a network"),
+        ({"model": {"width": "1"}}, "width must be positive"),
+    ],
+)
+def test_a_small_file_that_names_a_large_network_is_refused(tmp_path, change: dict, match: str):
+    path = tmp_path / "net.safetensors"
+    write_weights(path, Stored(create_model("nin", width=0.05)))
+    header_of(path, change)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(LowRankError, match=match):
+        read_weights(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB: 256 MiB
+
+
+def test_a_large_conversion_of_a_foreign_network_is_refused_before_it_is_built(tmp_path):
+    path = tmp_path / "net.safetensors"
+    net = nn.Sequential(nn.Conv2d(3, 8, 3))
+    write_weights(path, Stored(net))
+    with safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()["lowrank_cnn"])
+    about["conversion"] = {"changed": [{"name": "0", "scheme": "lr-join(m=999999999)"}]}
+    save_file(load_file(path), path, metadata={"lowrank_cnn": json.dumps(about)})
+    with pytest.raises(LowRankError, match="missing or unknown"):
+        read_weights(path, into=net)
+
+
+def test_nested_nonsense_is_damage(tmp_path):
+    path = tmp_path / "net.safetensors"
+    save_file({}, path, metadata={"lowrank_cnn": "[" * 100_000})
+    with pytest.raises(LowRankError, match="description is damaged"):
+        read_weights(path)
+
+
+def test_a_network_can_be_copied_without_storage():
+    net = Tied()
+    light = without_storage(net)
+    assert all(p.is_meta for p in light.parameters())
+    assert light.first.weight is light.second.weight
+    assert not any(p.is_meta for p in net.parameters())
