@@ -75,7 +75,7 @@ def test_our_networks_merge_with_their_norms(name: str):
     torch.testing.assert_close(merged(x), net(x), rtol=1e-10, atol=1e-10)
     left = {name for name, part in merged.named_modules() if isinstance(part, nn.BatchNorm2d | FactoredConv2d)}
     assert left == {row.name for row in notes(merged).merging if "does not run" in row.reason}
-    assert all(name.startswith(net.auxiliary) for name in left)
+    assert all(name.startswith(notes(net).auxiliary) for name in left)
 
 
 def test_the_callers_network_stays_as_it_was():

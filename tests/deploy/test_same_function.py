@@ -1,0 +1,250 @@
+"""Whatever merge, plan, optimize and export give back computes what the original does, or they refuse.
+
+Networks and their forwards are drawn at random: branches and sums, layers that are used again, hooks, views, calls
+of functions, changes in place, forwards that look at sizes or values, and layers held where no tool looks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowrank_cnn.deploy import export, load, merge, optimize, plan
+from lowrank_cnn.deploy.candidates import CANDIDATES
+from lowrank_cnn.method.layers import build_conv
+from lowrank_cnn.system.clock import Sample
+from lowrank_cnn.system.compare import difference
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
+
+CHANNELS, SIZE = 4, 6
+Step = Callable[["Drawn", list[Tensor]], Tensor]
+
+
+class Drawn(nn.Module):
+    """Layers by number, and steps that call them on the values so far; the last value is given back."""
+
+    def __init__(self, layers: list[nn.Module], steps: list[Step], end: Step) -> None:
+        super().__init__()
+        self.layers, self.steps, self.end = nn.ModuleList(layers), steps, end
+        self.held = list(layers)  # where no tool looks
+
+    def forward(self, x: Tensor) -> Any:
+        values = [x * 1]
+        for step in self.steps:
+            values.append(step(self, values))
+        return self.end(self, values)
+
+
+def through(place: int, at: int, net: Drawn, values: list[Tensor]) -> Tensor:
+    return net.layers[at % len(net.layers)](values[place % len(values)])
+
+
+def through_all(place: int, net: Drawn, values: list[Tensor]) -> Tensor:
+    """Walk neighbouring layers one by one, as a Sequential would."""
+    value = values[-1]
+    for layer in net.layers[place % len(net.layers) :][:3]:
+        value = layer(value)
+    return value
+
+
+def through_held(at: int, net: Drawn, values: list[Tensor]) -> Tensor:
+    return net.held[at % len(net.held)](values[-1])
+
+
+def added(place: int, net: Drawn, values: list[Tensor]) -> Tensor:
+    return values[-1] + values[place % len(values)]
+
+
+def added_in_place(place: int, net: Drawn, values: list[Tensor]) -> Tensor:
+    value = values[-1]
+    value += values[place % len(values)]
+    return value
+
+
+def activated(name: str, net: Drawn, values: list[Tensor]) -> Tensor:
+    return getattr(F, name)(values[-1])
+
+
+def rectified_in_place(place: int, net: Drawn, values: list[Tensor]) -> Tensor:
+    return F.relu(values[place % len(values)], inplace=True)
+
+
+def viewed(net: Drawn, values: list[Tensor]) -> Tensor:
+    value = values[-1]
+    return value.view(value.size(0), -1).view(value.shape)
+
+
+def if_large(net: Drawn, values: list[Tensor]) -> Tensor:
+    return 2 * values[-1] if values[-1].shape[2] > SIZE - 1 else values[-1]
+
+
+def if_positive(net: Drawn, values: list[Tensor]) -> Tensor:
+    return values[-1] if values[-1].mean() > 0 else 3 * values[-1]
+
+
+def times_a_weight(at: int, net: Drawn, values: list[Tensor]) -> Tensor:
+    weight = next(net.layers[at % len(net.layers)].parameters(), None)
+    return values[-1] if weight is None else values[-1] * weight.mean()
+
+
+def last(net: Drawn, values: list[Tensor]) -> Tensor:
+    return values[-1]
+
+
+def flat(net: Drawn, values: list[Tensor]) -> Tensor:
+    return values[-1].reshape(values[-1].size(0), -1)
+
+
+def pooled(net: Drawn, values: list[Tensor]) -> Tensor:
+    return F.max_pool2d(values[-1], 2).flatten(1)
+
+
+def several(net: Drawn, values: list[Tensor]) -> dict[str, Any]:
+    return {"last": values[-1], "all": [value.mean((2, 3)) for value in values]}
+
+
+def any_step(random: Random) -> Step:
+    """Mostly calls of layers one after the other, sometimes anything else."""
+    number = random.randrange(6)
+    if random.random() < 0.6:
+        return random.choice([partial(through, -1, number), partial(through_all, number), partial(through_all, 0)])
+    return random.choice(
+        [
+            partial(through, number, number), partial(through_held, number), partial(times_a_weight, number),
+            partial(added, number), partial(added, 0), partial(added_in_place, number), partial(added_in_place, 0),
+            partial(activated, random.choice(["relu", "silu", "gelu", "leaky_relu", "hardswish"])),
+            partial(rectified_in_place, number), viewed, viewed, if_large, if_positive,
+        ]
+    )  # fmt: skip
+
+
+def layer(kind: str) -> nn.Module:
+    if kind == "norm":
+        norm = nn.BatchNorm2d(CHANNELS)
+        nn.init.normal_(norm.running_mean)
+        nn.init.uniform_(norm.running_var, 0.5, 2)
+        nn.init.normal_(norm.weight)
+        return norm
+    plain = {"relu": nn.ReLU, "relu in place": lambda: nn.ReLU(inplace=True), "silu": nn.SiLU, "same": nn.Identity}
+    if kind in plain:
+        return plain[kind]()
+    if kind == "pair":
+        return nn.Sequential(layer("dense"), layer("norm"))
+    return build_conv(CHANNELS, CHANNELS, 3, kind)
+
+
+def doubled(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+CONVS = ["dense", "lr", "lr-join", "separable", "pair"]
+OTHERS = ["norm", "norm", "relu", "relu in place", "silu", "same"]
+
+
+def network(seed: int) -> nn.Module:
+    """Up to six layers and eight steps, in float64 and in evaluation; one in four has a hook."""
+    random = Random(seed)
+    torch.manual_seed(seed)
+    layers = [layer(random.choice(kinds)) for _ in range(random.randint(1, 3)) for kinds in (CONVS, OTHERS)]
+    steps = [any_step(random) for _ in range(random.randint(1, 8))]
+    net = Drawn(layers, steps, random.choice([last, flat, pooled, several]))
+    if random.random() < 0.25:
+        random.choice(layers).register_forward_hook(doubled)
+    for part in net.modules():
+        if getattr(part, "bias", None) is not None:
+            nn.init.normal_(part.bias)
+    return net.double().eval()
+
+
+def images(batch: int, seed: int) -> Tensor:
+    numbers = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, CHANNELS, SIZE, SIZE, generator=numbers, dtype=torch.float64)
+
+
+@torch.no_grad()
+def check(make: Callable[[nn.Module], nn.Module], net: nn.Module) -> None:
+    """The result is the original for other inputs and other batches, and the original is as it was."""
+    kept = copy.deepcopy(net)
+    try:
+        made = make(net)
+    except LowRankError:
+        made = net
+    for batch, seed in ((2, 5), (1, 6), (3, 7)):
+        x = images(batch, seed)
+        assert difference(made(x), kept(x)) < 1e-8
+        assert difference(net(x), kept(x)) == 0
+
+
+EXAMPLE = images(2, 1)
+NETWORKS = st.integers(0, 2**31).map(network)
+SLOWLY = [HealthCheck.too_slow]
+
+
+@settings(max_examples=60, suppress_health_check=SLOWLY)
+@given(NETWORKS, st.booleans(), st.sampled_from([None, True]))
+def test_merge(net: nn.Module, told: bool, chains: bool | None):
+    check(lambda net: merge(net, chains=chains, example_input=EXAMPLE if told else None), net)
+
+
+@pytest.fixture
+def last_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured last takes the least time, so that every rewriting is put to use."""
+
+    def measured(things: Mapping[str, object], *_: object, **__: object) -> dict[str, Sample]:
+        return {name: Sample(1 / place, 0, 1, 3) for place, name in enumerate(things, 1)}
+
+    monkeypatch.setattr("lowrank_cnn.deploy.planning.timed", measured)
+    monkeypatch.setattr("lowrank_cnn.deploy.optimizing.measure", measured)
+
+
+FIXTURE = HealthCheck.function_scoped_fixture  # which stays the same for all examples
+
+
+@pytest.mark.parametrize("way", ["by group", "merged", "matrix products"])
+@settings(max_examples=40, suppress_health_check=[*SLOWLY, FIXTURE])
+@given(net=NETWORKS)
+def test_plan(last_wins: None, way: str, net: nn.Module):
+    ways = {"as given": CANDIDATES["as given"], way: CANDIDATES[way]}
+    check(lambda net: plan(net, EXAMPLE, cache=False, candidates=ways), net)
+
+
+@settings(max_examples=40, suppress_health_check=[*SLOWLY, FIXTURE])
+@given(net=NETWORKS)
+def test_optimize(last_wins: None, net: nn.Module):
+    check(lambda net: optimize(net, EXAMPLE, compile=False, cache=False), net)
+
+
+@settings(max_examples=6, suppress_health_check=SLOWLY)
+@given(NETWORKS)
+def test_export(net: nn.Module):
+    def written(net: nn.Module) -> nn.Module:
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "net.pt2"
+            export(net, path, input_size=tuple(EXAMPLE.shape[1:]))
+            return load(path, trusted=True)
+
+    check(written, net)
+
+
+def test_the_networks_drawn_are_folded_planned_and_refused(last_wins: None):
+    folded, used, refused = 0, 0, 0
+    for seed in range(40):
+        merged = merge(network(seed), chains=True, example_input=EXAMPLE)
+        folded += any(row.error is not None for row in notes(merged).merging)
+        planned = notes(plan(network(seed), EXAMPLE, cache=False)).plan
+        used += planned.used and any(row.choice != "as given" for row in planned.decisions)
+        refused += bool(planned.reason)
+    assert min(folded, used, refused) >= 5, (folded, used, refused)
