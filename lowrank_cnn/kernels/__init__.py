@@ -5,7 +5,12 @@
 
 from lowrank_cnn.kernels.autotune.choice import Choice, choose, explain
 from lowrank_cnn.kernels.autotune.support import unsupported
-from lowrank_cnn.kernels.dispatch import composite_conv2d, explain_call, tune
+from lowrank_cnn.kernels.dispatch import (
+    composite_conv2d,
+    composite_conv2d_with_statistics,
+    explain_call,
+    tune,
+)
 from lowrank_cnn.kernels.mode import for_graphs, forced
 from lowrank_cnn.kernels.problem import Problem, describe
 from lowrank_cnn.kernels.reference import composite_reference
@@ -15,6 +20,7 @@ __all__ = [
     "Problem",
     "choose",
     "composite_conv2d",
+    "composite_conv2d_with_statistics",
     "composite_reference",
     "describe",
     "explain",

@@ -72,6 +72,41 @@ def composite_conv2d(
     return ops.packed_conv2d(x, packed(layout_of(plan)), bias, residual, sizes, *how, plan)
 
 
+def composite_conv2d_with_statistics(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None = None,
+    *,
+    stride: Pair = (1, 1),
+    padding: Sequence[Sides],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One composite layer, and what a batch norm behind it needs: mean and biased variance per channel.
+
+    These are float32, over batch and positions, and have no gradient of their own: a batch norm's backward
+    accounts for them.
+
+        y, mean, variance = composite_conv2d_with_statistics(x, weights, padding=padding)
+        normed = (y - mean.view(-1, 1, 1)) * (variance + eps).rsqrt().view(-1, 1, 1)
+    """
+    asked = CallOptions(stride, tuple(padding), None, None, False)
+    exporting, asked_for, plan_of = _deciders()
+    plan = None
+    if not exporting() and (x.is_cuda or asked_for()):
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        shapes = tuple(tuple(map(index, tensor.shape)) for tensor in (x, *weights))
+        training = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
+        added = None if bias is None else bias.dtype
+        plan = plan_of(shapes, x.dtype, x.device, tuple(asked), training, x.requires_grad, added)
+    if plan is None:
+        y = _by_torch(x, weights, bias, None, asked)
+        variance, mean = torch.var_mean(y.detach().float(), (0, 2, 3), correction=0)
+        return y, mean, variance
+    from lowrank_cnn.kernels import ops
+
+    return ops.composite_conv2d_statistics(x, list(weights), bias, list(stride), ops.flat_padding(padding), plan)
+
+
 def explain_call(x: Tensor, weights: Sequence[Tensor], *, training: bool = False, **options: Any) -> str:
     """Which path `composite_conv2d` takes for such tensors, with the options of `describe`, and why."""
     if not (x.is_cuda or mode.asked_for()):

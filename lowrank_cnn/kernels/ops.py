@@ -142,6 +142,47 @@ def _(weights, size, stride, padding, layout):
     return weights[0].new_empty(launch.packed_shape(layout, problem))
 
 
+@torch.library.custom_op("lowrank::composite_conv2d_statistics", mutates_args=())
+def composite_conv2d_statistics(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    plan: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result without an activation, and its mean and biased variance per channel in float32."""
+    from lowrank_cnn.kernels.conv import launch
+    from lowrank_cnn.kernels.conv.plans import KernelPlan
+
+    problem = _problem(x, _shapes(weights), stride, padding, "", "")
+    return launch.forward_with_statistics(KernelPlan.parse(plan), problem, x, weights, bias)
+
+
+@composite_conv2d_statistics.register_fake
+def _(x, weights, bias, stride, padding, plan):
+    problem = _problem(x, _shapes(weights), stride, padding, "", "")
+    mean, variance = (x.new_empty(problem.filters, dtype=torch.float32) for _ in range(2))
+    return empty_result(problem, x), mean, variance
+
+
+def _save_plain(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weights, bias, stride, padding, _ = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(x, bias, *weights)
+    ctx.options = (stride, padding, False, "")
+
+
+def _backward_plain(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Any, ...]:
+    x, bias, *weights = ctx.saved_tensors
+    seen, need_input = x.new_empty(0, dtype=torch.uint8), ctx.needs_input_grad[0]
+    dx, db, *dw = composite_conv2d_backward(grad, x, weights, seen, *ctx.options, need_input, bias is not None)
+    return (dx if need_input else None, dw, None if bias is None else db.to(bias.dtype), None, None, None)
+
+
+composite_conv2d_statistics.register_autograd(_backward_plain, setup_context=_save_plain)
+
+
 def _unflattened(shapes: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(shapes[i : i + 4]) for i in range(0, len(shapes), 4)]
 
@@ -216,6 +257,11 @@ def _forward_flops(
 ) -> int:
     """Two operations per MAC, as torch counts; a fused pool's output stands for four pixels."""
     return 2 * _macs(x, weights, out_shape[0], pool)
+
+
+@register_flop_formula(torch.ops.lowrank.composite_conv2d_statistics)
+def _statistics_flops(x, weights, bias, stride, padding, plan, *, out_shape, **_) -> int:
+    return 2 * _macs(x, weights, out_shape[0], "")
 
 
 @register_flop_formula(torch.ops.lowrank.packed_conv2d)

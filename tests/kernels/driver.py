@@ -147,6 +147,15 @@ def forwards(capability: tuple[int, int]) -> None:
             launch.forward(plan, problem, x, weights, None, None, added)
 
 
+def statistics(capability: tuple[int, int]) -> None:
+    """Forwards that leave mean and variance for a batch norm."""
+    for name, stride in (("narrow", (1, 1)), ("wide", (1, 1)), ("lr", (2, 2))):
+        size, groups, _ = LAYERS[name]
+        problem, x, weights = posed((size, groups, None), torch.bfloat16, stride=stride, activation=None)
+        for plan in plans(problem, capability=capability):
+            launch.forward_with_statistics(plan, problem, x, weights, None)
+
+
 def backwards(capability: tuple[int, int]) -> None:
     for layer in (*LAYERS.values(), *FIRST.values()):
         problem, x, weights = posed(layer, torch.bfloat16)
@@ -199,6 +208,7 @@ def main(capability: int, what: str = "all") -> None:
     found: dict[str, Any] = {}
     compile_only(found)
     forwards(divmod(capability, 10))
+    statistics(divmod(capability, 10))
     backwards(divmod(capability, 10))
     neighbours()
     for name, kernel in found.items():

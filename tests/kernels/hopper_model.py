@@ -53,7 +53,8 @@ class Shared:
         return Shared(self.flat, self.start + i * int(np.prod(self.shape[1:])), self.shape[1:], self.layout)
 
     def _reinterpret(self, dtype, shape, layout):
-        shape = [*shape[:-1], shape[-1] * dtype.primitive_bitwidth // 32]
+        wide = 1 if isinstance(dtype, str) else dtype.primitive_bitwidth // 32
+        shape = [*shape[:-1], shape[-1] * wide]
         assert self.start + np.prod(shape) <= len(self.flat), "a view beyond its allocation"
         return Shared(self.flat, self.start, shape, layout)
 
@@ -264,12 +265,18 @@ def _minimum(a, b):
     return least.view(Values) if least.ndim else int(least)
 
 
+def _maximum(a, b):
+    most = np.maximum(a, b)
+    return most.view(Values) if most.ndim else most.item()
+
+
 def _language(machine):
     return types.SimpleNamespace(
         constexpr=int, int64="int64", int32="int32", uint8="uint8", float32="float32",
         bfloat16="bfloat16", float16="float16", static_range=range, where=_where, minimum=_minimum,
         exp=np.exp, abs=np.abs,
-        maximum=np.maximum, max=lambda x, axis: x.max(axis), thread_barrier=lambda: None,
+        maximum=_maximum, sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.max(axis),
+        thread_barrier=lambda: None,
         program_id=lambda _: machine.program, num_programs=lambda _: machine.programs,
         allocate_shared_memory=machine.allocate, load=_load, BlockedLayout=lambda *_: None,
         gather=lambda x, index, axis: np.take_along_axis(x, index, axis), convert_layout=lambda x, layout: x,
@@ -277,7 +284,7 @@ def _language(machine):
         atomic_add=_add, zeros=lambda shape, dtype, layout: _register(np.zeros(shape)),
         arange=lambda a, b, layout: np.arange(a, b, dtype=np.int32).view(Values),
         SliceLayout=lambda axis, parent: None, NVMMADistributedLayout=lambda **_: None,
-        NVMMASharedLayout=_shared_layout, SharedLinearLayout=Linear,
+        NVMMASharedLayout=_shared_layout, SwizzledSharedLayout=lambda *_: None, SharedLinearLayout=Linear,
     )  # fmt: skip
 
 
@@ -302,7 +309,7 @@ def _load(pointer, mask=True, other=0.0):
     return values.astype(pointer.array.dtype).view(Values)
 
 
-def _store(pointer, values, mask):
+def _store(pointer, values, mask=True):
     places = np.broadcast_to(pointer.offset, values.shape)
     mask = np.broadcast_to(mask, values.shape)
     pointer.array[places[mask]] = values[mask]
@@ -336,7 +343,8 @@ def emulate(monkeypatch, *names):
     experimental.gluon = gluon
     for module in (experimental, gluon, hopper, host):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    _executed(monkeypatch, "hopper_epilogue")
+    for name in ("hopper_epilogue", "hopper_fetch"):
+        _executed(monkeypatch, name)
     module = _executed(monkeypatch, "hopper")
     monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
     for name in names:

@@ -111,6 +111,25 @@ def test_every_plan_gives_stride_residual_and_activation(size, groups, stride, a
             assert worst(found, y) < ROUNDED, str(plan)
 
 
+@pytest.mark.parametrize(("size", "groups", "stride"), [case.values[:3] for case in EPILOGUES])
+def test_every_plan_gives_the_statistics(size, groups, stride):
+    """Of the result as it was rounded, and the same ones every time."""
+    x = torch.randn(size, device="cuda", dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    weights = [torch.randn(f, size[1], h, w, device="cuda").div(size[1] ** 0.5).bfloat16() for h, w, f in groups]
+    problem = describe(x, weights, stride=stride, padding=sides(groups))
+    right = composite_reference(
+        x.double(), [w.double() for w in weights], None, stride=stride, padding=sides(groups)
+    )
+    for plan in plans(problem):
+        y, mean, variance = launch.forward_with_statistics(plan, problem, x, weights, None)
+        assert off(y, right) < ROUNDED, str(plan)
+        exact = torch.var_mean(y.double(), (0, 2, 3), correction=0)
+        assert off(variance, exact[0]) < SUMMED, str(plan)
+        assert float((mean - exact[1]).abs().max()) < SUMMED * float(exact[0].max()) ** 0.5, str(plan)
+        for again in launch.forward_with_statistics(plan, problem, x, weights, None)[1:]:
+            assert torch.equal(again, mean) or torch.equal(again, variance), str(plan)
+
+
 STEMS = [
     pytest.param((16, 3, 224, 224), [(7, 1, 32), (1, 7, 32)], (2, 2), id="low-rank stem"),
     pytest.param((16, 3, 224, 224), [(7, 7, 64)], (2, 2), id="dense stem"),

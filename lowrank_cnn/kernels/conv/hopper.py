@@ -34,10 +34,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowrank_cnn.kernels.conv.epilogue import activation_options
-from lowrank_cnn.kernels.conv.hopper_epilogue import fetch_residual, pooled, write, write_added
+from lowrank_cnn.kernels.conv.hopper_epilogue import (
+    biased,
+    fetch_residual,
+    pooled,
+    store_parts,
+    write,
+    write_added,
+)
+from lowrank_cnn.kernels.conv.hopper_fetch import fetch, place_of
 from lowrank_cnn.kernels.conv.hopper_plan import (
     HopperTile,
-    RunRow,
     box_counts,
     box_total,
     default_tile,
@@ -50,121 +57,6 @@ from lowrank_cnn.kernels.conv.start import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
 from lowrank_cnn.kernels.tiles import ceil_div, filter_tiles
 
-(
-    FIRST_TILE, WEIGHT_ROW, CHANNEL, FILTER_COUNT, RUNS, ALONG, ACROSS, BEFORE, BESIDE, TURNED, WIDTH, TOP_SKIP,
-    LEFT_SKIP,
-) = (gl.constexpr(index) for index in range(len(RunRow._fields)))  # fmt: skip
-
-
-@gluon.jit
-def place_of(
-    index, counts,
-    GROUPS: gl.constexpr, TILES: gl.constexpr, FILTERS: gl.constexpr, RUN: gl.constexpr, IMAGES: gl.constexpr,
-    CROSS: gl.constexpr,
-):  # fmt: skip
-    """Where a tile's weights, pixels and results lie: its geometry, and its corner.
-
-    `counts` are the boxes along x and y for runs along the rows, then for runs along the columns. The geometry is
-    (weight row, runs, along, across, before, beside, width, top skip, left skip) as in `hopper_plan.RunRow`, the
-    corner (channel, turned, run, image, cross). The last tile of a group begins early enough to be whole: what it
-    shares with the tile before is computed twice, to the same bits.
-    """
-    tile, box = index % TILES, index // TILES
-    first, weight, channel, filters, runs, along, across = 0, 0, 0, 0, 1, 0, 0
-    before, beside, turned, width, top_skip, left_skip = 0, 0, 0, 1, 0, 0
-    for g in gl.static_range(len(GROUPS)):
-        if tile >= GROUPS[g][FIRST_TILE]:
-            first, weight = GROUPS[g][FIRST_TILE], GROUPS[g][WEIGHT_ROW]
-            channel, filters = GROUPS[g][CHANNEL], GROUPS[g][FILTER_COUNT]
-            runs, along, across = GROUPS[g][RUNS], GROUPS[g][ALONG], GROUPS[g][ACROSS]
-            before, beside, turned = GROUPS[g][BEFORE], GROUPS[g][BESIDE], GROUPS[g][TURNED]
-            width, top_skip, left_skip = GROUPS[g][WIDTH], GROUPS[g][TOP_SKIP], GROUPS[g][LEFT_SKIP]
-    offset = gl.minimum((tile - first) * FILTERS, filters - FILTERS)
-    boxes_x = gl.where(turned > 0, counts[2], counts[0])
-    boxes_y = gl.where(turned > 0, counts[3], counts[1])
-    x, y = box % boxes_x, box // boxes_x % boxes_y
-    run = gl.where(turned > 0, x, y) * RUN
-    cross = gl.where(turned > 0, y, x) * CROSS
-    image = box // (boxes_x * boxes_y) * IMAGES
-    geometry = (weight + offset, runs, along, across, before, beside, width, top_skip, left_skip)
-    return geometry, (channel + offset, turned, run, image, cross)
-
-
-@gluon.jit
-def fetch_pixels(
-    xs, pixels, ready, base, live, tap, depth, geometry, corner,
-    TAPS: gl.constexpr, RUN: gl.constexpr, STRIDE: gl.constexpr, CHANNELS: gl.constexpr,
-):  # fmt: skip
-    """Begin to fetch the pixels of one run of taps into the box at `base`; `tap` numbers the runs of a group."""
-    _, _, _, _, before, beside, width, top_skip, left_skip = geometry
-    _, turned, run, image, cross = corner
-    body = pixels.index(base)._reinterpret(xs[0].dtype, xs[0].block_shape, xs[0].layout)
-    if STRIDE[0] * STRIDE[1] > 1:
-        # A tap reads blocks of pixels at one parity of the rows and one of the columns.
-        down, right = tap // width + top_skip, tap % width + left_skip
-        y, x = run + down // STRIDE[0] - before, cross + right // STRIDE[1] - beside
-        place = [y, image, down % STRIDE[0], x, right % STRIDE[1] * CHANNELS + depth]
-        tma.async_copy_global_to_shared(xs[0], place, ready, body, pred=live)
-    else:
-        start = run - before
-        side = cross + tap - beside
-        if turned > 0:
-            tma.async_copy_global_to_shared(xs[2], [start, image, side, depth], ready, body, pred=live)
-        else:
-            tma.async_copy_global_to_shared(xs[0], [start, image, side, depth], ready, body, pred=live)
-        if TAPS > 1:  # the rows beyond the box, which its later taps read
-            rest = pixels.index(base + RUN)._reinterpret(xs[1].dtype, xs[1].block_shape, xs[1].layout)
-            start += RUN
-            if turned > 0:
-                tma.async_copy_global_to_shared(xs[3], [start, image, side, depth], ready, rest, pred=live)
-            else:
-                tma.async_copy_global_to_shared(xs[1], [start, image, side, depth], ready, rest, pred=live)
-
-
-@gluon.jit
-def fetch(
-    xs, w, pixels, slabs, box_ready, slab_ready, state, total, counts,
-    TAP: gl.constexpr, TAPS: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, RUN: gl.constexpr,
-    IMAGES: gl.constexpr, CROSS: gl.constexpr, STEPS: gl.constexpr, STRIDE: gl.constexpr,
-    CHANNELS: gl.constexpr,
-):  # fmt: skip
-    """Begin the next fetch: the weights of one tap and, at a run's first tap, the pixels of the whole run.
-
-    `state` is the tile that fetches have reached, the step in it, the boxes and slabs fetched so far, and the
-    tile's place. The place costs divisions, which would stand between the products of every tap: it is carried.
-    """
-    FILTERS: gl.constexpr = w.block_shape[0]
-    DEPTH: gl.constexpr = w.block_shape[1]
-    SPAN: gl.constexpr = RUN + TAPS - 1
-    BOXES: gl.constexpr = box_ready.shape[0]
-    SLABS: gl.constexpr = slabs.shape[0]
-    size: gl.constexpr = w.dtype.primitive_bitwidth // 8
-    ahead, step, boxed, issued, geometry, corner = state
-    weight, runs, along, across = geometry[0], geometry[1], geometry[2], geometry[3]
-    live = ahead < total
-    column = step // STEPS
-    depth = step % STEPS * DEPTH
-    if TAP == 0:
-        ready = box_ready.index(boxed % BOXES)
-        mbarrier.expect(ready, SPAN * IMAGES * CROSS * DEPTH * size, pred=live)
-        base = boxed % BOXES * SPAN
-        fetch_pixels(
-            xs, pixels, ready, base, live, column, depth, geometry, corner, TAPS, RUN, STRIDE, CHANNELS
-        )  # fmt: skip
-        boxed += 1
-    ready = slab_ready.index(issued % SLABS)
-    mbarrier.expect(ready, FILTERS * DEPTH * size, pred=live)
-    row = weight + TAP * along + column * across
-    tma.async_copy_global_to_shared(w, [row, depth], ready, slabs.index(issued % SLABS), pred=live)
-    if TAP == TAPS - 1:
-        step += 1
-        if step == runs * STEPS:
-            step = 0
-            ahead += gl.num_programs(0)
-            geometry, corner = place_of(ahead, counts, GROUPS, TILES, FILTERS, RUN, IMAGES, CROSS)
-    issued += 1
-    return ahead, step, boxed, issued, geometry, corner
-
 
 @gluon.jit
 def composite_hopper(
@@ -173,13 +65,15 @@ def composite_hopper(
     y_rows, y_columns,  # the result [N, H', W', total], the run's axis first
     r_rows, r_columns,  # the residual, likewise
     code_rows, code_columns,  # the winners of a pool, bytes, likewise
-    bias,  # [total]
-    total, rows_x, rows_y, turned_x, turned_y, out_height, out_width,
+    bias,  # [filters]
+    parts,  # [3, boxes, filters], float32: statistics of the results, see `statistics`
+    total, batch, filters, rows_x, rows_y, turned_x, turned_y, out_height, out_width,
     GROUPS: gl.constexpr, TILES: gl.constexpr, TAPS: gl.constexpr, RUN: gl.constexpr, IMAGES: gl.constexpr,
     CROSS: gl.constexpr, STEPS: gl.constexpr, STRIDE: gl.constexpr, CHANNELS: gl.constexpr,
     ACTIVATION: gl.constexpr, SLOPE: gl.constexpr, POOL: gl.constexpr, WHOLE: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, BOXES: gl.constexpr, SLABS: gl.constexpr,
-    PARTS: gl.constexpr, CODES: gl.constexpr, ACC: gl.constexpr,
+    PARTS: gl.constexpr, CODES: gl.constexpr, STATISTICS: gl.constexpr, ACC: gl.constexpr,
+    WARPS: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """Persistent over tiles. `BOXES` runs of pixels and `SLABS` taps of weights are in flight or in use.
 
@@ -245,6 +139,13 @@ def composite_hopper(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         if POOL:
             acc = pooled(acc, turned, run, cross, out_height, out_width, RUN, IMAGES, CROSS, WHOLE, CODES)
+        if STATISTICS:
+            # Of the values as they are written, and in their place: registers have no room for both.
+            acc = biased(acc, bias, channel, HAS_BIAS, False)[0].to(w.dtype).to(gl.float32)
+            acc = store_parts(
+                parts + index // TILES * filters + channel, total // TILES * filters, staged, acc,
+                turned, run, image, cross, batch, out_height, out_width, RUN, IMAGES, CROSS, WARPS, SUMS,
+            )  # fmt: skip
         if HAS_RESIDUAL:
             write_added(
                 ys, rs, staged, residual_ready.index(0), tiles_done, acc, bias, channel, turned, run, image,
@@ -253,7 +154,7 @@ def composite_hopper(
         else:
             write(
                 ys, cs, staged, staged_codes, acc, bias, channel, turned, run // SHRINK, image, cross // SHRINK,
-                ACTIVATION, SLOPE, HAS_BIAS, PARTS, CODES,
+                ACTIVATION, SLOPE, HAS_BIAS and not STATISTICS, PARTS, CODES,
             )  # fmt: skip
         tiles_done += 1  # noqa: SIM113
     tma.store_wait(0)
@@ -267,6 +168,7 @@ def launch_hopper(
     tile: HopperTile | None = None,
     codes: Tensor | None = None,
     residual: Tensor | None = None,
+    parts: Tensor | None = None,
 ) -> Tensor:
     """Run the kernel on `pack.pack_rows` weights; the result is channels-last."""
     tile = tile or default_tile(problem)
@@ -288,13 +190,16 @@ def launch_hopper(
         described_pixels(result, out), described_pixels(result, out, turned=True),
         described_pixels(added, out), described_pixels(added, out, turned=True),
         described_pixels(winners, out), described_pixels(winners, out, turned=True),
-        bias if bias is not None else packed, total, *rows, *turned, problem.out_height, problem.out_width,
+        bias if bias is not None else packed, parts if parts is not None else result,
+        total, problem.batch, problem.filters, *rows, *turned, problem.out_height, problem.out_width,
         GROUPS=tuple(map(tuple, run_rows(problem, tile.filters))), TILES=tiles, TAPS=run_length(problem), RUN=run,
         IMAGES=images, CROSS=cross, STEPS=ceil_div(problem.channels, tile.depth), STRIDE=problem.stride,
         CHANNELS=problem.channels, POOL=problem.pool is not None,
         WHOLE=problem.pool != "ceil" or problem.even, HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, BOXES=tile.boxes, SLABS=tile.slabs, PARTS=tile.parts,
-        CODES=codes is not None, ACC=_accumulator(tile), **activation_options(problem), num_warps=tile.warps,
+        CODES=codes is not None, STATISTICS=parts is not None, ACC=_accumulator(tile),
+        WARPS=tile.warp_grid[0], SUMS=_by_filter(tile),
+        **activation_options(problem), num_warps=tile.warps,
     )  # fmt: skip
     return maps
 
@@ -319,6 +224,11 @@ def _accumulator(tile: HopperTile) -> gl.NVMMADistributedLayout:
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=list(tile.warp_grid), instr_shape=[16, filters, 16]
     )
+
+
+def _by_filter(tile: HopperTile) -> gl.BlockedLayout:
+    """[warps, filters] with all warps' values of a filter in one thread."""
+    return gl.BlockedLayout([tile.warp_grid[0], 1], [1, 32], [1, tile.warps], [1, 0])
 
 
 def described_pixels(pixels: Tensor, block: tuple[int, ...], *, turned: bool = False) -> TensorDescriptor:

@@ -139,6 +139,45 @@ def send_added(
 
 
 @gluon.jit
+def store_parts(
+    parts, plane, staged, out, turned, run, image, cross, batch, out_height, out_width,
+    RUN: gl.constexpr, IMAGES: gl.constexpr, CROSS: gl.constexpr, WARPS: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """Count, mean and squared distances of a tile's pixels inside the image, per filter (see `statistics`).
+
+    Each of `WARPS` warps along the pixels adds up its own, and they meet in the memory that results leave through.
+    Squares are of the values themselves: in so small tiles, 16 bits lose more to a large mean than the difference.
+    Returns the values, with zeros outside the image, where none is written.
+    """
+    PIXELS: gl.constexpr = RUN * IMAGES * CROSS
+    FILTERS: gl.constexpr = out.shape[1]
+    pixel = gl.arange(0, PIXELS, layout=gl.SliceLayout(1, out.type.layout))
+    runs = gl.where(turned > 0, out_width, out_height) - run
+    crosses = gl.where(turned > 0, out_height, out_width) - cross
+    inside = (pixel // (IMAGES * CROSS) < runs) & (pixel % CROSS < crosses)
+    inside = inside & (image + pixel // CROSS % IMAGES < batch)
+    values = gl.where(inside[:, None], out, 0.0)
+    # Warps take sixteen pixels each in turn: sums over all but the axis of warps exchange nothing between them.
+    own = values.reshape([PIXELS // (16 * WARPS), WARPS, 16, FILTERS])
+    sums, squares = gl.sum(gl.sum(own, 2), 0), gl.sum(gl.sum(own * own, 2), 0)
+    met = staged._reinterpret(gl.float32, [2, WARPS, FILTERS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    tma.store_wait(0)  # until the results before have left
+    gl.thread_barrier()
+    met.index(0).store(sums)
+    met.index(1).store(squares)
+    gl.thread_barrier()
+    total, squared = gl.sum(met.index(0).load(SUMS), 0), gl.sum(met.index(1).load(SUMS), 0)
+    gl.thread_barrier()
+    pixels = gl.minimum(runs, RUN) * gl.minimum(crosses, CROSS) * gl.maximum(gl.minimum(batch - image, IMAGES), 0)
+    mean = total / gl.maximum(pixels * 1.0, 1.0)
+    lanes = gl.arange(0, FILTERS, layout=gl.SliceLayout(0, SUMS))
+    gl.store(parts + lanes, total * 0.0 + pixels)
+    gl.store(parts + plane + lanes, mean)
+    gl.store(parts + 2 * plane + lanes, gl.maximum(squared - total * mean, 0.0))
+    return values
+
+
+@gluon.jit
 def halves_of(out):
     """The first and the second half of the filters of [pixels, filters]."""
     return out.reshape([out.shape[0], 2, out.shape[1] // 2]).permute(0, 2, 1).split()

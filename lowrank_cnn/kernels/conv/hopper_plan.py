@@ -163,6 +163,13 @@ def box_total(problem: Problem, box: Box) -> int:
     return max(_boxes_per_group(problem, box)) * ceil_div(problem.batch, box[1])
 
 
+def part_count(problem: Problem, tile: HopperTile) -> int:
+    """Boxes, each of which gives a part of the statistics; 0 where a tile is too small for warps to share them."""
+    if tile.pixels % (16 * tile.warp_grid[0]) or tile.pixels // tile.parts < 16 * tile.warp_grid[0] // 4:
+        return 0
+    return box_total(problem, run_box(problem, tile))
+
+
 def _boxes_per_group(problem: Problem, box: Box) -> list[int]:
     rows, turned = box_counts(problem, box)
     return [turned[0] * turned[1] if is_turned(problem, group) else rows[0] * rows[1] for group in problem.groups]

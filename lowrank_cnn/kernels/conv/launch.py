@@ -16,6 +16,7 @@ from lowrank_cnn.kernels.conv import (
     gather,
     hopper_plan,
     overlap_plan,
+    statistics,
     stem,
     tiled,
     window_plan,
@@ -80,6 +81,22 @@ def pack_weights(layout: str, problem: Problem, weights: Sequence[Tensor], dtype
     if layout == "union":
         return pack_union(weights, problem, gather.gathered_values(problem), dtype)
     return pack_rows(_folded_weights(problem, weights) if layout == "blocks" else weights, dtype)
+
+
+@on_its_device
+def forward_with_statistics(
+    plan: KernelPlan, problem: Problem, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result of a plan, and its mean and biased variance per channel in float32."""
+    packed = pack_weights(LAYOUTS[plan.kernel], problem, weights, x.dtype)
+    counts = {"hopper": hopper_plan.part_count, "tiled": tiled.part_count}
+    count = counts[plan.kernel](problem, plan.tile) if plan.kernel in counts else 0
+    if not count:
+        y = forward_packed(plan, problem, x, packed, bias)
+        return y, *statistics.launch_merge(statistics.launch_parts(y))
+    parts = statistics.empty_parts(count, x, problem.filters)
+    y = _launcher(plan.kernel)(problem, x, packed, bias, plan.tile, None, None, parts)
+    return y, *statistics.launch_merge(parts)
 
 
 @on_its_device

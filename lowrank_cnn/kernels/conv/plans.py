@@ -123,7 +123,7 @@ def hopper_tiles(problem: Problem, rings: int = 1) -> list[hopper_plan.HopperTil
     if hopper_plan.unsupported(problem) is not None:
         return []
     widest = min(group.filters for group in problem.groups)
-    sizes = ((2, 2), (2, 3), (2, 4), (3, 5)) if hopper_plan.run_length(problem) > 1 else ((3, 3), (4, 4))
+    sizes = ((2, 2), (2, 3), (2, 4), (3, 5)) if hopper_plan.run_length(problem) > 1 else ((2, 2), (3, 3), (4, 4))
     found = [hopper_plan.default_tile(problem)]
     for pixels, filters, warps, residents in HOPPER:
         tiles = [

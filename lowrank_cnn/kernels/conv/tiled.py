@@ -15,6 +15,7 @@ and its column parity is an offset of C channels: nothing is gathered, and no pr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import triton
 import triton.language as tl
@@ -94,6 +95,25 @@ def masked_places(out, image, row, column, channel, left, batch, height, width, 
 
 
 @triton.jit
+def store_parts(parts, plane, out, rest, image, row, column, batch, height, width):
+    """Count, mean and squared distances of a box's pixels in the image, for `rest` filters (see `statistics`)."""
+    n = image + tl.arange(0, out.shape[0])[:, None, None, None]
+    y = row + tl.arange(0, out.shape[1])[None, :, None, None]
+    x = column + tl.arange(0, out.shape[2])[None, None, :, None]
+    inside = (n < batch) & (y < height) & (x < width)
+    rows, columns = tl.minimum(height - row, out.shape[1]), tl.minimum(width - column, out.shape[2])
+    count = (tl.minimum(batch - image, out.shape[0]) * rows * columns).to(tl.float32)
+    values = tl.where(inside, out, 0.0)
+    mean = tl.sum(tl.sum(tl.sum(values, 0), 0), 0) / count
+    away = tl.where(inside, out - mean[None, None, None, :], 0.0)
+    squares = tl.sum(tl.sum(tl.sum(away * away, 0), 0), 0)
+    lane = tl.arange(0, out.shape[3])
+    tl.store(parts + lane, mean * 0.0 + count, mask=lane < rest)
+    tl.store(parts + plane + lane, mean, mask=lane < rest)
+    tl.store(parts + 2 * plane + lane, squares, mask=lane < rest)
+
+
+@triton.jit
 def composite_tiled(
     x,  # descriptor of [N, H, W, C], or of [N, H/s, s, W/s, s*C] where STRIDE is not 1
     w,  # descriptor of [taps * filters of all groups, C]
@@ -103,12 +123,13 @@ def composite_tiled(
     residual,  # [N, H', W', total], where boxes are masked
     result,  # [N, H', W', total], where boxes are masked
     codes,  # [N, H', W', total], bytes: the winners of a pool
+    parts,  # [3, boxes, total], float32: statistics of the results, see `statistics`
     batch, row_boxes, column_boxes, out_height, out_width, height, width, total,
     GROUPS: tl.constexpr, TILES: tl.constexpr, IMAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     FILTERS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, STRIDE: tl.constexpr,
     CHANNELS: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, POOL: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WHOLE_POOL: tl.constexpr, WHOLE_FILTERS: tl.constexpr,
-    CODES: tl.constexpr,
+    CODES: tl.constexpr, STATISTICS: tl.constexpr,
 ):  # fmt: skip
     """One box of pixels for one tile of filters; `STEPS` blocks of `DEPTH` channels make up one tap.
 
@@ -160,6 +181,12 @@ def composite_tiled(
         place, inside = masked_places(out, image, row, column, channel, rest, batch, height, width, total)
         tl.store(codes + place, code.to(tl.uint8), mask=inside)
     out = out.to(result.dtype.element_ty)
+    if STATISTICS:
+        boxes = tl.num_programs(0) // TILES
+        store_parts(
+            parts + box * total + channel, boxes * total, out.to(tl.float32), rest,
+            image, row, column, batch, out_height, out_width,
+        )  # fmt: skip
     if WHOLE_FILTERS:
         y.store([image, row, column, channel], out)
     else:
@@ -175,6 +202,7 @@ def launch_tiled(
     tile: Tile | None = None,
     codes: Tensor | None = None,
     residual: Tensor | None = None,
+    parts: Tensor | None = None,
 ) -> Tensor:
     """Run the kernel on `pack.pack_rows` weights; the result is channels-last."""
     tile, pixels, maps = tile or Tile(), pixels_last(x), empty_result(problem, x)
@@ -192,16 +220,22 @@ def launch_tiled(
         TensorDescriptor.from_tensor(packed, [tile.filters, depth]),
         TensorDescriptor.from_tensor(result, block), TensorDescriptor.from_tensor(added, block),
         bias if bias is not None else packed, added, result, codes if codes is not None else result,
-        problem.batch, counts[1], counts[2], problem.out_height, problem.out_width, *problem.result_size,
-        problem.filters,
+        parts if parts is not None else result, problem.batch, counts[1], counts[2], problem.out_height,
+        problem.out_width, *problem.result_size, problem.filters,
         GROUPS=tuple(map(tuple, group_rows(problem, tile.filters))), TILES=tiles, IMAGES=images, ROWS=rows,
         COLUMNS=columns, FILTERS=tile.filters, DEPTH=depth, STEPS=ceil_div(problem.channels, depth),
         STRIDE=problem.stride, CHANNELS=problem.channels, POOL=pool, HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, WHOLE_POOL=problem.pool != "ceil" or problem.even,
         WHOLE_FILTERS=all(group.filters % tile.filters == 0 for group in problem.groups),
-        CODES=codes is not None, **activation_options(problem), num_warps=tile.warps, num_stages=tile.stages,
+        CODES=codes is not None, STATISTICS=parts is not None, **activation_options(problem),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return maps
+
+
+def part_count(problem: Problem, tile: Tile) -> int:
+    """Boxes, each of which gives a part of the statistics."""
+    return prod(box_count(problem, box_of(problem.batch, problem.out_height, problem.out_width, tile.pixels)))
 
 
 def described_blocks(pixels: Tensor, problem: Problem, box: tuple[int, int, int], depth: int) -> TensorDescriptor:
