@@ -1,8 +1,8 @@
-"""Choose how the steps of a run execute: compiled by torch or not, replayed as a CUDA graph or launched one by one.
+"""Choose how the steps of a run execute: compiled by torch or not, as a CUDA graph or kernel by kernel.
 
 Every way computes the same step, within rounding. A choice is measured on the run's first batch: each way takes a
-few steps, the compiled one only where its gradients agree with the other's and where enough training is left to pay
-for compiling. Weights, statistics and random numbers are put back afterwards, so a choice leaves no trace.
+few steps, the compiled one only where its gradients agree with the other's and where enough training is left to
+pay for compiling. Weights, statistics and random numbers are put back afterwards, so a choice leaves no trace.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _apart(found: list[Tensor], right: list[Tensor]) -> float:
 
 
 def resolved(compile: Compile, *, able: bool, before: dict[str, Any]) -> Compile:
-    """What `compile` means for a run: a resumed one keeps the way that it has; without a GPU nothing is measured."""
+    """What `compile` means for a run: a resumed one keeps its way; where a GPU is not `able`, it is off."""
     if compile != "auto":
         return compile
     return bool(before["compiled"]) if "compiled" in before else "auto" if able else False

@@ -61,7 +61,8 @@ def fit(
     last weights (their moving average where the recipe keeps one), never of weights chosen on the test set.
     `data` may be a `data.holdout(...)`, for a search that never sees the test set, or a name.
     On a GPU, `compile="auto"` trains through torch.compile where the run is long enough to pay for it and a few
-    measured steps are faster; True and False decide. Either way a step is one CUDA graph, and the record says which.
+    measured steps are faster; True and False decide. Either way a step is one CUDA graph, and the record says
+    which.
     `checkpoint_activations` saves memory: stages are computed again in the backward pass.
     `decode="gpu"` lets the GPU decode streamed photographs to train on, which needs torchvision.
     `deterministic` gives the same bits whenever the run is repeated or resumed, on the CPU or on one GPU.
