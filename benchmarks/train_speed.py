@@ -29,14 +29,14 @@ from benchmarks.runs import earlier_runs, write_runs
 from lowrank_cnn.data import Data, ResidentSplit, open_data
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.environment import environment
-from lowrank_cnn.train import fit, get_recipe, trainer
+from lowrank_cnn.train import execution, fit, get_recipe
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.step import GraphedStep
 
 KIND = "train-speed"
 WAYS = {
-    "eager": {"cuda_graphs": False},
-    "CUDA graph": {"cuda_graphs": True},
+    "eager": {"cuda_graphs": False, "compile": False},
+    "CUDA graph": {"cuda_graphs": True, "compile": False},
     "CUDA graph, compiled": {"cuda_graphs": True, "compile": True},
 }
 
@@ -116,7 +116,7 @@ def keeping_graphs() -> Iterator[list[GraphedStep]]:
             super().__init__(*arguments)
             kept.append(self)
 
-    with mock.patch.object(trainer, "GraphedStep", Kept):
+    with mock.patch.object(execution, "GraphedStep", Kept):
         yield kept
 
 

@@ -40,7 +40,9 @@ def reproduce_command(
     seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each network.")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Change the recipe: field=value.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
-    compile_: Annotated[bool, typer.Option("--compile", help="Compile the networks.")] = False,
+    compile_: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="Compile the networks; else where it is faster.")
+    ] = None,
     recompute: Annotated[bool, typer.Option("--checkpoint-activations", help="Save memory; slower.")] = False,
     workers: Annotated[int, typer.Option(help="Processes that decode images, where these are streamed.")] = 0,
     decode: Decode = "cpu",
@@ -63,8 +65,8 @@ def reproduce_command(
         found = build_table(experiment, out, **chosen)
     else:
         images = _open(data, limit=limit, bad=bad, missing=missing)
-        how = {"device": device, "compile": compile_, "workers": workers, "progress": progress and not as_json}
-        how |= {"checkpoint_activations": recompute, "decode": decode}
+        how = {"device": device, "workers": workers, "progress": progress and not as_json, "decode": decode}
+        how |= {"compile": "auto" if compile_ is None else compile_, "checkpoint_activations": recompute}
         changes = {"settings": parse_settings(settings or []), "keep_weights": weights}
         found = _reproduce(experiment, images, out, **chosen, **changes, **how)
         # All that is finished is shown, whoever trained it; what is missing, of what was asked for alone.

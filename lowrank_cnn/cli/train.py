@@ -54,7 +54,10 @@ def train_command(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     device: Device = "auto",
     precision: Annotated[str | None, typer.Option(help="auto, fp32 or bf16.")] = None,
-    compile_: Annotated[bool, typer.Option("--compile", help="Compile the network with torch.compile.")] = False,
+    compile_: Annotated[
+        bool | None,
+        typer.Option("--compile/--no-compile", help="Train through torch.compile; else where it is faster."),
+    ] = None,
     recompute: Annotated[
         bool, typer.Option("--checkpoint-activations", help="Compute maps twice instead of keeping them.")
     ] = False,
@@ -92,7 +95,7 @@ def train_command(
             out=out,
             resume=resume,
             device=device,
-            compile=compile_,
+            compile="auto" if compile_ is None else compile_,
             checkpoint_activations=recompute,
             workers=workers,
             decode=decode,

@@ -93,8 +93,10 @@ class FusedChain(nn.Module):
 
     def merges(self, x: Tensor) -> bool:
         """Whether one launch is faster for such an input."""
-        off = mode() == "off" or torch.compiler.is_compiling() or torch.compiler.is_exporting()
-        if off or not (x.is_cuda or asked_for()):
+        # First, for torch.compile cannot follow what `mode` reads; it asks once per size, and measures nothing.
+        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+            return False
+        if mode() == "off" or not (x.is_cuda or asked_for()):
             return False
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())):

@@ -1,12 +1,14 @@
 """Layers between convs that run through the kernels where these can: batch norm and ReLU, max-pool, response norm.
 
 Elsewhere they are what they stand for: off the GPU, under LOWRANK_KERNELS=off, in types the kernels do not
-know, and where torch.compile or torch.export trace, which fuse such steps themselves or must run anywhere.
+know, and where torch.export traces, for what it takes down must run anywhere.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from math import prod
+from operator import index
 from typing import Any
 
 import torch
@@ -29,15 +31,29 @@ MOST_CHANNELS = 33
 
 
 class FusedNorm(nn.Module):
-    """A batch norm and the ReLU behind it. Its parameters, statistics and mode are those of the norm it is for."""
+    """A batch norm, a residual that is added to its result, an activation ("" for none), and a max-pool.
+
+    Its parameters, statistics and mode are those of the norm it is for. With `twice`, the result comes twice, for
+    two readers: their gradients are then added where the norm's gradient is computed.
+    """
 
     norm: nn.BatchNorm2d
 
-    def __init__(self, norm: nn.BatchNorm2d, relu: nn.ReLU) -> None:
+    def __init__(
+        self,
+        norm: nn.BatchNorm2d,
+        activation: str = "relu",
+        *,
+        slope: float = 0.0,
+        inplace: bool = False,
+        pool: FusedPool | None = None,
+        twice: bool = False,
+    ) -> None:
         super().__init__()
         # The very same dictionaries: what is replaced in one, by a move to a device say, is so in the other.
         self._parameters, self._buffers = norm._parameters, norm._buffers
-        self.inplace = relu.inplace
+        self.activation, self.slope, self.inplace = activation, slope, inplace
+        self.pool, self.twice = pool, twice
         self.__dict__["norm"] = norm  # known, but no part: its tensors are registered here already
 
     def train(self, mode: bool = True) -> FusedNorm:
@@ -45,18 +61,61 @@ class FusedNorm(nn.Module):
         super().train(mode)
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
-        norm = self.norm
-        if not (kernels_take(x) and norm.training and norm.momentum is not None and _several(x)):
-            return F.relu(norm.forward(x), inplace=self.inplace)
-        from lowrank_cnn.kernels.between.norm_ops import batch_norm_relu, batch_norm_statistics
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        if not (self.takes(x) and (residual is None or _alike(residual, x))):
+            y = self._by_torch(x, residual)
+            return (y, y) if self.twice else y
+        from lowrank_cnn.kernels.between.statistics import batch_norm_statistics
 
+        norm = self.norm
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
-        mean, rstd = batch_norm_statistics(x.detach(), *running, norm.momentum, norm.eps)
-        return batch_norm_relu(x, mean, rstd, norm.weight, norm.bias, True)
+        return self.normalised(x, *batch_norm_statistics(x.detach(), *running, norm.momentum, norm.eps), residual)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether the kernels normalise such maps now: in training, by the statistics of several values."""
+        norm = self.norm
+        return norm.training and norm.momentum is not None and _several(x) and kernels_take(x)
+
+    def normalised(self, x: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None) -> Any:
+        """The result, by the kernels, from the statistics of the batch."""
+        from lowrank_cnn.kernels.between.normalise import TwiceRead, batch_norm_activation
+        from lowrank_cnn.kernels.between.normalise_pool import batch_norm_relu_pool
+
+        scales = (mean, rstd, self.norm.weight, self.norm.bias)
+        if self.pool is not None and residual is None and self.activation == "relu" and self.pool.unrolls(x):
+            codes = torch.is_grad_enabled() and x.requires_grad
+            y = batch_norm_relu_pool(x, *scales, *self.pool.options(), codes)[0]
+            return (y, y) if self.twice else y
+        inputs = (x, *scales, residual, self.activation, self.slope)
+        # torch.compile sees no gain in it: what it adds up, it adds up in kernels of its own.
+        if self.twice and self.pool is None and not torch.compiler.is_compiling():
+            return TwiceRead.apply(*inputs)
+        y = batch_norm_activation(*inputs)
+        y = y if self.pool is None else self.pool(y)
+        return (y, y) if self.twice else y
+
+    def _by_torch(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        y = self.norm.forward(x)
+        y = y if residual is None else y + residual
+        if self.activation:
+            extra = {"negative_slope": self.slope} if self.activation == "leaky_relu" else {}
+            extra |= {"inplace": True} if self.inplace and self.activation != "gelu" else {}
+            y = getattr(F, self.activation)(y, **extra)
+        return y if self.pool is None else self.pool(y)
 
     def extra_repr(self) -> str:
-        return f"{self.norm.extra_repr()}, relu=True"
+        return f"{self.norm.extra_repr()}, {self.activation or 'no activation'}, twice={self.twice}"
+
+
+class NormedConv(nn.Module):
+    """A conv and the norm behind it, with what follows the norm."""
+
+    def __init__(self, conv: nn.Module, norm: FusedNorm) -> None:
+        super().__init__()
+        self.conv, self.norm = conv, norm
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        return self.norm(self.conv(x), residual)
 
 
 class FusedPool(nn.Module):
@@ -72,7 +131,17 @@ class FusedPool(nn.Module):
         from lowrank_cnn.kernels.between.pool import max_pool2d
 
         codes = torch.is_grad_enabled() and x.requires_grad
-        return max_pool2d(x, list(self.kernel), list(self.stride), list(self.padding), self.ceil, codes)[0]
+        return max_pool2d(x, *self.options(), codes)[0]
+
+    def options(self) -> tuple[list[int], list[int], list[int], bool]:
+        """Window, stride, padding and rounding, as the operators take them."""
+        return list(self.kernel), list(self.stride), list(self.padding), self.ceil
+
+    def unrolls(self, x: Tensor) -> bool:
+        """Whether the kernel that normalises as it pools takes such windows."""
+        from lowrank_cnn.kernels.between.normalise_pool import MOST_PLACES
+
+        return self._fits(x) and self.kernel[0] * self.kernel[1] <= MOST_PLACES
 
     def _fits(self, x: Tensor) -> bool:
         """Whether every window meets the image; torch says what is wrong where not."""
@@ -97,7 +166,7 @@ class FusedResponseNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not kernels_take(x):
             return F.local_response_norm(x, self.size, self.alpha, self.beta, self.k)
-        from lowrank_cnn.kernels.between.response_norm_ops import local_response_norm
+        from lowrank_cnn.kernels.between.response_norm import local_response_norm
 
         return local_response_norm(x, self.size, self.alpha, self.beta, self.k)
 
@@ -107,11 +176,21 @@ class FusedResponseNorm(nn.Module):
 
 def kernels_take(x: Tensor) -> bool:
     """Whether the kernels between convs are to run, and can take such maps."""
-    if torch.compiler.is_compiling() or torch.compiler.is_exporting() or survey() is not None:
+    # index() makes numbers of sizes that torch.compile holds open: the answer is for one size.
+    asked = tuple(map(index, x.shape)), x.dtype, x.device
+    if torch.compiler.is_compiling():
+        from lowrank_cnn.kernels.between.while_tracing import takes_while_tracing
+        from lowrank_cnn.kernels.tracing import exporting
+
+        return not exporting() and takes_while_tracing(*asked)
+    return not torch.compiler.is_exporting() and takes(*asked)
+
+
+def takes(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """The same, asked with plain values."""
+    if mode() == "off" or survey() is not None or not (device.type == "cuda" or asked_for()):
         return False
-    if mode() == "off" or not (x.is_cuda or asked_for()):
-        return False
-    return x.dim() == 4 and x.dtype in TYPES and 0 < x.numel() <= LARGEST and _able(x.device)
+    return len(shape) == 4 and dtype in TYPES and 0 < prod(shape) <= LARGEST and _able(device)
 
 
 def _able(device: torch.device) -> bool:
@@ -132,10 +211,15 @@ def _is_recent(device: torch.device) -> bool:
 
 
 def _runs(device: torch.device) -> bool:
-    from lowrank_cnn.kernels.between.norm import launch_statistics
+    from lowrank_cnn.kernels.between.statistics import launch_statistics
 
     launch_statistics(torch.zeros(2, 8, 2, 2, device=device), None, None, 0.1, 1e-5)
     return True
+
+
+def _alike(residual: Tensor, x: Tensor) -> bool:
+    """Whether a residual can be added to maps in a kernel: it is of their size and type."""
+    return residual.shape == x.shape and residual.dtype == x.dtype
 
 
 def _several(x: Tensor) -> bool:
@@ -172,7 +256,7 @@ def fused_norm(norm: nn.Module, following: nn.Module | None) -> FusedNorm | None
         return None
     if not isinstance(following, nn.ReLU) or not is_plain(following, nn.ReLU):
         return None
-    return FusedNorm(norm, following)
+    return FusedNorm(norm, "relu", inplace=following.inplace)
 
 
 def fused_pool(module: nn.Module) -> FusedPool | None:

@@ -15,6 +15,7 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory, check_same_run
+from lowrank_cnn.train.execution import COMPILED, EAGER, Compile, Ways, resolved
 from lowrank_cnn.train.fused import fused_to_train
 from lowrank_cnn.train.inputs import Inputs, make_inputs
 from lowrank_cnn.train.launch import resolve_precision
@@ -28,20 +29,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Means:
-    """What decides how fast a run is and how much memory it takes, and not what it learns.
+class ExecutionOptions:
+    """Settings that affect speed and memory, not results, except that a GPU decodes images a little differently.
 
-    But for `decode`: the pixels of a GPU's decoder differ a little.
+    `compile` is "auto" to train through torch.compile where that is measured to be faster.
     """
 
-    compile: bool = False
+    compile: Compile = "auto"
     cuda_graphs: bool = True
     recompute: bool = False
     workers: int = 0
     decode: Decode = "cpu"
 
     def __post_init__(self) -> None:
-        if self.compile and self.recompute:
+        if self.compile not in (True, False, "auto"):
+            raise LowRankError(f'compile is True, False or "auto", not {self.compile!r}.')
+        if self.compile is True and self.recompute:
             raise LowRankError(
                 "compile and checkpoint_activations exclude each other: torch traces no such stages."
             )
@@ -57,7 +60,7 @@ class Job:
     recipe: Recipe
     seed: int
     precision: str
-    means: Means
+    options: ExecutionOptions
     directory: RunDirectory | None
     shown: Progress
     about: dict[str, Any] = field(init=False)
@@ -111,19 +114,42 @@ class Job:
             device=device,
             rank=self.fabric.global_rank,
             world=self.fabric.world_size,
-            workers=self.means.workers,
-            decode=self.means.decode,
+            workers=self.options.workers,
+            decode=self.options.decode,
             # The first conv would round its images to bf16 anyway; on a GPU it then reads half the bytes.
             dtype=torch.bfloat16 if self.precision == "bf16" and device.type == "cuda" else torch.float32,
             saved=checkpoint.part("preprocess") if checkpoint else None,
         )
 
-    def forward(self, size: tuple[int, int, int]) -> nn.Module:
-        """The model as it runs in training: placed, its stages recomputed or compiled as the means say."""
+    def ways(self, size: tuple[int, int, int], checkpoint: Checkpoint | None) -> Ways:
+        """The ways to run the model in training: placed, its stages recomputed or compiled as the options say."""
         placed = self.placed(size)
-        placed = recomputed(placed).train() if self.means.recompute else placed
-        compiled: Any = torch.compile(placed) if self.means.compile else placed
-        return self.fabric.setup_module(compiled)
+        placed = recomputed(placed).train() if self.options.recompute else placed
+        forwards: dict[str, nn.Module] = {}
+        compile = resolved(
+            self.options.compile,
+            # What is faster is decided by times, which differ from run to run: not where bits must repeat.
+            able=self.graphs and not self.options.recompute and not torch.are_deterministic_algorithms_enabled(),
+            before=checkpoint.state.get("execution", {}) if checkpoint else {},
+        )
+        if compile is not True:
+            forwards[EAGER] = self.fabric.setup_module(placed)
+        if compile:
+            forwards[COMPILED] = self._compiled(placed)
+        precision = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return Ways(forwards, self.graphs, precision, self.shown.say)
+
+    def _compiled(self, placed: nn.Module) -> nn.Module:
+        """The model compiled by torch; dropout draws the same numbers as without, so that results are the same."""
+        compiled: Any = torch.compile(placed, dynamic=False, options={"fallback_random": True})
+        # Fabric would take the compiler off and put it on again around its own wrapper.
+        return self.fabric.setup_module(compiled, _reapply_compile=False)
+
+    @property
+    def graphs(self) -> bool:
+        """Whether steps may be recorded as CUDA graphs: by one process, on a CUDA device."""
+        alone = self.fabric.device.type == "cuda" and self.fabric.world_size == 1
+        return self.options.cuda_graphs and alone
 
     def placed(self, size: tuple[int, int, int]) -> nn.Module:
         """The model laid out as the device likes it, its layers fused where that can be and gains."""
@@ -135,16 +161,16 @@ class Job:
         if self.fabric.device.type != "cuda":
             return self.model
         # Launched one by one, fused layers cost the host more than they save the device: graphs alone gain.
-        gains = self.means.cuda_graphs and self.fabric.world_size == 1 and not self.means.compile
         # What is fused, and which algorithm cuDNN takes, is decided by times, which differ from run to run.
         repeatable = torch.are_deterministic_algorithms_enabled()
-        placed = fused_to_train(self.model, size, self.shown.say) if gains and not repeatable else self.model
-        torch.backends.cudnn.benchmark = not repeatable  # not before: two images need no search
+        gains = self.graphs and not repeatable
+        placed = fused_to_train(self.model, size, self.shown.say) if gains else self.model
+        torch.backends.cudnn.benchmark = not repeatable  # not before: a few images need no search
         return placed
 
     def record(self, inputs: Inputs) -> Record:
         """The record of the run, with no history yet."""
-        decoded = {"decode": self.means.decode} if self.means.decode != "cpu" else {}
+        decoded = {"decode": self.options.decode} if self.options.decode != "cpu" else {}
         return Record(
             **(self.about | {"data": self.about["data"] | decoded}),
             recipe=self.recipe.to_dict(),

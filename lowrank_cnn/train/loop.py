@@ -17,8 +17,9 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.determinism import changed_conditions, conditions, keep_threads, repeatable
 from lowrank_cnn.train.directory import RunDirectory, recipe_changes
+from lowrank_cnn.train.execution import Compile
 from lowrank_cnn.train.failure import told_out_of_memory
-from lowrank_cnn.train.job import Job, Means
+from lowrank_cnn.train.job import ExecutionOptions, Job
 from lowrank_cnn.train.launch import batch_norm_over_all, launch
 from lowrank_cnn.train.progress import Charts, Lines, Live, Progress
 from lowrank_cnn.train.randomness import seed_generators
@@ -43,7 +44,7 @@ def fit(
     device: str = "auto",
     precision: str | None = None,
     strategy: str = "auto",
-    compile: bool = False,
+    compile: Compile = "auto",
     cuda_graphs: bool = True,
     checkpoint_activations: bool = False,
     workers: int = 0,
@@ -59,6 +60,9 @@ def fit(
     beside it; `resume=True` goes on from there, or starts where there is nothing yet. The result is that of the
     last weights (their moving average where the recipe keeps one), never of weights chosen on the test set.
     `data` may be a `data.holdout(...)`, for a search that never sees the test set, or a name.
+    On a GPU, `compile="auto"` trains through torch.compile where the run is long enough to pay for it and a few
+    measured steps are faster; True and False decide. Either way a step is one CUDA graph, and the record says
+    which.
     `checkpoint_activations` saves memory: stages are computed again in the backward pass.
     `decode="gpu"` lets the GPU decode streamed photographs to train on, which needs torchvision.
     `deterministic` gives the same bits whenever the run is repeated or resumed, on the CPU or on one GPU.
@@ -68,13 +72,13 @@ def fit(
     if not isinstance(model, nn.Module):
         hint = "give its .network" if hasattr(model, "network") else "create_model makes one from a name"
         raise LowRankError(f"fit trains an nn.Module, not a {type(model).__name__}: {hint}.")
-    means = Means(compile, cuda_graphs, checkpoint_activations, workers, decode)
+    options = ExecutionOptions(compile, cuda_graphs, checkpoint_activations, workers, decode)
     recipe = _resolve(recipe, epochs)
     data = data if isinstance(data, Data) else open_data(data)
     directory = None if out is None else RunDirectory(Path(out))
     fabric = launch(device, precision or recipe.precision, strategy)
     shown = Lines() if progress and fabric.is_global_zero else Progress()
-    job = Job(fabric, model, data, recipe, seed, precision or recipe.precision, means, directory, shown)
+    job = Job(fabric, model, data, recipe, seed, precision or recipe.precision, options, directory, shown)
     held = directory.held() if directory else contextlib.nullcontext()
     with held, repeatable(deterministic, processes=fabric.world_size):
         if resume and (done := job.finished()):
@@ -103,12 +107,11 @@ def _train(job: Job, saved: Checkpoint | None, *, tensorboard: bool, checkpoint_
         trainer = Trainer(
             fabric,
             model,
-            job.forward(inputs.size),
+            job.ways(inputs.size, saved),
             inputs,
             recipe,
             job.record(inputs),
             directory=job.directory,
-            cuda_graphs=job.means.cuda_graphs,
             checkpoint_every=checkpoint_every,
         )
         Trained(model, inputs.preprocess, recipe, job.data.classes, job.data.test.size or ()).attach()

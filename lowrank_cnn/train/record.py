@@ -19,7 +19,7 @@ from lowrank_cnn.system.seal import SEAL, BrokenSealError, is_sealed, sealed, un
 
 SCHEMA = 1
 KIND = "training"
-LATER = {"begun_from"}
+LATER = {"begun_from", "execution"}
 """Fields that older records lack."""
 STATUSES = ("running", "interrupted", "failed", "finished")
 
@@ -47,6 +47,7 @@ class Record:
     `watched` says whose accuracy the history shows: the images held out of training, or the test set.
     `changes` are the fields of the recipe that were changed when an interrupted run was taken up again.
     `begun_from` names the trained weights that the network had before the run; empty where it had none.
+    `execution` says how steps ran, compiled or not and as a CUDA graph or not; empty before the first.
     `sealed` says whether the file that the record was read from had a checksum; it is not written.
     """
 
@@ -64,6 +65,7 @@ class Record:
     status: str = "running"
     environment: dict[str, Any] = field(default_factory=environment)
     begun_from: str = ""
+    execution: dict[str, Any] = field(default_factory=dict)
     kind: str = KIND
     schema: int = SCHEMA
     sealed: bool = field(default=True, compare=False)

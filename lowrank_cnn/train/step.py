@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowrank_cnn.kernels.autotune.ahead import prepare
 from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.kernels.mode import for_graphs
+from lowrank_cnn.train.randomness import generator_states, restore_generators
 from lowrank_cnn.train.recipe import Recipe
 
 
@@ -134,9 +134,7 @@ class GraphedStep:
     def __init__(self, step: Step, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images.clone(), labels.clone()
         with for_graphs(), contextlib.ExitStack() as changes:
-            changes.enter_context(_put_back(step.tensors(), images.device))
-            if not _is_compiled(step.forward):
-                prepare(lambda: step.forward(self.images))
+            changes.enter_context(put_back(step.tensors(), images.device))
 
             def undo() -> None:
                 changes.close()
@@ -148,12 +146,6 @@ class GraphedStep:
         self.images.copy_(images, non_blocking=True)
         self.labels.copy_(labels, non_blocking=True)
         self.graph.replay()
-
-
-def _is_compiled(forward: Callable[..., object]) -> bool:
-    """Whether torch.compile has yet to trace it, which it must not do on shapes alone."""
-    parts = forward.modules() if isinstance(forward, nn.Module) else ()
-    return any(type(part).__name__ == "OptimizedModule" for part in parts)
 
 
 def make_optimizer(
@@ -189,12 +181,12 @@ def copy_into(targets: dict[str, Tensor], sources: dict[str, Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def _put_back(tensors: dict[str, Tensor], device: torch.device) -> Iterator[None]:
+def put_back(tensors: dict[str, Tensor], device: torch.device) -> Iterator[None]:
     """Let the block change tensors and draw random numbers, then undo all of it."""
     before = {name: t.clone() for name, t in tensors.items()}
-    drawn = torch.cuda.get_rng_state(device)
+    drawn = generator_states(device)
     try:
         yield
     finally:
         copy_into(tensors, before)
-        torch.cuda.set_rng_state(drawn, device)
+        restore_generators(drawn, device)

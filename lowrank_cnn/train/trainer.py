@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.memory import is_out_of_memory
 from lowrank_cnn.train import failure, launch
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory
+from lowrank_cnn.train.execution import Ways
 from lowrank_cnn.train.failure import Interrupted, NotFiniteError, StopRequest
 from lowrank_cnn.train.inputs import Inputs
 from lowrank_cnn.train.progress import Progress
@@ -24,7 +24,7 @@ from lowrank_cnn.train.record import Epoch, Record
 from lowrank_cnn.train.schedule import LevelOff, learning_rate, replayed_drops
 from lowrank_cnn.train.score import Evaluation, score
 from lowrank_cnn.train.state import Keeper, Position
-from lowrank_cnn.train.step import GraphedStep, Step, Tally, copy_into
+from lowrank_cnn.train.step import Step, Tally, copy_into
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -40,20 +40,19 @@ class Trainer:
         self,
         fabric: Fabric,
         network: nn.Module,
-        forward: Callable[[Tensor], Any],
+        ways: Ways,
         inputs: Inputs,
         recipe: Recipe,
         record: Record,
         *,
         directory: RunDirectory | None = None,
-        cuda_graphs: bool = True,
         checkpoint_every: float = 30.0,
     ) -> None:
         self.fabric, self.network, self.inputs = fabric, network, inputs
         self.recipe, self.record = recipe, record
         self.directory, self.checkpoint_every = directory, checkpoint_every
-        self.cuda_graphs = cuda_graphs and fabric.device.type == "cuda" and fabric.world_size == 1
-        self.step = Step(network, forward, fabric.backward, recipe, fabric.device)
+        self.ways = ways
+        self.step = Step(network, next(iter(ways.forwards.values())), fabric.backward, recipe, fabric.device)
         self.keeper = Keeper(fabric, self.step, inputs, record)
         self.update: Callable[[Tensor, Tensor], None] | None = None
         self.levels = LevelOff(recipe.patience, recipe.levels, recipe.min_delta)
@@ -98,7 +97,11 @@ class Trainer:
 
     def _write(self, directory: RunDirectory, *, held: bool = False) -> None:
         self.update_record()
-        state = {"position": asdict(self.position), "levels": self.levels.state()}
+        state = {
+            "position": asdict(self.position),
+            "levels": self.levels.state(),
+            "execution": self.record.execution,
+        }
         best = self.position.best_epoch * self.per_epoch
         self.keeper.save(directory, state, iteration=self.iteration, best=best, held=held)
         self.saved = replace(self.position)
@@ -139,17 +142,12 @@ class Trainer:
         return learning_rate(self.recipe, iteration, per_epoch=self.per_epoch, drops=self.drops)
 
     def _make_update(self, images: Tensor, labels: Tensor) -> Callable[[Tensor, Tensor], None]:
-        """The step as a CUDA graph where that can be, else the step itself."""
-        if not self.cuda_graphs:
-            return self.step
-        try:
-            return GraphedStep(self.step, images, labels)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            reason = str(error).partition("\n")[0]
-            self.progress.say(f"Steps run one kernel at a time, not as a CUDA graph: {reason}")
-            return self.step
+        """The step by the fastest way there is; the record says by which."""
+        self.ways.say = self.progress.say
+        left = self.recipe.epochs * self.per_epoch - self.iteration
+        update, execution = self.ways.choose(self.step, images, labels, steps_left=left)
+        self.record.execution = asdict(execution)
+        return update
 
     def _look_around(self, stop: StopRequest) -> None:
         """Between steps: show, save when it is time, and leave when asked to."""

@@ -27,7 +27,7 @@ from triton.runtime.jit import JITFunction
 from lowrank_cnn.kernels.autotune.ahead import compile_ahead
 from lowrank_cnn.kernels.autotune.support import Request
 from lowrank_cnn.kernels.autotune.trial import Trial
-from lowrank_cnn.kernels.between import norm, pool, response_norm
+from lowrank_cnn.kernels.between import normalise, normalise_pool, pool, response_norm, statistics
 from lowrank_cnn.kernels.conv import hopper, launch
 from lowrank_cnn.kernels.conv.plans import plans
 from lowrank_cnn.kernels.modules import MOST_CHANNELS
@@ -173,9 +173,16 @@ def neighbours() -> None:
     """Batch norm, max-pool and local response norm, which train beside the composites."""
     x = torch.zeros(128, 192, 16, 16, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     numbers = torch.zeros(192)
-    mean, rstd = norm.launch_statistics(x, (numbers, numbers), torch.zeros((), dtype=torch.int64), 0.1, 1e-5)
-    norm.launch_normalise(x, mean, rstd, numbers, numbers, True)
-    norm.launch_gradients(x, x, mean, rstd, numbers, numbers, True)
+    running, tracked = (numbers, numbers), torch.zeros((), dtype=torch.int64)
+    mean, rstd = statistics.launch_statistics(x, running, tracked, 0.1, 1e-5)
+    statistics.launch_track(mean, rstd, running, tracked, 1024, 0.1, 1e-5)
+    scales = (mean, rstd, numbers, numbers)
+    for residual, activation in ((None, "relu"), (x, "relu"), (x, "silu")):
+        normalise.launch_normalise(x, *scales, residual, activation, 0.0)
+        normalise.launch_gradients(x, residual, x, *scales, residual, activation, 0.0)
+    window = pool.window(x.shape, (3, 3), (2, 2), (1, 1), False)
+    y, codes, won = normalise_pool.launch_forward(x, *scales, window, codes=True)
+    normalise_pool.launch_backward(y, codes, won, x, *scales[:3], window)
     window = pool.window(x.shape, (3, 3), (2, 2), (0, 0), True)
     codes = torch.zeros((128, *window.result, 192), dtype=torch.uint8)
     pool.launch_backward(pool.launch_forward(x, window, codes), codes, window)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import forced
-from lowrank_cnn.kernels.between.response_norm_ops import local_response_norm
+from lowrank_cnn.kernels.between.response_norm import local_response_norm
 from lowrank_cnn.kernels.conv import launch
 from lowrank_cnn.kernels.conv.backward import launch_weight_gradient
 from lowrank_cnn.kernels.conv.plans import KernelPlan

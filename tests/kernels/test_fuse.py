@@ -309,12 +309,12 @@ def test_a_relu_with_a_forward_of_its_own_stays(layer):
 def test_where_triton_cannot_build_torch_runs(monkeypatch):
     pytest.importorskip("triton")
     from lowrank_cnn.kernels import modules
-    from lowrank_cnn.kernels.between import norm
+    from lowrank_cnn.kernels.between import statistics
 
     def fails(*_):
         raise RuntimeError("Failed to find C compiler.")
 
-    monkeypatch.setattr(norm, "launch_statistics", fails)
+    monkeypatch.setattr(statistics, "launch_statistics", fails)
     monkeypatch.setattr(modules, "_ABLE", {})
     chain = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)).to(DEVICE)
     x = torch.randn(2, 8, 4, 4, device=DEVICE).contiguous(memory_format=torch.channels_last)
@@ -326,12 +326,12 @@ def test_where_triton_cannot_build_torch_runs(monkeypatch):
 def test_triton_is_asked_again_where_memory_ran_out(monkeypatch):
     pytest.importorskip("triton")
     from lowrank_cnn.kernels import modules
-    from lowrank_cnn.kernels.between import norm
+    from lowrank_cnn.kernels.between import statistics
 
     def fails(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(norm, "launch_statistics", fails)
+    monkeypatch.setattr(statistics, "launch_statistics", fails)
     monkeypatch.setattr(modules, "_ABLE", {})
     assert not modules._able(torch.device("cpu"))
     assert modules._ABLE == {}

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import forced
-from lowrank_cnn.kernels.between import response_norm_ops
+from lowrank_cnn.kernels.between import response_norm
 from lowrank_cnn.kernels.fuse import fuse
 from lowrank_cnn.kernels.modules import FusedResponseNorm
 from lowrank_cnn.models import create_model
@@ -22,7 +22,7 @@ from lowrank_cnn.models import create_model
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
-ours = response_norm_ops.local_response_norm
+ours = response_norm.local_response_norm
 
 
 def maps(size, dtype=torch.float32, seed=0):
@@ -118,7 +118,7 @@ def test_operators_are_well_formed():
     options = (5, 0.5, 0.75, 1.0)
     torch.library.opcheck(ours, (x, *options), test_utils=tests)
     arguments = (torch.ones_like(x), x.detach(), *options)
-    torch.library.opcheck(response_norm_ops.local_response_norm_backward, arguments, test_utils=tests[:2])
+    torch.library.opcheck(response_norm.local_response_norm_backward, arguments, test_utils=tests[:2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

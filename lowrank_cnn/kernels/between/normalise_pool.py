@@ -1,0 +1,266 @@
+"""Batch norm in training with the ReLU and the max-pool behind it, as one step: the first layers of a ResNet.
+
+The largest maps of such a network stand between its first conv and its pool. Only the pooled ones are written
+here:
+
+- forward, a window's places are normalised as they are read. Kept are the winner's place (a byte) and its value
+  before the norm; `DEAD` stands for a winner that ReLU cut;
+- backward, the two sums over pixels that a norm's gradient needs (see `normalise`) have terms at winners alone,
+  so they are sums over the pooled maps. The gradient of the input then looks up the few windows that cover a
+  pixel, and is the only pass over the large maps.
+"""
+
+# ruff: noqa: N803
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowrank_cnn.kernels.between.affine import affine, of_channels
+from lowrank_cnn.kernels.between.pool import Window, window, won_from
+from lowrank_cnn.kernels.between.statistics import share_out
+from lowrank_cnn.kernels.device_guard import on_its_device
+from lowrank_cnn.kernels.problem import empty_maps, pixels_last
+from lowrank_cnn.kernels.tiles import lanes_of
+
+VALUES = 1024
+"""Values per program: with 128 threads, 16 bytes of bfloat16 per thread and place of the window."""
+MOST_PLACES = 25
+"""Places of the largest window: loops over them are unrolled, so that all their loads are under way at once."""
+DEAD = tl.constexpr(255)
+"""The code of a window whose winner ReLU cut."""
+
+
+@triton.jit
+def normalise_pool(
+    x,  # [N, height, width, TOTAL]
+    y,  # [N, result_height, result_width, TOTAL], written
+    codes,  # as y, uint8, written: the winner's place in its window, row by row
+    won,  # as y, written: the winner's value in x
+    mean, rstd, weight, bias,  # [TOTAL]
+    pixels, height, width, result_height, result_width,
+    TOTAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr,
+    PADDING: tl.constexpr, CODES: tl.constexpr, PIXELS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """A block of results for a block of channels; the first of equals wins, and NaN over all."""
+    pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    m, r, w, b = of_channels(mean, rstd, weight, bias, lane, TOTAL, WEIGHT, BIAS)
+    keep = (pixel < pixels)[:, None] & (lane < TOTAL)[None, :]
+    top = pixel // result_width % result_height * STRIDE[0] - PADDING[0]
+    left = pixel % result_width * STRIDE[1] - PADDING[1]
+    image = pixel // (result_width * result_height)
+    base = ((image * height + top) * width + left)[:, None] * TOTAL + lane[None, :]
+    best = tl.full((PIXELS, LANES), float("-inf"), tl.float32)
+    code = tl.full((PIXELS, LANES), DEAD, tl.int32)
+    value = tl.zeros((PIXELS, LANES), tl.float32)
+    for place in tl.static_range(KERNEL[0] * KERNEL[1]):
+        row, column = top + place // KERNEL[1], left + place % KERNEL[1]
+        inside = keep & ((row >= 0) & (row < height) & (column >= 0) & (column < width))[:, None]
+        source = base + (place // KERNEL[1] * width + place % KERNEL[1]) * TOTAL
+        here = tl.load(x + source, mask=inside, other=0.0).to(tl.float32)
+        z = tl.where(inside, (here - m) * r * w + b, float("-inf"))
+        better = (z > best) | (z != z)
+        best = tl.where(better, z, best)
+        code = tl.where(better, place, code)
+        value = tl.where(better, here, value)
+    target = pixel[:, None] * TOTAL + lane[None, :]
+    dead = best <= 0
+    tl.store(y + target, tl.where(dead, 0.0, best).to(y.dtype.element_ty), mask=keep)
+    if CODES:
+        tl.store(codes + target, tl.where(dead, DEAD, code).to(tl.uint8), mask=keep)
+        tl.store(won + target, value.to(won.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def pooled_sums(
+    grad, codes, won,  # [results, TOTAL]
+    sums,  # [2, shares, TOTAL] float32, written
+    mean, rstd,  # [TOTAL]
+    results,
+    TOTAL: tl.constexpr, ROUNDS: tl.constexpr, RESULTS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Over a share of the results: sums of the gradients that reach a winner, and of these times its value."""
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    start = tl.program_id(0) * ROUNDS * RESULTS
+    m, r, _, _ = of_channels(mean, rstd, mean, mean, lane, TOTAL, False, False)
+    plain = tl.zeros((RESULTS, LANES), tl.float32)
+    weighted = tl.zeros((RESULTS, LANES), tl.float32)
+    for turn in range(ROUNDS):
+        result = start + turn * RESULTS + tl.arange(0, RESULTS)
+        keep = (result < results)[:, None] & (lane < TOTAL)[None, :]
+        place = result[:, None] * TOTAL + lane[None, :]
+        g = tl.load(grad + place, mask=keep, other=0.0).to(tl.float32)
+        code = tl.load(codes + place, mask=keep, other=DEAD)
+        normed = (tl.load(won + place, mask=keep, other=0.0).to(tl.float32) - m) * r
+        g = tl.where(code == DEAD, 0.0, g)
+        plain += g
+        weighted += g * normed
+    target = tl.program_id(0) * TOTAL + lane
+    tl.store(sums + target, tl.sum(plain, 0), mask=lane < TOTAL)
+    target += tl.num_programs(0) * TOTAL
+    tl.store(sums + target, tl.sum(weighted, 0), mask=lane < TOTAL)
+
+
+@triton.jit
+def unpooled_gradient(
+    grad, codes,  # [N, result_height, result_width, TOTAL]
+    x,  # [N, height, width, TOTAL]
+    dx,  # as x, written
+    sums,  # [2, TOTAL] float32
+    mean, rstd, weight,  # [TOTAL]
+    pixels, height, width, result_height, result_width,
+    TOTAL: tl.constexpr, WEIGHT: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIXELS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """A block of input pixels for a block of channels; at most `ROWS` x `COLUMNS` windows cover a pixel."""
+    pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    m, r, w, _ = of_channels(mean, rstd, weight, mean, lane, TOTAL, WEIGHT, False)
+    plain = tl.load(sums + lane, mask=lane < TOTAL, other=0.0) / pixels
+    weighted = tl.load(sums + TOTAL + lane, mask=lane < TOTAL, other=0.0) / pixels
+    keep = (pixel < pixels)[:, None] & (lane < TOTAL)[None, :]
+    place = pixel[:, None] * TOTAL + lane[None, :]
+    normed = (tl.load(x + place, mask=keep, other=0.0).to(tl.float32) - m) * r
+    down = pixel // width % height + PADDING[0]
+    right = pixel % width + PADDING[1]
+    image = pixel // (width * height)
+    g = tl.zeros((PIXELS, LANES), tl.float32)
+    for turn in tl.static_range(ROWS * COLUMNS):
+        g += won_from(
+            grad, codes, turn, down, right, image, lane, keep, result_height, result_width,
+            TOTAL, KERNEL, STRIDE, COLUMNS,
+        )  # fmt: skip
+    out = (g - plain[None, :] - normed * weighted[None, :]) * (w * r)
+    tl.store(dx + place, out.to(dx.dtype.element_ty), mask=keep)
+
+
+@on_its_device
+def launch_forward(
+    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, pool: Window, *, codes: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, channels-last, the winners' places and their values; the last two empty without `codes`."""
+    batch, channels = x.shape[:2]
+    y = empty_maps((batch, channels, *pool.result), x)
+    seen, won = _kept(x, pool, codes)
+    pixels, lanes = batch * pool.result[0] * pool.result[1], lanes_of(channels)
+    block = VALUES // lanes
+    normalise_pool[(-(-pixels // block), -(-channels // lanes))](
+        pixels_last(x), y.permute(0, 2, 3, 1), seen, won, *affine(mean, rstd, weight, bias), pixels, *pool.size,
+        *pool.result, TOTAL=channels, WEIGHT=weight is not None, BIAS=bias is not None, KERNEL=pool.kernel,
+        STRIDE=pool.stride, PADDING=pool.padding, CODES=codes, PIXELS=block, LANES=lanes, num_warps=4,
+    )  # fmt: skip
+    return y, seen, won
+
+
+@on_its_device
+def launch_backward(
+    grad: Tensor,
+    seen: Tensor,
+    won: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    pool: Window,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the input, channels-last, and [2, C]: those of bias and weight, in float32."""
+    channels = x.shape[1]
+    g, results = pixels_last(grad), grad.numel() // channels
+    lanes, block, rounds, shares = share_out(results, channels, x.device)
+    tiles = -(-channels // lanes)
+    parts = torch.empty((2, shares, channels), device=x.device, dtype=torch.float32)
+    pooled_sums[(shares, tiles)](
+        g, seen, won, parts, mean, rstd, results,
+        TOTAL=channels, ROUNDS=rounds, RESULTS=block, LANES=lanes, num_warps=4,
+    )  # fmt: skip
+    sums, dx = parts.sum(1), empty_maps(x.shape, x)
+    pixels, block = x.numel() // channels, VALUES // lanes
+    rows, columns = (-(-kernel // stride) for kernel, stride in zip(pool.kernel, pool.stride, strict=True))
+    unpooled_gradient[(-(-pixels // block), tiles)](
+        g, seen, pixels_last(x), dx.permute(0, 2, 3, 1), sums, *affine(mean, rstd, weight, None)[:3], pixels,
+        *pool.size, *pool.result, TOTAL=channels, WEIGHT=weight is not None, KERNEL=pool.kernel,
+        STRIDE=pool.stride, PADDING=pool.padding, ROWS=rows, COLUMNS=columns, PIXELS=block, LANES=lanes,
+        num_warps=4,
+    )  # fmt: skip
+    return dx, sums
+
+
+def _kept(x: Tensor, pool: Window, codes: bool) -> tuple[Tensor, Tensor]:
+    size = (x.shape[0], *pool.result, x.shape[1]) if codes else (0,)
+    return x.new_empty(size, dtype=torch.uint8), x.new_empty(size)
+
+
+@torch.library.custom_op("lowrank::batch_norm_relu_pool", mutates_args=())
+def batch_norm_relu_pool(
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil: bool,
+    codes: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The input normalised by its statistics, rectified and pooled; the winners' places and values."""
+    pool = window(x.shape, kernel, stride, padding, ceil)
+    return launch_forward(x, mean, rstd, weight, bias, pool, codes=codes)
+
+
+@batch_norm_relu_pool.register_fake
+def _(x, mean, rstd, weight, bias, kernel, stride, padding, ceil, codes):
+    pool = window(x.shape, kernel, stride, padding, ceil)
+    return empty_maps((x.shape[0], x.shape[1], *pool.result), x), *_kept(x, pool, codes)
+
+
+@torch.library.custom_op("lowrank::batch_norm_relu_pool_backward", mutates_args=())
+def batch_norm_relu_pool_backward(
+    grad: Tensor,
+    seen: Tensor,
+    won: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the input, and [2, C]: those of bias and weight, in float32."""
+    pool = window(x.shape, kernel, stride, padding, ceil)
+    return launch_backward(grad, seen, won, x, mean, rstd, weight, pool)
+
+
+@batch_norm_relu_pool_backward.register_fake
+def _(grad, seen, won, x, mean, rstd, weight, kernel, stride, padding, ceil):
+    return empty_maps(x.shape, x), x.new_empty((2, x.shape[1]), dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, kernel, stride, padding, ceil, _ = inputs
+    _, seen, won = output
+    ctx.mark_non_differentiable(seen, won)
+    ctx.options = (kernel, stride, padding, ceil)
+    ctx.save_for_backward(seen, won, *tensors)
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Any, ...]:
+    *kept, weight, bias = ctx.saved_tensors
+    dx, (db, dw) = batch_norm_relu_pool_backward(grad, *kept, weight, *ctx.options)
+    weight_grad = None if weight is None else dw.to(weight.dtype)
+    bias_grad = None if bias is None else db.to(bias.dtype)
+    return dx, None, None, weight_grad, bias_grad, None, None, None, None, None
+
+
+batch_norm_relu_pool.register_autograd(_backward, setup_context=_save)

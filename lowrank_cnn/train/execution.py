@@ -1,0 +1,161 @@
+"""Choose how the steps of a run execute: compiled by torch or not, as a CUDA graph or kernel by kernel.
+
+Every way computes the same step, within rounding. A choice is measured on the run's first batch: each way takes a
+few steps, the compiled one only where its gradients agree with the other's and where enough training is left to
+pay for compiling. Weights, statistics and random numbers are put back afterwards, so a choice leaves no trace.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.kernels.autotune.ahead import prepare
+from lowrank_cnn.kernels.mode import for_graphs
+from lowrank_cnn.system.memory import is_out_of_memory
+from lowrank_cnn.train.step import GraphedStep, Step, put_back
+
+Compile = bool | Literal["auto"]
+Update = Callable[[Tensor, Tensor], None]
+Say = Callable[[str], None]
+EAGER, COMPILED = "eager", "compiled"
+
+PAYS_AFTER = 600.0
+"""Seconds of training left from which compiling pays: it takes about half a minute, and saves a tenth or more."""
+TIMED_STEPS = 10
+AGREEMENT = {torch.float32: 1e-2, torch.bfloat16: 0.2}
+"""How far the gradients of two ways may differ, relative to their norm, by the type that convs compute in."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How steps execute; a record holds it as a dictionary, and a resumed run takes the same way."""
+
+    compiled: bool = False
+    cuda_graph: bool = False
+
+    def __str__(self) -> str:
+        network = "compiled by torch" if self.compiled else "not compiled"
+        return f"{network}, {'replayed as a CUDA graph' if self.cuda_graph else 'launched kernel by kernel'}"
+
+
+@dataclass
+class Ways:
+    """The forwards that a run may train through, by name, and whether its steps may be CUDA graphs."""
+
+    forwards: Mapping[str, nn.Module]
+    graphs: bool
+    precision: torch.dtype = torch.float32
+    say: Say = print
+
+    def choose(self, step: Step, images: Tensor, labels: Tensor, *, steps_left: int) -> tuple[Update, Execution]:
+        """The fastest update for batches like this one, and how it executes."""
+        if COMPILED not in self.forwards:
+            return self._made(EAGER, step, images, labels)
+        if EAGER not in self.forwards:
+            return self._made(COMPILED, step, images, labels)
+        update, execution = self._made(EAGER, step, images, labels)
+        plain = _trial(step, update, images, labels)
+        if plain.seconds * steps_left < PAYS_AFTER:
+            return update, execution
+        # One graph at a time: each keeps the maps of a whole step.
+        del update
+        step.optimizer.zero_grad(set_to_none=True)
+        if (compiled := self._tried(step, images, labels, plain)) is not None:
+            return compiled
+        return self._made(EAGER, step, images, labels)
+
+    def _tried(self, step: Step, images: Tensor, labels: Tensor, plain: Trial) -> tuple[Update, Execution] | None:
+        """The compiled update, where it works, agrees and is faster."""
+        try:
+            update, execution = self._made(COMPILED, step, images, labels)
+            trial = _trial(step, update, images, labels)
+        except Exception as error:  # a compiler may stumble over anything that a foreign forward does
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            self.say(f"The network is not compiled: {reason}")
+            return None
+        times = f"{trial.seconds * 1e3:.1f} ms a step compiled, {plain.seconds * 1e3:.1f} ms without"
+        apart = _apart(trial.gradients, plain.gradients)
+        if not apart <= AGREEMENT[self.precision]:  # nor where it is not a number
+            self.say(f"The network is not compiled: its gradients would differ by {apart:.1g}.")
+            return None
+        if trial.seconds >= plain.seconds:
+            self.say(f"The network is not compiled, which is no faster: {times}.")
+            return None
+        self.say(f"The network is compiled by torch: {times}.")
+        return update, execution
+
+    def _made(self, way: str, step: Step, images: Tensor, labels: Tensor) -> tuple[Update, Execution]:
+        """The update by one way, as a CUDA graph where that can be."""
+        compiled = way == COMPILED
+        step.forward = self.forwards[way]
+        if not self.graphs:
+            return step, Execution(compiled)
+        try:
+            # Kernels are measured and compiled before torch traces, which can do neither.
+            with for_graphs():
+                with put_back(step.tensors(), images.device):
+                    if compiled:
+                        _meet_kernels(self.forwards[COMPILED], step, images, labels)
+                    else:
+                        prepare(lambda: step.forward(images))
+                return GraphedStep(step, images, labels), Execution(compiled, cuda_graph=True)
+        except RuntimeError as error:
+            if is_out_of_memory(error) or compiled:
+                raise
+            reason = str(error).partition("\n")[0]
+            self.say(f"Steps run one kernel at a time, not as a CUDA graph: {reason}")
+            return step, Execution(compiled)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a few steps by one way took, and the gradients of the first."""
+
+    seconds: float
+    gradients: list[Tensor]
+
+
+def _meet_kernels(forward: nn.Module, step: Step, images: Tensor, labels: Tensor) -> None:
+    """One step without the compiler: layers choose their kernels by measuring, which a trace cannot."""
+    with torch.compiler.set_stance("force_eager"):
+        prepare(lambda: forward(images))
+        step(images, labels)
+
+
+def _trial(step: Step, update: Update, images: Tensor, labels: Tensor) -> Trial:
+    with put_back(step.tensors(), images.device):
+        update(images, labels)
+        gradients = [p.grad.detach().clone() for p in step.parameters.values() if p.grad is not None]
+        _wait(images.device)
+        began = time.perf_counter()
+        for _ in range(TIMED_STEPS):
+            update(images, labels)
+        _wait(images.device)
+        seconds = (time.perf_counter() - began) / TIMED_STEPS
+    return Trial(seconds, gradients)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _apart(found: list[Tensor], right: list[Tensor]) -> float:
+    """The norm of the difference of two lists of gradients, relative to the second's."""
+    if len(found) != len(right):
+        return float("inf")
+    away = [a.float() - b.float() for a, b in zip(found, right, strict=True)]
+    return float(nn.utils.get_total_norm(away) / nn.utils.get_total_norm(right).clamp_min(1e-12))
+
+
+def resolved(compile: Compile, *, able: bool, before: dict[str, Any]) -> Compile:
+    """What `compile` means for a run: a resumed one keeps its way; where a GPU is not `able`, it is off."""
+    if compile != "auto":
+        return compile
+    return bool(before["compiled"]) if "compiled" in before else "auto" if able else False
