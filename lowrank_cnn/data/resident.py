@@ -132,8 +132,10 @@ class ResidentSplit:
         return iter(self.images.split(_PREPARE_IMAGES))
 
     def subset(self, index: Tensor) -> ResidentSplit:
-        chosen = Decoded(self.images[index], self.labels[index], self.problems)
-        return ResidentSplit(lambda: chosen, self.size, lambda: fingerprint_of_subset(self.fingerprint, index))
+        def chosen() -> Decoded:
+            return Decoded(self.images[index], self.labels[index], self.problems)
+
+        return ResidentSplit(chosen, self.size, lambda: fingerprint_of_subset(self.fingerprint, index))
 
 
 class ResidentLoader:

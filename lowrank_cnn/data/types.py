@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -110,12 +110,17 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class Data:
-    """A named set of images: its classes, what to train on and what to test on."""
+    """A named set of images: its classes, what to train on and what to test on.
+
+    `details` say how the set was put together, for the record of a run: which share of the images was taken for
+    testing (`val_split`), and whether images were brought to the network's own size (`sized_by`).
+    """
 
     name: str
     classes: tuple[str, ...]
     train: Split
     test: Split
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def digest(self) -> str:

@@ -213,7 +213,7 @@ def test_predict_shows_the_network_what_evaluate_does(tmp_path, mode, sizes, fra
 
 def test_images_of_another_size_than_in_training_are_refused(run, data):
     out, _, _ = run
-    larger = ResidentSplit.of(torch.zeros(4, 1, 20, 20, dtype=torch.uint8), torch.zeros(4, dtype=torch.long))
+    larger = ResidentSplit.of(torch.zeros(4, 1, 20, 20, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64))
     with pytest.raises(LowRankError, match=r"1x16x16, halves has images of 1x20x20.*image_size=16"):
         evaluate(out, dataclasses.replace(data, test=larger), device="cpu")
 

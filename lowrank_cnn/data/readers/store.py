@@ -14,7 +14,7 @@ NO_LABEL = torch.iinfo(torch.int64).min
 WRONG_LABEL = "wrong label"
 
 
-class Store(Protocol):
+class ImageStore(Protocol):
     """Numbered rows of encoded images with their labels (NO_LABEL where there is none)."""
 
     @property
@@ -41,7 +41,7 @@ class Store(Protocol):
         ...
 
 
-def labelled_rows(store: Store, classes: int, problems: Problems) -> Tensor:
+def labelled_rows(store: ImageStore, classes: int, problems: Problems) -> Tensor:
     """The rows whose label names a class; the others are counted as problems."""
     right = (store.labels >= 0) & (store.labels < classes)
     for row in (~right).nonzero()[:, 0].tolist():
@@ -50,6 +50,6 @@ def labelled_rows(store: Store, classes: int, problems: Problems) -> Tensor:
     return right.nonzero()[:, 0]
 
 
-def fingerprint_of_rows(store: Store, rows: Tensor) -> str:
+def fingerprint_of_rows(store: ImageStore, rows: Tensor) -> str:
     """The identity of some rows of a store, with their labels."""
     return fingerprint_of_subset(store.fingerprint(), torch.stack([rows, store.labels[rows]]))
