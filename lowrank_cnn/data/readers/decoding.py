@@ -20,7 +20,7 @@ from lowrank_cnn.data.images.decode import (
     read_header,
     stack,
 )
-from lowrank_cnn.data.readers.progress import ReadingProgress
+from lowrank_cnn.data.progress import ImageProgress
 from lowrank_cnn.data.readers.store import ImageStore
 from lowrank_cnn.data.resident import Decoded
 from lowrank_cnn.data.types import Bad, Problems, Size
@@ -85,7 +85,7 @@ def decode_rows(
     images = torch.empty(len(rows), *size, dtype=torch.uint8)
     good = torch.ones(len(rows), dtype=torch.bool)
     chunks = Chunks(store, rows, size, any_size)
-    with ReadingProgress(what, len(rows), enabled=bool(what)) as progress:
+    with ImageProgress(what, len(rows), enabled=bool(what)) as progress:
         for number, (part, kept, found) in enumerate(_each(chunks)):
             place = slice(number * _CHUNK, number * _CHUNK + len(kept))
             images[place], good[place] = part, kept
@@ -95,8 +95,9 @@ def decode_rows(
             progress.advance(len(kept))
     if not good.any():
         raise LowRankError(f"none of {len(rows)} images can be decoded: {problems}.")
-    labels = store.labels[rows]
-    return Decoded(images, labels, problems) if good.all() else Decoded(images[good], labels[good], problems)
+    kept = rows[good]
+    images = images if good.all() else images[good]
+    return Decoded(images, store.labels[kept], problems, lambda place: store.where(int(kept[place])))
 
 
 def _each(chunks: Chunks) -> Iterable[tuple[Tensor, Tensor, list[tuple[str, str]]]]:

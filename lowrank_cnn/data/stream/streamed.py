@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lowrank_cnn.data.augment import Augment, cut_out, draw_moves, send
-from lowrank_cnn.data.images.decode import BadImageError, decode_image, fit, stack
+from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, decode_image, fit, stack
 from lowrank_cnn.data.images.framing import Framing
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, to_unit
 from lowrank_cnn.data.readers.decoding import sample_rows
@@ -53,6 +53,15 @@ class StreamedSplit:
 
     def subset(self, index: Tensor) -> StreamedSplit:
         return replace(self, rows=self.rows[index])
+
+    def describe(self, index: int) -> str:
+        """Where the image comes from that an evaluation meets at this place: it passes over undecodable ones."""
+        bad = {where for kind, where in self.problems.found if kind == UNDECODABLE}
+        if not bad:
+            return self.store.where(int(self.rows[index]))
+        names = (self.store.where(row) for row in self.rows.tolist())
+        good = (name for name in names if not any(where.startswith(f"{name}: ") for where in bad))
+        return next(itertools.islice(good, index, None))
 
     def pixels(self) -> Iterator[Tensor]:
         for index in sample_rows(len(self), _SAMPLE).tolist():

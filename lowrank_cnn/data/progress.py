@@ -10,7 +10,7 @@ from typing import Any, Self
 QUIET_SECONDS = 1.0
 
 
-class ReadingProgress:
+class ImageProgress:
     """Shows nothing for a moment, then a bar on a terminal, or elsewhere one line.
 
     Of several processes, the first alone shows it.
