@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,20 +11,24 @@ import torch
 import typer
 
 from lowrank_cnn.cli.models import Json
-from lowrank_cnn.cli.options import Bad, Device, Into, Limit, Size, Source, Workers
-from lowrank_cnn.cli.show import errors, print_json, print_problems, print_table
-from lowrank_cnn.cli.source import build_for, find_model, is_ours, is_path
+from lowrank_cnn.cli.options import Bad, ClassNames, DataPath, Device, Into, Limit, Size, Workers
+from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
+from lowrank_cnn.cli.source import build_for, find_into, is_ours, is_path
 from lowrank_cnn.data import Data, open_data
+from lowrank_cnn.data.readers.options import parse_image_size
 from lowrank_cnn.models import list_models, list_pretrained
 from lowrank_cnn.system.errors import LowRankError, nearest
-from lowrank_cnn.train.evaluation import check_classes, evaluate, how_far, predict
-from lowrank_cnn.train.score import FIRST
+from lowrank_cnn.train.details import EvaluationDetails
+from lowrank_cnn.train.evaluation import evaluate, how_far, match_classes, predict
+from lowrank_cnn.train.predicting import Ranking, files_below
+from lowrank_cnn.train.score import TOP_FIVE
 from lowrank_cnn.train.trained import Trained, load_checkpoint, load_pretrained
 
 TRAINED_HELP = "A run's directory, a checkpoint, an exported .safetensors, or a network's name."
 Weights = Annotated[
     str | None, typer.Option("--pretrained", help="Take the package's own weights of a network: cifar10.")
 ]
+_SHOWN_PAIRS = 5
 
 
 def add_to(app: typer.Typer) -> None:
@@ -34,7 +38,7 @@ def add_to(app: typer.Typer) -> None:
 
 def evaluate_command(
     model: Annotated[str, typer.Argument(help=TRAINED_HELP)],
-    data: Source,
+    data: DataPath,
     best: Annotated[bool, typer.Option("--best", help="The best weights of a run, not the last.")] = False,
     pretrained: Weights = None,
     into: Into = None,
@@ -43,58 +47,103 @@ def evaluate_command(
     bad: Bad = "skip",
     limit: Limit = None,
     image_size: Size = None,
+    class_names: ClassNames = None,
+    every_class: Annotated[bool, typer.Option("--per-class", help="Print the accuracy of every class.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure top-1 and top-5 accuracy on the test images."""
+    """Measure top-1 and top-5 accuracy on the test images, and say which classes are mixed up.
+
+    A folder without train/ will do, and images of some of the network's classes.
+    Example: lowrank evaluate runs/photos --data photos
+    """
     if pretrained and best:
         raise LowRankError("--best is for runs; of the package's own weights there is one version.")
     if pretrained and is_path(model):
         raise LowRankError(f"{model} has weights of its own: --pretrained is for networks by name.")
-    images = open_data(data, bad=bad, limit=limit, image_size=image_size)
+    shared = {"bad": bad, "limit": limit, "class_names": class_names, "progress": not as_json}
+    reading = partial(open_data, data, only_test=True, **shared)
+    images = reading(image_size=image_size)
     trained = load_pretrained(model, pretrained) if pretrained else _find(model, best, images, into)
     if isinstance(trained, Trained):
-        images = _as_in_training(trained, images, image_size, partial(open_data, data, bad=bad, limit=limit))
-    result = evaluate(trained, images, device=device, workers=workers)
+        images = _as_in_training(trained, images, image_size, reading)
+    result = evaluate(trained, images, device=device, workers=workers, progress=not as_json)
+    details = result.details
+    assert details is not None
     if as_json:
-        print_json({"model": model, "data": images.name, **result.to_dict()})
+        print_json({"model": model, "data": images.name, **result.to_dict(), "details": details.to_dict()})
         return
-    top5 = {"top-5": f"{result.top5:.2%}"} if len(images.classes) > FIRST else {}
+    top5 = {"top-5": f"{result.top5:.2%}"} if len(images.classes) > TOP_FIVE else {}
     row = {"network": model, "top-1": f"{result.top1:.2%}", **top5}
     row |= {"n": f"{result.n:,}", "loss": f"{result.loss:.4f}"}
     print_table(f"On {images.name}", list(row), [list(row.values())])
+    _print_details(details, every_class=every_class)
     print_problems(images)
 
 
 def predict_command(
     model: Annotated[str, typer.Argument(help=TRAINED_HELP)],
-    images: Annotated[list[Path], typer.Argument(help="Image files.")],
+    images: Annotated[list[Path], typer.Argument(help="Image files, and folders of them.")],
     top: Annotated[int, typer.Option(help="How many classes to name for each image.")] = 3,
     pretrained: Weights = None,
     into: Into = None,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Say what is on images, with the likeliest classes and their probabilities."""
+    """Say what is on images, with the likeliest classes and their probabilities.
+
+    An image that cannot be read does not keep the others from being answered; the exit code is then 1.
+    Example: lowrank predict runs/photos holiday.jpg more-photos/
+    """
     if is_ours(model) and not pretrained:
         raise LowRankError(_guessing(model))
     trained = load_pretrained(model, pretrained) if pretrained else model
-    trained = load_checkpoint(model, network=find_model(into).network) if into and not pretrained else trained
-    answers = predict(trained, images, top=top, device=device)
+    if into and not pretrained:
+        trained = load_checkpoint(model, network=find_into(into, model))
+    files = [path for image in images for path in (files_below(image) if image.is_dir() else [image])]
+    answers = predict(trained, files, top=top, device=device, bad="skip")
+    failed = [path for path, answer in zip(files, answers, strict=True) if answer is None]
+    if failed and len(failed) == len(files):
+        predict(trained, failed[:1], device=device)  # which says what is wrong with it
     if not pretrained:
         _tell_how_far(model)
+    _print_answers(files, answers, as_json)
+    if failed:
+        names = ", ".join(map(str, failed[:3])) + (", ..." if len(failed) > 3 else "")
+        errors.print(f"{len(failed)} of {len(files)} images could not be read: {names}", markup=False)
+        raise typer.Exit(1)
+
+
+def _print_answers(files: list[Path], answers: Sequence[Ranking | None], as_json: bool) -> None:
+    pairs = list(zip(files, answers, strict=True))
     if as_json:
         print_json(
             [
-                {"image": str(path), "classes": [{"class": name, "probability": p} for name, p in answer]}
-                for path, answer in zip(images, answers, strict=True)
+                {"image": str(path), "classes": [{"class": name, "probability": p} for name, p in answer or ()]}
+                for path, answer in pairs
             ]
         )
         return
     rows = [
-        (path, ", ".join(f"{name} {p:.1%}" for name, p in answer))
-        for path, answer in zip(images, answers, strict=True)
+        (path, ", ".join(f"{name} {p:.1%}" for name, p in answer) if answer else "could not be read")
+        for path, answer in pairs
     ]
     print_table("Predictions", ("image", "<classes"), rows)
+
+
+def _print_details(details: EvaluationDetails, *, every_class: bool) -> None:
+    """The pairs that are confused most and the calibration; with `every_class`, all accuracies."""
+    if every_class:
+        known = sorted((row for row in details.per_class() if row["n"]), key=lambda row: row["accuracy"])
+        rows = [(row["class"], f"{row['accuracy']:.1%}", f"{row['n']:,}") for row in known]
+        print_table("Each class, the worst first", ("class", "accuracy", "n"), rows)
+    pairs = [
+        (row["true"], row["predicted"], f"{row['n']:,}", f"{row['share']:.1%}")
+        for row in details.most_confused(_SHOWN_PAIRS)
+    ]
+    if pairs:
+        print_table("Most confused", ("class", "<taken for", "images", "of the class"), pairs)
+    error = details.calibration_error
+    console.print(f"Confidence and accuracy differ by {error:.1%} on average (calibration).", markup=False)
 
 
 def _find(model: str, best: bool, images: Data, into: str | None) -> Trained | torch.nn.Module:
@@ -102,14 +151,14 @@ def _find(model: str, best: bool, images: Data, into: str | None) -> Trained | t
     if is_ours(model):
         errors.print(_guessing(model), markup=False, soft_wrap=True)
         torch.manual_seed(0)
-        return build_for(images, model)
+        return build_for(images, model).network
     if not Path(model).exists() and not Path(model).with_suffix(".json").exists():
         if Path(model).suffix or Path(model).name != model:
             raise LowRankError(f"{model} does not exist.")
         raise LowRankError(
             f"{model} is neither a checkpoint nor a network's name; {nearest(model, list_models())}"
         )
-    trained = load_checkpoint(model, best=best, network=find_model(into).network if into else None)
+    trained = load_checkpoint(model, best=best, network=find_into(into, model))
     _tell_how_far(model, best=best)
     return trained
 
@@ -127,14 +176,14 @@ def _guessing(name: str) -> str:
     return f"{name} by name has fresh weights, which can only guess: for trained ones give {' or '.join(places)}."
 
 
-def _as_in_training(trained: Trained, images: Data, asked: int | None, reopen: Callable[..., Data]) -> Data:
-    """Training brought its images to one square, and to grey or colour: the same is done here."""
+def _as_in_training(trained: Trained, images: Data, asked: str | None, reopen: Callable[..., Data]) -> Data:
+    """Training brought its images to one size, and to grey or colour: the same is done here."""
     fits = images.test.size == trained.image if trained.image else images.test.channels == trained.channels
-    if fits or (trained.image and not trained.square) or asked not in (None, trained.square):
+    if fits or (asked is not None and parse_image_size(asked) != tuple(trained.image[1:])):
         return images
-    check_classes(trained, images)
+    match_classes(trained, images)
     try:
-        return reopen(image_size=trained.square or asked, channels=trained.channels)
+        return reopen(image_size=trained.size_option or asked, channels=trained.channels)
     except LowRankError as error:
         size = "x".join(map(str, trained.image or trained.input_size))
         raise LowRankError(

@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from lowrank_cnn.method.converting import convert
+from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.system.errors import LowRankError, nearest, require
-from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.system.provenance import note, notes
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 
 MODEL_HELP = (
     "A network's name (`lowrank models`), timm:NAME, torchvision:NAME, an exported .safetensors, a run's "
-    "directory, or path.py:function, which runs that file of yours and calls the function."
+    "directory, or path.py:function, which runs that file of yours and calls the function (with num_classes, if "
+    "it takes that)."
 )
 INTO_HELP = "For weights of a network that is not ours: that network, unconverted, as path.py:function."
 
@@ -38,7 +41,7 @@ class Source:
     """A network, and the size of the images it takes where that is known.
 
     `trained` has its classes and the preparation of its images, where it comes from a run or is the package's own;
-    `dense` is the network before it was converted.
+    `dense` is the network before it was converted; `remark` is what the user should know of its weights.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Source:
     input_size: Size | None
     trained: Trained | None = None
     dense: nn.Module | None = None
+    remark: str = ""
 
     def size(self, asked: Size | None) -> Size:
         size = asked or self.input_size
@@ -59,23 +63,65 @@ class Source:
 
 
 def find_model(
-    text: str, *, pretrained: str | None = None, into: str | None = None, scheme: str | None = None, **options: Any
+    text: str,
+    *,
+    pretrained: str | None = None,
+    into: str | None = None,
+    scheme: str | None = None,
+    classes: int | None = None,
+    **options: Any,
 ) -> Source:
     """The network that a text names; the options are those of `create_model`, for our own networks.
 
     pretrained: which trained weights a network by name gets.
     into: for the weights of a network that is not ours, the text that names that network, before any conversion.
     scheme: one of our networks is built by it, any other is converted.
+    classes: the number of outputs that a network of timm, of torchvision or of the user's file is to have.
     """
     if not is_path(text):
         return _ours(text, pretrained, _given({"scheme": scheme, **options}))
-    source = _others(text, pretrained, into, _given(options))
+    source = _others(text, pretrained, into, _given(options), classes)
     return source.converted(scheme) if scheme else source
 
 
-def build_for(data: Data, name: str, **options: Any) -> nn.Module:
-    """One of our networks, for the classes and channels of the data."""
-    return create_model(name, num_classes=len(data.classes), in_channels=data.test.channels, **_given(options))
+def check_model(text: str, *, scheme: str | None = None, **options: Any) -> None:
+    """Refuse a wrong name, option or scheme before any image is read, without computing anything."""
+    if not is_path(text):
+        with torch.device("cpu" if options.get("pretrained") else "meta"):
+            find_model(text, scheme=scheme, **options)
+        return
+    given = _given({key: value for key, value in options.items() if key != "pretrained"})
+    if given:
+        raise LowRankError(f"{text} is taken as it is; {' and '.join(given)} can be set for our own networks.")
+    if scheme is not None:
+        parse_scheme(scheme)
+    kind, colon, _ = text.partition(":")
+    if colon and kind.endswith(".py") and not Path(kind).is_file():
+        raise LowRankError(f"there is no file {kind}.")
+
+
+def build_for(data: Data, text: str, *, into: str | None = None, **options: Any) -> Source:
+    """The network that a text names, for the classes of the data, and one of ours for its channels too."""
+    if is_path(text):
+        return find_model(text, into=into, classes=len(data.classes), **options)
+    shape = {"num_classes": len(data.classes), "in_channels": data.test.channels}
+    network = create_model(text, **shape, **_given(options))
+    return Source(text, network, network.input_size)
+
+
+def channels_of(network: nn.Module) -> int | None:
+    """Channels of the images that a network takes, by its first conv; None where it has none."""
+    convs = (module for module in network.modules() if isinstance(module, nn.Conv2d))
+    return next((conv.in_channels for conv in convs), None)
+
+
+def find_into(into: str | None, trained: str | Path) -> nn.Module | None:
+    """The network that the weights of a run or a file are loaded into, with as many outputs as these have."""
+    if into is None:
+        return None
+    from lowrank_cnn.train.trained import classes_of
+
+    return find_model(into, classes=classes_of(trained)).network
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
@@ -91,22 +137,29 @@ def _ours(name: str, pretrained: str | None, options: dict[str, Any]) -> Source:
     return Source(name, network, network.input_size, replace(load_pretrained(name, pretrained), network=network))
 
 
-def _others(text: str, pretrained: str | None, into: str | None, given: dict[str, Any]) -> Source:
+def _others(
+    text: str, pretrained: str | None, into: str | None, given: dict[str, Any], classes: int | None
+) -> Source:
     """A network that is not built by name, as it is."""
     kind, colon, rest = text.partition(":")
     if given:
         raise LowRankError(f"{text} is taken as it is; {' and '.join(given)} can be set for our own networks.")
-    makers: dict[str, Callable[[str, str | None], Source]] = {"timm": _from_timm, "torchvision": _from_torchvision}
+    makers: dict[str, Callable[[str, str | None, int | None], Source]] = {
+        "timm": _from_timm,
+        "torchvision": _from_torchvision,
+    }
     if colon and kind in makers:
-        return makers[kind](rest, pretrained)
+        return makers[kind](rest, pretrained, classes)
     if pretrained:
         raise LowRankError(f"{text} is taken with the weights it has; --pretrained is for networks by name.")
     if colon and kind.endswith(".py"):
-        return _from_file(Path(kind), rest)
-    source = _from_weights(Path(text), find_model(into).network if into else None)
+        return _from_file(Path(kind), rest, classes)
+    source = _from_weights(Path(text), find_into(into, text))
     # Built anew: what was passed in holds the weights now, and is what it was converted to.
     if into and notes(source.network).conversion:
-        return replace(source, dense=find_model(into).network.eval())
+        dense = find_into(into, text)
+        assert dense is not None
+        return replace(source, dense=dense.eval())
     return source
 
 
@@ -150,32 +203,60 @@ def is_ours(text: str) -> bool:
     return text in list_models() and not Path(text).exists()
 
 
-def _from_timm(name: str, pretrained: str | None) -> Source:
+def _from_timm(name: str, pretrained: str | None, classes: int | None) -> Source:
     timm: Any = require("timm", extra="zoo", purpose=f"timm:{name}")
     known = timm.list_models()
     if name.partition(".")[0] not in known:  # behind the point stands which weights
         raise LowRankError(f"timm has no network {name!r}; {nearest(name, known)}")
     chosen = f"{name}.{pretrained}" if pretrained not in (None, DEFAULT) else name
-    network = _called(lambda: timm.create_model(chosen, pretrained=pretrained is not None), f"timm:{chosen}")
+    options = _given({"num_classes": classes})  # timm keeps the trained weights of all other layers
+    network = _called(
+        lambda: timm.create_model(chosen, pretrained=pretrained is not None, **options), f"timm:{chosen}"
+    )
     config = getattr(network, "pretrained_cfg", None) or getattr(network, "default_cfg", {})
     size = config.get("input_size")
-    return Source(f"timm:{name}", network, tuple(size) if size else None)
+    source = Source(f"timm:{name}", network, tuple(size) if size else None)
+    return _with_new_head(source, pretrained, classes)
 
 
-def _from_torchvision(name: str, pretrained: str | None) -> Source:
+def _from_torchvision(name: str, pretrained: str | None, classes: int | None) -> Source:
     models: Any = require("torchvision.models", extra="zoo", purpose=f"torchvision:{name}")
     known = models.list_models()
     if name not in known:
         raise LowRankError(f"torchvision has no network {name!r}; {nearest(name, known)}")
-    options = {"weights": pretrained.upper() if pretrained == DEFAULT else pretrained}
+    options: dict[str, Any] = {}
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
         options["weights_backbone"] = None  # else they are fetched although nobody asked for weights
-    network = _called(lambda: models.get_model(name, **options), f"torchvision:{name}")
-    return Source(f"torchvision:{name}", network, (3, 224, 224))
+    weights = pretrained.upper() if pretrained == DEFAULT else pretrained
+
+    def build(**more: Any) -> nn.Module:
+        return _called(lambda: models.get_model(name, **more, **options), f"torchvision:{name}")
+
+    if classes is None:
+        return Source(f"torchvision:{name}", build(weights=weights), (3, 224, 224))
+    network = build(weights=None, num_classes=classes)
+    if weights:  # torchvision gives weights to networks of 1000 outputs alone
+        copy_equal_shapes(build(weights=weights), network)
+    return _with_new_head(Source(f"torchvision:{name}", network, (3, 224, 224)), pretrained, classes)
 
 
-def _from_file(path: Path, function: str) -> Source:
-    """Run the user's own file, as they asked, and call the function it defines."""
+def copy_equal_shapes(trained: nn.Module, network: nn.Module) -> list[str]:
+    """Give a network all tensors of a trained one that have its names and shapes; the names of the others."""
+    theirs, own = trained.state_dict(), network.state_dict()
+    kept = {name: tensor for name, tensor in theirs.items() if name in own and own[name].shape == tensor.shape}
+    network.load_state_dict(kept, strict=False)
+    return sorted(own.keys() - kept.keys())
+
+
+def _with_new_head(source: Source, pretrained: str | None, classes: int | None) -> Source:
+    if classes is None or pretrained is None:
+        return source
+    note(source.network, begun_from=f"{source.name}, {pretrained}")
+    return replace(source, remark=f"The last layer is new, for {classes} classes; all other weights are trained.")
+
+
+def _from_file(path: Path, function: str, classes: int | None) -> Source:
+    """Run the user's own file, as they asked, and call its function, with `num_classes` if it takes that."""
     if not path.is_file():
         raise LowRankError(f"there is no file {path}.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -187,7 +268,9 @@ def _from_file(path: Path, function: str) -> Source:
     make = getattr(module, function, None)
     if not callable(make):
         raise LowRankError(f"{path} has no function {function!r}.")
-    network = _called(make, f"{path}:{function}")
+    takes = inspect.signature(make).parameters
+    options = {"num_classes": classes} if classes is not None and "num_classes" in takes else {}
+    network = _called(lambda: make(**options), f"{path}:{function}")
     if not isinstance(network, nn.Module):
         raise LowRankError(f"{path}:{function} is to give an nn.Module, but gives {network!r:.60}.")
     return Source(f"{path.name}:{function}", network, notes(network).input_size)

@@ -5,25 +5,43 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from torch import nn
 
 from lowrank_cnn.cli.models import Json
-from lowrank_cnn.cli.options import Bad, Decode, Device, Into, Limit, Model, Pretrained, Size, Source, Workers
+from lowrank_cnn.cli.options import (
+    Bad,
+    Channels,
+    ClassNames,
+    DataPath,
+    Decode,
+    Device,
+    Into,
+    Limit,
+    Model,
+    Pretrained,
+    Size,
+    TestPath,
+    ValSplit,
+    Workers,
+)
 from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
-from lowrank_cnn.cli.source import build_for, find_model, is_path
+from lowrank_cnn.cli.source import Source, build_for, channels_of, check_model, is_path
 from lowrank_cnn.data import Data, open_data
+from lowrank_cnn.data.readers.splits import LARGE_SIDE
 from lowrank_cnn.models.rebuild import entry_description
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import si
 from lowrank_cnn.train import Interrupted, Recipe, Record, fit, get_recipe
+from lowrank_cnn.train.directory import RunDirectory
+from lowrank_cnn.train.launch import resolve_device, resolve_precision
 from lowrank_cnn.train.randomness import seed_generators
 from lowrank_cnn.train.recipes import RECIPES
-from lowrank_cnn.train.score import FIRST
+from lowrank_cnn.train.score import TOP_FIVE
 from lowrank_cnn.train.settings import parse_settings
 
 
@@ -33,7 +51,7 @@ def add_to(app: typer.Typer) -> None:
 
 def train_command(
     model: Model,
-    data: Source,
+    data: DataPath,
     recipe: Annotated[str, typer.Option(help=f"One of {', '.join(RECIPES)}.")] = "modern",
     scheme: Annotated[
         str | None, typer.Option(help="A scheme for one of our networks; any other is converted.")
@@ -68,27 +86,48 @@ def train_command(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits in every run, on the CPU or one GPU; slower.")
     ] = False,
+    test: TestPath = None,
+    val_split: ValSplit = None,
+    class_names: ClassNames = None,
     bad: Bad = "skip",
     limit: Limit = None,
     image_size: Size = None,
+    channels: Channels = None,
     as_json: Json = False,
 ) -> None:
-    """Train a network from scratch, or go on with the weights of one; under torchrun, on all of its processes."""
+    """Train a network from scratch, or go on with the weights of one; under torchrun, on all of its processes.
+
+    Example: lowrank train nin-c3-lr --data photos --image-size 64 --out runs/photos
+    """
     frequent = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "norm": norm, "precision": precision}
     resolved = _resolve(recipe, frequent, settings or [])
     options = {"scheme": scheme, "width": width, "stride": stride, "pretrained": pretrained}
-    given = {"norm": norm, **options}
-    own = given if pretrained else {**resolved.network(), **options}  # trained weights know what they are for
+    # Trained weights, and networks that are not ours, know their norm and pool; else the recipe says them.
+    own = {"norm": norm, **options} if pretrained or is_path(model) else {**resolved.network(), **options}
+    reading = partial(
+        open_data,
+        data,
+        bad=bad,
+        limit=limit,
+        image_size=image_size,
+        channels=channels,
+        test=test,
+        val_split=val_split,
+        class_names=class_names,
+        progress=not as_json,
+    )
     seed_generators(seed)
-    found = _checked(model, into, own, given)  # before the images, which may be many
-    images = open_data(data, bad=bad, limit=limit, image_size=image_size)
+    check_model(model, **own)  # all that can be wrong is checked before the images are read, which may be many
+    _check_place(out, resume, device, resolved.precision)
+    images = reading()
+    seed_generators(seed)
+    source = build_for(images, model, into=into, **own)
+    images = _as_the_network_wants(images, source, resolved, reading, image_size)
     if not as_json:
-        _print_start(images, resolved, out)
-    seed_generators(seed)
-    network = build_for(images, model, **own) if found is None else found
+        _print_start(images, resolved, out, source.remark)
     with _leaving_politely():
         record = fit(
-            network,
+            source.network.train(),
             images,
             resolved,
             seed=seed,
@@ -112,8 +151,41 @@ def train_command(
 
 def _resolve(name: str, frequent: dict[str, Any], settings: list[str]) -> Recipe:
     """The recipe with what the options say; --set has the last word."""
-    given = {field: value for field, value in frequent.items() if value is not None}
-    return get_recipe(name, **(given | parse_settings(settings)))
+    resolved = get_recipe(name, **(_given(frequent) | parse_settings(settings)))
+    if resolved.epochs < 1:
+        raise LowRankError("0 epochs train nothing: `lowrank evaluate` measures a network as it is.")
+    return resolved
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _check_place(out: Path | None, resume: bool, device: str, precision: str) -> None:
+    """Refuse a device that is not there and a directory in use."""
+    resolve_precision(precision, resolve_device(device))
+    if resume and out is None:
+        raise LowRankError("there is nothing to resume without the directory of a run: give --out.")
+    if out is not None and not resume:
+        RunDirectory(out).check_free()
+
+
+def _as_the_network_wants(
+    images: Data, source: Source, recipe: Recipe, reading: Callable[..., Data], image_size: str | None
+) -> Data:
+    """The images in the channels that a network takes and, where large or of many sizes, in the size it is for."""
+    wanted: dict[str, Any] = {}
+    channels = channels_of(source.network)
+    if channels in (1, 3) and channels != images.test.channels:
+        wanted["channels"] = channels
+    free = image_size is None and recipe.crop is None and recipe.resize is None
+    if free and source.input_size and any(_is_large(split.size) for split in (images.train, images.test)):
+        wanted["default_size"] = tuple(source.input_size[1:])
+    return reading(**wanted) if wanted else images
+
+
+def _is_large(size: tuple[int, int, int] | None) -> bool:
+    return size is None or min(size[1:]) > LARGE_SIDE
 
 
 @contextlib.contextmanager
@@ -131,28 +203,26 @@ def _first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _checked(text: str, into: str | None, own: dict[str, Any], options: dict[str, Any]) -> nn.Module | None:
-    """A network that is not ours, converted where a scheme is given; of ours the name and options are checked."""
-    if is_path(text):
-        return find_model(text, into=into, **options).network.train()
-    with torch.device("cpu" if own.get("pretrained") else "meta"):
-        find_model(text, **own)
-    return None
-
-
 def _next_command(record: Record, out: Path, data: str, source: str) -> str:
     """How to evaluate the run; it holds no code, so that a network that is not ours is named again."""
     ours = entry_description(record.model)["model"] is not None
     return shlex.join(["lowrank", "evaluate", str(out), "--data", data, *([] if ours else ["--into", source])])
 
 
-def _print_start(data: Data, recipe: Recipe, out: Path | None) -> None:
+def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str) -> None:
     if not _first_process():
         return
     fields = "  ".join(f"{field}={value}" for field, value in recipe.to_dict().items())
     console.print(f"Recipe: {fields}", markup=False)
     counts = f"{len(data.train):,} to train on, {len(data.test):,} to test on"
-    console.print(f"Images: {data.name}, {counts}, {len(data.classes)} classes", markup=False)
+    size = f"{data.train.size[1]}x{data.train.size[2]} pixels" if data.train.size else "of many sizes"
+    console.print(f"Images: {data.name}, {counts}, {len(data.classes)} classes, {size}", markup=False)
+    if held := data.details.get("val_split"):
+        console.print(f"There are no test images: {held['share']:.0%} of each class are held back (--val-split).")
+    if data.details.get("sized_by"):
+        console.print("Images are brought to the size that the network is for; --image-size sets another.")
+    if remark:
+        console.print(remark, markup=False)
     print_problems(data)
     if out is None:
         console.print("Nothing is kept of this run: --out gives it a directory.", markup=False)
@@ -165,7 +235,7 @@ def _print_result(record: Record, out: Path | None, as_json: bool) -> None:
     if as_json:
         print_json({"model": record.model["name"], "out": str(out) if out else None, **r})
         return
-    top5 = {"top-5": f"{r['top5']:.2%}"} if len(record.data["classes"]) > FIRST else {}
+    top5 = {"top-5": f"{r['top5']:.2%}"} if len(record.data["classes"]) > TOP_FIVE else {}
     row = {"network": record.model["name"], "top-1": f"{r['top1']:.2%}", **top5, "n": f"{r['n']:,}"}
     row |= {"MACs": si(r["macs"]) if r["macs"] else "", "params": si(r["params"])}
     row |= {"seconds": f"{r['seconds']:.1f}", "images/s": f"{r['images_per_second']:,.0f}"}

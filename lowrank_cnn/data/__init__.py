@@ -15,9 +15,9 @@ from lowrank_cnn.data.preprocess import (
     fit_preprocess,
     preprocess_from_dict,
 )
+from lowrank_cnn.data.readers.options import RESIDENT_BYTES, ReadOptions, parse_image_size
 from lowrank_cnn.data.readers.parquet import Missing
 from lowrank_cnn.data.readers.sources import open_source
-from lowrank_cnn.data.readers.splits import RESIDENT_BYTES, Options
 from lowrank_cnn.data.resident import ResidentLoader, ResidentSplit
 from lowrank_cnn.data.stream.streamed import StreamedLoader, StreamedSplit, decode_rate
 from lowrank_cnn.data.types import Bad, Data, Decode, Loader, Problems, Split
@@ -49,23 +49,57 @@ def open_data(
     *,
     bad: Bad = "skip",
     limit: int | None = None,
-    image_size: int | None = None,
+    image_size: int | str | tuple[int, int] | None = None,
+    default_size: int | str | tuple[int, int] | None = None,
     channels: int | None = None,
     missing: Missing = "refuse",
     resident_bytes: int = RESIDENT_BYTES,
+    test: str | Path | None = None,
+    val_split: float | None = None,
+    val_seed: int = 0,
+    class_names: str | Path | None = None,
+    only_test: bool = False,
+    progress: bool = True,
 ) -> Data:
     """Open images to train and test on.
 
-    - `source`: `digits`; a folder of parquet shards; a folder with `train/CLASS/*` and `val` or `test`; CIFAR-10's
-      binary archive or the folder from it; a Hub repository as `owner/name`.
+    >>> data = open_data("digits", limit=100)
+    >>> len(data.train), data.train.size
+    (100, (1, 28, 28))
+
+    - `source`: a folder with `CLASS/*`, or with `train/CLASS/*` and `val` or `test`; a .csv with columns path and
+      label; a folder of parquet shards; a Hub repository as `owner/name`; CIFAR-10's binary archive or the folder
+      from it; `digits`.
+    - `test`: another source whose images to test on; its classes are matched by name.
+    - `val_split`: the share of each class to test on, where the set has no test images; 0.2 if not given.
+      `val_seed` chooses which.
+    - `class_names`: a file with the names to show for classes, a class folder and its name in each line.
+    - `image_size`: bring every image to this square, or height and width ("48x64"): scaled to cover it, then its
+      centre. `default_size` does so only where images are large or differ in size.
+    - `channels`: 1 or 3 to read all images as grey or in colour; else grey only where the set is.
     - `bad`: whether images that cannot be decoded and wrong labels are left out and counted, or refused.
     - `limit`: at most so many images of each split, class by class in proportion.
-    - `image_size`: bring every image to this square, its shorter side first, then its centre.
-    - `channels`: 1 or 3 to read all images as grey or in colour; else grey only where the set is.
     - `missing`: whether an absent shard is refused, or counted and done without.
     - `resident_bytes`: splits that take no more than this as uint8, all of one size, are held in memory.
+    - `only_test`: for evaluation alone. A set without test images is one to test on, and needs none to train on.
+    - `progress`: show a bar on standard error while images are decoded.
     """
-    return open_source(source, Options(bad, limit, image_size, channels, missing, resident_bytes))
+    options = ReadOptions(
+        bad=bad,
+        limit=limit,
+        image_size=parse_image_size(image_size),
+        default_size=parse_image_size(default_size),
+        channels=channels,
+        missing=missing,
+        resident_bytes=resident_bytes,
+        test=test,
+        val_split=val_split,
+        val_seed=val_seed,
+        class_names=class_names,
+        only_test=only_test,
+        progress=progress,
+    )
+    return open_source(source, options)
 
 
 def make_loader(

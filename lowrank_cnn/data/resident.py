@@ -36,6 +36,7 @@ class Decoded:
     images: Tensor
     labels: Tensor
     problems: Problems = field(default_factory=Problems)
+    describe: Callable[[int], str] = "image {}".format
 
     def __post_init__(self) -> None:
         check_images(self.images)
@@ -128,12 +129,20 @@ class ResidentSplit:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def describe(self, index: int) -> str:
+        return self._decoded.describe(index)
+
     def pixels(self) -> Iterator[Tensor]:
         return iter(self.images.split(_PREPARE_IMAGES))
 
     def subset(self, index: Tensor) -> ResidentSplit:
-        chosen = Decoded(self.images[index], self.labels[index], self.problems)
-        return ResidentSplit(lambda: chosen, self.size, lambda: fingerprint_of_subset(self.fingerprint, index))
+        def chosen() -> Decoded:
+            def describe(place: int) -> str:
+                return self.describe(int(index[place]))
+
+            return Decoded(self.images[index], self.labels[index], self.problems, describe)
+
+        return ResidentSplit(chosen, self.size, lambda: fingerprint_of_subset(self.fingerprint, index))
 
 
 class ResidentLoader:

@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, decode_image, look_at, resize_shorter
+from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, decode_image, read_header, resize_shorter
+from lowrank_cnn.data.readers.options import ReadOptions
 from lowrank_cnn.data.readers.sources import open_source
-from lowrank_cnn.data.readers.splits import Options
-from lowrank_cnn.data.readers.store import Store
+from lowrank_cnn.data.readers.store import ImageStore
 from lowrank_cnn.data.stream.streamed import StreamedSplit
 from lowrank_cnn.data.types import Problems, generator
 from lowrank_cnn.system.errors import LowRankError, require
@@ -35,7 +35,7 @@ _JPEG = b"\xff\xd8\xff"
 class Shards(Dataset):
     """Files to write, each from a stretch of the rows; an item is what was wrong with the images of one."""
 
-    store: Store
+    store: ImageStore
     rows: Tensor
     channels: int
     names: tuple[str, ...]
@@ -79,7 +79,7 @@ def shrink(
         raise LowRankError(f"a side of {side}, a quality of {quality} or {workers} workers cannot be meant.")
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    data = open_source(source, Options(missing=missing, resident_bytes=0))  # type: ignore[arg-type]
+    data = open_source(source, ReadOptions(missing=missing, resident_bytes=0))  # type: ignore[arg-type]
     make = partial(Shards, names=data.classes, folder=out, side=side, quality=quality, per_shard=per_shard)
     problems = {}
     for name, split in (("train", data.train), ("test", data.test)):
@@ -94,7 +94,7 @@ def shrink(
 
 def shrunk(data: bytes, channels: int, side: int, quality: int) -> bytes:
     """The image at this shorter side as a JPEG; a JPEG that is no larger stays as it is."""
-    look = look_at(data)
+    look = read_header(data)
     if data.startswith(_JPEG) and min(look.height, look.width) <= side:
         return data
     image = decode_image(data, channels=channels, at_least=side)

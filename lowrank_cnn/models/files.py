@@ -68,6 +68,13 @@ def read_weights(path: Path, *, into: nn.Module | None = None) -> Stored:
     return Stored(network, size, card, preprocess)
 
 
+def read_card(path: Path) -> Mapping[str, Any] | None:
+    """What a file says of the training of its network, without building it; None where it says nothing."""
+    description, _ = _description(path)
+    card = description.get("card")
+    return card if isinstance(card, Mapping) else None
+
+
 def is_exported(path: Path) -> bool:
     """Whether a path is that of an exported file; a checkpoint of a run has a manifest beside it."""
     return path.suffix == ".safetensors" and path.is_file() and not path.with_suffix(".json").is_file()

@@ -17,7 +17,7 @@ from lowrank_cnn.report.datasets import data_identity, data_name
 from lowrank_cnn.report.fields import first, items, mapping, number, share, sizes, text, whole
 from lowrank_cnn.report.records import CPU, GPU, Built, Epoch, LayerTime, Run, Timing
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.score import FIRST
+from lowrank_cnn.train.score import TOP_FIVE
 
 _TIMING_FIELDS = {"runtime", "device", "layers", "total"}
 _GPU_WORDS = ("cuda", "gpu", "nvidia", "mps", "amd instinct")
@@ -74,7 +74,7 @@ def _training(values: Mapping[str, Any], path: Path) -> Iterator[Run]:
 def _top5(result: Mapping[str, Any], data: Mapping[str, Any]) -> float | None:
     """Nothing where every answer is among the first five: known to be so, by the names of the classes."""
     classes = len(items(data.get("classes")))
-    return None if 0 < classes <= FIRST else share(result.get("top5"))
+    return None if 0 < classes <= TOP_FIVE else share(result.get("top5"))
 
 
 def _config(model: dict[str, Any]) -> dict[str, Any]:

@@ -198,6 +198,7 @@ def about(model: nn.Module, data: Data, seed: int) -> dict[str, Any]:
             "test": len(data.test),
             "image": list(data.test.size or ()),
             "digest": data.digest,
+            **data.details,
         },
         "seed": seed,
     }

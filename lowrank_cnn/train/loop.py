@@ -179,6 +179,7 @@ def _result(trainer: Trainer, evaluation: Evaluation) -> dict[str, Any]:
     speeds = sorted(row["images_per_second"] for row in position.history)
     return {
         **evaluation.to_dict(),
+        "details": evaluation.details.to_dict() if evaluation.details else None,
         "epochs": position.epoch,
         "best_epoch": position.best_epoch,
         "best_accuracy": max(position.best_accuracy, 0.0),

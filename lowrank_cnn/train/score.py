@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -11,23 +11,28 @@ from torch.nn import functional
 
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.memory import is_out_of_memory
+from lowrank_cnn.train.details import DetailsCollector, EvaluationDetails
 
-FIRST = 5
+TOP_FIVE = 5
 """Top-5 asks whether the right class is among so many; of no more classes than that it says nothing."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a network does on `n` images: shares between 0 and 1, and the mean cross-entropy."""
+    """How a network does on `n` images: shares between 0 and 1, and the mean cross-entropy.
+
+    `details` has accuracies per class, the confusion matrix, the worst images and the calibration.
+    """
 
     top1: float
     top5: float
     n: int
     loss: float
+    details: EvaluationDetails | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, float]:
-        """The figures in values that JSON can hold."""
-        return asdict(self)
+        """The four figures in values that JSON can hold."""
+        return {"top1": self.top1, "top5": self.top5, "n": self.n, "loss": self.loss}
 
 
 @torch.no_grad()
@@ -57,20 +62,32 @@ def score(
     device: torch.device,
     forward: Callable[[Tensor], Tensor] | None = None,
     add_up: Callable[[Tensor], Tensor] = Tensor.clone,
+    classes: Sequence[str] = (),
+    describe: Callable[[int], str] | None = None,
 ) -> Evaluation:
-    """Evaluate over batches; `add_up` sums a tensor over processes where there are several."""
+    """Evaluate over batches; `add_up` sums a tensor over processes where there are several.
+
+    With the names of the `classes` the result has details; `describe` tells where an image comes from.
+    """
     was_training = network.training
     network.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=device)
-    for images, labels in batches:
-        sums += _count((forward or network)(images).float(), labels)
-    network.train(was_training)
+    collector = DetailsCollector(classes, device) if classes else None
+    try:
+        for images, labels in batches:
+            logits = (forward or network)(images).float()
+            sums += _count(logits, labels)
+            if collector:
+                collector.add(logits, labels)
+    finally:
+        network.train(was_training)
     top1, top5, n, loss = add_up(sums).tolist()
-    return Evaluation(top1 / max(n, 1), top5 / max(n, 1), int(n), loss / max(n, 1))
+    result = Evaluation(top1 / max(n, 1), top5 / max(n, 1), int(n), loss / max(n, 1))
+    return replace(result, details=collector.details(describe, add_up)) if collector else result
 
 
 def _count(logits: Tensor, labels: Tensor) -> Tensor:
-    ranked = logits.topk(min(FIRST, logits.shape[1]), dim=1).indices == labels[:, None]
+    ranked = logits.topk(min(TOP_FIVE, logits.shape[1]), dim=1).indices == labels[:, None]
     loss = functional.cross_entropy(logits, labels, reduction="sum")
     n = torch.full_like(loss, len(labels))
     return torch.stack([ranked[:, 0].sum(), ranked.sum(), n, loss]).double()

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from lowrank_cnn.data import Augment, Preprocess, preprocess_from_dict
 from lowrank_cnn.data.stream.streamed import frame
 from lowrank_cnn.models import create_model
-from lowrank_cnn.models.files import Stored, is_exported, read_weights
+from lowrank_cnn.models.files import Stored, is_exported, read_card, read_weights
 from lowrank_cnn.models.network import TrainingCard
 from lowrank_cnn.models.pretrained import read_pretrained
 from lowrank_cnn.models.rebuild import entry_description, rebuild
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note, notes
-from lowrank_cnn.train.checkpoint import Checkpoint, Store, read_checkpoint
+from lowrank_cnn.train.checkpoint import Checkpoint, Store, read_checkpoint, read_state
 from lowrank_cnn.train.inputs import augmentation
 from lowrank_cnn.train.recipe import Recipe
 
@@ -43,9 +43,12 @@ class Trained:
         return self.image[0] if self.image else len(self.preprocess.to_dict()["mean"])
 
     @property
-    def square(self) -> int | None:
-        """The side of its images, where all were one square."""
-        return self.image[1] if self.image and self.image[1] == self.image[2] else None
+    def size_option(self) -> int | str | None:
+        """The size of its images as `image_size` takes it: 64, or "48x64"; None where they differed in size."""
+        if not self.image:
+            return None
+        _, height, width = self.image
+        return height if height == width else f"{height}x{width}"
 
     @property
     def input_size(self) -> tuple[int, int, int]:
@@ -94,6 +97,23 @@ def load_checkpoint(path: str | Path, *, best: bool = False, network: nn.Module 
         raise LowRankError(f"the weights in {path} are not those of {state['model']['name']}.") from error
     note(network, begun_from=Path(path).name)
     return _trained(network, checkpoint.part("preprocess"), state)
+
+
+def classes_of(path: str | Path) -> int | None:
+    """The number of classes that the weights of a run or an exported file are for; None where they do not say."""
+    path = Path(path)
+    try:
+        card = read_card(path) if is_exported(path) else read_state(_newest(path))
+        return len(card["data"]["classes"]) if card else None
+    except (LowRankError, KeyError, TypeError):  # loading them says what is wrong
+        return None
+
+
+def _newest(path: Path) -> Path:
+    stem = Store(path).newest() if path.is_dir() else path.with_suffix("")
+    if stem is None:
+        raise LowRankError(f"{path} holds no checkpoint.")
+    return stem
 
 
 def load_pretrained(name: str, data: str) -> Trained:

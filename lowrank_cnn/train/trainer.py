@@ -81,7 +81,7 @@ class Trainer:
                 self._close_epoch()
             self.save()
         copy_into(self.step.weights, self.step.averages)
-        evaluation = self._evaluate(self.inputs.test)
+        evaluation = self._evaluate(self.inputs.test, details=True)
         self._share_problems()
         return evaluation
 
@@ -210,13 +210,21 @@ class Trainer:
             self.position.stopped = True
             self.progress.say("Accuracy has levelled off, and a smaller learning rate no longer helps: done.")
 
-    def _evaluate(self, loader: Any) -> Evaluation:
+    def _evaluate(self, loader: Any, *, details: bool = False) -> Evaluation:
         def forward(images: Tensor) -> Tensor:
             with self.fabric.autocast():
                 return self.network(images)
 
-        add_up = partial(launch.add_up, self.fabric)
-        return score(self.network, loader.epoch(0), device=self.fabric.device, forward=forward, add_up=add_up)
+        data, alone = self.inputs.data, self.fabric.world_size == 1
+        return score(
+            self.network,
+            loader.epoch(0),
+            device=self.fabric.device,
+            forward=forward,
+            add_up=partial(launch.add_up, self.fabric),
+            classes=data.classes if details else (),
+            describe=data.test.describe if alone else None,  # a process alone meets the images in their order
+        )
 
     def _tally(self) -> Tally:
         return self.step.read_tally(partial(launch.add_up, self.fabric))

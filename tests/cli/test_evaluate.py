@@ -43,7 +43,7 @@ def test_evaluation_brings_images_to_the_size_of_training(lowrank, train_small, 
 
     def open_(*_, image_size=None, channels=None, **__):
         asked.append((image_size, channels))
-        return replace(small, test=split(small.test.images, image_size or 80))
+        return replace(small, test=split(small.test.images, int(image_size or 80)))
 
     monkeypatch.setattr("lowrank_cnn.cli.evaluate.open_data", open_)
     arguments = ("evaluate", tmp_path / "run", "--data", "squares", "--device", "cpu", "--json")
@@ -59,7 +59,7 @@ def test_images_that_cannot_be_brought_to_the_size_of_training_are_told(
     lowrank, train_small, squares, tmp_path, monkeypatch
 ):
     train_small("--out", tmp_path / "run")
-    larger = ResidentSplit.of(torch.zeros(4, 1, 20, 20, dtype=torch.uint8), torch.zeros(4))
+    larger = ResidentSplit.of(torch.zeros(4, 1, 20, 20, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64))
     found = replace(squares(), test=larger)
 
     def open_(*_, image_size=None, **__):

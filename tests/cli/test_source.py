@@ -7,7 +7,9 @@ from types import ModuleType
 import pytest
 from torch import nn
 
+from lowrank_cnn.cli.source import copy_equal_shapes, find_model
 from lowrank_cnn.system.errors import LowRankError, MissingExtra
+from lowrank_cnn.system.provenance import notes
 
 
 def resnet() -> nn.Module:
@@ -23,8 +25,9 @@ def zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, object]] = []
     models.given, models.asked = given, asked
 
-    def create(name: str, pretrained: bool) -> nn.Module:
+    def create(name: str, pretrained: bool, **options: int) -> nn.Module:
         asked.append((name, pretrained))
+        given.append(options)
         if name == "vgg11":
             raise RuntimeError("no such weights\nat all")
         network = resnet()
@@ -35,10 +38,12 @@ def zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     timm.create_model = create
     models.get_model_builder = lambda name: resnet if name != "fcn" else lambda weights, weights_backbone: None
 
-    def get_model(name: str, weights: str | None, **backbone: object) -> nn.Module:
+    def get_model(name: str, weights: str | None, num_classes: int = 4, **backbone: object) -> nn.Module:
         asked.append((name, weights))
         given.append(backbone)
-        return resnet()
+        network = resnet()
+        network[3] = nn.Conv2d(8, num_classes, 3)
+        return network
 
     models.get_model = get_model
     torchvision.models = models
@@ -54,7 +59,7 @@ def test_networks_of_timm_and_torchvision_convert(output_of):
     assert json.loads(output_of("convert", "timm:resnet18.some_weights", "--json"))["input"] == [3, 20, 24]
     assert json.loads(output_of("convert", "torchvision:vgg11", "--json"))["input"] == [3, 224, 224]
     output_of("convert", "torchvision:fcn")
-    assert sys.modules["torchvision.models"].given == [{}, {"weights_backbone": None}]
+    assert sys.modules["torchvision.models"].given[-2:] == [{}, {"weights_backbone": None}]
     with pytest.raises(LowRankError, match=r"timm:vgg11 does not run: RuntimeError: no such weights$"):
         output_of("convert", "timm:vgg11", "--pretrained", "default")
     with pytest.raises(LowRankError, match="timm has no network 'resnet19'; did you mean resnet18"):
@@ -120,3 +125,24 @@ def test_a_function_in_the_users_own_file(output_of, own):
 def test_bad_input_is_one_sentence(output_of, arguments: list[str], says: str):
     with pytest.raises(LowRankError, match=says):
         output_of(*arguments)
+
+
+@pytest.mark.usefixtures("zoo")
+def test_the_last_layer_fits_the_classes_and_the_rest_stays_trained():
+    given = sys.modules["torchvision.models"].given
+    fresh = find_model("torchvision:resnet18", classes=7)
+    assert (fresh.network[3].out_channels, fresh.remark) == (7, "")
+    trained = find_model("torchvision:resnet18", classes=7, pretrained="default")
+    assert trained.network[3].out_channels == 7
+    assert trained.remark == "The last layer is new, for 7 classes; all other weights are trained."
+    assert notes(trained.network).begun_from == "torchvision:resnet18, default"
+    find_model("timm:resnet18", classes=7)
+    assert given[-1] == {"num_classes": 7}
+
+
+def test_tensors_of_equal_shape_are_copied_and_the_others_named():
+    trained, network = resnet(), resnet()
+    network[3] = nn.Conv2d(8, 9, 3)
+    assert copy_equal_shapes(trained, network) == ["3.bias", "3.weight"]
+    assert network[0].weight.equal(trained[0].weight)
+    assert network[3].out_channels == 9

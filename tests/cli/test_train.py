@@ -16,6 +16,7 @@ from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.deploy.runtime import node_macs
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.train import load_record
 from lowrank_cnn.train.evaluation import load_checkpoint
 from lowrank_cnn.train.trainer import Trainer
@@ -177,7 +178,20 @@ def in_colour(data: Data) -> Data:
 
 def test_trained_weights_are_trained_on_and_the_record_says_so(lowrank, squares, tmp_path, monkeypatch):
     monkeypatch.setattr("lowrank_cnn.cli.train.open_data", lambda *_, **__: in_colour(squares()))
-    small = ("--set", "crop=none", "--set", "pad=0", "--set", "cutout=0", "--epochs", "0", "--batch-size", "16")
+    small = (
+        "--set",
+        "crop=none",
+        "--set",
+        "pad=0",
+        "--set",
+        "cutout=0",
+        "--lr",
+        "0",
+        "--epochs",
+        "1",
+        "--batch-size",
+        "16",
+    )
     named = ("train", "nin-c3-lr", "--pretrained", "cifar10", "--data", "squares")
     done = lowrank(*named, "--out", tmp_path, "--device", "cpu", *small)
     assert done.exit_code == 0, done.output
@@ -188,7 +202,7 @@ def test_trained_weights_are_trained_on_and_the_record_says_so(lowrank, squares,
     kept, theirs = load_checkpoint(tmp_path).network, create_model("nin-c3-lr", pretrained="cifar10")
     name = "features.conv1_1.weights.0"
     assert torch.equal(kept.state_dict()[name], theirs.state_dict()[name])
-    assert kept.begun_from == tmp_path.name
+    assert notes(kept).begun_from == tmp_path.name
 
 
 @pytest.mark.parametrize(
@@ -202,6 +216,8 @@ def test_trained_weights_are_trained_on_and_the_record_says_so(lowrank, squares,
         (("train", "nin", "--data", "squares", "--set", "batch_size=inf"), "batch_size wants"),
         (("train", "nin", "--data", "squares", "--seed", str(10**30)), "a seed lies between"),
         (("train", "nin", "--data", "squares", "--device", "meta"), "no device to compute on"),
+        (("train", "nin", "--data", "squares", "--epochs", "0"), "0 epochs train nothing"),
+        (("train", "nin", "--data", "squares", "--resume"), "give --out"),
         (("train", "nin", "--data", "squares", "--batch-size", "16", "--workers=-1"), "workers are 0 or more"),
     ],
 )
@@ -209,3 +225,71 @@ def test_mistakes_are_answered_in_a_sentence(lowrank, arguments, sentence):
     error = lowrank(*arguments).exception
     assert isinstance(error, LowRankError)
     assert sentence in str(error)
+
+
+def test_a_network_in_the_users_file_is_told_the_number_of_classes(lowrank, tmp_path):
+    own = own_network(tmp_path)
+    own.write_text(
+        own.read_text().replace("def net()", "def net(num_classes)").replace("(4, 2)", "(4, num_classes)")
+    )
+    more = ["--data", "squares", *SMALL[2:]]
+    assert lowrank("train", f"{own}:net", *more, "--out", tmp_path / "run").exit_code == 0
+    again = (
+        "evaluate",
+        tmp_path / "run",
+        "--data",
+        "squares",
+        "--device",
+        "cpu",
+        "--into",
+        f"{own}:net",
+        "--json",
+    )
+    assert json.loads(lowrank(*again).output)["top1"] == load_record(tmp_path / "run").result["top1"]
+
+
+@pytest.fixture
+def photographs(tmp_path, monkeypatch) -> Path:
+    """A flat folder of 24 grey photographs of two kinds, of many sizes, opened as they are."""
+    image = pytest.importorskip("PIL.Image")
+    monkeypatch.undo()
+    for number in range(24):
+        name, folder = f"{number}.png", tmp_path / "photos" / ("dark", "bright")[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        image.new("L", (16 + number % 3, 16), 20 + 200 * (number % 2) + number).save(folder / name)
+    return tmp_path / "photos"
+
+
+def test_the_first_hour_with_ones_own_photographs(lowrank, photographs, tmp_path):
+    """A flat folder, no size, no split, a network for colour: trained, evaluated, asked, all by one line each."""
+    own, run = own_network(tmp_path), tmp_path / "run"
+    own.write_text(own.read_text().replace("Conv2d(1,", "Conv2d(3,") + "net.input_size = (3, 12, 12)\n")
+    small = ("--epochs", "1", "--batch-size", "8", "--set", "cutout=2", "--device", "cpu")
+    done = lowrank("train", "nin", "--width", "0.05", "--data", photographs, "--out", run, *small)
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "20% of each class are held back" in done.output
+    assert "30x30 pixels" in done.output
+    assert "size that the network is for" in done.output
+    record = load_record(run)
+    assert (record.data["train"], record.data["test"], record.data["image"]) == (19, 5, [1, 30, 30])
+    assert record.data["val_split"] == {"share": 0.2, "seed": 0}
+    assert sum(row["n"] for row in record.result["details"]["per_class"]) == 5
+    colour = ("train", f"{own}:net", "--data", photographs, "--image-size", "12x14", "--out", tmp_path / "colour")
+    assert lowrank(*colour, *small).exit_code == 0
+    assert load_record(tmp_path / "colour").data["image"] == [3, 12, 14]
+    evaluated = lowrank("evaluate", run, "--data", photographs, "--device", "cpu", "--per-class")
+    assert evaluated.exit_code == 0, (evaluated.output, evaluated.exception)
+    assert "calibration" in evaluated.output
+    only = lowrank("evaluate", run, "--data", photographs, "--device", "cpu", "--json", "--limit", "4")
+    assert json.loads(only.output)["n"] == 4
+    (photographs / "dark" / "broken.png").write_bytes(b"no image")
+    asked = lowrank("predict", run, photographs, "--device", "cpu", "--json")
+    assert asked.exit_code == 1
+    assert len(json.loads(asked.stdout)) == 25
+    assert "1 of 25 images could not be read" in asked.stderr
+
+
+def test_a_directory_in_use_is_refused_before_images_are_read(train_small, tmp_path, monkeypatch):
+    train_small("--out", tmp_path)
+    monkeypatch.setattr("lowrank_cnn.cli.train.open_data", int)  # which would refuse the name
+    assert "--resume" in str(train_small("--out", tmp_path).exception)

@@ -31,7 +31,7 @@ def images() -> Tensor:
 
 @pytest.fixture(scope="module")
 def split(images: Tensor) -> ResidentSplit:
-    return ResidentSplit.of(images, torch.zeros(len(images)))
+    return ResidentSplit.of(images, torch.zeros(len(images), dtype=torch.int64))
 
 
 def reference(images: Tensor, scale: float, epsilon: float) -> np.ndarray:
@@ -66,7 +66,7 @@ def test_whitened_covariance_is_the_identity_where_epsilon_is_small(split: Resid
 def test_constant_images_and_zero_epsilon_stay_finite(tmp_path: Path) -> None:
     grey = torch.full((20, 1, 3, 3), 7, dtype=torch.uint8)
     grey[:10] = torch.randint(0, 256, (10, 1, 3, 3), generator=generator(0)).to(torch.uint8)
-    split = ResidentSplit.of(grey, torch.zeros(20))
+    split = ResidentSplit.of(grey, torch.zeros(20, dtype=torch.int64))
     whiten = Whiten.fit(split, epsilon=0.0, cache=tmp_path)
     assert whiten(grey).isfinite().all()
     flat = normalise_contrast(grey.flatten(1).float(), scale=55.0)
@@ -131,7 +131,7 @@ def test_standardised_images_have_no_mean_and_unit_deviation(split: ResidentSpli
 
 
 def test_a_channel_without_variance_stays_finite() -> None:
-    split = ResidentSplit.of(torch.full((4, 1, 2, 2), 9, dtype=torch.uint8), torch.zeros(4))
+    split = ResidentSplit.of(torch.full((4, 1, 2, 2), 9, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64))
     assert torch.equal(Standardize.fit(split)(split.images), torch.zeros(4, 1, 2, 2))
 
 
@@ -151,7 +151,7 @@ def test_clear_refusals(split: ResidentSplit) -> None:
         fit_preprocess("whitten", split)
     with pytest.raises(LowRankError, match="epsilon >= 0"):
         Whiten.fit(split, epsilon=-1.0)
-    large = ResidentSplit.of(torch.zeros(1, 3, 128, 128, dtype=torch.uint8), torch.zeros(1))
+    large = ResidentSplit.of(torch.zeros(1, 3, 128, 128, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
     with pytest.raises(LowRankError, match="16384 values at most, not 49152"):
         Whiten.fit(large)
     with pytest.raises(LowRankError, match="no preprocessing is stored as mean"):

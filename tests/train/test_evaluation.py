@@ -213,7 +213,7 @@ def test_predict_shows_the_network_what_evaluate_does(tmp_path, mode, sizes, fra
 
 def test_images_of_another_size_than_in_training_are_refused(run, data):
     out, _, _ = run
-    larger = ResidentSplit.of(torch.zeros(4, 1, 20, 20, dtype=torch.uint8), torch.zeros(4, dtype=torch.long))
+    larger = ResidentSplit.of(torch.zeros(4, 1, 20, 20, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64))
     with pytest.raises(LowRankError, match=r"1x16x16, halves has images of 1x20x20.*image_size=16"):
         evaluate(out, dataclasses.replace(data, test=larger), device="cpu")
 
@@ -293,3 +293,22 @@ def test_evaluating_leaves_the_mode_of_the_network():
     network = nn.Dropout()
     score(network, [(torch.ones(2, 3), torch.zeros(2, dtype=torch.long))], device=torch.device("cpu"))
     assert network.training
+
+
+def test_images_of_some_classes_are_matched_by_name(run, data):
+    """The test set has one class, which is the second of the network's."""
+    out, _, _ = run
+    below = data.test.subset((data.test.labels == 1).nonzero()[:, 0])
+    some = Data("some", ("below",), data.train, ResidentSplit.of(below.images, below.labels * 0))
+    whole, part = evaluate(out, data, device="cpu"), evaluate(out, some, device="cpu")
+    assert whole.details is not None
+    assert part.top1 == whole.details.per_class()[1]["accuracy"]
+    assert part.n == len(below)
+
+
+def test_the_worst_images_are_named(run, data):
+    out, _, record = run
+    found = evaluate(out, data, device="cpu").details
+    assert found is not None
+    assert record.result["details"] == found.to_dict()
+    assert all(image.image.startswith("image ") for image in found.worst)

@@ -29,7 +29,7 @@ class BadImageError(Exception):
 
 
 @dataclass(frozen=True)
-class Look:
+class ImageHeader:
     """What the header of an image file tells: its height and width and whether it is grey."""
 
     height: int
@@ -37,10 +37,10 @@ class Look:
     grey: bool
 
 
-def look_at(data: bytes) -> Look:
+def read_header(data: bytes) -> ImageHeader:
     """Read the header alone."""
     image = _open(data)
-    return Look(image.height, image.width, image.mode in _GREY)
+    return ImageHeader(image.height, image.width, image.mode in _GREY)
 
 
 def decode_image(data: bytes, *, channels: int, at_least: int | None = None) -> Image:

@@ -1,9 +1,9 @@
-"""Image folders: `train/CLASS/*` beside `val/CLASS/*` or `test/CLASS/*`."""
+"""Image folders: `CLASS/*`, or `train/CLASS/*` beside `val/CLASS/*` or `test/CLASS/*`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +14,10 @@ from lowrank_cnn.data.fingerprint import fingerprint_of_files
 from lowrank_cnn.data.images.decode import BadImageError
 from lowrank_cnn.data.types import Problems
 
-_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
-_TEST_FOLDERS = ("test", "val", "valid", "validation")
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
+_TRAIN_NAMES = ("train", "training")
+_TEST_NAMES = ("test", "testing", "val", "valid", "validation", "eval", "evaluation")
+_LARGEST_FILE = 2**29
 
 
 @dataclass
@@ -28,6 +30,8 @@ class FolderStore:
 
     def read(self, row: int) -> bytes:
         try:
+            if Path(self.files[row]).stat().st_size > _LARGEST_FILE:
+                raise BadImageError(f"larger than {_LARGEST_FILE >> 20} MiB")
             return Path(self.files[row]).read_bytes()
         except OSError as error:
             raise BadImageError(error.strerror or "unreadable") from error
@@ -52,31 +56,59 @@ def class_folders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != ".")
 
 
+def training_folder(root: Path) -> Path | None:
+    """`train` or `training`, in any case of letters, where it has class folders."""
+    return _named(root, _TRAIN_NAMES)
+
+
 def evaluation_folder(root: Path) -> Path | None:
     """The first of test, val, ... that has class folders: a test folder of unnamed images does not count."""
-    return next((root / name for name in _TEST_FOLDERS if class_folders(root / name)), None)
+    return _named(root, _TEST_NAMES)
 
 
-def open_folder(folder: Path, classes: Sequence[str], problems: Problems) -> FolderStore:
-    """The images of these classes; a class without images, or a folder that is no class, is a problem."""
+def flat_classes(root: Path) -> list[str]:
+    """The class folders of a root without train and test folders: those with images in them."""
+    names = [name for name in class_folders(root) if name.lower() not in _TRAIN_NAMES + _TEST_NAMES]
+    return [name for name in names if next(_image_files(root / name, Problems()), None)]
+
+
+def holds_images(folder: Path) -> bool:
+    """Whether image files lie directly in the folder."""
+    return any(entry.suffix.lower() in SUFFIXES for entry in folder.iterdir())
+
+
+def open_folder(folder: Path, classes: Sequence[str], problems: Problems, *, others: bool = False) -> FolderStore:
+    """The images of these classes; a class without images, or a folder that is no class, is a problem.
+
+    With `others`, further folders are no problem: those beside the classes of a flat folder are not asked about.
+    """
     files: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        found = _images(folder / name)
+        found = sorted(_image_files(folder / name, problems))
         files += found
         labels += [label] * len(found)
         if not found:
             problems.add("empty class folder", f"{folder.name}/{name}")
-    for name in sorted(set(class_folders(folder)) - set(classes)):
+    for name in () if others else sorted(set(class_folders(folder)) - set(classes)):
         problems.add("class folder unknown in train", f"{folder.name}/{name}")
     return FolderStore(folder, files, torch.tensor(labels, dtype=torch.int64))
 
 
-def _images(folder: Path) -> list[str]:
-    """Image files at any depth below the folder, by name."""
-    return sorted(
-        str(Path(parent, name))
-        for parent, _, names in os.walk(folder)
-        for name in names
-        if Path(name).suffix.lower() in _SUFFIXES and name[0] != "."
-    )
+def _named(root: Path, names: Sequence[str]) -> Path | None:
+    by_name = {name.lower(): root / name for name in reversed(class_folders(root))}
+    found = (by_name[name] for name in names if name in by_name)
+    return next((folder for folder in found if class_folders(folder)), None)
+
+
+def _image_files(folder: Path, problems: Problems) -> Iterator[str]:
+    """Image files at any depth below the folder. Pipes and devices of such names would hang a reader."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            if name[0] == "." or Path(name).suffix.lower() not in SUFFIXES:
+                continue
+            path = Path(parent, name)
+            if path.is_file():
+                yield str(path)
+            else:
+                problems.add("not a regular file", str(path.relative_to(folder.parent)))

@@ -34,7 +34,7 @@ _TEST_SPLITS = ("test", "validation", "valid", "val")
 
 
 @dataclass(frozen=True)
-class Group:
+class RowGroup:
     """A row group: what is read from a shard at once."""
 
     shard: int
@@ -48,7 +48,7 @@ class ParquetStore:
     """The rows of several shards, numbered through; row groups in use are kept, the oldest dropped."""
 
     shards: tuple[Path, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[RowGroup, ...]
     labels: Tensor
     image_column: str
     _starts: list[int] = field(repr=False)
@@ -98,7 +98,7 @@ class ParquetStore:
         self._held.move_to_end(index)
         return self._held[index]
 
-    def _read_group(self, group: Group) -> Any:
+    def _read_group(self, group: RowGroup) -> Any:
         """The column of image bytes, or None where the shard is damaged there."""
         try:
             return read_binaries(self.shards[group.shard], self.image_column, group.number)
@@ -146,7 +146,7 @@ def open_shards(files: Sequence[Path], *, missing: Missing, problems: Problems) 
         raise LowRankError(f"{files[0].parent} lacks the shard {', '.join(absent[:_NAMED])}{more}.")
     problems.add_all(("missing shard", name) for name in absent)
     pq = require("pyarrow.parquet", extra="data", purpose="reading parquet")
-    groups: list[Group] = []
+    groups: list[RowGroup] = []
     labels: list[Tensor] = []
     schemas = []
     for shard, path in enumerate(files):
@@ -188,15 +188,14 @@ def _withheld(path: Path) -> bool:
         return False  # opening the split says what is wrong with it
 
 
-def _groups(metadata: Any, shard: int) -> list[Group]:
+def _groups(metadata: Any, shard: int) -> list[RowGroup]:
     counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
     firsts = accumulate(counts, initial=0)
-    return [
-        Group(shard, n, first, rows) for n, (first, rows) in enumerate(zip(firsts, counts, strict=False)) if rows
-    ]
+    numbered = enumerate(zip(firsts, counts, strict=False))
+    return [RowGroup(shard, number, first, rows) for number, (first, rows) in numbered if rows]
 
 
-def _starts(groups: Sequence[Group]) -> list[int]:
+def _starts(groups: Sequence[RowGroup]) -> list[int]:
     return list(accumulate((group.rows for group in groups[:-1]), initial=0))
 
 

@@ -1,82 +1,183 @@
-"""Opening a source by its looks: a name, a folder, an archive, or a repository of the Hub."""
+"""Opening a source by its looks: a name, a folder, a table, an archive, or a repository of the Hub."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from lowrank_cnn.data.readers import cifar_binary, folder, hub, parquet
 from lowrank_cnn.data.readers.digits import open_digits
-from lowrank_cnn.data.readers.splits import Options, limited, make_split
-from lowrank_cnn.data.readers.store import Store
+from lowrank_cnn.data.readers.options import VAL_SPLIT, ReadOptions
+from lowrank_cnn.data.readers.splits import divided, make_split, rows_of, with_default_size, with_limit
+from lowrank_cnn.data.readers.store import ImageStore
+from lowrank_cnn.data.readers.table import open_table, read_class_names, renamed
 from lowrank_cnn.data.types import Data, Problems
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path
 
+_TABLES = (".csv", ".tsv")
 
-def open_source(source: str | Path, options: Options) -> Data:
+
+@dataclass(frozen=True)
+class LabelledImages:
+    """What a source holds, before it becomes splits; None for a split that it does not have."""
+
+    name: str
+    classes: tuple[str, ...]
+    train: ImageStore | None
+    test: ImageStore | None
+    problems: dict[str, Problems] = field(default_factory=lambda: {"train": Problems(), "test": Problems()})
+
+
+def open_source(source: str | Path, options: ReadOptions) -> Data:
     """The data behind a name or path, or a sentence on what it should have been."""
+    found = _find(source, options)
+    if isinstance(found, Data):
+        return with_limit(found, options)
+    if options.class_names is not None:
+        path = Path(options.class_names)
+        found = replace(found, classes=renamed(found.classes, read_class_names(path), path))
+    return _tested_elsewhere(found, options) if options.test is not None else _splits(found, options)
+
+
+def _find(source: str | Path, options: ReadOptions) -> Data | LabelledImages:
     if not isinstance(source, str | Path):
         raise LowRankError(f"data is opened by its name or path, not by {source!r}.")
     path = as_path(source)
     if str(source) == "digits" and not path.exists():
-        return limited(open_digits(), options)
+        return open_digits()
     if path.is_dir():
-        return _open_folder(path, options)
+        return _find_in_folder(path, options)
+    if path.is_file() and path.suffix.lower() in _TABLES:
+        problems = {"train": Problems(), "test": Problems()}
+        return LabelledImages(path.resolve().parent.name, *open_table(path, problems), problems)
     if path.is_file():
-        return limited(cifar_binary.open_archive(path), options)
+        return cifar_binary.open_archive(path)
     if isinstance(source, str) and hub.is_repository(source):
-        return _open_parquet(hub.fetch(source), options, name=source)
+        return _find_shards(hub.fetch(source), options, name=source)
     raise LowRankError(
-        f"{source} is no data: give digits, a folder of parquet shards or of train/CLASS images, "
-        f"{cifar_binary.ARCHIVE}, or a Hub repository as owner/name."
+        f"{source} is no data: give digits, a folder of images (CLASS/* or train/CLASS/*) or of parquet shards, a "
+        f".csv of paths and labels, {cifar_binary.ARCHIVE}, or a Hub repository as owner/name."
     )
 
 
-def _open_folder(path: Path, options: Options) -> Data:
+def _find_in_folder(path: Path, options: ReadOptions) -> Data | LabelledImages:
     if cifar_binary.is_inside(path):
-        return limited(cifar_binary.open_folder(path), options)
+        return cifar_binary.open_folder(path)
     if parquet.find_shards(path):
-        return _open_parquet(path, options, name=path.resolve().name)
-    if folder.class_folders(path / "train"):
-        return _open_images(path, options)
-    raise LowRankError(f"{path} holds neither parquet shards (train-00000-of-...) nor images as train/CLASS/*.")
+        return _find_shards(path, options, name=path.resolve().name)
+    return _find_images(path)
 
 
-def _open_parquet(path: Path, options: Options, *, name: str) -> Data:
+def _find_shards(path: Path, options: ReadOptions, *, name: str) -> LabelledImages:
     shards = parquet.find_shards(path)
-    test_files = parquet.labelled_split(shards)
-    if "train" not in shards or not test_files:
+    problems = {"train": Problems(), "test": Problems()}
+    stores: dict[str, ImageStore | None] = {}
+    names: list[str] = []
+    for split, files in (("train", shards.get("train")), ("test", parquet.labelled_split(shards))):
+        stores[split] = None
+        if files:
+            missing = options.missing
+            stores[split], named = parquet.open_shards(files, missing=missing, problems=problems[split])
+            names = names or named
+    labelled = stores["train"] or stores["test"]
+    if labelled is None:
+        raise LowRankError(f"{name} needs shards train-* with labels; it has {', '.join(shards) or 'none'}.")
+    classes = tuple(names) or parquet.numbered_classes(labelled.labels, name)
+    return LabelledImages(name, classes, stores["train"], stores["test"], problems)
+
+
+def _find_images(path: Path) -> LabelledImages:
+    """A folder with train and test folders, or one with the classes themselves."""
+    train, test = folder.training_folder(path), folder.evaluation_folder(path)
+    name, problems = path.resolve().name, {"train": Problems(), "test": Problems()}
+    if train is None and test is None:
+        if not (flat := tuple(folder.flat_classes(path))):
+            raise LowRankError(_no_images(path))
+        store = folder.open_folder(path, flat, problems["train"], others=True)
+        return LabelledImages(name, flat, store, None, problems)
+    classes = tuple(folder.class_folders(train or test))  # type: ignore[arg-type]
+    stores = [
+        folder.open_folder(place, classes, problems[split]) if place else None
+        for split, place in (("train", train), ("test", test))
+    ]
+    return LabelledImages(name, classes, *stores, problems)
+
+
+def _no_images(path: Path) -> str:
+    if folder.holds_images(path):
+        return f"{path} holds images without classes: put those of each class into a folder of its own."
+    return (
+        f"{path} holds neither parquet shards (train-00000-of-...) nor images as CLASS/* or train/CLASS/*: "
+        "each class needs a folder with its images."
+    )
+
+
+def _tested_elsewhere(found: LabelledImages, options: ReadOptions) -> Data:
+    """Train on one source and test on another, whose classes are matched by name."""
+    assert options.test is not None
+    other = _find(options.test, options)
+    if isinstance(other, Data):
+        raise LowRankError(f"{options.test} cannot be the test set of another: give a folder or a .csv.")
+    tested = other.test or other.train
+    assert tested is not None
+    labels = _by_name(tested.labels, other.classes, found.classes)
+    problems = other.problems["test" if other.test else "train"]
+    store: Any = replace(tested, labels=labels)  # type: ignore[type-var]
+    unknown = sorted(set(other.classes) - set(found.classes))
+    problems.add_all(("class unknown in train", name) for name in unknown)
+    joined = replace(found, test=store, problems={**found.problems, "test": problems})
+    return _splits(joined, options)
+
+
+def _by_name(labels: Tensor, theirs: Sequence[str], ours: Sequence[str]) -> Tensor:
+    """Labels as places among our classes; -1 for a class that we do not have."""
+    places = torch.tensor([ours.index(name) if name in ours else -1 for name in theirs])
+    known = (labels >= 0) & (labels < len(theirs))
+    return torch.where(known, places[labels.clamp(0, len(theirs) - 1)], labels)
+
+
+def _splits(found: LabelledImages, options: ReadOptions) -> Data:
+    """Both splits of a set; the training images decide whether it is grey, and of which size."""
+    if options.only_test:
+        return _only_tested(found, options)
+    if found.train is None:
+        raise LowRankError(f"{found.name} has images to test on and none to train on: add train/CLASS/*.")
+    if found.test is not None and options.val_split is not None:
         raise LowRankError(
-            f"{name} needs shards train-* and test-* or validation-* with labels; "
-            f"it has {', '.join(shards) or 'none'}."
+            f"{found.name} has test images: leave val_split out, or hold images out of the training set "
+            "(--set holdout=0.1)."
         )
-    problems = {"train": Problems(), "test": Problems()}
-    train, names = parquet.open_shards(shards["train"], missing=options.missing, problems=problems["train"])
-    test, _ = parquet.open_shards(test_files, missing=options.missing, problems=problems["test"])
-    classes = tuple(names) or parquet.numbered_classes(train.labels, name)
-    return _data(name, classes, train, test, problems, options)
+    details: dict[str, Any] = {}
+    train, test, problems = found.train, found.test, found.problems
+    train_rows = rows_of(train, len(found.classes), problems["train"])
+    if test is None:
+        share = options.val_split or VAL_SPLIT
+        details["val_split"] = {"share": share, "seed": options.val_seed}
+        test = train
+        train_rows, test_rows = divided(train, train_rows, share, seed=options.val_seed, name=found.name)
+    else:
+        test_rows = rows_of(test, len(found.classes), problems["test"])
+    sized = with_default_size(train, train_rows, options)
+    if sized is not options:
+        details["sized_by"] = "network"
+    trained = make_split(train, train_rows, problems["train"], sized, what="images to train on")
+    what = "images to test on"
+    tested = make_split(test, test_rows, problems["test"], sized, channels=trained.channels, what=what)
+    return Data(found.name, found.classes, trained, tested, details)
 
 
-def _open_images(path: Path, options: Options) -> Data:
-    test_path = folder.evaluation_folder(path)
-    if test_path is None:
-        raise LowRankError(f"{path} has train/ but no val/ or test/ with a folder for each class.")
-    classes = tuple(folder.class_folders(path / "train"))
-    problems = {"train": Problems(), "test": Problems()}
-    train = folder.open_folder(path / "train", classes, problems["train"])
-    test = folder.open_folder(test_path, classes, problems["test"])
-    return _data(path.resolve().name, classes, train, test, problems, options)
-
-
-def _data(
-    name: str,
-    classes: tuple[str, ...],
-    train: Store,
-    test: Store,
-    problems: dict[str, Problems],
-    options: Options,
-) -> Data:
-    """Both splits of a set; the training images decide whether it is grey."""
-    trained = make_split(train, len(classes), problems["train"], options)
-    tested = make_split(test, len(classes), problems["test"], options, channels=trained.channels)
-    return Data(name, classes, trained, tested)
+def _only_tested(found: LabelledImages, options: ReadOptions) -> Data:
+    """For evaluation: the test images, or all of a set without any. There is nothing to train on."""
+    name = "test" if found.test is not None else "train"
+    store = found.test if found.test is not None else found.train
+    assert store is not None
+    rows = rows_of(store, len(found.classes), found.problems[name])
+    options = with_default_size(store, rows, options)
+    tested = make_split(store, rows, found.problems[name], options, what="images to test on")
+    return Data(found.name, found.classes, tested.subset(torch.arange(0)), tested)

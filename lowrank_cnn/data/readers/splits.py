@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
-import torch
+from torch import Tensor
 
-from lowrank_cnn.data.readers.parquet import Missing
-from lowrank_cnn.data.readers.read import decode_rows, look_around
-from lowrank_cnn.data.readers.store import Store, fingerprint_of_rows, labelled_rows
+from lowrank_cnn.data.readers.decoding import decode_rows, read_headers
+from lowrank_cnn.data.readers.options import ReadOptions
+from lowrank_cnn.data.readers.store import ImageStore, fingerprint_of_rows, labelled_rows
 from lowrank_cnn.data.resident import ResidentSplit
 from lowrank_cnn.data.stream.streamed import StreamedSplit
-from lowrank_cnn.data.types import Bad, Data, Problems, Size, Split, stratified
+from lowrank_cnn.data.types import Data, Problems, Size, Split, stratified
 from lowrank_cnn.system.errors import LowRankError
 
-RESIDENT_BYTES = 2**31
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a source is opened; `open_data` explains each."""
-
-    bad: Bad = "skip"
-    limit: int | None = None
-    image_size: int | None = None
-    channels: int | None = None
-    missing: Missing = "refuse"
-    resident_bytes: int = RESIDENT_BYTES
-
-    def __post_init__(self) -> None:
-        for name in ("bad", "missing"):
-            if (value := getattr(self, name)) not in ("skip", "refuse"):
-                raise LowRankError(f"{name} must be skip or refuse, not {value}.")
-        for name in ("limit", "image_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise LowRankError(f"{name} must be at least 1, not {value}.")
-        if self.channels not in (None, 1, 3):
-            raise LowRankError(f"channels must be 1 (grey) or 3 (colour), not {self.channels}.")
+LARGE_SIDE = 256
+"""Images with a longer shorter side are brought to the network's own size, where nobody says another."""
 
 
 def make_split(
-    store: Store, classes: int, problems: Problems, options: Options, *, channels: int | None = None
+    store: ImageStore,
+    rows: Tensor,
+    problems: Problems,
+    options: ReadOptions,
+    *,
+    channels: int | None = None,
+    what: str = "images",
 ) -> Split:
-    """The rows of a store with a right label, at most `limit`, as the kind of split that suits them."""
-    rows = labelled_rows(store, classes, problems)
+    """Some rows of a store, at most `limit`, as the kind of split that suits them."""
     if options.bad == "refuse":
         problems.refuse()
     if options.limit is not None:
@@ -52,31 +36,71 @@ def make_split(
     size, channels = survey(store, rows, problems, options, channels)
     if size is None or len(rows) * size[0] * size[1] * size[2] > options.resident_bytes:
         return StreamedSplit(store, rows, size, channels, problems, options.bad)
-    any_size = options.image_size is not None
-    decode = partial(decode_rows, store, rows, size=size, any_size=any_size, bad=options.bad, problems=problems)
+    decode = partial(
+        decode_rows,
+        store,
+        rows,
+        size=size,
+        any_size=options.image_size is not None,
+        bad=options.bad,
+        problems=problems,
+        what=f"Decoding {what}" if options.progress else "",
+    )
     return ResidentSplit(decode, size, partial(fingerprint_of_rows, store, rows))
 
 
 def survey(
-    store: Store, rows: torch.Tensor, problems: Problems, options: Options, channels: int | None
+    store: ImageStore, rows: Tensor, problems: Problems, options: ReadOptions, channels: int | None
 ) -> tuple[Size | None, int]:
-    """The common size, or None, and the number of channels: grey only where all images looked at are."""
-    looks = look_around(store, rows)
-    if not looks:
+    """The common size, or None, and the number of channels: grey only where all sampled images are."""
+    headers = read_headers(store, rows)
+    if not headers:
         raise LowRankError(f"there is no image to read, problems: {problems}.")
-    grey = all(look.grey for look in looks)
+    grey = all(header.grey for header in headers)
     channels = options.channels or channels or (1 if grey else 3)
     if options.image_size is not None:
-        return (channels, options.image_size, options.image_size), channels
-    sizes = {(look.height, look.width) for look in looks}
+        return (channels, *options.image_size), channels
+    sizes = {(header.height, header.width) for header in headers}
     return (channels, *sizes.pop()) if len(sizes) == 1 else None, channels
 
 
-def limited(data: Data, options: Options) -> Data:
+def with_default_size(store: ImageStore, rows: Tensor, options: ReadOptions) -> ReadOptions:
+    """The options with `default_size` as the size of all images, where these are large or differ in size."""
+    if options.image_size is not None or options.default_size is None:
+        return options
+    sizes = {(header.height, header.width) for header in read_headers(store, rows)}
+    fits = len(sizes) == 1 and min(next(iter(sizes))) <= LARGE_SIDE
+    return options if fits else replace(options, image_size=options.default_size)
+
+
+def divided(store: ImageStore, rows: Tensor, share: float, *, seed: int, name: str) -> tuple[Tensor, Tensor]:
+    """Rows to train on, and this share of every class to test on."""
+    number = round(share * len(rows))
+    if not 0 < number < len(rows):
+        raise LowRankError(
+            f"{name} has no test images, and {share:g} of its {len(rows)} images leaves none to train or test on: "
+            "set another share (--val-split 0.5)."
+        )
+    chosen = stratified(store.labels[rows], number, seed=seed)
+    rest = rows.new_ones(len(rows)).bool()
+    rest[chosen] = False
+    return rows[rest], rows[chosen]
+
+
+def rows_of(store: ImageStore, classes: int, problems: Problems) -> Tensor:
+    """The rows with a right label, or a sentence where there is none."""
+    rows = labelled_rows(store, classes, problems)
+    if not len(rows):
+        raise LowRankError(f"there is no image to read, problems: {problems}.")
+    return rows
+
+
+def with_limit(data: Data, options: ReadOptions) -> Data:
     """A set that is in memory already, with the options that change it applied."""
-    channels, height, width = data.train.size or (data.train.channels, None, None)
-    side = options.image_size
-    if (options.channels or channels, side or height, side or width) != (channels, height, width):
+    channels, height, width = data.train.size or (data.train.channels, 0, 0)
+    if options.test is not None or options.val_split is not None or options.class_names is not None:
+        raise LowRankError(f"{data.name} has test images and class names of its own: leave these options out.")
+    if (options.channels or channels, options.image_size or (height, width)) != (channels, (height, width)):
         raise LowRankError(
             f"{data.name} has images of {channels}x{height}x{width}, which image_size and channels do not change."
         )

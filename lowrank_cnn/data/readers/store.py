@@ -17,7 +17,7 @@ MOST_WRONG = 10**5
 """So many wrong labels are no accident, and naming each would take more memory than the images."""
 
 
-class Store(Protocol):
+class ImageStore(Protocol):
     """Numbered rows of encoded images with their labels (NO_LABEL where there is none)."""
 
     @property
@@ -44,7 +44,7 @@ class Store(Protocol):
         ...
 
 
-def labelled_rows(store: Store, classes: int, problems: Problems) -> Tensor:
+def labelled_rows(store: ImageStore, classes: int, problems: Problems) -> Tensor:
     """The rows whose label names a class; the others are counted as problems."""
     right = (store.labels >= 0) & (store.labels < classes)
     wrong = (~right).nonzero()[:, 0]
@@ -59,6 +59,6 @@ def labelled_rows(store: Store, classes: int, problems: Problems) -> Tensor:
     return right.nonzero()[:, 0]
 
 
-def fingerprint_of_rows(store: Store, rows: Tensor) -> str:
+def fingerprint_of_rows(store: ImageStore, rows: Tensor) -> str:
     """The identity of some rows of a store, with their labels."""
     return fingerprint_of_subset(store.fingerprint(), torch.stack([rows, store.labels[rows]]))

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from lowrank_cnn.data.readers.store import Store
+from lowrank_cnn.data.readers.store import ImageStore
 from lowrank_cnn.data.types import generator
 
 _LANES = 16
@@ -28,7 +28,7 @@ def lane_count(batch_size: int, world: int, workers: int) -> int:
     return math.lcm(math.gcd(batch_size, wanted), world)
 
 
-def epoch_lanes(store: Store, rows: Tensor, *, lanes: int, used: int, seed: int, epoch: int) -> Tensor:
+def epoch_lanes(store: ImageStore, rows: Tensor, *, lanes: int, used: int, seed: int, epoch: int) -> Tensor:
     """Rows of an epoch as [lanes, used / lanes], mixed further within windows of each lane."""
     draw = generator("shards", seed, epoch)
     order = store.shuffled(draw)

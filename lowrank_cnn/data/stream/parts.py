@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, stack
 from lowrank_cnn.data.images.encoded import Encoded, Window, join, window_of
 from lowrank_cnn.data.images.framing import Framing, framer
-from lowrank_cnn.data.readers.store import Store
+from lowrank_cnn.data.readers.store import ImageStore
 from lowrank_cnn.data.types import generator
 
 TOO_MANY = "too many images are bad"
@@ -71,7 +71,7 @@ class Parts(Dataset):
     With `encoded`, plain JPEGs are not decoded.
     """
 
-    store: Store
+    store: ImageStore
     lanes: Tensor
     mine: range
     per_lane: int

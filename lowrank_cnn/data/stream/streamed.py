@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lowrank_cnn.data.augment import Augment, cut_out, draw_moves, send
-from lowrank_cnn.data.images.decode import BadImageError, decode_image, fit, stack
+from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, decode_image, fit, stack
 from lowrank_cnn.data.images.framing import Framing
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, to_unit
-from lowrank_cnn.data.readers.read import spread
-from lowrank_cnn.data.readers.store import Store, fingerprint_of_rows
+from lowrank_cnn.data.readers.decoding import sample_rows
+from lowrank_cnn.data.readers.store import ImageStore, fingerprint_of_rows
 from lowrank_cnn.data.stream.gpu_decode import check_framing, decode_parts, find_decoder
 from lowrank_cnn.data.stream.lanes import WINDOW, epoch_lanes, lane_count, rank_range
 from lowrank_cnn.data.stream.parts import Part, Parts, Trouble, trouble_of
@@ -33,7 +33,7 @@ _PREFETCH = 4
 class StreamedSplit:
     """Rows of a store, decoded when they are needed; bad ones met on the way are counted and left out."""
 
-    store: Store
+    store: ImageStore
     rows: Tensor
     size: Size | None
     channels: int
@@ -54,8 +54,17 @@ class StreamedSplit:
     def subset(self, index: Tensor) -> StreamedSplit:
         return replace(self, rows=self.rows[index])
 
+    def describe(self, index: int) -> str:
+        """Where the image comes from that an evaluation meets at this place: it passes over undecodable ones."""
+        bad = {where for kind, where in self.problems.found if kind == UNDECODABLE}
+        if not bad:
+            return self.store.where(int(self.rows[index]))
+        names = (self.store.where(row) for row in self.rows.tolist())
+        good = (name for name in names if not any(where.startswith(f"{name}: ") for where in bad))
+        return next(itertools.islice(good, index, None))
+
     def pixels(self) -> Iterator[Tensor]:
-        for index in spread(len(self), _SAMPLE).tolist():
+        for index in sample_rows(len(self), _SAMPLE).tolist():
             try:
                 image = decode_image(self.store.read(int(self.rows[index])), channels=self.channels)
             except BadImageError:

@@ -11,11 +11,11 @@ from PIL import Image
 
 from lowrank_cnn.data.images.decode import (
     BadImageError,
-    Look,
+    ImageHeader,
     crop_at,
     decode_image,
     fit,
-    look_at,
+    read_header,
     resize_shorter,
     stack,
 )
@@ -66,8 +66,8 @@ def test_palette_with_transparent_bytes() -> None:
 
 
 def test_what_a_header_tells(photo: Callable[..., bytes]) -> None:
-    assert look_at(photo(0, size=(12, 10))) == Look(12, 10, grey=False)
-    assert look_at(photo(0, size=(5, 7), mode="L", format="JPEG")) == Look(5, 7, grey=True)
+    assert read_header(photo(0, size=(12, 10))) == ImageHeader(12, 10, grey=False)
+    assert read_header(photo(0, size=(5, 7), mode="L", format="JPEG")) == ImageHeader(5, 7, grey=True)
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])

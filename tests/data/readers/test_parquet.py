@@ -99,9 +99,16 @@ def test_a_file_that_is_no_parquet_is_named(shards: Path) -> None:
         open_data(shards)
 
 
-def test_a_set_needs_training_and_test_shards(tmp_path: Path, photo: Photo, write_shards: WriteShards) -> None:
-    write_shards(tmp_path, "train", [[(photo(0), 0)]])
-    with pytest.raises(LowRankError, match="it has train"):
+def test_a_set_without_test_shards_is_divided(tmp_path: Path, photo: Photo, write_shards: WriteShards) -> None:
+    write_shards(tmp_path, "train", [[(photo(n), n % 2) for n in range(10)]])
+    data = open_data(tmp_path, val_split=0.4)
+    assert (len(data.train), len(data.test)) == (6, 4)
+    assert data.details["val_split"]["share"] == 0.4
+
+
+def test_a_set_needs_labelled_shards(tmp_path: Path, photo: Photo, write_shards: WriteShards) -> None:
+    write_shards(tmp_path, "test", [[(photo(0), -1)]])
+    with pytest.raises(LowRankError, match=r"needs shards train-.* with labels; it has test"):
         open_data(tmp_path)
 
 

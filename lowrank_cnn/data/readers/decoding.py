@@ -11,8 +11,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, Look, decode_image, fit, look_at, stack
-from lowrank_cnn.data.readers.store import Store
+from lowrank_cnn.data.images.decode import (
+    UNDECODABLE,
+    BadImageError,
+    ImageHeader,
+    decode_image,
+    fit,
+    read_header,
+    stack,
+)
+from lowrank_cnn.data.progress import ImageProgress
+from lowrank_cnn.data.readers.store import ImageStore
 from lowrank_cnn.data.resident import Decoded
 from lowrank_cnn.data.types import Bad, Problems, Size
 from lowrank_cnn.system.errors import LowRankError
@@ -21,7 +30,7 @@ OTHER_SIZE = "image of another size, resized"
 _CHUNK = 256
 _WORTH_WORKERS = 4096
 _MOST_WORKERS = 16
-_LOOKS = 64
+_SAMPLED_HEADERS = 64
 _RUN = 8
 
 
@@ -29,7 +38,7 @@ _RUN = 8
 class Chunks(Dataset):
     """Rows decoded to one size, in chunks: images, which of them are good, and what was wrong."""
 
-    store: Store
+    store: ImageStore
     rows: Tensor
     size: Size
     any_size: bool
@@ -60,22 +69,35 @@ class Chunks(Dataset):
 
 
 def decode_rows(
-    store: Store, rows: Tensor, *, size: Size, any_size: bool, bad: Bad, problems: Problems
+    store: ImageStore,
+    rows: Tensor,
+    *,
+    size: Size,
+    any_size: bool,
+    bad: Bad,
+    problems: Problems,
+    what: str = "",
 ) -> Decoded:
-    """All these rows as one tensor, without the bad ones, which are added to the problems."""
+    """All these rows as one tensor, without the bad ones, which are added to the problems.
+
+    `what` is the title of a progress bar; an empty one shows none.
+    """
     images = torch.empty(len(rows), *size, dtype=torch.uint8)
     good = torch.ones(len(rows), dtype=torch.bool)
     chunks = Chunks(store, rows, size, any_size)
-    for number, (part, kept, found) in enumerate(_each(chunks)):
-        place = slice(number * _CHUNK, number * _CHUNK + len(kept))
-        images[place], good[place] = part, kept
-        problems.add_all(found)
-        if bad == "refuse":
-            problems.refuse()
+    with ImageProgress(what, len(rows), enabled=bool(what)) as progress:
+        for number, (part, kept, found) in enumerate(_each(chunks)):
+            place = slice(number * _CHUNK, number * _CHUNK + len(kept))
+            images[place], good[place] = part, kept
+            problems.add_all(found)
+            if bad == "refuse":
+                problems.refuse()
+            progress.advance(len(kept))
     if not good.any():
         raise LowRankError(f"none of {len(rows)} images can be decoded: {problems}.")
-    labels = store.labels[rows]
-    return Decoded(images, labels, problems) if good.all() else Decoded(images[good], labels[good], problems)
+    kept = rows[good]
+    images = images if good.all() else images[good]
+    return Decoded(images, store.labels[kept], problems, lambda place: store.where(int(kept[place])))
 
 
 def _each(chunks: Chunks) -> Iterable[tuple[Tensor, Tensor, list[tuple[str, str]]]]:
@@ -86,18 +108,18 @@ def _each(chunks: Chunks) -> Iterable[tuple[Tensor, Tensor, list[tuple[str, str]
     return DataLoader(chunks, batch_size=None, num_workers=workers, multiprocessing_context="fork")
 
 
-def look_around(store: Store, rows: Tensor) -> list[Look]:
-    """The headers of a few rows spread over the store, those that cannot be read left out."""
-    looks: list[Look] = []
-    for index in spread(len(rows), _LOOKS).tolist():
+def read_headers(store: ImageStore, rows: Tensor) -> list[ImageHeader]:
+    """The headers of a sample of the rows, those that cannot be read left out."""
+    headers: list[ImageHeader] = []
+    for index in sample_rows(len(rows), _SAMPLED_HEADERS).tolist():
         try:
-            looks.append(look_at(store.read(int(rows[index]))))
+            headers.append(read_header(store.read(int(rows[index]))))
         except BadImageError:
             continue
-    return looks
+    return headers
 
 
-def spread(n: int, most: int) -> Tensor:
+def sample_rows(n: int, most: int) -> Tensor:
     """At most so many positions of 0 to n - 1, in short runs: reading one row reads its neighbours too."""
     if n <= most:
         return torch.arange(n)

@@ -1,0 +1,135 @@
+"""What an evaluation says beyond one number: per class, which classes are mixed up, worst images, calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BINS = 15
+"""Bins of confidence in which calibration is measured."""
+WORST = 20
+PAIRS = 20
+MOST_CLASSES = 200
+"""A record holds the whole confusion matrix of so many classes at most; of more, the most confused pairs."""
+
+
+@dataclass(frozen=True)
+class WrongImage:
+    """An image that the network got wrong: where it comes from, its class, and what the network said instead."""
+
+    image: str
+    true: str
+    predicted: str
+    probability: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class EvaluationDetails:
+    """Counts behind an accuracy.
+
+    `confusion` [true class, predicted class] counts images. `bins` [BINS, 3] holds for each bin of the highest
+    probability the number of images, the sum of these probabilities and the number of right answers. `worst` are
+    the wrong images of the largest loss, the largest first.
+    """
+
+    classes: tuple[str, ...]
+    confusion: Tensor
+    bins: Tensor
+    worst: tuple[WrongImage, ...] = ()
+
+    def per_class(self) -> list[dict[str, Any]]:
+        """For each class the number of its images, and the share that was recognised; None where it has none."""
+        totals, right = self.confusion.sum(1).tolist(), self.confusion.diagonal().tolist()
+        return [
+            {"class": name, "n": n, "accuracy": correct / n if n else None}
+            for name, n, correct in zip(self.classes, totals, right, strict=True)
+        ]
+
+    def most_confused(self, most: int = PAIRS) -> list[dict[str, Any]]:
+        """Pairs of a class and what it was taken for, the most frequent first; `share` is that of the class."""
+        wrong = self.confusion.clone()
+        wrong.fill_diagonal_(0)
+        counts, places = wrong.flatten().topk(min(most, wrong.numel()))
+        totals = self.confusion.sum(1)
+        return [
+            {
+                "true": self.classes[place // len(self.classes)],
+                "predicted": self.classes[place % len(self.classes)],
+                "n": count,
+                "share": count / int(totals[place // len(self.classes)]),
+            }
+            for count, place in zip(counts.tolist(), places.tolist(), strict=True)
+            if count
+        ]
+
+    @property
+    def calibration_error(self) -> float:
+        """The expected calibration error: how far confidence is from accuracy, averaged over images."""
+        n, confidence, right = self.bins.double().unbind(1)
+        return float((confidence - right).abs().sum() / n.sum().clamp_min(1))
+
+    def to_dict(self) -> dict[str, Any]:
+        """In values that JSON can hold: the field `details` of a record's result."""
+        small = len(self.classes) <= MOST_CLASSES
+        bins = [
+            {"n": int(n), "confidence": confidence / n if n else None, "accuracy": right / n if n else None}
+            for n, confidence, right in self.bins.tolist()
+        ]
+        return {
+            "per_class": self.per_class(),
+            "confusion": self.confusion.tolist() if small else None,
+            "most_confused": self.most_confused(),
+            "worst": [vars(image) for image in self.worst],
+            "calibration": {"bins": bins, "error": self.calibration_error},
+        }
+
+
+class DetailsCollector:
+    """Gathers the details of an evaluation batch by batch, on the device."""
+
+    def __init__(self, classes: Sequence[str], device: torch.device) -> None:
+        self.classes = tuple(classes)
+        number = len(self.classes)
+        self.confusion = torch.zeros(number * number, dtype=torch.float64, device=device)
+        self.bins = torch.zeros(BINS, 3, dtype=torch.float64, device=device)
+        self.worst = torch.zeros(0, 5, dtype=torch.float64, device=device)
+        """Rows of loss, place in the set, true class, predicted class and its probability."""
+        self.seen = 0
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Count a batch; images come in the order of the set."""
+        probabilities = logits.float().softmax(1)
+        confidence, predicted = probabilities.max(1)
+        right = (predicted == labels).double()
+        places = labels * len(self.classes) + predicted
+        self.confusion += torch.bincount(places, minlength=len(self.confusion))
+        bins = (confidence * BINS).long().clamp(0, BINS - 1)
+        rows = torch.stack([torch.ones_like(right), confidence.double(), right], dim=1)
+        self.bins.index_add_(0, bins, rows)
+        self._keep_worst(logits, labels, predicted, confidence)
+        self.seen += len(labels)
+
+    def _keep_worst(self, logits: Tensor, labels: Tensor, predicted: Tensor, confidence: Tensor) -> None:
+        loss = functional.cross_entropy(logits.float(), labels, reduction="none")
+        place = torch.arange(self.seen, self.seen + len(labels), device=labels.device)
+        rows = torch.stack([t.double() for t in (loss, place, labels, predicted, confidence)], dim=1)
+        rows = torch.cat([self.worst, rows[predicted != labels]])
+        self.worst = rows[rows[:, 0].argsort(descending=True, stable=True)[:WORST]]
+
+    def details(
+        self, describe: Callable[[int], str] | None, add_up: Callable[[Tensor], Tensor] = Tensor.clone
+    ) -> EvaluationDetails:
+        """All that was gathered; `describe` tells where an image comes from, None leaves the worst images out."""
+        number = len(self.classes)
+        confusion = add_up(self.confusion).round().long().view(number, number).cpu()
+        worst = tuple(
+            WrongImage(describe(int(place)), self.classes[int(true)], self.classes[int(said)], probability, loss)
+            for loss, place, true, said, probability in (self.worst.tolist() if describe else ())
+        )
+        return EvaluationDetails(self.classes, confusion, add_up(self.bins).cpu(), worst)

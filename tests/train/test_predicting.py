@@ -1,0 +1,89 @@
+"""Images in every form that users have them, and what is no image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.data import Standardize
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train import Recipe
+from lowrank_cnn.train.predicting import predict
+from lowrank_cnn.train.trained import Trained
+
+Image = pytest.importorskip("PIL.Image")
+
+
+@pytest.fixture
+def trained() -> Trained:
+    """Says red, green or blue by the brightest channel of a 6x8 image."""
+    network = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    preprocess = Standardize(torch.zeros(3), torch.full((3,), 50.0))
+    return Trained(network, preprocess, Recipe(), ("red", "green", "blue"), (3, 6, 8))
+
+
+@pytest.fixture
+def green() -> np.ndarray:
+    return np.tile(np.array([10, 200, 30], np.uint8), (6, 8, 1))
+
+
+def test_all_forms_of_an_image_get_the_same_answer(trained: Trained, green: np.ndarray, tmp_path: Path) -> None:
+    Image.fromarray(green).save(tmp_path / "a.png")
+    forms = [
+        tmp_path / "a.png",
+        str(tmp_path / "a.png"),
+        (tmp_path / "a.png").read_bytes(),
+        Image.fromarray(green),
+        green,
+        torch.from_numpy(green).permute(2, 0, 1),
+    ]
+    answers = predict(trained, forms, device="cpu")
+    assert answers[0][0][0] == "green"
+    assert all(answer == answers[0] for answer in answers)
+    assert all(predict(trained, form, device="cpu") == answers[:1] for form in forms)
+
+
+def test_a_folder_is_all_its_images(trained: Trained, green: np.ndarray, tmp_path: Path) -> None:
+    (tmp_path / "deeper").mkdir()
+    for name in ("b.png", "deeper/a.png", ".hidden.png"):
+        Image.fromarray(green).save(tmp_path / name)
+    assert len(predict(trained, tmp_path, device="cpu")) == 2
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(LowRankError, match="there is no image below"):
+        predict(trained, tmp_path / "empty", device="cpu")
+
+
+def test_grey_images_and_alpha(trained: Trained, green: np.ndarray) -> None:
+    grey = predict(trained, np.full((6, 8), 90, np.uint8), device="cpu")[0]
+    assert grey[0][1] == pytest.approx(1 / 3)
+    clear = np.dstack([green, np.full((6, 8), 255, np.uint8)])
+    assert predict(trained, clear, device="cpu") == predict(trained, green, device="cpu")
+
+
+def test_one_bad_image_does_not_silence_the_others(trained: Trained, green: np.ndarray, tmp_path: Path) -> None:
+    (tmp_path / "bad.jpg").write_bytes(b"junk")
+    asked = [green, tmp_path / "bad.jpg", tmp_path / "none.jpg", green]
+    answers = predict(trained, asked, device="cpu", bad="skip")
+    assert [answer is None for answer in answers] == [False, True, True, False]
+    with pytest.raises(LowRankError, match=r"bad\.jpg is not an image that can be used"):
+        predict(trained, asked, device="cpu")
+    with pytest.raises(LowRankError, match="bad is refuse or skip"):
+        predict(trained, asked, device="cpu", bad="maybe")  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("image", "says"),
+    [
+        (np.zeros((6, 8, 3)), r"of uint8, not float64 \[6, 8, 3\]"),
+        (torch.zeros(6, 8, 5, dtype=torch.uint8), r"of uint8, not uint8 \[8, 5, 6\]"),
+        (3, "not a int"),
+        (b"junk", "the bytes is not an image that can be used"),
+    ],
+)
+def test_what_is_no_image(trained: Trained, image: object, says: str) -> None:
+    with pytest.raises(LowRankError, match=says):
+        predict(trained, image, device="cpu")
