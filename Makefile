@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test fuzz lint types format figures docs clean
+.PHONY: demo test faults fuzz lint types format figures docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lowrank demo
@@ -12,9 +12,17 @@ demo: $(VENV)/.installed
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto
 
-# New random examples for the property tests, several times over; what fails is printed so that it can be run again.
+# Kill, freeze and damage training runs, and resume each: docs/reliability.md has the figures.
+FAULTS ?= 520
+faults: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fault_harness.py --faults $(FAULTS)
+
+# Hostile input for every reader, and new random examples for the property tests, several times over. What fails is
+# printed so that it can be run again.
+INPUTS ?= 10800
 ROUNDS ?= 10
 fuzz: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_harness.py --inputs $(INPUTS)
 	for round in $$(seq $(ROUNDS)); do \
 		OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto -m hypothesis --hypothesis-profile fuzz || exit 1; done
 
