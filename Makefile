@@ -1,8 +1,10 @@
 # `make demo` and `make test` set everything up by themselves; the second time they only run.
+# `make test PYTHON=python3.12` and `make test TORCH=2.11.0` test with another Python or torch, in a .venv of its own.
 PYTHON ?= python3
-VENV ?= .venv
+TORCH ?=
+VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
 
 .PHONY: demo test faults fuzz lint types format figures docs clean
 
@@ -38,12 +40,13 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv* build dist site .pytest_cache .ruff_cache .hypothesis
 
 # torch goes first and by its pin: an open range would take the newest build with all of CUDA.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): this takes a minute or two the first time."
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) torch
 	$(PIP) --editable ".[all]"
 	@touch $@

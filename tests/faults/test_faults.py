@@ -1,4 +1,4 @@
-"""The short form of `make faults`: a run survives every kind of fault, and the harness notices one that does not."""
+"""The short form of `make faults`: runs survive every kind of fault, and the harness notices those that do not."""
 
 from __future__ import annotations
 
