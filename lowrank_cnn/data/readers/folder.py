@@ -13,8 +13,10 @@ from torch import Tensor
 from lowrank_cnn.data.fingerprint import fingerprint_of_files
 from lowrank_cnn.data.images.decode import BadImageError
 from lowrank_cnn.data.types import Problems
+from lowrank_cnn.system.files import is_regular, read_regular
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
+_LARGEST_FILE = 2**29
 _TEST_FOLDERS = ("test", "val", "valid", "validation")
 
 
@@ -28,7 +30,7 @@ class FolderStore:
 
     def read(self, row: int) -> bytes:
         try:
-            return Path(self.files[row]).read_bytes()
+            return read_regular(self.files[row], most=_LARGEST_FILE)
         except OSError as error:
             raise BadImageError(error.strerror or "unreadable") from error
 
@@ -78,5 +80,5 @@ def _images(folder: Path) -> list[str]:
         str(Path(parent, name))
         for parent, _, names in os.walk(folder)
         for name in names
-        if Path(name).suffix.lower() in _SUFFIXES and name[0] != "."
+        if Path(name).suffix.lower() in _SUFFIXES and name[0] != "." and is_regular(Path(parent, name))
     )

@@ -32,12 +32,13 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("bad", "missing"):
             if (value := getattr(self, name)) not in ("skip", "refuse"):
-                raise LowRankError(f"{name} must be skip or refuse, not {value}.")
+                raise LowRankError(f"{name} must be skip or refuse, not {value!r:.60}.")
         for name in ("limit", "image_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise LowRankError(f"{name} must be at least 1, not {value}.")
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise LowRankError(f"{name} must be a whole number of at least 1, not {value!r:.60}.")
         if self.channels not in (None, 1, 3):
-            raise LowRankError(f"channels must be 1 (grey) or 3 (colour), not {self.channels}.")
+            raise LowRankError(f"channels must be 1 (grey) or 3 (colour), not {self.channels!r:.60}.")
 
 
 def make_split(
