@@ -1,10 +1,12 @@
 # `make demo` and `make test` set everything up by themselves; the second time they only run.
+# `make test PYTHON=python3.12` and `make test TORCH=2.11.0` test with another Python or torch, in a .venv of its own.
 PYTHON ?= python3
-VENV ?= .venv
+TORCH ?=
+VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
 
-.PHONY: demo test fuzz lint types format figures docs clean
+.PHONY: demo test faults fuzz lint types format figures docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lowrank demo
@@ -12,9 +14,17 @@ demo: $(VENV)/.installed
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto
 
-# New random examples for the property tests, several times over; what fails is printed so that it can be run again.
+# Kill, freeze and damage training runs, and resume each: docs/reliability.md has the figures.
+FAULTS ?= 520
+faults: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fault_harness.py --faults $(FAULTS)
+
+# Hostile input for every reader, and new random examples for the property tests, several times over. What fails is
+# printed so that it can be run again.
+INPUTS ?= 10800
 ROUNDS ?= 10
 fuzz: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_harness.py --inputs $(INPUTS)
 	for round in $$(seq $(ROUNDS)); do \
 		OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto -m hypothesis --hypothesis-profile fuzz || exit 1; done
 
@@ -30,12 +40,13 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv* build dist site .pytest_cache .ruff_cache .hypothesis
 
 # torch goes first and by its pin: an open range would take the newest build with all of CUDA.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): this takes a minute or two the first time."
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) torch
 	$(PIP) --editable ".[all]"
 	@touch $@

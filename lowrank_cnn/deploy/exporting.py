@@ -35,7 +35,7 @@ from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.models.files import Stored, dtype_of, read_weights, write_weights
 from lowrank_cnn.system.compare import ROUNDED, difference, is_finite
 from lowrank_cnn.system.errors import LowRankError, require
-from lowrank_cnn.system.files import replacing
+from lowrank_cnn.system.files import as_path, replacing
 from lowrank_cnn.system.provenance import note, notes
 from lowrank_cnn.train.trained import Trained, load_checkpoint
 
@@ -69,7 +69,7 @@ def export(
     file can be evaluated as its run can. Image sizes other than this one are for .safetensors alone: a graph is
     traced for one size and any batch.
     """
-    path = Path(path)
+    path = as_path(path)
     write = _writer(path)
     stored = model.stored(input_size) if isinstance(model, Trained) else _stored(model, input_size)
     if path.exists() and not overwrite:
@@ -94,7 +94,7 @@ def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = Fal
       it is left as it is.
     - `trusted`: needed for .pt2, which torch reads by evaluating expressions and, in places, by unpickling.
     """
-    path = Path(path)
+    path = as_path(path)
     if path.is_dir() or (path.suffix in ("", ".json", ".safetensors") and path.with_suffix(".json").is_file()):
         trained = load_checkpoint(path, network=copy.deepcopy(into))
         note(trained.network, input_size=trained.input_size)

@@ -11,6 +11,12 @@ from torch import Tensor, nn
 
 from lowrank_cnn.system.errors import LowRankError, require
 
+_DTYPES = {
+    "tensor(float16)": torch.float16,
+    "tensor(float)": torch.float32,
+    "tensor(double)": torch.float64,
+}
+
 
 class OnnxModel(nn.Module):
     """An .onnx file that runs on the CPU; `threads` limits what it uses, 0 leaves that to ONNX Runtime."""
@@ -26,17 +32,19 @@ class OnnxModel(nn.Module):
         try:
             self.session: Any = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime has its own family of errors, none of them public
-            first = str(error).strip().partition("\n")[0]
-            raise LowRankError(f"onnxruntime cannot read {path}: {first}") from error
-        image = self.session.get_inputs()[0]
+            raise LowRankError(f"onnxruntime cannot read {path}: {_first_line(error)}") from error
+        image = _only_input(self.session, path)
         self.input: str = image.name
         self.input_size = tuple(size if isinstance(size, int) else None for size in image.shape[1:])
-        self.dtype = torch.float16 if image.type == "tensor(float16)" else torch.float32
+        self.dtype = _DTYPES[image.type]
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
         self._check(x)
-        (output,) = self.session.run(None, {self.input: x.detach().cpu().numpy()})[:1]
+        try:
+            output = self.session.run(None, {self.input: x.detach().cpu().numpy()})[0]
+        except Exception as error:  # as above
+            raise LowRankError(f"onnxruntime cannot run this file: {_first_line(error)}") from error
         return torch.from_numpy(output)
 
     def _check(self, x: Tensor) -> None:
@@ -49,6 +57,23 @@ class OnnxModel(nn.Module):
             raise LowRankError(f"this file is for a batch of images of {takes}, not of {given}.")
         if x.dtype != self.dtype:
             raise LowRankError(f"this file takes images in {self.dtype}, not in {x.dtype}.")
+
+
+def _only_input(session: Any, path: str | Path) -> Any:
+    """The one input of a network: images as floating-point numbers, a batch first."""
+    inputs = session.get_inputs()
+    if len(inputs) != 1:
+        raise LowRankError(f"{path} takes {len(inputs)} inputs; a network here takes one, a batch of images.")
+    if inputs[0].type not in _DTYPES or not inputs[0].shape:
+        raise LowRankError(
+            f"{path} takes {inputs[0].type} of shape {inputs[0].shape}; a network here takes a batch of images as "
+            "float, float16 or double."
+        )
+    return inputs[0]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def node_macs(path: str | Path) -> dict[str, int]:

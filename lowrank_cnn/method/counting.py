@@ -25,10 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, check_type
 from lowrank_cnn.system.provenance import notes
 
 CONVENTIONS = ("mac", "paper")
+_LARGEST_SIDE = 2**20
 _LAYERS = (CompositeConv2d, nn.Conv2d, nn.Linear)
 
 
@@ -81,6 +82,7 @@ def count(model: nn.Module, input_size: Sequence[int], *, convention: str = "mac
     """
     if convention not in CONVENTIONS:
         raise LowRankError(f"the convention is {' or '.join(CONVENTIONS)}, not {convention!r}.")
+    check_type("the model", model, nn.Module)
     size = _checked(input_size)
     paper = convention == "paper"
     book = _Book(biases=paper)
@@ -95,9 +97,11 @@ def count(model: nn.Module, input_size: Sequence[int], *, convention: str = "mac
 
 
 def _checked(input_size: Sequence[int]) -> tuple[int, ...]:
-    size = tuple(input_size)
-    if len(size) != 3 or any(not isinstance(v, int) or v < 1 for v in size):
-        raise LowRankError(f"an input size is (channels, height, width), like (3, 224, 224), not {input_size!r}.")
+    size = tuple(input_size) if isinstance(input_size, Sequence) else ()
+    if len(size) != 3 or any(not isinstance(v, int) or not 1 <= v <= _LARGEST_SIDE for v in size):
+        raise LowRankError(
+            f"an input size is (channels, height, width), like (3, 224, 224), not {input_size!r:.60}."
+        )
     return size
 
 

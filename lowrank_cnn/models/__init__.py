@@ -10,7 +10,7 @@ from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.models import googlenet, nin, vgg
 from lowrank_cnn.models.network import Network, Options, TrainingCard
 from lowrank_cnn.models.pretrained import agreed, list_pretrained, load_into, read_pretrained
-from lowrank_cnn.system.errors import LowRankError, nearest
+from lowrank_cnn.system.errors import LowRankError, check_type, nearest
 from lowrank_cnn.system.provenance import note
 
 FAMILIES: tuple[ModuleType, ...] = (vgg, googlenet, nin)
@@ -19,6 +19,16 @@ _DEFAULTS = {
     "in_channels": 3,
     "width": 1.0,
     "init": "composite",
+}
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("num_classes", "stride", "image_size"), (int, type(None))),
+    **dict.fromkeys(("norm", "pool", "pretrained"), (str, type(None))),
+    "in_channels": (int,),
+    "width": (int, float),
+    "dropout": (int, float, type(None)),
+    "init": (str,),
 }
 
 
@@ -66,6 +76,7 @@ def create_model(
       and with the options that they were trained with; for another `num_classes`, its last layer begins anew.
       `list_pretrained` says which there are.
     """
+    _check_types(locals())
     if pretrained is not None:
         given = locals()
         return _with_weights(name, pretrained, {key: given[key] for key in _DEFAULTS})
@@ -83,6 +94,13 @@ def create_model(
     model.settle()
     model.config = {"name": name, **vars(options), "init": init}
     return model
+
+
+def _check_types(given: Mapping[str, object]) -> None:
+    """Refuse options of `create_model` of another type, which would fail somewhere within."""
+    check_type("a network's name", given["name"], str)
+    for option, kinds in _TYPES.items():
+        check_type(option, given[option], *kinds)
 
 
 def _with_weights(name: str, data: str, options: Mapping[str, object]) -> Network:

@@ -70,8 +70,7 @@ def read_weights(path: Path, *, into: nn.Module | None = None) -> Stored:
 
 def read_card(path: Path) -> Mapping[str, Any] | None:
     """What a file says of the training of its network, without building it; None where it says nothing."""
-    description, _ = _description(path)
-    card = description.get("card")
+    card = read_header(path).description.get("card")
     return card if isinstance(card, Mapping) else None
 
 

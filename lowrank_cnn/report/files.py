@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lowrank_cnn.report.reading import read_record
 from lowrank_cnn.report.records import Problem, Records
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.files import UnreadableError, read_json
+from lowrank_cnn.system.seal import BrokenSealError, unsealed
 
-LARGEST_FILE = 64 * 2**20
 FIRST_STEP = "lowrank train nin-c3-lr --data digits --recipe digits --width 0.25 --out runs/first"
 
 
@@ -64,18 +64,9 @@ def _read_into(records: Records, file: Path) -> None:
 
 
 def _load(file: Path) -> object:
+    """The value in a file, its checksum verified where it has one."""
     try:
-        size = file.stat().st_size
-        content = file.read_bytes() if size <= LARGEST_FILE else b""
-    except OSError as error:
-        raise LowRankError(f"it cannot be read ({error.strerror}).") from error
-    if size > LARGEST_FILE:
-        raise LowRankError(f"it is larger than {LARGEST_FILE >> 20} MiB.")
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise LowRankError(f"it is not JSON{_where(error)}.") from error
-
-
-def _where(error: Exception) -> str:
-    return f", from line {error.lineno} on" if isinstance(error, json.JSONDecodeError) else ""
+        value = read_json(file)
+        return unsealed(value) if isinstance(value, dict) else value
+    except (UnreadableError, BrokenSealError) as error:
+        raise LowRankError(f"{error}.") from error

@@ -9,15 +9,18 @@ from types import ModuleType
 
 from lowrank_cnn.system.text import printable
 
+_LONGEST_NAME = 100
+"""Letters of a name that are compared with known names: the time to compare grows with their square."""
+
 
 class LowRankError(ValueError):
     """Bad input. The command line prints the sentence and leaves with exit code 2.
 
-    A name within the sentence may come from a file of somebody else's: control characters in it are escaped.
+    A name within the sentence may be anything: control characters and line ends in it are escaped.
     """
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return printable(super().__str__()).replace("\n", "\\n")
 
 
 class LostDeviceError(LowRankError):
@@ -38,8 +41,21 @@ def require(module: str, *, extra: str, purpose: str = "this") -> ModuleType:
         raise MissingExtra(f"{purpose} needs {package}: pip install 'lowrank-cnn[{extra}]'") from error
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def check_type(name: str, value: object, *kinds: type) -> None:
+    """Refuse a value of another type; None is a type like others, and True is no number.
+
+    >>> check_type("stride", "two", int)
+    Traceback (most recent call last):
+    lowrank_cnn.system.errors.LowRankError: stride must be of type int, not 'two'.
+    """
+    right = isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)
+    if not right:
+        wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise LowRankError(f"{name} must be of type {wanted}, not {value!r:.60}.")
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown name: the nearest known ones, or all where none is near."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(str(name)[:_LONGEST_NAME], names, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}."

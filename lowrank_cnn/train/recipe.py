@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowrank_cnn.system.errors import LowRankError, nearest
+from lowrank_cnn.system.errors import LowRankError, check_type, nearest
 from lowrank_cnn.train.settings import read_value
 
 SCHEDULES = ("paper", "poly", "cosine", "constant")
@@ -122,6 +122,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Recipe:
         """The recipe that `to_dict` wrote."""
+        check_type("a recipe", values, dict)
         return changed(cls(), values)
 
 

@@ -147,7 +147,7 @@ def forwards(capability: tuple[int, int]) -> None:
             launch.forward(plan, problem, x, weights, None, None, added)
 
 
-def statistics(capability: tuple[int, int]) -> None:
+def forwards_with_statistics(capability: tuple[int, int]) -> None:
     """Forwards that leave mean and variance for a batch norm."""
     for name, stride in (("narrow", (1, 1)), ("wide", (1, 1)), ("lr", (2, 2))):
         size, groups, _ = LAYERS[name]
@@ -215,7 +215,7 @@ def main(capability: int, what: str = "all") -> None:
     found: dict[str, Any] = {}
     compile_only(found)
     forwards(divmod(capability, 10))
-    statistics(divmod(capability, 10))
+    forwards_with_statistics(divmod(capability, 10))
     backwards(divmod(capability, 10))
     neighbours()
     for name, kernel in found.items():

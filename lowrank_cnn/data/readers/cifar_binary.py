@@ -13,6 +13,7 @@ from torch import Tensor
 from lowrank_cnn.data.resident import ResidentSplit
 from lowrank_cnn.data.types import Data
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.files import read_regular
 
 ARCHIVE = "cifar-10-binary.tar.gz"
 ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
@@ -30,14 +31,18 @@ _FILES = {
 }
 _PICKLED = ("cifar-10-python.tar.gz", "cifar-10-batches-py", "data_batch_1")
 _RECORD = 1 + 3 * 32 * 32
+_LARGEST_FILE = 10_000 * _RECORD
 
 
 def open_archive(path: Path, *, md5: str = ARCHIVE_MD5) -> Data:
     """The set from the archive, which is read in place and never unpacked to disk."""
     if path.name == _PICKLED[0]:
         raise _pickled(path)
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "md5").hexdigest()
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "md5").hexdigest()
+    except OSError as error:
+        raise LowRankError(f"{path} cannot be read ({error.strerror or error}).") from error
     if found != md5:
         raise LowRankError(f"{path} is not CIFAR-10's {ARCHIVE}: its MD5 is {found} instead of {md5}.")
     with tarfile.open(path, "r:gz") as archive:
@@ -55,7 +60,10 @@ def open_folder(path: Path, *, content_sums: Mapping[str, str] = CONTENT, md5: s
     absent = [name for name in _names() if not (place / name).is_file()]
     if absent:
         raise LowRankError(f"{place} lacks {', '.join(absent)} of CIFAR-10.")
-    content = {name: (place / name).read_bytes() for name in _names()}
+    try:
+        content = {name: read_regular(place / name, most=_LARGEST_FILE) for name in _names()}
+    except OSError as error:
+        raise LowRankError(f"the files of CIFAR-10 in {place} cannot be read ({error.strerror}).") from error
     for split, names in _FILES.items():
         if content_sum(content[name] for name in names) != content_sums[split]:
             raise LowRankError(f"the {split} files in {place} do not hold the images of CIFAR-10, or not all.")

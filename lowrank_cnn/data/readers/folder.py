@@ -13,6 +13,7 @@ from torch import Tensor
 from lowrank_cnn.data.fingerprint import fingerprint_of_files
 from lowrank_cnn.data.images.decode import BadImageError
 from lowrank_cnn.data.types import Problems
+from lowrank_cnn.system.files import is_regular, read_regular
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 _TRAIN_NAMES = ("train", "training")
@@ -30,9 +31,7 @@ class FolderStore:
 
     def read(self, row: int) -> bytes:
         try:
-            if Path(self.files[row]).stat().st_size > _LARGEST_FILE:
-                raise BadImageError(f"larger than {_LARGEST_FILE >> 20} MiB")
-            return Path(self.files[row]).read_bytes()
+            return read_regular(self.files[row], most=_LARGEST_FILE)
         except OSError as error:
             raise BadImageError(error.strerror or "unreadable") from error
 
@@ -108,7 +107,7 @@ def _image_files(folder: Path, problems: Problems) -> Iterator[str]:
             if name[0] == "." or Path(name).suffix.lower() not in SUFFIXES:
                 continue
             path = Path(parent, name)
-            if path.is_file():
+            if is_regular(path):
                 yield str(path)
             else:
                 problems.add("not a regular file", str(path.relative_to(folder.parent)))

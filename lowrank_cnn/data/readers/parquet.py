@@ -167,6 +167,8 @@ def open_shards(files: Sequence[Path], *, missing: Missing, problems: Problems) 
 
 def numbered_classes(labels: Tensor, name: str) -> tuple[str, ...]:
     """Class names where the schema has none: the label numbers."""
+    if not len(labels):
+        raise LowRankError(f"{name} holds no images to train on.")
     highest = int(labels.max())
     if highest >= len(labels):
         raise LowRankError(f"{name} names no classes, and its labels go up to {highest}: one of them is wrong.")

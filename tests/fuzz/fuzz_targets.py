@@ -1,0 +1,214 @@
+"""One function per reader: it makes a hostile input from a random generator, and reads it.
+
+A reader that accepts damaged input must give what was written; a target raises `Accepted` where it does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fuzz_inputs as inputs
+import torch
+from torch import nn
+
+import lowrank_cnn as lr
+from lowrank_cnn.report.files import read_records
+from lowrank_cnn.system.cache import JsonCache, cached_tensors
+from lowrank_cnn.system.files import as_path
+from lowrank_cnn.train import get_recipe, load_record
+from lowrank_cnn.train.checkpoint import Store, read_checkpoint
+from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.settings import parse_settings
+
+SHAPES = {"mean": (6,), "matrix": (6, 6)}
+
+
+class Accepted(Exception):
+    """Damaged input was accepted, and gave another result."""
+
+
+def record(place: Path, draw: random.Random) -> None:
+    """The record of a run, its bytes or its values changed."""
+    sample = inputs.record()
+    path = place / "record.json"
+    sample.save(path)
+    if draw.random() < 0.5:
+        inputs.damage(path, draw)
+        if load_record(path) != sample:
+            raise Accepted
+        return
+    values = json.loads(path.read_text())
+    values.pop("sha256")
+    inputs.write_value(path, inputs.changed(values, draw), draw)
+    load_record(path)
+
+
+def report(place: Path, draw: random.Random) -> None:
+    """Any JSON in a folder of records."""
+    sample = inputs.record()
+    sample.save(place / "record.json")
+    values = json.loads((place / "record.json").read_text())
+    if draw.random() < 0.5:
+        values.pop("sha256")
+    inputs.write_value(place / "record.json", inputs.changed(values, draw), draw)
+    if draw.random() < 0.3:
+        inputs.damage(place / "record.json", draw)
+    read_records([place])
+
+
+def checkpoint(place: Path, draw: random.Random) -> None:
+    """One of the two files of a checkpoint, damaged."""
+    Store(place).save(inputs.checkpoint(), 1)
+    inputs.damage(place / f"step-00000001.{draw.choice(('json', 'safetensors'))}", draw)
+    back = read_checkpoint(place / "step-00000001")
+    if not torch.equal(back.tensors["model.weight"], inputs.checkpoint().tensors["model.weight"]):
+        raise Accepted
+
+
+def resumed(place: Path, draw: random.Random) -> None:
+    """The newest checkpoint damaged: the one before it is used."""
+    Store(place).save(inputs.checkpoint(1.0), 1)
+    Store(place).save(inputs.checkpoint(2.0), 2)
+    inputs.damage(place / f"step-00000002.{draw.choice(('json', 'safetensors'))}", draw)
+    found = Store(place).latest(lambda _: None)
+    if found is None or found.tensors["model.weight"].unique().item() not in (1.0, 2.0):
+        raise Accepted
+
+
+def whitening(place: Path, draw: random.Random) -> None:
+    """A cache of tensors, damaged: it counts as empty."""
+    made = {name: torch.ones(shape) for name, shape in SHAPES.items()}
+    cached_tensors("key", lambda: made, shapes=SHAPES, folder=place)
+    inputs.damage(place / "key.safetensors", draw)
+    found = cached_tensors("key", lambda: made, shapes=SHAPES, folder=place)
+    if not all(torch.equal(found[name], made[name]) for name in made):
+        raise Accepted
+
+
+def times(place: Path, draw: random.Random) -> None:
+    """A cache of entries, damaged: it counts as empty."""
+    path = place / "plans.json"
+    first = JsonCache(path, key="plans", valid=lambda entry: isinstance(entry, dict))
+    first["block"] = {"as given": 0.25}
+    first.save()
+    inputs.damage(path, draw)
+    found = JsonCache(path, key="plans", valid=lambda entry: isinstance(entry, dict))
+    if found.entries not in ({}, {"block": {"as given": 0.25}}):
+        raise Accepted
+    found["other"] = {"as given": 1.0}
+    found.save()
+
+
+def network_file(place: Path, draw: random.Random) -> None:
+    """An exported .safetensors, its bytes or its description changed."""
+    path = place / "net.safetensors"
+    path.write_bytes(inputs.exported())
+    if draw.random() < 0.5:
+        inputs.damage(path, draw)
+    else:
+        inputs.change_header(path, draw)
+    lr.load(path)
+
+
+def onnx_file(place: Path, draw: random.Random) -> None:
+    """An .onnx file of other inputs and types, or a damaged one."""
+    path = place / "net.onnx"
+    path.write_bytes(inputs.onnx(draw))
+    if draw.random() < 0.5:
+        inputs.damage(path, draw)
+    network = lr.load(path)
+    network(torch.zeros(1, 3, 8, 8))
+
+
+def program(place: Path, draw: random.Random) -> None:
+    """A pickle under any name that a network can have: it is never run."""
+    path = place / draw.choice(("net.pt2", "net.safetensors", "net.pt", "net.onnx", "step-00000001.safetensors"))
+    path.write_bytes(inputs.planted_pickle(place.parent / "canary"))
+    lr.load(path)
+
+
+def shards(place: Path, draw: random.Random) -> None:
+    """Parquet shards: damaged, or of odd values, types and names."""
+    inputs.write_shards(place, draw)
+    data = lr.open_data(place, limit=draw.choice((None, 1, 10)), missing=draw.choice(("skip", "refuse")))
+    inputs.look_at(data)
+
+
+def folder(place: Path, draw: random.Random) -> None:
+    """A folder of images: damaged, of odd names, FIFOs, links to devices."""
+    inputs.write_folder(place, draw)
+    inputs.look_at(lr.open_data(place, limit=10))
+
+
+def binaries(place: Path, draw: random.Random) -> None:
+    """CIFAR-10's files, cut, empty or of other bytes."""
+    place = place / "cifar-10-batches-bin"
+    place.mkdir()
+    for name in (
+        "data_batch_1.bin",
+        "data_batch_2.bin",
+        "data_batch_3.bin",
+        "data_batch_4.bin",
+        "data_batch_5.bin",
+    ):
+        (place / name).write_bytes(draw.randbytes(draw.choice((0, 1, 3073, 5000))))
+    (place / "test_batch.bin").write_bytes(draw.randbytes(3073))
+    lr.open_data(place.parent)
+
+
+def source(place: Path, draw: random.Random) -> None:
+    """Anything in place of the name of a data set."""
+    lr.open_data(
+        inputs.value(draw), **{draw.choice(("limit", "bad", "channels", "image_size")): inputs.value(draw)}
+    )
+
+
+def scheme(place: Path, draw: random.Random) -> None:
+    """Texts near those that name schemes, and values of any type."""
+    text = inputs.scheme_text(draw) if draw.random() < 0.9 else inputs.value(draw)
+    lr.parse_scheme(text).stages((3, 3), 64)
+
+
+def model(place: Path, draw: random.Random) -> None:
+    """A network with options of any type."""
+    options = {draw.choice(inputs.OPTIONS): inputs.value(draw) for _ in range(draw.randint(1, 2))}
+    name = draw.choice(("nin", "nin-c3-lr", "vgg11-gmp", inputs.value(draw)))
+    with torch.device("meta"):
+        lr.create_model(name, **options)
+
+
+def counted(place: Path, draw: random.Random) -> None:
+    """A count for an input of any kind."""
+    lr.count(draw.choice((nn.Conv2d(3, 8, 3), inputs.value(draw))), inputs.value(draw))
+
+
+def recipe(place: Path, draw: random.Random) -> None:
+    """Settings of any text, and stored recipes of any values."""
+    if draw.random() < 0.5:
+        field = draw.choice((*get_recipe("modern").to_dict(), "surprise"))
+        get_recipe("modern", **parse_settings([f"{field}={inputs.value(draw)}"]))
+        return
+    Recipe.from_dict(inputs.changed(get_recipe("modern").to_dict(), draw))
+
+
+def path(place: Path, draw: random.Random) -> None:
+    """Anything in place of a path."""
+    given: Any = inputs.path(draw)
+    reader = draw.choice((as_path, load_record, lr.load, lr.open_data))
+    reader(given)
+
+
+TARGETS: dict[str, Callable[[Path, random.Random], None]] = {
+    target.__name__: target
+    for target in (
+        record, report, checkpoint, resumed, whitening, times, network_file, onnx_file, program, shards, folder,
+        binaries, source, scheme, model, counted, recipe, path,
+    )
+}  # fmt: skip
+"""Every reader by its name."""
+assert os.name == "posix", "limits of memory are set by the resource module"
