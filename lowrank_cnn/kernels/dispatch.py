@@ -79,11 +79,12 @@ def composite_conv2d_with_statistics(
     *,
     stride: Pair = (1, 1),
     padding: Sequence[Sides],
-) -> tuple[Tensor, Tensor, Tensor]:
+    by_torch: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """One composite layer, and what a batch norm behind it needs: mean and biased variance per channel.
 
     These are float32, over batch and positions, and have no gradient of their own: a batch norm's backward
-    accounts for them.
+    accounts for them. Without `by_torch` they are None where no kernel of ours computes the layer.
 
         y, mean, variance = composite_conv2d_with_statistics(x, weights, padding=padding)
         normed = (y - mean.view(-1, 1, 1)) * (variance + eps).rsqrt().view(-1, 1, 1)
@@ -100,6 +101,8 @@ def composite_conv2d_with_statistics(
         plan = plan_of(shapes, x.dtype, x.device, tuple(asked), training, x.requires_grad, added)
     if plan is None:
         y = _by_torch(x, weights, bias, None, asked)
+        if not by_torch:
+            return y, None, None
         variance, mean = torch.var_mean(y.detach().float(), (0, 2, 3), correction=0)
         return y, mean, variance
     from lowrank_cnn.kernels import ops

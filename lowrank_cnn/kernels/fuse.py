@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from lowrank_cnn.kernels.activation import canonical
 from lowrank_cnn.kernels.chain import FusedChain
 from lowrank_cnn.kernels.conv.pack import laid_out
-from lowrank_cnn.kernels.dispatch import composite_conv2d
+from lowrank_cnn.kernels.dispatch import composite_conv2d, composite_conv2d_with_statistics
 from lowrank_cnn.kernels.modules import (
     activation_of,
     fused_norm,
@@ -54,6 +54,11 @@ class FusedComposite(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return composite_conv2d(x, list(self.weights), self.bias, **self.options, residual=residual)
+
+    def with_statistics(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The result of a layer that nothing follows, with its mean and variance, or None for these."""
+        how = {"stride": self.stride, "padding": self.padding, "by_torch": False}
+        return composite_conv2d_with_statistics(x, list(self.weights), self.bias, **how)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -108,14 +108,29 @@ class FusedNorm(nn.Module):
 
 
 class NormedConv(nn.Module):
-    """A conv and the norm behind it, with what follows the norm."""
+    """A conv and the norm behind it, with what follows the norm.
+
+    A conv `with_statistics` gives its result and, out of the same launch where a kernel can, mean and variance.
+    """
 
     def __init__(self, conv: nn.Module, norm: FusedNorm) -> None:
         super().__init__()
         self.conv, self.norm = conv, norm
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        return self.norm(self.conv(x), residual)
+        gathers = getattr(self.conv, "with_statistics", None)
+        if gathers is None or not self.norm.takes(x):
+            return self.norm(self.conv(x), residual)
+        y, mean, variance = gathers(x)
+        if mean is None or not (self.norm.takes(y) and (residual is None or _alike(residual, y))):
+            return self.norm(y, residual)
+        from lowrank_cnn.kernels.between.statistics import batch_norm_track
+
+        norm = self.norm.norm
+        running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+        pixels = y.numel() // y.shape[1]
+        rstd = batch_norm_track(mean, variance, *running, pixels, norm.momentum, norm.eps)
+        return self.norm.normalised(y, mean, rstd, residual)
 
 
 class FusedPool(nn.Module):

@@ -27,7 +27,8 @@ from triton.runtime.jit import JITFunction
 from lowrank_cnn.kernels.autotune.ahead import compile_ahead
 from lowrank_cnn.kernels.autotune.support import Request
 from lowrank_cnn.kernels.autotune.trial import Trial
-from lowrank_cnn.kernels.between import normalise, normalise_pool, pool, response_norm, statistics
+from lowrank_cnn.kernels.between import normalise, normalise_pool, pool, response_norm
+from lowrank_cnn.kernels.between import statistics as batch_statistics
 from lowrank_cnn.kernels.conv import hopper, launch
 from lowrank_cnn.kernels.conv.plans import plans
 from lowrank_cnn.kernels.modules import MOST_CHANNELS
@@ -174,8 +175,8 @@ def neighbours() -> None:
     x = torch.zeros(128, 192, 16, 16, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     numbers = torch.zeros(192)
     running, tracked = (numbers, numbers), torch.zeros((), dtype=torch.int64)
-    mean, rstd = statistics.launch_statistics(x, running, tracked, 0.1, 1e-5)
-    statistics.launch_track(mean, rstd, running, tracked, 1024, 0.1, 1e-5)
+    mean, rstd = batch_statistics.launch_statistics(x, running, tracked, 0.1, 1e-5)
+    batch_statistics.launch_track(mean, rstd, running, tracked, 1024, 0.1, 1e-5)
     scales = (mean, rstd, numbers, numbers)
     for residual, activation in ((None, "relu"), (x, "relu"), (x, "silu")):
         normalise.launch_normalise(x, *scales, residual, activation, 0.0)
