@@ -23,11 +23,7 @@ _DEFAULTS = {
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("num_classes", "stride", "image_size"), (int, type(None))),
     **dict.fromkeys(("norm", "pool", "pretrained"), (str, type(None))),
-    "in_channels": (int,),
-    "width": (int, float),
-    "dropout": (int, float, type(None)),
     "init": (str,),
 }
 
@@ -97,7 +93,7 @@ def create_model(
 
 
 def _check_types(given: Mapping[str, object]) -> None:
-    """Refuse options of `create_model` of another type, which would fail somewhere within."""
+    """Refuse names of another type, which would fail somewhere within; numbers are checked with their ranges."""
     check_type("a network's name", given["name"], str)
     for option, kinds in _TYPES.items():
         check_type(option, given[option], *kinds)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowrank_cnn.kernels import forced
 from lowrank_cnn.system.clock import torch_threads
 from lowrank_cnn.system.errors import LowRankError
 
@@ -60,12 +61,12 @@ def repeatable(on: bool, *, processes: int = 1) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     cudnn.benchmark = False
     try:
-        with torch_threads(None):
+        with torch_threads(None), forced("off"):  # the fused kernels add some gradients in any order
             yield
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
-        reason = str(error).partition(". ")[0]
+        reason = str(error).partition(", but you set")[0].partition(". ")[0]
         raise LowRankError(f"this network cannot be trained with --deterministic: {reason}.") from error
     finally:
         torch.use_deterministic_algorithms(before[0])

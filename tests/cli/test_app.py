@@ -94,7 +94,7 @@ def test_ctrl_c_is_answered_from_the_first_moment(delay):
     process.stdout.readline()
     time.sleep(delay)
     process.send_signal(signal.SIGINT)
-    _, complaints = process.communicate(timeout=60)
+    _, complaints = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "Traceback" not in complaints
 
@@ -104,7 +104,7 @@ def test_a_reader_that_leaves_does_not_stop_the_training(tmp_path):
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
-    assert process.wait(120) == 0, process.stderr.read() if process.stderr else ""
+    assert process.wait(300) == 0, process.stderr.read() if process.stderr else ""
     assert load_record(tmp_path).status == "finished"
 
 
@@ -112,7 +112,7 @@ def test_a_reader_that_leaves_does_not_stop_the_training(tmp_path):
 def test_output_that_cannot_be_written_is_said():
     with Path("/dev/full").open("w") as full:
         process = start("models", stdout=full)
-        _, complaints = process.communicate(timeout=60)
+        _, complaints = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "could not be written: No space left" in complaints
 
@@ -123,7 +123,7 @@ def test_sigterm_saves_and_ends_with_143(tmp_path):
     while "epoch 1/" not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    _, complaints = process.communicate(timeout=60)
+    _, complaints = process.communicate(timeout=300)
     assert process.returncode == 143
     assert "--resume" in complaints
     assert load_record(tmp_path).status == "interrupted"

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from lowrank_cnn.kernels.mode import mode
 from lowrank_cnn.system.clock import torch_threads
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import load_record
@@ -18,6 +19,7 @@ def test_settings_are_put_back():
     with repeatable(True):
         assert torch.are_deterministic_algorithms_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
+        assert mode() == "off"
         torch.set_num_threads(threads + 1)
     assert torch.get_num_threads() == threads
     assert not torch.are_deterministic_algorithms_enabled()
@@ -29,7 +31,7 @@ def test_settings_are_put_back():
 def test_an_operation_without_a_deterministic_algorithm_is_one_sentence():
     told = r"cannot be trained with --deterministic: x does not have a deterministic implementation\.$"
     with pytest.raises(LowRankError, match=told), repeatable(True):
-        raise RuntimeError("x does not have a deterministic implementation. You can turn it off")
+        raise RuntimeError("x does not have a deterministic implementation, but you set it. You can turn it off")
     with pytest.raises(RuntimeError, match="something else"), repeatable(True):
         raise RuntimeError("something else")
 
