@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx, nn
 
+from lowrank_cnn.kernels.activation import activate, is_monotone
 from lowrank_cnn.kernels.network_graph import NetworkGraph, capture, layer_kind
-from lowrank_cnn.kernels.patterns import Activation, Pattern, find_patterns, rewritten
+from lowrank_cnn.kernels.patterns import Pattern, find_patterns, rewritten
 from lowrank_cnn.method.converting import copy_with
 
 FLAT = (nn.Conv1d, nn.Conv3d)
@@ -21,15 +22,18 @@ FLAT = (nn.Conv1d, nn.Conv3d)
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What follows a layer: a sum with a residual (where `adds`), an activation, a max-pool, in this order."""
+    """What follows a layer: a sum with a residual (where `adds`), an activation, a max-pool, in this order.
 
-    activation: Activation | None = None
+    Activations are named as in `kernels.activation`: "relu", "leaky_relu:0.1", "silu", "gelu", "hardswish".
+    """
+
+    activation: str | None = None
     pool: nn.MaxPool2d | None = None
     adds: bool = False
 
     def __call__(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
         """Finish a result that nobody else holds: it may be overwritten."""
-        if self.pool is not None and (self.activation is None or self.activation.commutes_with_pool):
+        if self.pool is not None and is_monotone(self.activation):
             y = max_pool(self._added(y, residual), self.pool)  # first, which leaves fewer values to activate
             return self._activated(y)
         y = self._activated(self._added(y, residual))
@@ -47,14 +51,14 @@ class Epilogue:
         return y.add_(residual) if in_place else y + residual
 
     def _activated(self, y: Tensor) -> Tensor:
-        return y if self.activation is None else self.activation(y, inplace=not y.requires_grad)
+        return activate(y, self.activation, inplace=not y.requires_grad)
 
     def __bool__(self) -> bool:
         return self.adds or self.activation is not None or self.pool is not None
 
     def __str__(self) -> str:
         named = ["add"] if self.adds else []
-        named += [str(self.activation)] if self.activation is not None else []
+        named += [self.activation] if self.activation is not None else []
         return " + ".join([*named, *([str(self.pool)] if self.pool is not None else [])])
 
 

@@ -47,9 +47,10 @@ def is_monotone(activation: str | None) -> bool:
     return name in ("", "relu") or (name == "leaky_relu" and slope >= 0)
 
 
-def activate(y: Tensor, activation: str | None) -> Tensor:
-    """The activation by torch."""
+def activate(y: Tensor, activation: str | None, *, inplace: bool = False) -> Tensor:
+    """The activation by torch; in place where asked for and torch has it so."""
     name, slope = parsed(activation)
-    if name == "leaky_relu":
-        return F.leaky_relu(y, slope)
-    return getattr(F, name)(y) if name else y
+    if name in ("", "gelu"):
+        return F.gelu(y) if name else y
+    slopes = {"negative_slope": slope} if name == "leaky_relu" else {}
+    return getattr(F, name)(y, inplace=inplace, **slopes)

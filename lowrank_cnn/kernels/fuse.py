@@ -227,7 +227,7 @@ def _with_what_follows(module: nn.Module, following: list[nn.Module]) -> tuple[n
     if stages[-1] is None:
         return fuse(module), 0
     activation = activation_of(following[0]) if following else None
-    pool = fusable_pool(following[1]) if activation == "relu" and len(following) > 1 else None
+    pool = pool_name(following[1]) if activation == "relu" and len(following) > 1 else None
     *basis, last = stages
     layer = FusedComposite(**last, activation=activation, pool=pool)
     layer = FusedChain(FusedComposite(**basis[0]), layer) if basis else layer
@@ -246,7 +246,7 @@ def _joined(module: nn.Module) -> list[Any] | None:
     return [basis, join] if plain else None
 
 
-def fusable_pool(module: nn.Module) -> str | None:
+def pool_name(module: nn.Module) -> str | None:
     """A max-pool that kernels can fuse, as `composite_conv2d` names it; None for any other module."""
     if not isinstance(module, nn.MaxPool2d) or not is_plain(module, nn.MaxPool2d) or module.return_indices:
         return None

@@ -13,46 +13,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn import functional as F
 
-from lowrank_cnn.kernels.modules import is_plain
+from lowrank_cnn.kernels.activation import DEFAULT_SLOPE, canonical, is_monotone
+from lowrank_cnn.kernels.modules import activation_of, is_plain
 from lowrank_cnn.kernels.network_graph import NetworkGraph, layer_kind
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
-class Activation:
-    """A function of each value: relu, leaky_relu (with its slope), silu, gelu or hardswish."""
-
-    name: str
-    slope: float = 0.01
-
-    def __str__(self) -> str:
-        return f"{self.name}({self.slope:g})" if self.name == "leaky_relu" else self.name
-
-    def __call__(self, x: Tensor, *, inplace: bool = False) -> Tensor:
-        if self.name == "gelu":
-            return F.gelu(x)
-        extra = {"negative_slope": self.slope} if self.name == "leaky_relu" else {}
-        return getattr(F, self.name)(x, inplace=inplace, **extra)
-
-    @property
-    def commutes_with_pool(self) -> bool:
-        """Whether it never decreases, so that it may stand before or after a max-pool."""
-        return self.name == "relu" or (self.name == "leaky_relu" and self.slope >= 0)
-
-
-@dataclass(frozen=True)
 class Pattern:
-    """A layer and what follows it; `nodes` are all of its calls, the layer's first."""
+    """A layer and what follows it; `nodes` are all of its calls, the layer's first.
+
+    `activation` is named as `kernels.activation` does.
+    """
 
     name: str
     nodes: tuple[fx.Node, ...]
     norm: fx.Node | None = None
     add: fx.Node | None = None
-    activation: Activation | None = None
+    activation: str | None = None
     pool: nn.MaxPool2d | None = None
 
     @property
@@ -68,14 +50,6 @@ class Pattern:
         return next(value for value in self.add.all_input_nodes if value not in self.nodes)
 
 
-RELU = Activation("relu")
-_MODULES: dict[type[nn.Module], Callable[[Any], Activation | None]] = {
-    nn.ReLU: lambda module: RELU,
-    nn.LeakyReLU: lambda module: Activation("leaky_relu", module.negative_slope),
-    nn.SiLU: lambda module: Activation("silu"),
-    nn.GELU: lambda module: Activation("gelu") if module.approximate == "none" else None,
-    nn.Hardswish: lambda module: Activation("hardswish"),
-}
 _FUNCTIONS: dict[Any, str] = {
     F.relu: "relu", torch.relu: "relu", "relu": "relu", F.relu_: "relu", torch.relu_: "relu", "relu_": "relu",
     F.leaky_relu: "leaky_relu", F.silu: "silu", F.hardswish: "hardswish", F.gelu: "gelu",
@@ -163,8 +137,8 @@ class _Walk:
             return {"norm": node}
         if not later and "add" not in parts and self._adds(node, value):
             return {"add": node}
-        activation = None if "activation" in parts else self._activation(node, module)
-        if activation is not None and ("pool" not in parts or activation.commutes_with_pool):
+        activation = None if "activation" in parts else _activation(node, module)
+        if activation is not None and ("pool" not in parts or is_monotone(activation)):
             return {"activation": activation}
         pool = None if "pool" in parts else _pool(node, module)
         return None if pool is None else {"pool": pool}
@@ -183,20 +157,6 @@ class _Walk:
         module = self._plain(node)
         dropped = isinstance(module, nn.modules.dropout._DropoutNd) and not module.training
         return type(module) is nn.Identity or (dropped and type(module).__module__.startswith("torch.nn"))
-
-    def _activation(self, node: fx.Node, module: nn.Module | None) -> Activation | None:
-        if module is not None:
-            return _MODULES[type(module)](module) if type(module) in _MODULES else None
-        name = _FUNCTIONS.get(node.target) if node.op in ("call_function", "call_method") else None
-        options = dict(node.kwargs)
-        options.pop("inplace", None)
-        if name is None or (len(node.args) != 1 and name != "leaky_relu"):
-            return None
-        if name == "leaky_relu":
-            slope = node.args[1] if len(node.args) > 1 else options.pop("negative_slope", 0.01)
-            return Activation(name, float(slope)) if isinstance(slope, int | float) and not options else None
-        exact = name == "gelu" and options in ({}, {"approximate": "none"})
-        return Activation(name) if exact or not options else None
 
     def _adds(self, node: fx.Node, value: fx.Node) -> bool:
         """Whether a node adds another value to this one, and the layer may compute the sum."""
@@ -218,6 +178,22 @@ class _Walk:
                 fresh.add(node)
             node = node.next
         return True
+
+
+def _activation(node: fx.Node, module: nn.Module | None) -> str | None:
+    """The name of an activation, whether a module or a function."""
+    if module is not None:
+        return activation_of(module)
+    name = _FUNCTIONS.get(node.target) if node.op in ("call_function", "call_method") else None
+    options = dict(node.kwargs)
+    options.pop("inplace", None)
+    if name is None or (len(node.args) != 1 and name != "leaky_relu"):
+        return None
+    if name == "leaky_relu":
+        slope = node.args[1] if len(node.args) > 1 else options.pop("negative_slope", DEFAULT_SLOPE)
+        return canonical(f"{name}:{slope}") if isinstance(slope, int | float) and not options else None
+    exact = name == "gelu" and options in ({}, {"approximate": "none"})
+    return name if exact or not options else None
 
 
 def _reads_one(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import fx, nn
 
 from lowrank_cnn.kernels.between.names import ACTIVATIONS
-from lowrank_cnn.kernels.fuse import FusedComposite, conv_options, fusable_pool, fuse, fuse_neighbours
+from lowrank_cnn.kernels.fuse import FusedComposite, conv_options, pool_name, fuse, fuse_neighbours
 from lowrank_cnn.kernels.modules import FusedNorm, NormedConv, fused_pool
 from lowrank_cnn.kernels.network_graph import NetworkGraph, capture
 from lowrank_cnn.kernels.patterns import Pattern, find_patterns, rewritten
@@ -54,7 +54,7 @@ def _supported(captured: NetworkGraph, pattern: Pattern) -> Pattern | None:
         return None
     # Without a norm, a conv takes a ReLU, and behind that a 2x2 max-pool: these have gradients.
     relu = pattern.activation is not None and pattern.activation.name == "relu"
-    pool = pattern.pool is None or (relu and fusable_pool(pattern.pool) in ("floor", "ceil"))
+    pool = pattern.pool is None or (relu and pool_name(pattern.pool) in ("floor", "ceil"))
     if pattern.add is None and (relu or pattern.activation is None) and pool:
         return pattern
     return replace(pattern, nodes=pattern.nodes[:1], add=None, activation=None, pool=None)
@@ -64,7 +64,7 @@ def _fused(captured: NetworkGraph, pattern: Pattern) -> nn.Module:
     conv = captured.module(pattern.nodes[0])
     assert conv is not None
     if pattern.norm is None:
-        rounding = None if pattern.pool is None else fusable_pool(pattern.pool)
+        rounding = None if pattern.pool is None else pool_name(pattern.pool)
         return FusedComposite(**conv_options(conv) or {}, relu=pattern.activation is not None, pool=rounding)
     norm, activation = captured.module(pattern.norm), pattern.activation
     assert isinstance(norm, nn.BatchNorm2d)

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from lowrank_cnn.deploy.blocks import Epilogue, ForSizes, as_network, in_blocks, max_pool
-from lowrank_cnn.kernels.patterns import Activation
+from lowrank_cnn.kernels.activation import activate
 from lowrank_cnn.models import create_model
 
-RELU = Activation("relu")
+RELU = "relu"
 
 
 def test_a_block_takes_the_relu_and_the_pool_behind_its_layer():
@@ -77,11 +77,10 @@ def test_pools_are_torchs_own_to_the_bit(size: tuple[int, int], pool: nn.MaxPool
 @pytest.mark.parametrize("shape", [(2, 3, 8, 8), (1, 3, 1, 1)])
 def test_an_epilogue_adds_activates_and_pools_in_this_order(name: str, pool, shape: tuple[int, ...]):
     y, residual = torch.randn(2, 3, 8, 8), torch.randn(shape)
-    activation = Activation(name)
-    expected = activation(y + residual)
+    expected = activate(y + residual, name)
     expected = expected if pool is None else pool(expected)
     kept = residual.clone()
-    for finish in (Epilogue(activation, pool, True), Epilogue(activation, pool, True).in_order):
+    for finish in (Epilogue(name, pool, True), Epilogue(name, pool, True).in_order):
         torch.testing.assert_close(finish(y.clone(), residual), expected)
     assert torch.equal(residual, kept)
 

@@ -13,7 +13,6 @@ from lowrank_cnn.deploy.matrix import MatrixConv2d
 from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.deploy.optimizing import optimize
 from lowrank_cnn.deploy.winograd import WinogradConv2d
-from lowrank_cnn.kernels.patterns import Activation
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
@@ -244,7 +243,7 @@ def test_a_merged_network_of_the_users_own_does_not_go_to_safetensors(tmp_path):
 @pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
 def test_what_a_plan_runs_by_products_of_its_own_is_exported_as_layers(tmp_path, suffix: str):
     convs = [nn.Conv2d(32, 32, 3, padding=1) for _ in range(2)]
-    first = MatrixConv2d(convs[0], Epilogue(Activation("relu")))
+    first = MatrixConv2d(convs[0], Epilogue("relu"))
     second = WinogradConv2d(convs[1], Epilogue(pool=nn.MaxPool2d(2)))
     net = nn.Sequential(first, second).eval()
     written = export(net, tmp_path / f"net{suffix}", input_size=(32, 8, 8))

@@ -6,7 +6,6 @@ from torch import nn
 
 from lowrank_cnn.deploy.blocks import Epilogue
 from lowrank_cnn.deploy.matrix import MatrixConv2d
-from lowrank_cnn.kernels.patterns import Activation
 from lowrank_cnn.method.layers import CompositeConv2d
 
 SIZES = st.integers(1, 5)
@@ -39,7 +38,7 @@ def test_a_conv_with_what_follows_it(channels: int, kernel):
     conv = nn.Conv2d(channels, 6, kernel, padding="same").double()
     pool = nn.MaxPool2d(2)
     x = torch.randn(3, channels, 8, 10, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
-    fast = MatrixConv2d(conv, Epilogue(Activation("relu"), pool))
+    fast = MatrixConv2d(conv, Epilogue("relu", pool))
     torch.testing.assert_close(fast(x), pool(conv(x).relu()))
     torch.testing.assert_close(fast.plain()(x), pool(conv(x).relu()))
     assert set(fast.float().state_dict()) == {"bias", *(f"matrix{i}" for i in range(len(fast.taps)))}

@@ -12,7 +12,7 @@ from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, Epilogue, in_blocks
 from lowrank_cnn.deploy.candidates import CANDIDATES, ByGroup, groups_apart
 from lowrank_cnn.deploy.plan_cache import Cache
 from lowrank_cnn.deploy.planning import plan
-from lowrank_cnn.kernels.patterns import Activation
+from lowrank_cnn.kernels.activation import activate
 from lowrank_cnn.method.layers import FactoredConv2d, build_conv
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.cache import JsonCache
@@ -59,13 +59,13 @@ def test_every_way_gives_what_the_block_gives(
 ):
     channels = 4 if options else 32  # as many as minimal filtering takes
     layer = build_conv(channels, 8, 3, scheme, **options).double().eval()
-    block = Block("", layer, Epilogue(Activation(activation) if activation else None, pool, adds))
+    block = Block("", layer, Epilogue(activation, pool, adds))
     x = torch.randn(2, channels, 12, 11, dtype=torch.float64)
     with torch.no_grad():
         y = layer(x)
         inputs = (x, torch.randn_like(y)) if adds else (x,)
         expected = y + inputs[1] if adds else y
-        expected = Activation(activation)(expected) if activation else expected
+        expected = activate(expected, activation)
         expected = pool(expected) if pool else expected
         for make in CANDIDATES.values():
             way = make(block)
@@ -115,7 +115,7 @@ def test_what_was_given_is_returned_where_nothing_is_gained(network: nn.Module, 
 
 
 def test_a_way_that_gives_something_else_is_not_chosen(network: nn.Module, image: torch.Tensor):
-    wrong = {**SLOW, "wrong": lambda block: BlockAsGiven(block.layer, Epilogue(Activation("silu")))}
+    wrong = {**SLOW, "wrong": lambda block: BlockAsGiven(block.layer, Epilogue("silu"))}
     broken = {**wrong, "broken": lambda block: nn.Flatten(start_dim=7)}
     planned = plan(network, image, cache=False, repeats=3, candidates=broken)
     assert all(set(row.times) == {"as given", "quick"} for row in notes(planned).plan.decisions)

@@ -7,7 +7,6 @@ from torch import nn
 from lowrank_cnn.deploy.blocks import Epilogue, in_blocks
 from lowrank_cnn.deploy.candidates import CANDIDATES
 from lowrank_cnn.deploy.winograd import WinogradConv2d
-from lowrank_cnn.kernels.patterns import Activation
 from lowrank_cnn.method.layers import CompositeConv2d, build_conv
 
 KERNELS = st.sampled_from([(3, 1), (1, 3), (3, 3), (1, 1)])
@@ -41,7 +40,7 @@ def test_any_composite_of_three_taps_is_what_it_was(groups, bias: bool, images: 
 def test_a_conv_with_what_follows_it():
     conv, pool = nn.Conv2d(32, 6, 3, padding=1).double(), nn.MaxPool2d(2)
     x = torch.randn(3, 32, 8, 10, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
-    fast = WinogradConv2d(conv, Epilogue(Activation("relu"), pool))
+    fast = WinogradConv2d(conv, Epilogue("relu", pool))
     torch.testing.assert_close(fast(x), pool(conv(x).relu()))
     torch.testing.assert_close(fast.plain()(x), pool(conv(x).relu()))
 
