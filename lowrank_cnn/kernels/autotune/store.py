@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,8 @@ LAYOUT = 5
 """What an entry holds; files of another layout are left alone."""
 WAYS = ("graph", "call")
 """How a path is timed: within a CUDA graph, and called from Python."""
+_PLAN = re.compile(r"[a-z]+(-[a-z][0-9]{1,6})+")
+"""A plan as text: a kernel, and the sizes of its tile."""
 _passing: dict[str, Any] = {}
 
 
@@ -45,7 +48,7 @@ def _is_entry(entry: object) -> bool:
         return False
     plan, paths = entry.get("plan"), (entry.get("fused"), entry.get("torch"))
     has_times = all(isinstance(path, dict) and all(_is_time(path.get(way)) for way in WAYS) for path in paths)
-    return has_times and isinstance(plan, dict) and "kernel" in plan
+    return has_times and isinstance(plan, str) and _PLAN.fullmatch(plan) is not None
 
 
 def _is_time(value: object) -> bool:
