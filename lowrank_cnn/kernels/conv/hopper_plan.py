@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from lowrank_cnn.kernels.problem import Group, Problem
+from lowrank_cnn.kernels.problem import Problem, TapGroup
 from lowrank_cnn.kernels.tiles import Box, ceil_div, filter_tiles
 
 SHARED = 228 * 1024
@@ -145,7 +145,7 @@ def step_depth(problem: Problem) -> int:
     return 64 if problem.channels > 32 else 32 if problem.channels > 16 else 16
 
 
-def is_turned(problem: Problem, group: Group) -> bool:
+def is_turned(problem: Problem, group: TapGroup) -> bool:
     """Whether the runs of a group go along the columns."""
     return not is_strided(problem) and group.height != run_length(problem)
 
@@ -186,7 +186,7 @@ def run_rows(problem: Problem, block: int) -> tuple[RunRow, ...]:
     return tuple(rows)
 
 
-def _geometry(problem: Problem, group: Group) -> tuple[int, ...]:
+def _geometry(problem: Problem, group: TapGroup) -> tuple[int, ...]:
     """The fields of a `RunRow` from `runs` on."""
     if is_strided(problem):
         top, left = ceil_div(group.top, problem.stride[0]), ceil_div(group.left, problem.stride[1])
