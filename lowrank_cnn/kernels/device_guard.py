@@ -17,9 +17,9 @@ def on_its_device(launch: Callable[P, R]) -> Callable[P, R]:
     """Triton launches on the current device, and neither a custom operator nor a direct call changes that."""
 
     @wraps(launch)
-    def placed(*arguments: P.args, **options: P.kwargs) -> R:
+    def guarded(*arguments: P.args, **options: P.kwargs) -> R:
         tensor = next(argument for argument in arguments if isinstance(argument, Tensor))
         with torch.cuda.device_of(tensor):
             return launch(*arguments, **options)
 
-    return placed
+    return guarded

@@ -31,7 +31,7 @@ def composite_conv2d(
     pool: str | None = None,
     residual: Tensor | None = None,
     activation: str | None = None,
-    packed: Callable[[str], Tensor] | None = None,
+    packed: Callable[[str, torch.dtype], Tensor] | None = None,
 ) -> Tensor:
     """One composite layer with what follows it: fused where that is supported and faster, else by torch.
 
@@ -39,7 +39,7 @@ def composite_conv2d(
     `residual` has the size of the conv's result. `activation` is "relu" (`relu=True` for short), "leaky_relu" (or
     with its slope, "leaky_relu:0.1"), "silu", "gelu" or "hardswish". `pool` is "floor" or "ceil" for a 2x2
     max-pool that rounds so, or "3x3/2" for windows of 3x3, stride 2 and padding 1. `packed`, where weights never
-    change, gives them in one of the layouts of `conv.pack`: without it they are packed at every call.
+    change, gives them in a layout of `conv.pack` and in a type; without it they are packed at every call.
 
         y = composite_conv2d(x, [down, across], bias, padding=[((1, 1), (0, 0)), ((0, 0), (1, 1))],
                              residual=x, activation="silu")
@@ -69,7 +69,7 @@ def composite_conv2d(
     if packed is None or training:
         return ops.composite_conv2d(x, list(weights), bias, residual, *how, training and pool is not None, plan)[0]
     sizes = [size for shape in shapes[1:] for size in shape]
-    return ops.packed_conv2d(x, packed(layout_of(plan)), bias, residual, sizes, *how, plan)
+    return ops.packed_conv2d(x, packed(layout_of(plan), x.dtype), bias, residual, sizes, *how, plan)
 
 
 def composite_conv2d_with_statistics(
@@ -156,7 +156,7 @@ def _unfused(
     bias: Tensor | None,
     residual: Tensor | None,
     asked: CallOptions,
-    packed: Callable[[str], Tensor] | None,
+    packed: Callable[[str, torch.dtype], Tensor] | None,
 ) -> Tensor:
     """By torch; a conv before overlapping windows may still be fused without them."""
     if asked.pool != OVERLAPPING:

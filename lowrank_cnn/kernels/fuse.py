@@ -76,30 +76,34 @@ class FusedComposite(nn.Module):
 
 
 class FrozenComposite(FusedComposite):
-    """A fused layer for inference: its weights do not change, and lie as the kernels read them.
+    """A fused layer for inference: its weights are copies that do not change, and lie as the kernels read them.
 
     Which kernel runs depends on the input's size, and kernels read in different layouts: each is made at the first
     call that needs it, and kept. Copying a state dict into the layer makes them anew.
+
+        layer = FrozenComposite([conv.weight], conv.bias, stride=(2, 2), padding=[((1, 1), (1, 1))], relu=True)
+        y = layer(x, residual)
     """
 
-    def __init__(self, layer: FusedComposite) -> None:
-        weights = laid_out([weight.detach() for weight in layer.weights], layer.weights[0].dtype)
-        frozen = [nn.Parameter(weight, requires_grad=False) for weight in weights]
-        super().__init__(frozen, layer.bias, **layer.options)
+    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, **options: Any) -> None:
+        copies = laid_out([weight.detach() for weight in weights], weights[0].dtype)
+        added = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+        super().__init__([nn.Parameter(copy, requires_grad=False) for copy in copies], added, **options)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        def packed(layout: str) -> Tensor:
-            return self._packed(layout, x)
+        def packed(layout: str, dtype: torch.dtype) -> Tensor:
+            return self._packed(layout, dtype, x)
 
-        return composite_conv2d(x, list(self.weights), self.bias, **self.options, residual=residual, packed=packed)
+        tensors = (x, list(self.weights), self.bias)
+        return composite_conv2d(*tensors, **self.options, residual=residual, packed=packed)
 
-    def _packed(self, layout: str, x: Tensor) -> Tensor:
-        name = f"packed_{layout}"
+    def _packed(self, layout: str, dtype: torch.dtype, x: Tensor) -> Tensor:
+        name = f"packed_{layout}_{str(dtype).removeprefix('torch.')}"
         if (kept := self._buffers.get(name)) is not None:
             return kept
         from lowrank_cnn.kernels.ops import flat_padding, pack_weights
 
-        weights = [weight.to(x.dtype) for weight in self.weights]
+        weights = [weight.to(dtype) for weight in self.weights]
         packed = pack_weights(weights, list(x.shape), list(self.stride), flat_padding(self.padding), layout)
         # A tensor made while a graph is captured holds nothing until the graph is replayed.
         if not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -140,7 +144,8 @@ def freeze(model: nn.Module) -> nn.Module:
 def _frozen(module: nn.Module) -> nn.Module:
     """A module with its fused layers frozen; those without parts may be the caller's own and are not changed."""
     if type(module) is FusedComposite:
-        return FrozenComposite(module).train(module.training)
+        layer = FrozenComposite(list(module.weights), module.bias, **module.options)
+        return layer.train(module.training)
     if not module._modules:
         return module
     twin = copy.copy(module)

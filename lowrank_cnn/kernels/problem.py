@@ -25,7 +25,7 @@ POOLS = (None, "floor", "ceil", OVERLAPPING)
 
 
 @dataclass(frozen=True)
-class Group:
+class TapGroup:
     """`filters` filters of `height` x `width`; the first tap reads `top` rows above and `left` columns before."""
 
     height: int
@@ -50,7 +50,7 @@ class Problem:
     channels: int
     height: int
     width: int
-    groups: tuple[Group, ...]
+    groups: tuple[TapGroup, ...]
     stride: Pair
     out_height: int
     out_width: int
@@ -163,7 +163,7 @@ def pose(
         raise LowRankError(f"all filter groups must give one output size, not {sorted(sizes)}.")
     out_height, out_width = sizes.pop()
     groups = tuple(
-        Group(shape[2], shape[3], shape[0], rows[0], columns[0])
+        TapGroup(shape[2], shape[3], shape[0], rows[0], columns[0])
         for shape, (rows, columns) in zip(shapes, padding, strict=True)
     )
     strides, last = (stride[0], stride[1]), canonical(activation, relu)

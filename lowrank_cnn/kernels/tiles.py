@@ -10,7 +10,8 @@ from typing import NamedTuple
 from lowrank_cnn.kernels.problem import Problem
 
 Box = tuple[int, int, int]
-BESIDES = 16
+OVERHEAD_BOXES = 16
+"""What a program's beginning and end take, in boxes of work."""
 
 
 class GroupRow(NamedTuple):
@@ -85,13 +86,12 @@ def group_rows(problem: Problem, block: int) -> tuple[GroupRow, ...]:
 def shares(tiles: int, boxes: int, programs: int) -> int:
     """Into how many shares `boxes` are cut, a program for each of `tiles` in each share, so that all end soonest.
 
-    `programs` run at once; a few more would take as long again for the few. To begin, and to add up what was found
-    at the end, takes a program about as long as `BESIDES` boxes.
+    `programs` run at once; a few more would take as long again for the few.
     """
     most = min(boxes, max(1, 4 * programs // tiles))
 
     def rounds(count: int) -> int:
-        return ceil_div(tiles * count, programs) * (ceil_div(boxes, count) + BESIDES)
+        return ceil_div(tiles * count, programs) * (ceil_div(boxes, count) + OVERHEAD_BOXES)
 
     return min(range(1, most + 1), key=rounds)
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import fx, nn
 
 from lowrank_cnn.kernels.between.names import ACTIVATIONS
-from lowrank_cnn.kernels.fuse import FusedComposite, conv_options, pool_name, fuse, fuse_neighbours
+from lowrank_cnn.kernels.fuse import FusedComposite, conv_options, fuse, fuse_neighbours, pool_name
 from lowrank_cnn.kernels.modules import FusedNorm, NormedConv, fused_pool
 from lowrank_cnn.kernels.network_graph import NetworkGraph, capture
 from lowrank_cnn.kernels.patterns import Pattern, find_patterns, rewritten

@@ -364,8 +364,8 @@ def _executed(monkeypatch, name):
     return module
 
 
-def spread(pixels, size, beyond, border=1):
-    """As `spread.launch_spread`, which the model cannot run."""
+def pad_channels(pixels, size, beyond, border=1):
+    """As `pad_channels.launch_pad_channels`, which the model cannot run."""
     _, height, width, channels = pixels.shape
     after = size[0] - height - border, size[1] - width - border
     padded = F.pad(pixels, (0, 4 - channels, border, after[1], border, after[0]))

@@ -360,6 +360,18 @@ def test_frozen_weights_are_packed_once(monkeypatch, channels):
     assert list(net.state_dict()) == ["0.bias", "0.weights.0", "0.weights.1"]
 
 
+def test_a_frozen_layer_under_autocast_packs_in_the_type_it_computes_in():
+    layer, net = frozen_layer(channels=16)
+    x = torch.randn(2, 16, 6, 5, device=DEVICE).contiguous(memory_format=torch.channels_last)
+    with torch.no_grad(), forced("on"):
+        net(x)
+        with torch.autocast(DEVICE, dtype=torch.float16):
+            y = net(x)
+        right = F.silu(layer(x))
+    assert y.dtype == torch.float16
+    assert torch.linalg.vector_norm(y - right) <= 1e-2 * torch.linalg.vector_norm(right)
+
+
 def test_weights_loaded_into_a_frozen_layer_are_packed_again():
     (_, net), (layer, other) = frozen_layer(), frozen_layer()
     x = torch.randn(2, 8, 6, 5, device=DEVICE).contiguous(memory_format=torch.channels_last)

@@ -29,7 +29,10 @@ def entry_of(request: Request) -> dict[str, Any] | None:
         return None
     from lowrank_cnn.kernels.conv.plans import refusal
 
-    return entry if refusal(plan_in(entry).kernel, request.problem) is None else None
+    try:
+        return entry if refusal(plan_in(entry).kernel, request.problem) is None else None
+    except (KeyError, TypeError):  # a kernel or a tile of another version
+        return None
 
 
 def plan_in(entry: dict[str, Any]) -> KernelPlan:

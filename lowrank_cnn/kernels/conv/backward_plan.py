@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from lowrank_cnn.kernels.conv.tiled import Tile
-from lowrank_cnn.kernels.problem import Group, Problem
+from lowrank_cnn.kernels.problem import Problem, TapGroup
 from lowrank_cnn.kernels.tiles import round_up
 
 INPUT_TILES = (
@@ -37,7 +37,7 @@ def turned(problem: Problem) -> Problem | None:
         channels=problem.filters,
         height=problem.out_height,
         width=problem.out_width,
-        groups=(Group(group.height, group.width, problem.channels, top, left),),
+        groups=(TapGroup(group.height, group.width, problem.channels, top, left),),
         out_height=problem.height,
         out_width=problem.width,
         activation=None,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowrank_cnn.kernels.problem import Group, Pair, Problem, pixels_last
+from lowrank_cnn.kernels.problem import Pair, Problem, TapGroup, pixels_last
 from lowrank_cnn.kernels.tiles import ceil_div
 
 
@@ -30,7 +30,7 @@ def folded(problem: Problem) -> Problem | None:
     for group in problem.groups:
         height, top = _side(group.height, group.top, rows)
         width, left = _side(group.width, group.left, columns)
-        groups.append(Group(height, width, group.filters, top, left))
+        groups.append(TapGroup(height, width, group.filters, top, left))
     return replace(
         problem,
         channels=full,
@@ -72,7 +72,7 @@ def unfold_pixels(blocks: Tensor, problem: Problem) -> Tensor:
     return x
 
 
-def fold_weights(weight: Tensor, group: Group, stride: Pair, full: int) -> Tensor:
+def fold_weights(weight: Tensor, group: TapGroup, stride: Pair, full: int) -> Tensor:
     """A group's [filters, C, height, width] over blocks of `full` channels."""
     (rows, columns), (filters, channels) = stride, weight.shape[:2]
     height, *high = _padded(group.height, group.top, rows)
@@ -82,7 +82,7 @@ def fold_weights(weight: Tensor, group: Group, stride: Pair, full: int) -> Tenso
     return functional.pad(taps, (0, 0, 0, 0, 0, full - taps.shape[1]))
 
 
-def unfold_weights(taps: Tensor, group: Group, stride: Pair, channels: int) -> Tensor:
+def unfold_weights(taps: Tensor, group: TapGroup, stride: Pair, channels: int) -> Tensor:
     """The gradient of a group's weights out of that over blocks."""
     (rows, columns), filters = stride, taps.shape[0]
     height, above, _ = _padded(group.height, group.top, rows)

@@ -42,7 +42,7 @@ from lowrank_cnn.kernels.conv.hopper_epilogue import (
     write,
     write_added,
 )
-from lowrank_cnn.kernels.conv.hopper_fetch import fetch, place_of
+from lowrank_cnn.kernels.conv.hopper_fetch import fetch, fetch_weights, place_of
 from lowrank_cnn.kernels.conv.hopper_plan import (
     HopperTile,
     box_counts,
@@ -52,6 +52,7 @@ from lowrank_cnn.kernels.conv.hopper_plan import (
     run_box,
     run_length,
     run_rows,
+    slab_count,
 )
 from lowrank_cnn.kernels.conv.start import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
@@ -73,12 +74,13 @@ def composite_hopper(
     ACTIVATION: gl.constexpr, SLOPE: gl.constexpr, POOL: gl.constexpr, WHOLE: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, BOXES: gl.constexpr, SLABS: gl.constexpr,
     PARTS: gl.constexpr, CODES: gl.constexpr, STATISTICS: gl.constexpr, ACC: gl.constexpr,
-    WARPS: gl.constexpr, SUMS: gl.constexpr,
+    STAY: gl.constexpr, WARPS: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """Persistent over tiles. `BOXES` runs of pixels and `SLABS` taps of weights are in flight or in use.
 
     A slab is refilled once the product before the current one is done; its box then is free as well, because
-    SLABS <= TAPS * (BOXES - 1) + 1.
+    SLABS <= TAPS * (BOXES - 1) + 1. Where weights `STAY`, a program keeps those of its tile of filters, and has no
+    other: tiles are dealt to programs in turn, and these are a multiple of `TILES`.
     """
     FILTERS: gl.constexpr = w.block_shape[0]
     DEPTH: gl.constexpr = w.block_shape[1]
@@ -106,10 +108,12 @@ def composite_hopper(
     gl.thread_barrier()
     geometry, corner = place_of(gl.program_id(0), counts, GROUPS, TILES, FILTERS, RUN, IMAGES, CROSS)
     state = (gl.program_id(0), 0, 0, 0, geometry, corner)
-    for i in gl.static_range(SLABS - 1):
+    if STAY:
+        fetch_weights(w, slabs, slab_ready, geometry, TAPS, STEPS)
+    for i in gl.static_range(BOXES - 1 if STAY else SLABS - 1):
         state = fetch(
             xs, w, pixels, slabs, box_ready, slab_ready, state, total, counts,
-            i % TAPS, TAPS, GROUPS, TILES, RUN, IMAGES, CROSS, STEPS, STRIDE, CHANNELS,
+            0 if STAY else i % TAPS, TAPS, GROUPS, TILES, RUN, IMAGES, CROSS, STEPS, STRIDE, CHANNELS, STAY,
         )  # fmt: skip
     boxes_used, products, tiles_done = 0, 0, 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -119,21 +123,23 @@ def composite_hopper(
         if HAS_RESIDUAL:  # under way while the products run
             fetch_residual(rs, staged, residual_ready.index(0), turned, [run, image, cross, channel])
         acc = gl.zeros([PIXELS, FILTERS], gl.float32, layout=ACC)
-        for turn in range(runs * STEPS):  # noqa: B007
+        for turn in range(runs * STEPS):
             box = boxes_used % BOXES
             mbarrier.wait(box_ready.index(box), boxes_used // BOXES & 1)
             for tap in gl.static_range(TAPS):
-                slab = products % SLABS
-                mbarrier.wait(slab_ready.index(slab), products // SLABS & 1)
+                slab = turn * TAPS + tap if STAY else products % SLABS
+                mbarrier.wait(slab_ready.index(slab), 0 if STAY else products // SLABS & 1)
                 a = pixels.index(box * SPAN + tap)._reinterpret(w.dtype, [PIXELS, DEPTH], w.layout)
                 acc = warpgroup_mma(a, slabs.index(slab).permute([1, 0]), acc, is_async=True)
-                # All but this product are done: the slab of the one before it may be refilled.
+                # All but this product are done: the slab of the one before it may be refilled, or its box.
                 acc = warpgroup_mma_wait(1, deps=(acc,))
-                gl.thread_barrier()
-                state = fetch(
-                    xs, w, pixels, slabs, box_ready, slab_ready, state, total, counts,
-                    (tap + SLABS - 1) % TAPS, TAPS, GROUPS, TILES, RUN, IMAGES, CROSS, STEPS, STRIDE, CHANNELS,
-                )  # fmt: skip
+                if not STAY or tap == 0:
+                    gl.thread_barrier()
+                    state = fetch(
+                        xs, w, pixels, slabs, box_ready, slab_ready, state, total, counts,
+                        0 if STAY else (tap + SLABS - 1) % TAPS,
+                        TAPS, GROUPS, TILES, RUN, IMAGES, CROSS, STEPS, STRIDE, CHANNELS, STAY,
+                    )  # fmt: skip
                 products += 1
             boxes_used += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -184,6 +190,8 @@ def launch_hopper(
     tiles = filter_tiles(problem, tile.filters)
     total = tiles * box_total(problem, box)
     grid = min(total, multiprocessors(x.device) * tile.residents)
+    if tile.weights_stay:
+        grid = max(1, grid // tiles) * tiles
     start(composite_hopper, (grid,))(
         *_described_input(problem, pixels, box, tile.depth),
         described(packed, packed.shape, packed.stride(), (tile.filters, tile.depth)),
@@ -196,9 +204,9 @@ def launch_hopper(
         IMAGES=images, CROSS=cross, STEPS=ceil_div(problem.channels, tile.depth), STRIDE=problem.stride,
         CHANNELS=problem.channels, POOL=problem.pool is not None,
         WHOLE=problem.pool != "ceil" or problem.even, HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None, BOXES=tile.boxes, SLABS=tile.slabs, PARTS=tile.parts,
+        HAS_RESIDUAL=residual is not None, BOXES=tile.boxes, SLABS=slab_count(problem, tile), PARTS=tile.parts,
         CODES=codes is not None, STATISTICS=parts is not None, ACC=_accumulator(tile),
-        WARPS=tile.warp_grid[0], SUMS=_by_filter(tile),
+        STAY=tile.weights_stay, WARPS=tile.warp_grid[0], SUMS=_by_filter(tile),
         **activation_options(problem), num_warps=tile.warps,
     )  # fmt: skip
     return maps

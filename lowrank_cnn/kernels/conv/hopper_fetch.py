@@ -85,13 +85,29 @@ def fetch_pixels(
 
 
 @gluon.jit
+def fetch_weights(w, slabs, ready, geometry, TAPS: gl.constexpr, STEPS: gl.constexpr):
+    """Begin to fetch all weights of a tile of filters, in the order of its products."""
+    weight, runs, along, across = geometry[0], geometry[1], geometry[2], geometry[3]
+    size: gl.constexpr = w.dtype.primitive_bitwidth // 8
+    for turn in range(runs * STEPS):
+        for tap in gl.static_range(TAPS):
+            slab = turn * TAPS + tap
+            row = weight + tap * along + turn // STEPS * across
+            mbarrier.expect(ready.index(slab), w.block_shape[0] * w.block_shape[1] * size)
+            place = [row, turn % STEPS * w.block_shape[1]]
+            tma.async_copy_global_to_shared(w, place, ready.index(slab), slabs.index(slab))
+
+
+@gluon.jit
 def fetch(
     xs, w, pixels, slabs, box_ready, slab_ready, state, total, counts,
     TAP: gl.constexpr, TAPS: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, RUN: gl.constexpr,
     IMAGES: gl.constexpr, CROSS: gl.constexpr, STEPS: gl.constexpr, STRIDE: gl.constexpr,
-    CHANNELS: gl.constexpr,
+    CHANNELS: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
     """Begin the next fetch: the weights of one tap and, at a run's first tap, the pixels of the whole run.
+
+    Where weights `STAY` in shared memory, every call is for a run's pixels alone.
 
     `state` is the tile that fetches have reached, the step in it, the boxes and slabs fetched so far, and the
     tile's place. The place costs divisions, which would stand between the products of every tap: it is carried.
@@ -115,11 +131,12 @@ def fetch(
             xs, pixels, ready, base, live, column, depth, geometry, corner, TAPS, RUN, STRIDE, CHANNELS
         )  # fmt: skip
         boxed += 1
-    ready = slab_ready.index(issued % SLABS)
-    mbarrier.expect(ready, FILTERS * DEPTH * size, pred=live)
-    row = weight + TAP * along + column * across
-    tma.async_copy_global_to_shared(w, [row, depth], ready, slabs.index(issued % SLABS), pred=live)
-    if TAP == TAPS - 1:
+    if not STAY:
+        ready = slab_ready.index(issued % SLABS)
+        mbarrier.expect(ready, FILTERS * DEPTH * size, pred=live)
+        row = weight + TAP * along + column * across
+        tma.async_copy_global_to_shared(w, [row, depth], ready, slabs.index(issued % SLABS), pred=live)
+    if STAY or TAP == TAPS - 1:
         step += 1
         if step == runs * STEPS:
             step = 0

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from lowrank_cnn.kernels.problem import Group, Problem
+from lowrank_cnn.kernels.problem import Problem, TapGroup
 from lowrank_cnn.kernels.tiles import Box, ceil_div, filter_tiles
 
 SHARED = 228 * 1024
@@ -16,7 +16,10 @@ SHARED = 228 * 1024
 
 @dataclass(frozen=True)
 class HopperTile:
-    """What is tuned: pixels and filters of a tile, channels per step, warps, fetches in flight, programs."""
+    """What is tuned: pixels and filters of a tile, channels per step, warps, fetches in flight, programs.
+
+    Without `slabs` in flight, all weights of a tile of filters stay in shared memory.
+    """
 
     pixels: int = 128
     filters: int = 128
@@ -26,6 +29,10 @@ class HopperTile:
     slabs: int = 3
     parts: int = 2
     residents: int = 2
+
+    @property
+    def weights_stay(self) -> bool:
+        return self.slabs == 0
 
     @property
     def warp_grid(self) -> tuple[int, int]:
@@ -145,7 +152,7 @@ def step_depth(problem: Problem) -> int:
     return 64 if problem.channels > 32 else 32 if problem.channels > 16 else 16
 
 
-def is_turned(problem: Problem, group: Group) -> bool:
+def is_turned(problem: Problem, group: TapGroup) -> bool:
     """Whether the runs of a group go along the columns."""
     return not is_strided(problem) and group.height != run_length(problem)
 
@@ -186,7 +193,7 @@ def run_rows(problem: Problem, block: int) -> tuple[RunRow, ...]:
     return tuple(rows)
 
 
-def _geometry(problem: Problem, group: Group) -> tuple[int, ...]:
+def _geometry(problem: Problem, group: TapGroup) -> tuple[int, ...]:
     """The fields of a `RunRow` from `runs` on."""
     if is_strided(problem):
         top, left = ceil_div(group.top, problem.stride[0]), ceil_div(group.left, problem.stride[1])
@@ -202,9 +209,14 @@ def shared_bytes(problem: Problem, tile: HopperTile) -> int:
     """Shared memory of one program: boxes of pixels, slabs of weights, the staged result, barriers."""
     run, images, cross = run_box(problem, tile)
     boxes = tile.boxes * (run + run_length(problem) - 1) * images * cross * tile.depth
-    slabs = tile.slabs * tile.filters * tile.depth
+    slabs = slab_count(problem, tile) * tile.filters * tile.depth
     staged = tile.pixels // (1 if problem.pool is None else 4) * tile.filters // tile.parts
-    return problem.dtype.itemsize * (boxes + slabs + staged) + 8 * (tile.boxes + tile.slabs + 1)
+    return problem.dtype.itemsize * (boxes + slabs + staged) + 8 * (tile.boxes + slab_count(problem, tile) + 1)
+
+
+def slab_count(problem: Problem, tile: HopperTile) -> int:
+    """Slabs of weights in shared memory: those in flight, or all of the largest group."""
+    return tile.slabs or max(group.taps for group in problem.groups) * ceil_div(problem.channels, tile.depth)
 
 
 def fits(problem: Problem, tile: HopperTile) -> bool:

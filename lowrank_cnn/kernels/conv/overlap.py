@@ -42,7 +42,7 @@ from lowrank_cnn.kernels.conv.overlap_plan import (
     slabs_of,
     strip_counts,
 )
-from lowrank_cnn.kernels.conv.spread import launch_spread
+from lowrank_cnn.kernels.conv.pad_channels import launch_pad_channels
 from lowrank_cnn.kernels.conv.start import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
 from lowrank_cnn.kernels.tiles import round_up
@@ -212,7 +212,7 @@ def launch_overlap(
     result = maps.permute(0, 2, 3, 1)
     reach, filters = reach_of(problem), filters_per_tile(problem)
     width = round_up(problem.width, 2)
-    padded = launch_spread(pixels_last(x), (problem.height, width), beyond=0, border=0)
+    padded = launch_pad_channels(pixels_last(x), (problem.height, width), beyond=0, border=0)
     # A fetch takes at most 256 values along a row: as words of two, they are twice as many.
     words = padded.view(problem.batch, problem.height, width * 4).view(WORDS[x.element_size()])
     counts = strip_counts(problem, tile)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowrank_cnn.kernels.problem import Group, Problem
+from lowrank_cnn.kernels.problem import Problem, TapGroup
 from lowrank_cnn.kernels.tiles import round_up
 
 LAYOUTS = {
@@ -66,7 +66,7 @@ def _lying(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
     return first.detach().as_strided((rows, channels), (channels, 1))
 
 
-def union_taps(groups: Sequence[Group]) -> list[tuple[int, int]]:
+def union_taps(groups: Sequence[TapGroup]) -> list[tuple[int, int]]:
     """Every offset from an output pixel that some group reads, as (rows down, columns right), in order."""
     return sorted(
         {
@@ -136,7 +136,7 @@ def pack_turned(weights: Sequence[Tensor], leads: Sequence[int], dtype: torch.dt
     return rows
 
 
-def _places(group: Group, taps: list[tuple[int, int]]) -> list[int]:
+def _places(group: TapGroup, taps: list[tuple[int, int]]) -> list[int]:
     """Where a group's taps, row by row, stand in the union's."""
     return [
         taps.index((row - group.top, column - group.left))

@@ -19,11 +19,15 @@ HOPPER = (
     (256, 128, 8, 1),
     (128, 256, 8, 1),
     (128, 64, 4, 3),
+    (128, 64, 4, 2),
     (256, 64, 4, 2),
     (256, 32, 4, 2),
     (128, 32, 4, 4),
+    (128, 32, 4, 3),
 )
 """Pixels, filters, warps and resident programs of the Hopper tiles worth measuring."""
+STAYING = ((2, 0), (3, 0), (4, 0))
+"""Boxes in flight, with all weights in shared memory."""
 TILED = ((128, 128, 64, 4, 3),)
 """Pixels, filters, depth, warps and stages of the plain tiles worth measuring."""
 MORE_TILED = ((128, 128, 64, 4, 4), (128, 64, 64, 4, 4))
@@ -118,21 +122,23 @@ def _wide(problem: Problem) -> bool:
     return problem.channels >= 16 and tiled.unsupported(problem) is None
 
 
-def hopper_tiles(problem: Problem, rings: int = 1) -> list[hopper_plan.HopperTile]:
-    """Small tiles of which several reside together, and large ones alone; the deepest `rings` that fit of each."""
+def hopper_tiles(problem: Problem, deepest: int = 1) -> list[hopper_plan.HopperTile]:
+    """Small tiles of which several reside together, and large ones alone; the `deepest` rings that fit of each."""
     if hopper_plan.unsupported(problem) is not None:
         return []
     widest = min(group.filters for group in problem.groups)
-    sizes = ((2, 2), (2, 3), (2, 4), (3, 5)) if hopper_plan.run_length(problem) > 1 else ((2, 2), (3, 3), (4, 4))
+    rings = ((2, 2), (2, 3), (2, 4), (3, 5)) if hopper_plan.run_length(problem) > 1 else ((2, 2), (3, 3), (4, 4))
     found = [hopper_plan.default_tile(problem)]
     for pixels, filters, warps, residents in HOPPER:
-        tiles = [
-            hopper_plan.HopperTile(pixels, filters, found[0].depth, warps, boxes, slabs, parts, residents)
-            for parts in _parts(problem)
-            for boxes, slabs in sizes
-        ]
-        fitting = [tile for tile in tiles if hopper_plan.fits(problem, tile)]
-        found += fitting[-rings:] if filters <= widest and not (filters < 64 <= widest) else []
+        if filters > widest or filters < 64 <= widest:
+            continue
+        for sizes in (rings, STAYING):  # weights in flight, or all of them in shared memory
+            tiles = [
+                hopper_plan.HopperTile(pixels, filters, found[0].depth, warps, boxes, slabs, parts, residents)
+                for parts in _parts(problem)
+                for boxes, slabs in sizes
+            ]
+            found += [tile for tile in tiles if hopper_plan.fits(problem, tile)][-deepest:]
     return list(dict.fromkeys(found))
 
 

@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lowrank_cnn.kernels.conv.epilogue import activation_options
 from lowrank_cnn.kernels.conv.hopper import described, multiprocessors
 from lowrank_cnn.kernels.conv.hopper_epilogue import finished, send
-from lowrank_cnn.kernels.conv.spread import launch_spread
+from lowrank_cnn.kernels.conv.pad_channels import launch_pad_channels
 from lowrank_cnn.kernels.conv.start import start
 from lowrank_cnn.kernels.conv.window_plan import (
     WINDOWS,
@@ -157,7 +157,7 @@ def launch_window(
     result = maps.permute(0, 2, 3, 1)
     (rows, columns), filters = window_shape(problem), filters_per_tile(problem)
     size = padded_size(problem)
-    padded = launch_spread(pixels_last(x), size, beyond=2 * rows)
+    padded = launch_pad_channels(pixels_last(x), size, beyond=2 * rows)
     counts = tile_counts(problem)
     total, tiles = problem.batch * counts[0] * counts[1], problem.filters // filters
     programs = max(1, multiprocessors(x.device) * tile.residents // tiles)

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lowrank_cnn.kernels.conv.hopper import multiprocessors
-from lowrank_cnn.kernels.conv.spread import launch_spread
+from lowrank_cnn.kernels.conv.pad_channels import launch_pad_channels
 from lowrank_cnn.kernels.conv.start import start
 from lowrank_cnn.kernels.conv.window import fetch_windows, halves, place_of, windows_of
 from lowrank_cnn.kernels.conv.window_plan import (
@@ -142,7 +142,7 @@ def launch_window_gradient(
 ) -> tuple[list[Tensor], Tensor]:
     """Gradients of the groups' weights and of the bias, in float32, from [N, H, W, filters] and the codes."""
     (rows, columns), size = window_shape(problem), padded_size(problem)
-    padded = launch_spread(pixels, size, beyond=2 * rows)
+    padded = launch_pad_channels(pixels, size, beyond=2 * rows)
     counts, tiles = tile_counts(problem), -(-problem.filters // FILTERS)
     total = problem.batch * counts[0] * counts[1]
     programs = max(1, multiprocessors(grad.device) * tile.residents // tiles)

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import for_graphs, mode
-from lowrank_cnn.kernels.autotune import choice, measure, store, table
+from lowrank_cnn.kernels.autotune import choice, measure, store
 from lowrank_cnn.kernels.autotune.choice import Choice
 from lowrank_cnn.kernels.autotune.measure import FAILED, Times, agrees, times
 from lowrank_cnn.kernels.autotune.support import Request
@@ -352,14 +352,3 @@ def test_measuring_leaves_the_generators_alone():
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(trial.x, Trial.random(problem(), DEVICE, True).x)
     assert not torch.equal(trial.weights[0].flatten(), trial.weights[1].flatten())
-
-
-def test_a_stored_plan_that_its_kernel_no_longer_takes_is_passed_over(monkeypatch):
-    groups = ((24, 16, 3, 1), (24, 16, 1, 3))
-    padding = (((1, 1), (0, 0)), ((0, 0), (1, 1)))
-    odd = pose((2, 16, 8, 8), groups, torch.bfloat16, stride=(1, 1), padding=padding, pool="floor")
-    entry = {"plan": "hopper-p128"}
-    monkeypatch.setattr(store, "find", lambda _: entry)
-    monkeypatch.setattr(table, "key_of", str)
-    assert table.entry_of(Request(odd, torch.device("cuda"))) is None
-    assert table.entry_of(Request(replace(odd, pool=None), torch.device("cuda"))) is entry

@@ -83,6 +83,28 @@ def test_the_codes_of_a_fused_pool_name_the_winners(emulated, hopper_model, pool
     assert torch.equal(codes.permute(0, 3, 1, 2).long(), torch.where(value > 0, place, 4))
 
 
+STAYING = [
+    pytest.param((2, 24, 9, 7), [(3, 1, 16), (1, 3, 40)], (1, 1), 2, id="odd size, ragged groups"),
+    pytest.param((3, 40, 8, 8), [(3, 1, 16), (1, 3, 16), (3, 3, 32)], (1, 1), 3, id="groups of several runs"),
+    pytest.param((2, 40, 7, 5), [(1, 1, 48)], (1, 1), 4, id="pointwise"),
+    pytest.param((4, 32, 12, 20), [(3, 1, 16), (1, 3, 16)], (2, 2), 2, id="stride 2"),
+]
+
+
+@pytest.mark.parametrize(("size", "groups", "stride", "boxes"), STAYING)
+def test_weights_that_stay_are_fetched_once(emulated, hopper_model, size, groups, stride, boxes):
+    x, weights, bias, options, problem = posed(hopper_model, size, groups, stride, "relu")
+    tile = HopperTile(pixels=32, filters=16, depth=16, boxes=boxes, slabs=0, parts=1, residents=1)
+    poison(emulated)
+    y = emulated.launch_hopper(problem, x, pack_rows(weights, x.dtype), bias, tile)
+    exact = composite_reference(x.double(), [w.double() for w in weights], bias.double(), **options)
+    assert torch.linalg.norm(y - exact) < 1e-5 * torch.linalg.norm(exact)
+    ring = emulated.machine.fetched
+    emulated.machine.fetched = 0
+    emulated.launch_hopper(problem, x, pack_rows(weights, x.dtype), bias, replace(tile, boxes=2, slabs=2))
+    assert ring < emulated.machine.fetched
+
+
 EPILOGUES = [
     pytest.param((2, 16, 9, 7), [(3, 1, 16), (1, 3, 24)], (1, 1), "relu", 1, id="one part"),
     pytest.param((1, 24, 6, 6), [(3, 3, 32)], (1, 1), "silu", 2, id="two parts"),

@@ -26,7 +26,7 @@ LOW_RANK = [(7, 1, 16), (1, 7, 16)]
 @pytest.fixture
 def emulated(monkeypatch, hopper_model):
     module = hopper_model.emulate(monkeypatch, "overlap")
-    module.launch_spread = hopper_model.spread
+    module.launch_pad_channels = hopper_model.pad_channels
     module.empty_result = lambda problem, x: torch.full(
         (problem.batch, *problem.result_size, problem.filters), torch.nan
     ).permute(0, 3, 1, 2)

@@ -21,7 +21,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def spread(
+def pad_channels(
     x,  # [N, H, W, CHANNELS]
     out,  # [N, padded H, padded W, 4], and rows beyond the last image
     places, batch, height, width, padded_height, padded_width,
@@ -40,13 +40,13 @@ def spread(
     tl.store(out + place[:, None] * 4 + channel[None, :], value, mask=(place < places)[:, None])
 
 
-def launch_spread(pixels: Tensor, size: tuple[int, int], beyond: int, border: int = 1) -> Tensor:
+def launch_pad_channels(pixels: Tensor, size: tuple[int, int], beyond: int, border: int = 1) -> Tensor:
     """[N * rows + beyond, columns, 4] of [N, H, W, C]: each image padded to `size`, after a border."""
     batch, height, width, channels = pixels.shape
     rows, columns = size
     out = pixels.new_empty((batch * rows + beyond, columns, 4))
     places = out.numel() // 4
-    start(spread, (ceil_div(places, BLOCK),))(
+    start(pad_channels, (ceil_div(places, BLOCK),))(
         pixels, out, places, batch, height, width, rows, columns, CHANNELS=channels, BORDER=border, BLOCK=BLOCK
     )
     return out

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels.conv.spread import launch_spread
+from lowrank_cnn.kernels.conv.pad_channels import launch_pad_channels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_every_value_and_every_zero(channels):
     pixels = torch.randn(3, 5, 7, channels, device=DEVICE)
-    padded = launch_spread(pixels, (8, 10), beyond=4)
+    padded = launch_pad_channels(pixels, (8, 10), beyond=4)
     right = F.pad(pixels, (0, 4 - channels, 1, 2, 1, 2)).flatten(0, 1)
     right = torch.cat([right, right.new_zeros(4, 10, 4)])
     right[..., channels : channels + 1] = 1
