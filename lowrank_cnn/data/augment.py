@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lowrank_cnn.kernels.modules import kernels_run
 from lowrank_cnn.system.errors import LowRankError
 
 
@@ -98,8 +99,13 @@ def draw_moves(
 def apply_moves(images: Tensor, rows: Tensor, moves: Moves, *, window: tuple[int, int], cutout: int = 0) -> Tensor:
     """Gather `rows` of padded images [N, H, W, C], each cropped, mirrored and cut, as [n, h, w, C].
 
-    One indexing operation over precomputed coordinates: no image is visited by Python.
+    One pass, by a kernel on a GPU and else by indexing with coordinates: no image is visited by Python.
     """
+    if kernels_run(images.device):
+        from lowrank_cnn.kernels.crop import launch_crop
+
+        places = (moves.top, moves.left, moves.mirror, moves.cut_y, moves.cut_x)
+        return launch_crop(images, rows, *places, window=window, cutout=cutout)
     ys = torch.arange(window[0], device=images.device)
     xs = torch.arange(window[1], device=images.device)
     across = torch.where(moves.mirror[:, None], window[1] - 1 - xs, xs)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowrank_cnn.deploy.blocks import Epilogue
-from lowrank_cnn.kernels.fuse import FrozenComposite, FusedComposite, conv_options, pool_name
+from lowrank_cnn.kernels.fuse import FrozenComposite, conv_options, pool_name
 from lowrank_cnn.kernels.modules import fused_pool
 from lowrank_cnn.method.layers import FactoredConv2d
 
@@ -30,10 +30,10 @@ class FusedBlock(nn.Module):
         if last is None or None in front:
             return None
         name = None if epilogue.pool is None else pool_name(epilogue.pool)
-        made = [FusedComposite(**options) for options in front if options is not None]
-        made.append(FusedComposite(**last, activation=epilogue.activation, pool=name))
+        made = [FrozenComposite(**options) for options in front if options is not None]
+        made.append(FrozenComposite(**last, activation=epilogue.activation, pool=name))
         apart = None if epilogue.pool is None or name else fused_pool(epilogue.pool) or epilogue.pool
-        return cls([FrozenComposite(stage).eval() for stage in made], apart, epilogue)
+        return cls([stage.eval() for stage in made], apart, epilogue)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         *front, last = self.layers

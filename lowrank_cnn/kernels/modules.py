@@ -203,9 +203,14 @@ def kernels_take(x: Tensor) -> bool:
 
 def takes(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
     """The same, asked with plain values."""
+    return len(shape) == 4 and dtype in TYPES and 0 < prod(shape) <= LARGEST and kernels_run(device)
+
+
+def kernels_run(device: torch.device) -> bool:
+    """Whether kernels are wanted on a device, and Triton can build and launch them there."""
     if mode() == "off" or survey() is not None or not (device.type == "cuda" or asked_for()):
         return False
-    return len(shape) == 4 and dtype in TYPES and 0 < prod(shape) <= LARGEST and _able(device)
+    return _able(device)
 
 
 def _able(device: torch.device) -> bool:

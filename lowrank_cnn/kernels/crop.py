@@ -1,0 +1,79 @@
+"""Gather random crops of stored images, each mirrored and cut, in one pass over memory.
+
+Indexing by tensors of coordinates does the same with three index values per pixel, which on a GPU takes far longer
+than the bytes do. Here one program writes one row of one output image: pixels of a row lie side by side, and a
+mirrored row is read backwards.
+"""
+
+# ruff: noqa: N803
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowrank_cnn.kernels.device_guard import on_its_device
+
+LANES = 1024
+"""Values that a program moves at once."""
+
+
+@triton.jit
+def crop_rows(
+    images,  # [N, HEIGHT, WIDTH, CHANNELS]
+    out,  # [n, height, width, CHANNELS], written
+    rows,  # [n] int64: which image
+    top,  # [n] int64: first row of the crop
+    left,  # [n] int64: first column of the crop
+    mirror,  # [n] uint8: 1 reads the row backwards
+    cut_y,  # [n] int64: centre of the cut square
+    cut_x,  # [n] int64
+    height, full_height, full_width,
+    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, CUTOUT: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """One row of one crop."""
+    n, y = tl.program_id(0), tl.program_id(1)
+    # 64 bits: a set of images may have more than 2**31 values.
+    source = (tl.load(rows + n) * full_height + tl.load(top + n) + y) * full_width + tl.load(left + n)
+    target = (n.to(tl.int64) * height + y) * WIDTH * CHANNELS
+    backwards = tl.load(mirror + n) > 0
+    for first in tl.static_range(0, WIDTH * CHANNELS, LANES):
+        lane = first + tl.arange(0, LANES)
+        x, channel = lane // CHANNELS, lane % CHANNELS
+        place = (source + tl.where(backwards, WIDTH - 1 - x, x)) * CHANNELS + channel
+        pixel = tl.load(images + place, mask=lane < WIDTH * CHANNELS, other=0)
+        if CUTOUT > 0:
+            down = y - (tl.load(cut_y + n) - CUTOUT // 2)
+            across = x - (tl.load(cut_x + n) - CUTOUT // 2)
+            hole = (down >= 0) & (down < CUTOUT) & (across >= 0) & (across < CUTOUT)
+            pixel = tl.where(hole, tl.zeros_like(pixel), pixel)
+        tl.store(out + target + lane, pixel, mask=lane < WIDTH * CHANNELS)
+
+
+@on_its_device
+def launch_crop(
+    images: Tensor,
+    rows: Tensor,
+    top: Tensor,
+    left: Tensor,
+    mirror: Tensor,
+    cut_y: Tensor,
+    cut_x: Tensor,
+    *,
+    window: tuple[int, int],
+    cutout: int,
+) -> Tensor:
+    """Crops [n, height, width, channels] of contiguous images [N, H, W, channels]."""
+    count, channels = len(rows), images.shape[3]
+    lanes = min(LANES, triton.next_power_of_2(window[1] * channels))
+    out = torch.empty((count, *window, channels), device=images.device, dtype=images.dtype)
+    crop_rows[(count, window[0])](
+        images, out, rows, top, left, mirror.to(torch.uint8), cut_y, cut_x,
+        window[0], images.shape[1], images.shape[2],
+        WIDTH=window[1], CHANNELS=channels, CUTOUT=cutout, LANES=lanes,
+    )  # fmt: skip
+    return out
