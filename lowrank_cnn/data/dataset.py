@@ -153,9 +153,10 @@ def data_of(train: Any, test: Any, *, classes: int | None = None) -> Data:
 
     Class names are those that the data set has (`classes`), else numbers.
     """
-    splits = [_split(part) for part in (train, train if test is None else test)]
-    names = getattr(splits[0].dataset, "classes", None) or [str(number) for number in range(classes or 0)]
-    return Data(type(splits[0].dataset).__name__, tuple(map(str, names)), *splits, {"prepared_by": "user"})
+    to_train, to_test = _split(train), _split(train if test is None else test)
+    names = getattr(to_train.dataset, "classes", None) or [str(number) for number in range(classes or 0)]
+    name = type(to_train.dataset).__name__
+    return Data(name, tuple(map(str, names)), to_train, to_test, {"prepared_by": "user"})
 
 
 def is_dataset(value: object) -> bool:
