@@ -109,12 +109,6 @@ def build_for(data: Data, text: str, *, into: str | None = None, **options: Any)
     return Source(text, network, network.input_size)
 
 
-def channels_of(network: nn.Module) -> int | None:
-    """Channels of the images that a network takes, by its first conv; None where it has none."""
-    convs = (module for module in network.modules() if isinstance(module, nn.Conv2d))
-    return next((conv.in_channels for conv in convs), None)
-
-
 def find_into(into: str | None, trained: str | Path) -> nn.Module | None:
     """The network that the weights of a run or a file are loaded into, with as many outputs as these have."""
     if into is None:

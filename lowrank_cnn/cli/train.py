@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from lowrank_cnn.cli.config import Config, config_recipe
 from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.options import (
     Bad,
@@ -30,15 +31,15 @@ from lowrank_cnn.cli.options import (
     Workers,
 )
 from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
-from lowrank_cnn.cli.source import Source, build_for, channels_of, check_model, is_path
+from lowrank_cnn.cli.source import build_for, check_model, is_path
 from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.data.readers.splits import LARGE_SIDE
 from lowrank_cnn.models.rebuild import entry_description
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import si
 from lowrank_cnn.train import Interrupted, Recipe, Record, fit, get_recipe
 from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.launch import resolve_device, resolve_precision
+from lowrank_cnn.train.opening import as_network_wants
 from lowrank_cnn.train.randomness import seed_generators
 from lowrank_cnn.train.recipes import RECIPES
 from lowrank_cnn.train.score import TOP_FIVE
@@ -50,6 +51,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def train_command(
+    context: typer.Context,
     model: Model,
     data: DataPath,
     recipe: Annotated[str, typer.Option(help=f"One of {', '.join(RECIPES)}.")] = "modern",
@@ -71,7 +73,7 @@ def train_command(
     out: Annotated[Path | None, typer.Option(help="Directory of the run: checkpoints and record.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     device: Device = "auto",
-    precision: Annotated[str | None, typer.Option(help="auto, fp32 or bf16.")] = None,
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
     compile_: Annotated[
         bool | None,
         typer.Option("--compile/--no-compile", help="Train through torch.compile; else where it is faster."),
@@ -94,13 +96,14 @@ def train_command(
     image_size: Size = None,
     channels: Channels = None,
     as_json: Json = False,
+    config: Config = None,
 ) -> None:
     """Train a network from scratch, or go on with the weights of one; under torchrun, on all of its processes.
 
     Example: lowrank train nin-c3-lr --data photos --image-size 64 --out runs/photos
     """
     frequent = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "norm": norm, "precision": precision}
-    resolved = _resolve(recipe, frequent, settings or [])
+    resolved = _resolve(recipe, config_recipe(context), frequent, settings or [])
     options = {"scheme": scheme, "width": width, "stride": stride, "pretrained": pretrained}
     # Trained weights, and networks that are not ours, know their norm and pool; else the recipe says them.
     own = {"norm": norm, **options} if pretrained or is_path(model) else {**resolved.network(), **options}
@@ -122,7 +125,8 @@ def train_command(
     images = reading()
     seed_generators(seed)
     source = build_for(images, model, into=into, **own)
-    images = _as_the_network_wants(images, source, resolved, reading, image_size)
+    wish = {"input_size": source.input_size, "sized": image_size is not None}
+    images = as_network_wants(images, source.network, resolved, reading, **wish)
     if not as_json:
         _print_start(images, resolved, out, source.remark)
     with _leaving_politely():
@@ -149,9 +153,9 @@ def train_command(
         console.print(f"The run is in {out}: try `{hint}`", markup=False, soft_wrap=True)
 
 
-def _resolve(name: str, frequent: dict[str, Any], settings: list[str]) -> Recipe:
-    """The recipe with what the options say; --set has the last word."""
-    resolved = get_recipe(name, **(_given(frequent) | parse_settings(settings)))
+def _resolve(name: str, file: dict[str, Any], frequent: dict[str, Any], settings: list[str]) -> Recipe:
+    """The recipe with what the file of --config and then the options say; --set has the last word."""
+    resolved = get_recipe(name, **(file | _given(frequent) | parse_settings(settings)))
     if resolved.epochs < 1:
         raise LowRankError("0 epochs train nothing: `lowrank evaluate` measures a network as it is.")
     return resolved
@@ -168,24 +172,6 @@ def _check_place(out: Path | None, resume: bool, device: str, precision: str) ->
         raise LowRankError("there is nothing to resume without the directory of a run: give --out.")
     if out is not None and not resume:
         RunDirectory(out).check_free()
-
-
-def _as_the_network_wants(
-    images: Data, source: Source, recipe: Recipe, reading: Callable[..., Data], image_size: str | None
-) -> Data:
-    """The images in the channels that a network takes and, where large or of many sizes, in the size it is for."""
-    wanted: dict[str, Any] = {}
-    channels = channels_of(source.network)
-    if channels in (1, 3) and channels != images.test.channels:
-        wanted["channels"] = channels
-    free = image_size is None and recipe.crop is None and recipe.resize is None
-    if free and source.input_size and any(_is_large(split.size) for split in (images.train, images.test)):
-        wanted["default_size"] = tuple(source.input_size[1:])
-    return reading(**wanted) if wanted else images
-
-
-def _is_large(size: tuple[int, int, int] | None) -> bool:
-    return size is None or min(size[1:]) > LARGE_SIDE
 
 
 @contextlib.contextmanager

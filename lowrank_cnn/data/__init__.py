@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
 import torch
+from torch import Tensor
 
 from lowrank_cnn.data.augment import Augment
-from lowrank_cnn.data.preprocess import (
-    Preprocess,
-    Standardize,
-    Whiten,
-    fit_preprocess,
-    preprocess_from_dict,
-)
+from lowrank_cnn.data.dataset import AsGiven, DatasetLoader, DatasetSplit
+from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, fit_preprocess
+from lowrank_cnn.data.preprocess import preprocess_from_dict as _preprocess_from_dict
 from lowrank_cnn.data.readers.options import RESIDENT_BYTES, ReadOptions, parse_image_size
 from lowrank_cnn.data.readers.parquet import Missing
 from lowrank_cnn.data.readers.sources import open_source
@@ -42,6 +40,11 @@ __all__ = [
     "open_data",
     "preprocess_from_dict",
 ]
+
+
+def preprocess_from_dict(tensors: Mapping[str, Tensor]) -> Preprocess:
+    """The preprocessing that a checkpoint holds, the inverse of `to_dict`."""
+    return AsGiven() if tensors.keys() == {"as_given"} else _preprocess_from_dict(tensors)
 
 
 def open_data(
@@ -147,6 +150,9 @@ def make_loader(
                 "decode='gpu' (--decode gpu) is for streamed sets: this one is held in memory, decoded."
             )
         return ResidentLoader(split, **options)
+    if isinstance(split, DatasetSplit):
+        places = {key: options[key] for key in ("batch_size", "seed", "device", "rank", "world", "train")}
+        return DatasetLoader(split, **places, workers=workers)
     if isinstance(split, StreamedSplit):
         return StreamedLoader(split, **options, workers=workers, decode=decode)
     raise LowRankError(f"no loader is known for a {type(split).__name__}.")

@@ -38,6 +38,11 @@ def fingerprint_of_files(root: Path, files: Sequence[str | Path]) -> str:
     return fingerprint_of_parts("files", "\0".join(names), str(sizes), *pieces)
 
 
+def version_of_files(files: Sequence[str | Path]) -> str:
+    """From the places, sizes and times of change of all files: it tells when any of them was written again."""
+    return fingerprint_of_parts("version", *(f"{Path(file).absolute()}/{_state(file)}" for file in files))
+
+
 def fingerprint_of_tensors(images: Tensor, labels: Tensor) -> str:
     """From the shape, all labels, and some of the images."""
     some = images[torch.tensor(list(evenly_spaced(len(images), SAMPLED_IMAGES)), dtype=torch.int64)]
@@ -58,6 +63,14 @@ def evenly_spaced(n: int, most: int) -> Iterable[int]:
 
 def _hashed(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.cpu().contiguous().numpy().data).hexdigest()
+
+
+def _state(path: str | Path) -> tuple[int, int]:
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
 
 
 def _size(path: str | Path) -> int:

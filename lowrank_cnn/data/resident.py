@@ -101,7 +101,7 @@ class ResidentSplit:
         channels, height, width = images.shape[1:]
         return cls(lambda: decoded, (channels, height, width))
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """That of the files where there are any, else that of the pixels."""
         return self._fingerprint() if self._fingerprint else fingerprint_of_tensors(self.images, self.labels)

@@ -128,8 +128,11 @@ class DetailsCollector:
         """All that was gathered; `describe` tells where an image comes from, None leaves the worst images out."""
         number = len(self.classes)
         confusion = add_up(self.confusion).round().long().view(number, number).cpu()
-        worst = tuple(
-            WrongImage(describe(int(place)), self.classes[int(true)], self.classes[int(said)], probability, loss)
-            for loss, place, true, said, probability in (self.worst.tolist() if describe else ())
-        )
+        worst = self._worst_images(describe) if describe else ()
         return EvaluationDetails(self.classes, confusion, add_up(self.bins).cpu(), worst)
+
+    def _worst_images(self, describe: Callable[[int], str]) -> tuple[WrongImage, ...]:
+        return tuple(
+            WrongImage(describe(int(place)), self.classes[int(true)], self.classes[int(said)], probability, loss)
+            for loss, place, true, said, probability in self.worst.tolist()
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -117,6 +118,9 @@ class StopRequest:
         return self.received
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if not self.received:
+            told = "Stopping at the next safe point. Ctrl-C again leaves at once, without saving."
+            print(f"\n{told}", file=sys.stderr, flush=True)
         self.received, self.signal = True, number
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,19 +14,27 @@ from lowrank_cnn.data import (
     Data,
     Loader,
     Preprocess,
+    Standardize,
     fit_preprocess,
     make_loader,
     preprocess_from_dict,
 )
+from lowrank_cnn.data.dataset import AsGiven, DatasetSplit
+from lowrank_cnn.data.pixels import PixelAugment
 from lowrank_cnn.data.stream.streamed import frame
 from lowrank_cnn.data.types import Decode, Split
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train.mixing import Mixer
 from lowrank_cnn.train.recipe import Recipe
 
 EVALUATION_PIXELS = 2**20
 """Size of an evaluation batch: large enough to fill a device, small enough for any."""
 HOLDOUT_SEED = 0
 """The same images are held out whatever the seed of the run, so that runs can be compared on them."""
+
+
+Vary = Callable[[Any, Any, int, int], tuple[Any, Any]]
+"""From a batch, the epoch and its number to the batch that the step sees."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,12 @@ class Inputs:
     preprocess: Preprocess
     watched: str
     size: tuple[int, int, int]
+    vary: Vary
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
+        """The batches to train on, varied and mixed as the recipe says."""
+        for number, (images, targets) in enumerate(self.train.epoch(epoch, start), start=start):
+            yield self.vary(images, targets, epoch, number)
 
 
 def make_inputs(
@@ -83,7 +99,23 @@ def make_inputs(
     watch = batches(kept.test, train=False) if recipe.holdout else test
     train = batches(kept.train, train=True)
     watched = "holdout" if recipe.holdout else "test"
-    return Inputs(data, train, watch, test, preprocess, watched, input_size(data.test, augment))
+    vary = _variation(recipe, preprocess, len(data.classes), seed=seed, rank=rank)
+    return Inputs(data, train, watch, test, preprocess, watched, input_size(data.test, augment), vary)
+
+
+def _variation(recipe: Recipe, preprocess: Preprocess, classes: int, *, seed: int, rank: int) -> Vary:
+    """What happens to a batch on the device: colours and zooms, then mixing."""
+    pixels = PixelAugment(recipe.zoom, recipe.jitter, recipe.auto_augment)
+    pixels.check(preprocess)
+    mixer = Mixer(recipe.mixup, recipe.cutmix, classes, seed=seed, rank=rank)
+
+    def vary(images: Any, targets: Any, epoch: int, batch: int) -> tuple[Any, Any]:
+        if pixels.active:
+            assert isinstance(preprocess, Standardize)
+            images = pixels(images, preprocess, seed, epoch, batch, rank)
+        return mixer(images, targets, epoch, batch) if recipe.mixup or recipe.cutmix else (images, targets)
+
+    return vary
 
 
 def held_out(recipe: Recipe, images: int) -> int:
@@ -122,7 +154,9 @@ def augmentation(recipe: Recipe) -> Augment:
 
 
 def preprocessing(split: Split, recipe: Recipe, device: torch.device | str = "cpu") -> Preprocess:
-    """What the recipe does to every image, fitted to a training split."""
+    """What the recipe does to every image, fitted to a training split; nothing to data of the user's own."""
+    if isinstance(split, DatasetSplit):
+        return AsGiven()
     return fit_preprocess(recipe.preprocess, split, device=device, epsilon=recipe.zca_epsilon)
 
 
@@ -134,4 +168,6 @@ def evaluation_batch(split: Split, augment: Augment, world: int = 1) -> int:
 
 def input_size(split: Split, augment: Augment) -> tuple[int, int, int]:
     """What the network sees of an image in evaluation (channels, height, width)."""
+    if isinstance(split, DatasetSplit):
+        return split.size
     return split.channels, *frame(split.size and split.size[1:], augment, train=False, fill=()).window

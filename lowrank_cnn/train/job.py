@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +21,19 @@ from lowrank_cnn.train.execution import COMPILED, EAGER, Compile, Ways, resolved
 from lowrank_cnn.train.fused import fused_to_train
 from lowrank_cnn.train.inputs import Inputs, make_inputs
 from lowrank_cnn.train.launch import resolve_precision
+from lowrank_cnn.train.objective import Loss, Objective, balanced_weights
 from lowrank_cnn.train.progress import Progress
 from lowrank_cnn.train.recipe import Recipe, differences, in_words
 from lowrank_cnn.train.recompute import recomputed
 from lowrank_cnn.train.record import Record
+from lowrank_cnn.train.teaching import make_teacher
+from lowrank_cnn.train.trained import Trained
+from lowrank_cnn.train.trainer import Callback
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
+
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,15 @@ class ExecutionOptions:
             )
 
 
+@dataclass(frozen=True)
+class Extras:
+    """What the user's code adds to a run: a loss, functions called after each epoch, and a teacher."""
+
+    loss: Loss | None = None
+    callbacks: Sequence[Callback] = ()
+    teacher: nn.Module | Trained | str | Path | None = None
+
+
 @dataclass
 class Job:
     """What `fit` was asked for; a precision of "auto" becomes the one that the device computes in."""
@@ -63,6 +80,7 @@ class Job:
     options: ExecutionOptions
     directory: RunDirectory | None
     shown: Progress
+    extras: Extras = field(default_factory=Extras)
     about: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,13 +135,13 @@ class Job:
             workers=self.options.workers,
             decode=self.options.decode,
             # The first conv would round its images to bf16 anyway; on a GPU it then reads half the bytes.
-            dtype=torch.bfloat16 if self.precision == "bf16" and device.type == "cuda" else torch.float32,
+            dtype=_HALVES.get(self.precision, torch.float32) if device.type == "cuda" else torch.float32,
             saved=checkpoint.part("preprocess") if checkpoint else None,
         )
 
     def ways(self, size: tuple[int, int, int], checkpoint: Checkpoint | None) -> Ways:
         """The ways to run the model in training: placed, its stages recomputed or compiled as the options say."""
-        placed = self.placed(size)
+        placed = self.laid_out(size)
         placed = recomputed(placed).train() if self.options.recompute else placed
         forwards: dict[str, nn.Module] = {}
         compile = resolved(
@@ -136,7 +154,7 @@ class Job:
             forwards[EAGER] = self.fabric.setup_module(placed)
         if compile:
             forwards[COMPILED] = self._compiled(placed)
-        precision = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        precision = _HALVES.get(self.precision, torch.float32)
         return Ways(forwards, self.graphs, precision, self.shown.say)
 
     def _compiled(self, placed: nn.Module) -> nn.Module:
@@ -147,12 +165,23 @@ class Job:
 
     @property
     def graphs(self) -> bool:
-        """Whether steps may be recorded as CUDA graphs: by one process, on a CUDA device."""
+        """Whether steps may be recorded as CUDA graphs: by one process, on a CUDA device, by our own loss."""
         alone = self.fabric.device.type == "cuda" and self.fabric.world_size == 1
-        return self.options.cuda_graphs and alone
+        return self.options.cuda_graphs and alone and self.extras.loss is None
 
-    def placed(self, size: tuple[int, int, int]) -> nn.Module:
-        """The model laid out as the device likes it, its layers fused where that can be and gains."""
+    def objective(self, inputs: Inputs) -> Objective:
+        """What the steps of the run minimise."""
+        recipe, device = self.recipe, self.fabric.device
+        weights = teacher = None
+        if recipe.class_weights == "balanced":
+            weights = balanced_weights(self.data.train.labels, len(self.data.classes)).to(device)
+        if self.extras.teacher is not None:
+            given, autocast = self.extras.teacher, self.fabric.autocast
+            teacher = make_teacher(given, self.data, inputs.preprocess, device, autocast)
+        return Objective(recipe, class_weights=weights, loss=self.extras.loss, teacher=teacher)
+
+    def laid_out(self, size: tuple[int, int, int]) -> nn.Module:
+        """The model in the layout that the device likes, its layers fused where that can be and gains."""
         self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.recipe.dropout is not None:
             for module in self.model.modules():
@@ -163,10 +192,11 @@ class Job:
         # Launched one by one, fused layers cost the host more than they save the device: graphs alone gain.
         # What is fused, and which algorithm cuDNN takes, is decided by times, which differ from run to run.
         repeatable = torch.are_deterministic_algorithms_enabled()
-        gains = self.graphs and not repeatable
-        placed = fused_to_train(self.model, size, self.shown.say) if gains else self.model
+        frozen = bool(self.recipe.freeze)  # a fused batch norm cannot be frozen
+        gains = self.graphs and not repeatable and not frozen
+        running = fused_to_train(self.model, size, self.shown.say) if gains else self.model
         torch.backends.cudnn.benchmark = not repeatable  # not before: a few images need no search
-        return placed
+        return running
 
     def record(self, inputs: Inputs) -> Record:
         """The record of the run, with no history yet."""

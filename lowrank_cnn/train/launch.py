@@ -28,6 +28,7 @@ _FOUND: dict[str, Callable[[], int]] = {
     "mps": torch.mps.device_count,
 }
 _FABRIC_PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed"}
+"""fp16 is set up by hand: Fabric would scale the loss by a scaler that looks at the device after every step."""
 
 
 def launch(device: str = "auto", precision: str = "auto", strategy: str = "auto") -> Fabric:
@@ -44,10 +45,19 @@ def launch(device: str = "auto", precision: str = "auto", strategy: str = "auto"
             devices=local if world > 1 else [int(index)] if index else 1,
             num_nodes=max(1, world // local),
             strategy="ddp" if world > 1 and strategy == "auto" else strategy,
-            precision=_FABRIC_PRECISION[resolve_precision(precision, kind)],
+            **_arithmetic(resolve_precision(precision, kind), kind),
         )
         launched.launch()
     return launched
+
+
+def _arithmetic(precision: str, kind: str) -> dict[str, Any]:
+    """Fabric's options for a precision."""
+    if precision != "fp16":
+        return {"precision": _FABRIC_PRECISION[precision]}
+    plugins = require("lightning_fabric.plugins", extra="train", purpose="training")
+    unscaled = torch.amp.GradScaler(kind, enabled=False)
+    return {"plugins": [plugins.MixedPrecision("16-mixed", kind, scaler=unscaled)]}
 
 
 @contextlib.contextmanager
@@ -80,7 +90,7 @@ def resolve_device(device: str) -> str:
 
 
 def resolve_precision(precision: str, device: str) -> str:
-    """fp32 or bf16: the one named, or bf16 where the GPU computes in it."""
+    """fp32, bf16 or fp16: the one named, or bf16 where the GPU computes in it."""
     if precision not in PRECISIONS:
         raise LowRankError(f"precision is one of {', '.join(PRECISIONS)}, not {precision!r}.")
     if precision != "auto":

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from lowrank_cnn.data import Data, open_data
+from lowrank_cnn.data.dataset import AsGiven, loader_batch
 from lowrank_cnn.data.types import Decode
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.dense_cost import dense_cost
@@ -19,24 +20,30 @@ from lowrank_cnn.train.determinism import changed_conditions, conditions, keep_t
 from lowrank_cnn.train.directory import RunDirectory, recipe_changes
 from lowrank_cnn.train.execution import Compile
 from lowrank_cnn.train.failure import told_out_of_memory
-from lowrank_cnn.train.job import ExecutionOptions, Job
+from lowrank_cnn.train.job import ExecutionOptions, Extras, Job
 from lowrank_cnn.train.launch import batch_norm_over_all, launch
+from lowrank_cnn.train.memory import check_memory
+from lowrank_cnn.train.objective import Loss
+from lowrank_cnn.train.opening import open_for
 from lowrank_cnn.train.progress import Charts, Lines, Live, Progress
 from lowrank_cnn.train.randomness import seed_generators
 from lowrank_cnn.train.recipe import Recipe, changed
 from lowrank_cnn.train.recipes import get_recipe
 from lowrank_cnn.train.record import Record
 from lowrank_cnn.train.remarks import dropout_remarks, remarks
-from lowrank_cnn.train.score import Evaluation, check_fits
+from lowrank_cnn.train.score import Evaluation, LossEvaluation, check_fits
 from lowrank_cnn.train.trained import Trained
-from lowrank_cnn.train.trainer import Trainer
+from lowrank_cnn.train.trainer import Callback, Trainer
 
 
 def fit(
     model: nn.Module,
-    data: Data | str | Path,
+    data: Any,
     recipe: Recipe | str = "modern",
     *,
+    loss: Loss | None = None,
+    callbacks: Sequence[Callback] = (),
+    teacher: nn.Module | Trained | str | Path | None = None,
     seed: int = 0,
     out: str | Path | None = None,
     resume: bool = False,
@@ -54,12 +61,23 @@ def fit(
     tensorboard: bool = False,
     checkpoint_every: float = 30.0,
 ) -> Record:
-    """Train `model` in place and return the record of the run, its result measured on `data.test`.
+    """Train `model` in place and return the record of the run, its result measured on the test images.
+
+    >>> record = fit(network, "photos", epochs=10, out="runs/photos")  # doctest: +SKIP
+    >>> record.result["top1"]  # doctest: +SKIP
+    0.925
+
+    - `data`: what `open_data` gives, or a path that it takes; or a Dataset or DataLoader of your own whose items
+      are (image, target), or a pair of them to train and test on. Your own data is taken as it is: the recipe's
+      preprocessing and crops are not applied. A DataLoader's batch size replaces the recipe's.
+    - `loss`: a function of the outputs and targets of a batch in place of cross-entropy, for any other task.
+    - `callbacks`: functions called after each epoch with its figures and the network; True ends the run.
+    - `teacher`: a trained network whose answers count beside the labels (`distill_weight` of the recipe).
 
     With `out`, the run lives in that directory: a checkpoint every `checkpoint_every` seconds, recipe and record
     beside it; `resume=True` goes on from there, or starts where there is nothing yet. The result is that of the
     last weights (their moving average where the recipe keeps one), never of weights chosen on the test set.
-    `data` may be a `data.holdout(...)`, for a search that never sees the test set, or a name.
+    `data` may be a `data.holdout(...)`, for a search that never sees the test set.
     On a GPU, `compile="auto"` trains through torch.compile where the run is long enough to pay for it and a few
     measured steps are faster; True and False decide. Either way a step is one CUDA graph, and the record says
     which.
@@ -73,12 +91,14 @@ def fit(
         hint = "give its .network" if hasattr(model, "network") else "create_model makes one from a name"
         raise LowRankError(f"fit trains an nn.Module, not a {type(model).__name__}: {hint}.")
     options = ExecutionOptions(compile, cuda_graphs, checkpoint_activations, workers, decode)
-    recipe = _resolve(recipe, epochs)
-    data = data if isinstance(data, Data) else open_data(data)
+    recipe = _resolve(recipe, epochs, data)
+    data = open_for(model, data, recipe)
+    extras = Extras(loss, tuple(callbacks), teacher)
     directory = None if out is None else RunDirectory(Path(out))
     fabric = launch(device, precision or recipe.precision, strategy)
     shown = Lines() if progress and fabric.is_global_zero else Progress()
-    job = Job(fabric, model, data, recipe, seed, precision or recipe.precision, options, directory, shown)
+    precision = precision or recipe.precision
+    job = Job(fabric, model, data, recipe, seed, precision, options, directory, shown, extras)
     held = directory.held() if directory else contextlib.nullcontext()
     with held, repeatable(deterministic, processes=fabric.world_size):
         if resume and (done := job.finished()):
@@ -88,9 +108,11 @@ def fit(
         return _train(job, job.saved(resume=resume), tensorboard=tensorboard, checkpoint_every=checkpoint_every)
 
 
-def _resolve(recipe: Recipe | str, epochs: int | None) -> Recipe:
+def _resolve(recipe: Recipe | str, epochs: int | None, data: Any) -> Recipe:
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
-    return recipe if epochs is None else changed(recipe, {"epochs": epochs})
+    own = loader_batch(data[0] if isinstance(data, tuple) and data else data)
+    given = {name: value for name, value in (("epochs", epochs), ("batch_size", own)) if value is not None}
+    return changed(recipe, given) if given else recipe
 
 
 def _train(job: Job, saved: Checkpoint | None, *, tensorboard: bool, checkpoint_every: float) -> Record:
@@ -101,7 +123,8 @@ def _train(job: Job, saved: Checkpoint | None, *, tensorboard: bool, checkpoint_
     model.to(fabric.device)
     with told_out_of_memory(recipe.batch_size, fabric.device), batch_norm_over_all(fabric, model, shown.say):
         inputs = job.inputs(saved)
-        check_fits(model, inputs.size, len(job.data.classes), fabric.device)
+        check_fits(model, inputs.size, None if job.extras.loss else len(job.data.classes), fabric.device)
+        check_memory(model, job.data, recipe, inputs.size, fabric.device)
         for sentence in dropout_remarks(model, recipe, inputs.size):
             shown.say(sentence)
         trainer = Trainer(
@@ -113,8 +136,11 @@ def _train(job: Job, saved: Checkpoint | None, *, tensorboard: bool, checkpoint_
             job.record(inputs),
             directory=job.directory,
             checkpoint_every=checkpoint_every,
+            objective=job.objective(inputs),
+            callbacks=job.extras.callbacks,
         )
-        Trained(model, inputs.preprocess, recipe, job.data.classes, job.data.test.size or ()).attach()
+        if not isinstance(inputs.preprocess, AsGiven):
+            Trained(model, inputs.preprocess, recipe, job.data.classes, job.data.test.size or ()).attach()
         _resume(trainer, saved, shown)
         _run(trainer, _progress(trainer, shown, tensorboard))
     return trainer.record
@@ -169,7 +195,7 @@ def _close(trainer: Trainer, status: str) -> None:
         trainer.directory.write_record(trainer.record)
 
 
-def _result(trainer: Trainer, evaluation: Evaluation) -> dict[str, Any]:
+def _result(trainer: Trainer, evaluation: Evaluation | LossEvaluation) -> dict[str, Any]:
     position, recipe = trainer.position, trainer.recipe
     cost = dense = None
     with contextlib.suppress(LowRankError):

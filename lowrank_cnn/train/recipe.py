@@ -8,14 +8,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lowrank_cnn.data.pixels import AUTO_AUGMENTS
 from lowrank_cnn.system.errors import LowRankError, check_type, nearest
 from lowrank_cnn.train.settings import read_value
 
 SCHEDULES = ("paper", "poly", "cosine", "constant")
 PREPROCESSING = ("standardize", "whiten")
-PRECISIONS = ("auto", "fp32", "bf16")
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+OPTIMIZERS = ("sgd", "adamw", "muon")
+CLASS_WEIGHTS = ("none", "balanced")
 
-_ALLOWED = {"schedule": SCHEDULES, "preprocess": PREPROCESSING, "precision": PRECISIONS}
+_ALLOWED = {
+    "schedule": SCHEDULES,
+    "preprocess": PREPROCESSING,
+    "precision": PRECISIONS,
+    "optimizer": OPTIMIZERS,
+    "class_weights": CLASS_WEIGHTS,
+    "auto_augment": AUTO_AUGMENTS,
+}
 _LARGE = 10.0**9
 _RANGES = {
     "batch_size": (1, _LARGE),
@@ -41,6 +51,16 @@ _RANGES = {
     "pad": (0, _LARGE),
     "cutout": (0, _LARGE),
     "dropout": (0, 0.999),
+    "beta2": (0, 0.99999),
+    "layer_decay": (0.01, 1),
+    "accumulate": (1, _LARGE),
+    "early_stop": (0, _LARGE),
+    "mixup": (0, 100),
+    "cutmix": (0, 100),
+    "zoom": (0.01, 1),
+    "jitter": (0, 1),
+    "distill_weight": (0, 1),
+    "distill_temperature": (0.1, 100),
 }
 
 
@@ -51,6 +71,18 @@ class Recipe:
     `holdout` takes images out of the training set (a share below 1, else a count) for every decision made
     on the way: the levelling-off rule and the best checkpoint. The test set decides nothing.
     `drop_epochs` replays a schedule of drops found that way, so that all training images can be used.
+
+    - `optimizer`: sgd, adamw (`momentum` and `beta2` are its betas) or muon (biases and norms by sgd).
+    - `layer_decay`: each layer's learning rate is that of the layer behind it times this, for fine-tuning.
+    - `freeze`: names of parameters that are not trained, as patterns parted by commas (`features.*`).
+    - `accumulate`: a batch is computed in so many parts, which takes less memory; batch norm sees one part.
+    - `early_stop`: stop after so many evaluations without a gain on held-out images; 0 never stops early.
+    - `class_weights`: balanced lets rare classes count as much as frequent ones.
+    - `mixup`, `cutmix`: how evenly two images are blended, Beta(a, a); 0 blends none.
+    - `zoom`: the least share of an image that a random resized crop shows; 1 shows all.
+    - `jitter`: how far brightness, contrast and saturation may move.
+    - `auto_augment`: none, trivial (TrivialAugment) or rand (RandAugment).
+    - `distill_weight`, `distill_temperature`: how much a teacher's answers count, where `fit` is given one.
     """
 
     name: str = "custom"
@@ -62,6 +94,11 @@ class Recipe:
     nesterov: bool = False
     weight_decay: float = 5e-4
     clip_norm: float = 0.0
+    optimizer: str = "sgd"
+    beta2: float = 0.999
+    layer_decay: float = 1.0
+    freeze: str = ""
+    accumulate: int = 1
     # the schedule
     schedule: str = "constant"
     warmup: float = 0.0
@@ -72,9 +109,13 @@ class Recipe:
     min_delta: float = 0.0005
     drop_factor: float = 10.0
     drop_epochs: tuple[int, ...] = ()
+    early_stop: int = 0
     # the loss, and what is evaluated
     label_smoothing: float = 0.0
     aux_weight: float = 0.3
+    class_weights: str = "none"
+    distill_weight: float = 0.5
+    distill_temperature: float = 2.0
     ema: float = 0.0
     evaluate_every: int = 1
     # the images
@@ -85,6 +126,11 @@ class Recipe:
     pad: int = 0
     mirror: bool = True
     cutout: int = 0
+    zoom: float = 1.0
+    jitter: float = 0.0
+    auto_augment: str = "none"
+    mixup: float = 0.0
+    cutmix: float = 0.0
     # the network and its arithmetic
     norm: str | None = None
     pool: str | None = None
@@ -101,6 +147,14 @@ class Recipe:
                 raise LowRankError(f"{field} lies between {low:g} and {high:g}, not at {value}.")
         if self.nesterov and self.momentum == 0:
             raise LowRankError("nesterov needs a momentum above 0.")
+        if self.batch_size % self.accumulate:
+            raise LowRankError(
+                f"a batch of {self.batch_size} images does not part into accumulate={self.accumulate} equal parts."
+            )
+        if self.early_stop and not self.holdout:
+            raise LowRankError("early_stop watches held-out training images: set holdout (0.1, say).")
+        if self.early_stop and self.levels:
+            raise LowRankError("levels ends the run by itself: clear early_stop or levels.")
         if self.levels and self.drop_epochs:
             raise LowRankError(
                 "levels finds the drops and drop_epochs states them: clear one (drop_epochs= or levels=0)."

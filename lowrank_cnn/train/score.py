@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.nn import functional
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.memory import is_out_of_memory
 from lowrank_cnn.train.details import DetailsCollector, EvaluationDetails
+from lowrank_cnn.train.objective import Loss, hits
 
 TOP_FIVE = 5
 """Top-5 asks whether the right class is among so many; of no more classes than that it says nothing."""
@@ -30,14 +32,62 @@ class Evaluation:
     loss: float
     details: EvaluationDetails | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def rank(self) -> float:
+        """What networks are compared by: larger is better."""
+        return self.top1
+
     def to_dict(self) -> dict[str, float]:
         """The four figures in values that JSON can hold."""
         return {"top1": self.top1, "top5": self.top5, "n": self.n, "loss": self.loss}
 
 
+@dataclass(frozen=True)
+class LossEvaluation:
+    """How a network does by a loss of the user's own: its mean, and the accuracy where outputs are classes."""
+
+    loss: float
+    n: int
+    top1: float | None = None
+    details: None = None
+
+    @property
+    def rank(self) -> float:
+        """Larger is better."""
+        return -self.loss
+
+    def to_dict(self) -> dict[str, float | None]:
+        """The figures in values that JSON can hold."""
+        return {"top1": self.top1, "top5": None, "n": self.n, "loss": self.loss}
+
+
 @torch.no_grad()
-def check_fits(network: nn.Module, size: Sequence[int], classes: int, device: torch.device) -> None:
-    """Refuse a network that cannot take images of this size, or has other than one output per class."""
+def score_by_loss(
+    network: nn.Module, batches: Iterable[tuple[Any, Any]], loss: Loss, *, forward: Callable[[Any], Any]
+) -> LossEvaluation:
+    """The mean of a loss over all items, each batch weighted by its number of them."""
+    was_training = network.training
+    network.eval()
+    total, right, n = 0.0, 0, 0
+    answered = True
+    try:
+        for images, targets in batches:
+            outputs = forward(images)
+            total += float(loss(outputs, targets)) * len(images)
+            found = hits(outputs, targets)
+            answered = answered and found is not None
+            right, n = right + int(found or 0), n + len(images)
+    finally:
+        network.train(was_training)
+    return LossEvaluation(total / max(n, 1), n, right / max(n, 1) if answered else None)
+
+
+@torch.no_grad()
+def check_fits(network: nn.Module, size: Sequence[int], classes: int | None, device: torch.device) -> None:
+    """Refuse a network that cannot take images of this size, or has other than one output per class.
+
+    With `classes=None` any output will do.
+    """
     was_training = network.training
     try:
         outputs = network.eval()(torch.zeros(1, *size, device=device))
@@ -48,10 +98,15 @@ def check_fits(network: nn.Module, size: Sequence[int], classes: int, device: to
         raise LowRankError(f"the network cannot take images of {'x'.join(map(str, size))}: {reason}") from error
     finally:
         network.train(was_training)
+    if classes is None:
+        return
     logits = outputs[0] if isinstance(outputs, tuple) else outputs
     if logits.shape != (1, classes):
         given = "x".join(map(str, logits.shape[1:]))
-        raise LowRankError(f"the network has {given} outputs for an image, and the data {classes} classes.")
+        raise LowRankError(
+            f"the network has {given} outputs for an image, and the data {classes} classes: build it with "
+            f"num_classes={classes}."
+        )
 
 
 @torch.no_grad()

@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.kernels.mode import for_graphs
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train.objective import Objective, hits
+from lowrank_cnn.train.optimizers import Optimizer
 from lowrank_cnn.train.randomness import generator_states, restore_generators
 from lowrank_cnn.train.recipe import Recipe
 
@@ -33,53 +36,65 @@ class Tally:
 
 
 class Step:
-    """Forward, loss, backward, SGD with momentum, moving average, for one batch.
+    """Forward, loss, backward, update and moving average, for one batch.
 
-    Once a gradient is not finite every later update is skipped, so the weights stay those that met it.
+    Once a gradient is not finite every later update is skipped, so the weights stay those that met it. In fp16 the
+    loss is scaled so that small gradients do not vanish; a step whose gradients overflow is skipped, and the scale
+    halved.
     """
 
     def __init__(
         self,
         network: nn.Module,
-        forward: Callable[[Tensor], Tensor | tuple[Tensor, ...]],
+        forward: Callable[[Tensor], Any],
         backward: Callable[[Tensor], None],
         recipe: Recipe,
         device: torch.device,
+        *,
+        objective: Objective | None = None,
+        scaled: bool = False,
     ) -> None:
         self.forward, self.backward, self.recipe = forward, backward, recipe
-        self.rate = torch.zeros((), device=device)
-        self.halted = torch.zeros((), device=device)
+        self.objective = objective or Objective(recipe)
+        self.halted, self.skipped = torch.zeros((), device=device), torch.zeros((), device=device)
+        self.scaler = LossScale(device) if scaled else None
         self.sums = torch.zeros(4, device=device)
         self.parameters = dict(network.named_parameters())
-        self.optimizer = make_optimizer(list(self.parameters.values()), recipe, self.rate, self.halted)
+        self.optimizer = Optimizer(self.parameters, recipe, device, self.skipped)
         self.weights = {name: t.detach() for name, t in network.state_dict().items()}
         self.averages = {name: t.clone() for name, t in self.weights.items()} if recipe.ema else {}
         self.blend = torch.ones((), device=device)
 
-    def __call__(self, images: Tensor, labels: Tensor) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        outputs = self.forward(images)
-        logits, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
-        loss = self._loss(logits, labels)
-        self.backward(loss + self.recipe.aux_weight * sum(self._loss(a, labels) for a in auxiliary))
-        self._update(loss.detach())
-        self._count(logits.detach(), labels, loss.detach())
+    def __call__(self, images: Tensor, targets: Any) -> None:
+        self.optimizer.zero_grad()
+        parts = self.recipe.accumulate
+        shown = torch.zeros_like(self.halted)
+        for some, wanted in _parts(images, targets, parts):
+            outputs = self.forward(some)
+            loss, told = self.objective(outputs, wanted, some)
+            loss = loss / parts
+            self.backward(loss * self.scaler.scale if self.scaler else loss)
+            shown += told / parts
+            self._count(outputs, wanted, told, len(some))
+        self._update(shown)
+        self.sums[3] += 1 - self.halted
 
     def prepare(self, rate: float, iteration: int) -> None:
         """Set what changes from step to step: the learning rate and the weight of the moving average.
 
         The average follows quickly at first, so that the random start does not linger in it.
         """
-        self.rate.fill_(rate)
+        self.optimizer.set_rate(rate)
         if self.averages:
             self.blend.fill_(1 - min(self.recipe.ema, (1 + iteration) / (10 + iteration)))
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that a step changes, by the name it has in a checkpoint."""
-        momentum = {name: self.optimizer.state[p]["momentum_buffer"] for name, p in self.parameters.items()}
-        parts = {"model": self.weights, "momentum": momentum, "average": self.averages}
+        parts = {"model": self.weights, "average": self.averages}
         named = {f"{part}.{name}": t for part, group in parts.items() for name, t in group.items()}
-        return named | {"tally.sums": self.sums, "tally.halted": self.halted}
+        scale = {"scale.factor": self.scaler.scale, "scale.good": self.scaler.good} if self.scaler else {}
+        sums = {"tally.sums": self.sums, "tally.halted": self.halted}
+        return named | self.optimizer.tensors() | scale | sums
 
     def read_tally(self, add_up: Callable[[Tensor], Tensor] = Tensor.clone) -> Tally:
         """Wait for the device and read the sums, added up over processes where asked to."""
@@ -97,14 +112,18 @@ class Step:
         finally:
             copy_into(self.weights, own)
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(logits.float(), labels, label_smoothing=self.recipe.label_smoothing)
-
     @torch.no_grad()
     def _update(self, loss: Tensor) -> None:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if self.scaler:
+            torch._foreach_mul_(gradients, 1 / self.scaler.scale)  # pyright: ignore
         norm = nn.utils.get_total_norm(gradients, foreach=True)
-        self.halted.copy_(torch.maximum(self.halted, (~(norm + loss).isfinite()).float()))
+        bad = (~(norm + loss).isfinite()).float()
+        if self.scaler:
+            self.halted.copy_(torch.maximum(self.halted, self.scaler.update(bad)))
+        else:
+            self.halted.copy_(torch.maximum(self.halted, bad))
+        self.skipped.copy_(torch.maximum(self.halted, bad))
         if self.recipe.clip_norm:
             nn.utils.clip_grads_with_norm_(self.parameters.values(), self.recipe.clip_norm, norm, foreach=True)
         self.optimizer.step()
@@ -122,10 +141,38 @@ class Step:
         torch._foreach_add_(averages, change)  # pyright: ignore
 
     @torch.no_grad()
-    def _count(self, logits: Tensor, labels: Tensor, loss: Tensor) -> None:
-        correct = (logits.argmax(dim=1) == labels).sum()
-        seen = torch.full_like(loss, len(labels))
-        self.sums += torch.stack([loss * len(labels), correct.float(), seen, 1 - self.halted])
+    def _count(self, outputs: Any, targets: Any, loss: Tensor, images: int) -> None:
+        right = hits(outputs, targets, blended=self.objective.own is None)
+        correct = torch.zeros_like(loss) if right is None else right.to(loss.dtype)
+        self.sums[:3] += torch.stack([loss * images, correct, torch.full_like(loss, images)]).float()
+
+
+class LossScale:
+    """The factor that keeps gradients in fp16's range: halved at an overflow, doubled after many good steps."""
+
+    FIRST, GROW_AFTER, LEAST = 2.0**16, 1000, 2.0**-10
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((), self.FIRST, device=device)
+        self.good = torch.zeros((), device=device)
+
+    def update(self, bad: Tensor) -> Tensor:
+        """Adapt to a step; 1 where the scale has become so small that it is the network that is not finite."""
+        self.good.copy_((self.good + 1) * (1 - bad))
+        grows = (self.good >= self.GROW_AFTER).float()
+        self.good.mul_(1 - grows)
+        self.scale.mul_((1 - 0.5 * bad) * (1 + grows))
+        return (self.scale < self.LEAST).float()
+
+
+def _parts(images: Tensor, targets: Any, parts: int) -> Iterator[tuple[Tensor, Any]]:
+    """A batch in equal parts, for gradients that are added up."""
+    if parts == 1:
+        yield images, targets
+    elif not isinstance(targets, Tensor):
+        raise LowRankError("accumulate parts batches whose targets are one tensor: set accumulate=1.")
+    else:
+        yield from zip(images.chunk(parts), targets.chunk(parts), strict=True)
 
 
 class GraphedStep:
@@ -138,7 +185,7 @@ class GraphedStep:
 
             def undo() -> None:
                 changes.close()
-                step.optimizer.zero_grad(set_to_none=True)
+                step.optimizer.zero_grad()
 
             self.graph = captured(lambda: step(self.images, self.labels), before_capture=undo)
 
@@ -146,31 +193,6 @@ class GraphedStep:
         self.images.copy_(images, non_blocking=True)
         self.labels.copy_(labels, non_blocking=True)
         self.graph.replay()
-
-
-def make_optimizer(
-    parameters: list[nn.Parameter], recipe: Recipe, rate: Tensor, halted: Tensor
-) -> torch.optim.SGD:
-    """SGD in one fused kernel, weight decay on weights alone, its momentum there from the start.
-
-    The fused kernel leaves everything as it is while `halted` is 1.
-    """
-    free = [p for p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in free if p.ndim > 1], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in free if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.SGD(
-        [group for group in groups if group["params"]],
-        lr=rate,
-        momentum=recipe.momentum,
-        nesterov=recipe.nesterov,
-        fused=True,
-    )
-    for parameter in parameters:
-        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    optimizer.found_inf = halted  # type: ignore[attr-defined]
-    return optimizer
 
 
 @torch.no_grad()

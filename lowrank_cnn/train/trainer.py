@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,17 +18,22 @@ from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.execution import Ways
 from lowrank_cnn.train.failure import Interrupted, NotFiniteError, StopRequest
 from lowrank_cnn.train.inputs import Inputs
+from lowrank_cnn.train.interrupting import StepStart, StoppedWithin, stopping_within
+from lowrank_cnn.train.objective import Objective
+from lowrank_cnn.train.optimizers import freeze
 from lowrank_cnn.train.progress import Progress
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.record import Epoch, Record
 from lowrank_cnn.train.schedule import LevelOff, learning_rate, replayed_drops
-from lowrank_cnn.train.score import Evaluation, score
+from lowrank_cnn.train.score import Evaluation, LossEvaluation, score, score_by_loss
 from lowrank_cnn.train.state import Keeper, Position
 from lowrank_cnn.train.step import Step, Tally, copy_into
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
+Callback = Callable[[Epoch, nn.Module], object]
+"""Called after every epoch with its figures and the network; where it answers True, the run ends."""
 LOOK_EVERY = 10
 """Steps between two looks around where several processes must agree on what they see; alone, each step."""
 
@@ -47,19 +52,26 @@ class Trainer:
         *,
         directory: RunDirectory | None = None,
         checkpoint_every: float = 30.0,
+        objective: Objective | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.fabric, self.network, self.inputs = fabric, network, inputs
         self.recipe, self.record = recipe, record
         self.directory, self.checkpoint_every = directory, checkpoint_every
         self.ways = ways
-        self.step = Step(network, next(iter(ways.forwards.values())), fabric.backward, recipe, fabric.device)
+        self.callbacks, self.frozen = callbacks, freeze(network, recipe.freeze)
+        forward = next(iter(ways.forwards.values()))
+        options = {"objective": objective, "scaled": record.precision == "fp16"}
+        self.step = Step(network, forward, fabric.backward, recipe, fabric.device, **options)
         self.keeper = Keeper(fabric, self.step, inputs, record)
         self.update: Callable[[Tensor, Tensor], None] | None = None
-        self.levels = LevelOff(recipe.patience, recipe.levels, recipe.min_delta)
+        patience = recipe.patience if recipe.levels else max(1, recipe.early_stop)
+        self.levels = LevelOff(patience, recipe.levels, recipe.min_delta)
         self.position, self.progress = Position(), Progress()
         self.saved: Position | None = None
         self.per_epoch = len(inputs.train)
         self.saved_at = self.epoch_began = time.monotonic()
+        self.step_start: StepStart | None = None
 
     @property
     def iteration(self) -> int:
@@ -71,9 +83,9 @@ class Trainer:
         replayed = replayed_drops(self.recipe.drop_epochs, self.position.epoch)
         return replayed if self.recipe.drop_epochs else len(self.levels.drops)
 
-    def run(self) -> Evaluation:
+    def run(self) -> Evaluation | LossEvaluation:
         """Train from where the run stands to its end, and evaluate what came of it on the test set."""
-        with StopRequest().listening() as stop:
+        with StopRequest().listening() as stop, self._stoppable(stop):
             if not self.iteration:
                 self.save()
             while self.position.epoch < self.recipe.epochs and not self.position.stopped:
@@ -84,6 +96,22 @@ class Trainer:
         evaluation = self._evaluate(self.inputs.test, details=True)
         self._share_problems()
         return evaluation
+
+    @contextlib.contextmanager
+    def _stoppable(self, stop: StopRequest) -> Iterator[None]:
+        """Leave within a step where one may take long: on a CPU, and by a process that is alone."""
+        if self.fabric.device.type != "cpu" or self.fabric.world_size > 1:
+            yield
+            return
+        try:
+            with stopping_within(self.network, stop):
+                yield
+        except StoppedWithin as stopped:
+            if self.step_start:
+                self.step_start.restore()
+            self.save()
+            words = failure.farewell(self.position, self.directory and self.directory.path)
+            raise Interrupted(words) from stopped
 
     def save(self) -> None:
         """Put the state down. A state that is not finite is never written over one that is."""
@@ -131,10 +159,15 @@ class Trainer:
     def _train_epoch(self, stop: StopRequest) -> None:
         self.epoch_began = time.monotonic() - self.position.epoch_seconds
         self.network.train()
-        for images, labels in self.inputs.train.epoch(self.position.epoch, self.position.batch):
+        for module in self.frozen:
+            module.eval()
+        for images, targets in self.inputs.batches(self.position.epoch, self.position.batch):
             self.step.prepare(self._rate(self.iteration), self.iteration)
-            self.update = self.update or self._make_update(images, labels)
-            self.update(images, labels)
+            self.update = self.update or self._make_update(images, targets)
+            if self.fabric.device.type == "cpu":
+                self.step_start = StepStart.of(self.network, self.fabric.device)
+            self.update(images, targets)
+            self.step_start = None
             self.position.batch += 1
             self._look_around(stop)
 
@@ -168,53 +201,64 @@ class Trainer:
         self._check_finite(tally)
         seconds = time.monotonic() - self.epoch_began
         done = self.position.epoch + 1
-        accuracy = self._watch(done)
+        watched = self._watch(done)
         row = Epoch(
             epoch=done,
             lr=self._rate(self.iteration - 1),
             train_loss=tally.loss / tally.images,
             train_accuracy=tally.correct / tally.images,
-            accuracy=accuracy,
+            accuracy=watched.top1 if watched else None,
             seconds=seconds,
             images_per_second=tally.images / seconds,
         )
         self.position.history.append(asdict(row))
         self.progress.epoch(row, self.recipe.epochs)
-        self._judge(accuracy, done)
+        self._judge(watched, done)
+        self._call_back(row)
         self.position.epoch, self.position.batch, self.position.epoch_seconds = done, 0, 0.0
         self.epoch_began = time.monotonic()
         self.step.sums.zero_()
         if self.directory is not None and not self.position.done(self.recipe.epochs):
             self.keeper.hold_epoch()
 
-    def _watch(self, done: int) -> float | None:
-        """The accuracy on the watched images, where this epoch is to be evaluated."""
+    def _call_back(self, row: Epoch) -> None:
+        """Tell the user's functions of the epoch; one that answers True ends the run."""
+        answers = [callback(row, self.network) for callback in self.callbacks]
+        if any(answer is True for answer in answers):
+            self.position.stopped = True
+            self.progress.say("A callback has ended the run.")
+
+    def _watch(self, done: int) -> Evaluation | LossEvaluation | None:
+        """How the network does on the watched images, where this epoch is to be evaluated."""
         if done % self.recipe.evaluate_every and done < self.recipe.epochs:
             return None
         with self.step.averaged():
-            accuracy = self._evaluate(self.inputs.watch).top1
-            if accuracy > self.position.best_accuracy:
-                self.position.best_epoch, self.position.best_accuracy = done, accuracy
+            found = self._evaluate(self.inputs.watch)
+            if not self.position.best_epoch or found.rank > self.position.best_accuracy:
+                self.position.best_epoch, self.position.best_accuracy = done, found.rank
                 if self.directory is not None:
                     self.keeper.hold_best()
-        return accuracy
+        return found
 
-    def _judge(self, accuracy: float | None, done: int) -> None:
-        if accuracy is None or not self.recipe.levels:
+    def _judge(self, watched: Evaluation | LossEvaluation | None, done: int) -> None:
+        if watched is None or not (self.recipe.levels or self.recipe.early_stop):
             return
-        verdict = self.levels.update(accuracy, done)
+        verdict = self.levels.update(watched.rank, done)
         if verdict == "drop":
             factor = f"{self.recipe.drop_factor:g}"
             self.progress.say(f"Accuracy has levelled off: the learning rate is divided by {factor}.")
         if verdict == "stop":
             self.position.stopped = True
-            self.progress.say("Accuracy has levelled off, and a smaller learning rate no longer helps: done.")
+            gain = "a smaller learning rate" if self.recipe.levels else "further training"
+            self.progress.say(f"Accuracy has levelled off, and {gain} no longer helps: done.")
 
-    def _evaluate(self, loader: Any, *, details: bool = False) -> Evaluation:
-        def forward(images: Tensor) -> Tensor:
+    def _evaluate(self, loader: Any, *, details: bool = False) -> Evaluation | LossEvaluation:
+        def forward(images: Tensor) -> Any:
             with self.fabric.autocast():
                 return self.network(images)
 
+        if own := self.step.objective.own:
+            return score_by_loss(self.network, loader.epoch(0), own, forward=forward)
         data, alone = self.inputs.data, self.fabric.world_size == 1
         return score(
             self.network,
@@ -234,7 +278,7 @@ class Trainer:
         if not tally.halted and failure.all_finite(self.step.weights.values()):
             return
         batch = min(tally.steps, self.per_epoch - 1)
-        images, _ = next(iter(self.inputs.train.epoch(self.position.epoch, batch)))
+        images, _ = next(iter(self.inputs.batches(self.position.epoch, batch)))
         with self.fabric.autocast():
             where = failure.first_not_finite(self.network, images)
         epoch = self.position.epoch + 1

@@ -83,7 +83,7 @@ def test_the_look_leaves_no_trace():
 
 def whole_run(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool, **options) -> tuple[nn.Module, Record]:
     """A short run with dropout, batch norm and a moving average, its layers fused as they would be on a GPU."""
-    place = Job.placed
+    place = Job.laid_out
 
     def fusing(job: Job, size: tuple[int, int, int]) -> nn.Module:
         placed = place(job, size)
@@ -96,7 +96,7 @@ def whole_run(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool, **opti
     torch.manual_seed(1)
     network = create_model(name, num_classes=4, width=0.1, norm="batch", stride=1)
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "placed", fusing)
+        patch.setattr(Job, "laid_out", fusing)
         record = fit(
             network, Data("noise", tuple("abcd"), split, split), recipe, progress=False, device="cpu", **options
         )

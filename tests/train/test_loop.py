@@ -166,7 +166,7 @@ def test_epochs_are_read_as_a_recipe_reads_them(driver):
 
 
 def test_data_may_be_named(driver, monkeypatch):
-    monkeypatch.setattr("lowrank_cnn.train.loop.open_data", {"tiny": driver.tiny_data()}.__getitem__)
+    monkeypatch.setattr("lowrank_cnn.train.opening.open_data", {"tiny": driver.tiny_data()}.__getitem__)
     record = fit(driver.tiny_net(), "tiny", driver.PLAIN, epochs=1, progress=False, device="cpu")
     assert record.data["name"] == "tiny"
 

@@ -54,3 +54,20 @@ def test_recipes_differ_in_what_they_teach():
     del one["pool"]  # as in a record from before there was one
     assert differences(one, get_recipe("nin-paper").to_dict()) == {}
     assert differences(one, get_recipe("nin-paper", pool="average").to_dict()) == {"pool": (None, "average")}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"optimizer": "adam"}, "optimizer is one of sgd, adamw, muon"),
+        ({"auto_augment": "all"}, "auto_augment is one of none, trivial, rand"),
+        ({"class_weights": "equal"}, "class_weights is one of none, balanced"),
+        ({"batch_size": 128, "accumulate": 3}, "does not part into accumulate=3"),
+        ({"early_stop": 3}, "set holdout"),
+        ({"early_stop": 3, "holdout": 0.1, "levels": 2}, "clear early_stop or levels"),
+        ({"zoom": 0.0}, "zoom lies between"),
+    ],
+)
+def test_options_of_today_are_checked(fields, says):
+    with pytest.raises(LowRankError, match=says):
+        Recipe(**fields)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.step import Step
+from lowrank_cnn.train.step import LossScale, Step
 
 CPU = torch.device("cpu")
 
@@ -189,3 +190,60 @@ def test_a_graph_computes_what_the_step_does():
     eager, replayed = results
     for name, tensor in eager.items():
         torch.testing.assert_close(replayed[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_parts_of_a_batch_give_the_gradient_of_the_whole():
+    """Without batch norm, which sees a part alone."""
+    nets = [nn.Sequential(*(layer for layer in network() if not isinstance(layer, nn.BatchNorm2d))) for _ in "ab"]
+    images, labels = batch()
+    for net, parts in zip(nets, (1, 4), strict=True):
+        step = make_step(net, Recipe(batch_size=8, accumulate=parts, clip_norm=0.5, label_smoothing=0.1))
+        for iteration in range(3):
+            step.prepare(0.1, iteration)
+            step(images, labels)
+        assert step.read_tally().images == 24
+        assert step.read_tally().steps == 3
+    for name, value in nets[0].state_dict().items():
+        torch.testing.assert_close(value, nets[1].state_dict()[name], rtol=1e-4, atol=1e-6)
+    with pytest.raises(LowRankError, match="one tensor"):
+        make_step(network(), Recipe(batch_size=8, accumulate=2))(images, [labels])
+
+
+def test_a_scaled_loss_gives_the_same_step_and_an_overflow_is_skipped():
+    plain, scaled = network(), network()
+    images, labels = batch()
+    steps = [
+        make_step(plain, Recipe()),
+        Step(scaled, scaled, lambda loss: loss.backward(), Recipe(), CPU, scaled=True),
+    ]
+    for step in steps:
+        step.prepare(0.1, 0)
+        step(images, labels)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(value, scaled.state_dict()[name], rtol=1e-4, atol=1e-6)
+    before = {name: value.clone() for name, value in scaled.named_parameters()}
+    scale = steps[1].scaler.scale
+    assert float(scale) == LossScale.FIRST
+    scale.fill_(float("inf"))  # as where gradients overflow
+    steps[1](images, labels)
+    assert all(torch.equal(value, before[name]) for name, value in scaled.named_parameters())
+    assert not steps[1].read_tally().halted
+
+
+def test_the_scale_follows_overflows_and_good_steps():
+    scale = LossScale(CPU)
+    good, bad = torch.zeros(()), torch.ones(())
+    scale.update(bad)
+    assert float(scale.scale) == LossScale.FIRST / 2
+    for _ in range(LossScale.GROW_AFTER):
+        assert not scale.update(good)
+    assert float(scale.scale) == LossScale.FIRST
+    for _ in range(27):
+        halted = scale.update(bad)
+    assert halted  # it is the network that is not finite
+
+
+def test_a_run_in_fp16_learns(driver):
+    _, record = driver.train(None, driver.PLAIN, epochs=6, precision="fp16")
+    assert record.precision == "fp16"
+    assert record.result["top1"] > 0.7

@@ -107,7 +107,7 @@ def _member(archive: tarfile.TarFile, name: str) -> bytes:
 
 def _data(path: Path, content: Mapping[str, bytes]) -> Data:
     splits = {split: b"".join(content[name] for name in names) for split, names in _FILES.items()}
-    return Data("cifar10", CLASSES, **{name: _split(path, records) for name, records in splits.items()})
+    return Data("cifar10", CLASSES, _split(path, splits["train"]), _split(path, splits["test"]))
 
 
 def _split(path: Path, records: bytes) -> ResidentSplit:

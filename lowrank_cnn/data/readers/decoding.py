@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from lowrank_cnn.data.images.decode import (
     stack,
 )
 from lowrank_cnn.data.progress import ImageProgress
+from lowrank_cnn.data.readers.decoded_cache import DecodedRows, decoded_once
 from lowrank_cnn.data.readers.store import ImageStore
 from lowrank_cnn.data.resident import Decoded
 from lowrank_cnn.data.types import Bad, Problems, Size
@@ -82,22 +83,38 @@ def decode_rows(
 
     `what` is the title of a progress bar; an empty one shows none.
     """
-    images = torch.empty(len(rows), *size, dtype=torch.uint8)
-    good = torch.ones(len(rows), dtype=torch.bool)
     chunks = Chunks(store, rows, size, any_size)
-    with ImageProgress(what, len(rows), enabled=bool(what)) as progress:
-        for number, (part, kept, found) in enumerate(_each(chunks)):
-            place = slice(number * _CHUNK, number * _CHUNK + len(kept))
-            images[place], good[place] = part, kept
-            problems.add_all(found)
-            if bad == "refuse":
-                problems.refuse()
-            progress.advance(len(kept))
+    refuse = problems.refuse if bad == "refuse" else None
+
+    def decode() -> DecodedRows:
+        return _decode(chunks, what, problems, refuse)
+
+    images, good, found = decoded_once(store, rows, size, any_size=any_size, decode=decode)
+    problems.add_all(found)
+    if bad == "refuse":
+        problems.refuse()
     if not good.any():
         raise LowRankError(f"none of {len(rows)} images can be decoded: {problems}.")
     kept = rows[good]
     images = images if good.all() else images[good]
     return Decoded(images, store.labels[kept], problems, lambda place: store.where(int(kept[place])))
+
+
+def _decode(chunks: Chunks, what: str, problems: Problems, refuse: Callable[[], None] | None) -> DecodedRows:
+    """All chunks as one; `refuse` raises at the first bad image."""
+    number = len(chunks.rows)
+    images = torch.empty(number, *chunks.size, dtype=torch.uint8)
+    good, all_found = torch.ones(number, dtype=torch.bool), []
+    with ImageProgress(what, number, enabled=bool(what)) as progress:
+        for index, (part, kept, found) in enumerate(_each(chunks)):
+            place = slice(index * _CHUNK, index * _CHUNK + len(kept))
+            images[place], good[place] = part, kept
+            problems.add_all(found)
+            all_found += found
+            if refuse:
+                refuse()
+            progress.advance(len(kept))
+    return DecodedRows(images, good, all_found)
 
 
 def _each(chunks: Chunks) -> Iterable[tuple[Tensor, Tensor, list[tuple[str, str]]]]:

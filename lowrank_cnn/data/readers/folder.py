@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowrank_cnn.data.fingerprint import fingerprint_of_files
+from lowrank_cnn.data.fingerprint import fingerprint_of_files, version_of_files
 from lowrank_cnn.data.images.decode import BadImageError
 from lowrank_cnn.data.types import Problems
 from lowrank_cnn.system.files import is_regular, read_regular
@@ -43,6 +43,9 @@ class FolderStore:
 
     def fingerprint(self) -> str:
         return fingerprint_of_files(self.root, self.files)
+
+    def version(self) -> str:
+        return version_of_files(self.files)
 
     def keep(self, places: int, rows: int) -> None:
         """Files are read one by one: nothing is kept."""

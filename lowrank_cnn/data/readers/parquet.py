@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowrank_cnn.data.fingerprint import fingerprint_of_files
+from lowrank_cnn.data.fingerprint import fingerprint_of_files, version_of_files
 from lowrank_cnn.data.images.decode import BadImageError
 from lowrank_cnn.data.readers.bounded import MOST_SHARDS, check_rows, read_binaries, read_integers
 from lowrank_cnn.data.readers.store import NO_LABEL
@@ -81,6 +81,9 @@ class ParquetStore:
 
     def fingerprint(self) -> str:
         return fingerprint_of_files(self.shards[0].parent, self.shards)
+
+    def version(self) -> str:
+        return version_of_files(self.shards)
 
     def keep(self, places: int, rows: int) -> None:
         mean = max(1, len(self.labels) // len(self.groups))

@@ -102,11 +102,11 @@ def _find_images(path: Path) -> LabelledImages:
         store = folder.open_folder(path, flat, problems["train"], others=True)
         return LabelledImages(name, flat, store, None, problems)
     classes = tuple(folder.class_folders(train or test))  # type: ignore[arg-type]
-    stores = [
-        folder.open_folder(place, classes, problems[split]) if place else None
+    stores = {
+        split: folder.open_folder(place, classes, problems[split]) if place else None
         for split, place in (("train", train), ("test", test))
-    ]
-    return LabelledImages(name, classes, *stores, problems)
+    }
+    return LabelledImages(name, classes, stores["train"], stores["test"], problems)
 
 
 def _no_images(path: Path) -> str:

@@ -39,6 +39,10 @@ class ImageStore(Protocol):
         """The identity of all images (`data.fingerprint`), without decoding any."""
         ...
 
+    def version(self) -> str:
+        """What changes whenever a file is written again, for caches."""
+        ...
+
     def keep(self, places: int, rows: int) -> None:
         """Announce that reading goes on at so many places, each mixing so many neighbouring rows."""
         ...

@@ -27,6 +27,9 @@ class Numbers:
     def fingerprint(self) -> str:
         return "numbers"
 
+    def version(self) -> str:
+        return "numbers"
+
     def keep(self, places: int, rows: int) -> None: ...
 
 

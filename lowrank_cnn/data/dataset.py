@@ -1,0 +1,188 @@
+"""Data sets of the user's own: any torch Dataset or DataLoader, its items prepared by their code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
+
+from lowrank_cnn.data.fingerprint import evenly_spaced, fingerprint_of_parts
+from lowrank_cnn.data.types import Data, Problems, Size, check_batches, generator
+from lowrank_cnn.system.errors import LowRankError
+
+_SAMPLED = 8
+
+
+@dataclass(frozen=True)
+class AsGiven:
+    """Preprocessing of data that the user's own code has prepared: nothing is done to it.
+
+    A checkpoint that holds this cannot say how a photograph becomes what the network takes.
+    """
+
+    def __call__(self, images: Tensor) -> Tensor:
+        raise LowRankError(
+            "this network was trained on tensors that your own code prepared: prepare images so and call it."
+        )
+
+    def to(self, device: torch.device | str) -> AsGiven:
+        return self
+
+    def to_dict(self) -> dict[str, Tensor]:
+        return {"as_given": torch.ones(1)}
+
+
+@dataclass(frozen=True, eq=False)
+class DatasetSplit:
+    """A Dataset whose items are (input, target), batched as its DataLoader would, or by torch's default."""
+
+    dataset: Dataset
+    collate: Callable[[list[Any]], Any] | None = None
+    workers: int = 0
+    own_loader: DataLoader | None = None
+    problems: Problems = field(default_factory=Problems)
+
+    @property
+    def size(self) -> Size:
+        """The shape of one input, which must be a tensor [C, H, W]."""
+        first = self.dataset[0]
+        shape = tuple(getattr(first[0], "shape", ())) if isinstance(first, tuple | list) else ()
+        if len(shape) != 3:
+            raise LowRankError(
+                f"an item of the data set is (image, target) with a tensor [C, H, W] as image, not {first!r:.80}."
+            )
+        return shape  # type: ignore[return-value]
+
+    @property
+    def channels(self) -> int:
+        return self.size[0]
+
+    @property
+    def labels(self) -> Tensor:
+        """The targets as class numbers, where the data set lists them as `targets` or `labels`."""
+        for name in ("targets", "labels"):
+            if (found := getattr(self.dataset, name, None)) is not None:
+                return torch.as_tensor(found)
+        return torch.zeros(len(self), dtype=torch.int64)
+
+    @property
+    def fingerprint(self) -> str:
+        """From the class, the length, and a few items."""
+        some = [repr(_summary(self.dataset[index])) for index in evenly_spaced(len(self), _SAMPLED)]
+        return fingerprint_of_parts("dataset", type(self.dataset).__name__, str(len(self)), *some)
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def subset(self, index: Tensor) -> DatasetSplit:
+        return replace(self, dataset=Subset(self.dataset, index.tolist()), own_loader=None)
+
+    def describe(self, index: int) -> str:
+        return f"item {index}"
+
+    def pixels(self) -> Iterator[Tensor]:
+        raise LowRankError("a data set of your own is prepared by your code: there is nothing to fit to it.")
+
+
+class DatasetLoader:
+    """Batches of a user's data set on the device. The order of training is a function of seed and epoch.
+
+    Where the user's DataLoader has a sampler of its own, its batches are taken as they come.
+    """
+
+    def __init__(
+        self,
+        split: DatasetSplit,
+        *,
+        batch_size: int,
+        seed: int,
+        device: torch.device | str,
+        rank: int = 0,
+        world: int = 1,
+        train: bool,
+        workers: int = 0,
+    ) -> None:
+        self.split, self.batch_size, self.seed, self.train = split, batch_size, seed, train
+        self.device, self.workers = torch.device(device), workers or split.workers
+        self.own = split.own_loader if train else None
+        if world > 1:
+            raise LowRankError("a data set of your own is trained on by one process; use open_data for several.")
+        self._batches = check_batches(len(split), batch_size=batch_size, rank=rank, world=world, train=train)
+        self._batches = len(self.own) if self.own is not None else self._batches
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
+        for number, (images, targets) in enumerate(self._loader(epoch)):
+            if number >= start:
+                yield move(images, self.device), move(targets, self.device)
+
+    def _loader(self, epoch: int) -> DataLoader:
+        if self.own is not None:
+            return self.own
+        return DataLoader(
+            self.split.dataset,
+            batch_size=self.batch_size,
+            shuffle=self.train,
+            drop_last=self.train,
+            collate_fn=self.split.collate,
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+            generator=generator("dataset", self.seed, epoch),
+        )
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """Tensors on the device, within tuples, lists and dictionaries too."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: move(part, device) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(move(part, device) for part in value)
+    return value
+
+
+def data_of(train: Any, test: Any, *, classes: int | None = None) -> Data:
+    """A `Data` of the user's Datasets or DataLoaders; where there is none to test on, the training one is used.
+
+    Class names are those that the data set has (`classes`), else numbers.
+    """
+    to_train, to_test = _split(train), _split(train if test is None else test)
+    names = getattr(to_train.dataset, "classes", None) or [str(number) for number in range(classes or 0)]
+    name = type(to_train.dataset).__name__
+    return Data(name, tuple(map(str, names)), to_train, to_test, {"prepared_by": "user"})
+
+
+def is_dataset(value: object) -> bool:
+    """Whether this is a torch Dataset or DataLoader."""
+    return isinstance(value, Dataset | DataLoader)
+
+
+def loader_batch(value: object) -> int | None:
+    """The batch size of a user's DataLoader; None for a Dataset, or where a batch sampler decides."""
+    return value.batch_size if isinstance(value, DataLoader) else None
+
+
+def _split(part: Any) -> DatasetSplit:
+    dataset = part.dataset if isinstance(part, DataLoader) else part
+    if not isinstance(dataset, Dataset) or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise LowRankError(f"fit takes a Dataset with a length, or a DataLoader of it, not {type(part).__name__}.")
+    if not isinstance(part, DataLoader):
+        return DatasetSplit(dataset)
+    plain = isinstance(part.sampler, RandomSampler | SequentialSampler) and part.batch_size is not None
+    return DatasetSplit(dataset, part.collate_fn, part.num_workers, None if plain else part)
+
+
+def _summary(item: Any) -> Any:
+    """What tells items apart: the sums and shapes of tensors, other values as they are."""
+    if isinstance(item, Tensor):
+        return tuple(item.shape), str(item.dtype), float(item.double().sum())
+    if isinstance(item, tuple | list):
+        return [_summary(part) for part in item]
+    return f"{item!r:.80}"

@@ -1,0 +1,102 @@
+"""An estimate of the memory that a run takes, before it does: a process that needs too much is just killed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.data import Data, ResidentSplit
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.recompute import buffers_as_they_were
+
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+
+def check_memory(
+    network: nn.Module, data: Data, recipe: Recipe, size: Sequence[int], device: torch.device
+) -> None:
+    """Refuse a run that cannot fit, with the size of its images and what would make it fit."""
+    free = free_memory(device)
+    if free is None:
+        return
+    images = sum(held_bytes(split) for split in (data.train, data.test) if isinstance(split, ResidentSplit))
+    maps = map_bytes(network, size) * max(1, recipe.batch_size // recipe.accumulate)
+    if images + maps <= free:
+        return
+    side = "x".join(map(str, size[1:]))
+    raise LowRankError(
+        f"images of {side} take about {(images + maps) / 2**30:.1f} GiB ({images / 2**30:.1f} for the set, "
+        f"{maps / 2**30:.1f} for a batch of {recipe.batch_size}), and {free / 2**30:.1f} GiB are free: bring them "
+        "to a smaller size (--image-size 64), use a smaller --batch-size, or --set accumulate=4."
+    )
+
+
+def held_bytes(split: ResidentSplit) -> int:
+    """Bytes of a split that is held in memory: as it was decoded, and as floats."""
+    channels, height, width = split.size
+    return len(split) * channels * height * width * 5
+
+
+@torch.no_grad()
+def map_bytes(network: nn.Module, size: Sequence[int]) -> int:
+    """Bytes of the maps of one image that the backward pass needs, measured on a smaller image and scaled up.
+
+    Every layer's output counts once. Maps grow with the area of the image, weights do not.
+    """
+    total = 0
+
+    def add(_: nn.Module, __: object, output: object) -> None:
+        nonlocal total
+        if isinstance(output, Tensor):
+            total += output.numel() * 4
+
+    height, width = size[1:]
+    shrink = max(1, min(height, width) // 128)
+    layers = [module for module in network.modules() if not list(module.children())]
+    hooks = [layer.register_forward_hook(add) for layer in layers]
+    modes = {module: module.training for module in network.modules()}
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
+    try:
+        with buffers_as_they_were(network):
+            network.eval()(torch.zeros(1, size[0], height // shrink, width // shrink, device=device))
+    except Exception:  # a network for one size: the check that follows says what is wrong, if anything
+        return 0
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes.items():
+            module.training = training
+    return total * shrink * shrink
+
+
+def free_memory(device: torch.device) -> float | None:
+    """Bytes that can be had on the device, by what the system or the container says; None where neither does."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return None
+    found = [value for value in (_available(), _container_limit()) if value is not None]
+    return min(found) if found else None
+
+
+def _available() -> float | None:
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+    except OSError:
+        return None
+    found = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return next((float(kib) * 1024 for kib in found), None)
+
+
+def _container_limit() -> float | None:
+    try:
+        limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return None if limit == "max" else float(limit) - float(used)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,78 @@
+"""What a step minimises: cross-entropy with its refinements, a loss of the user's own, and a teacher's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lowrank_cnn.train.recipe import Recipe
+
+Loss = Callable[[Any, Any], Tensor]
+"""From the network's outputs and the targets of a batch to one number."""
+
+
+class Objective:
+    """The loss of a batch. Targets are class numbers, or probabilities of classes where images were mixed.
+
+    With a `teacher`, a share of the loss (`distill_weight`) asks for the teacher's answers in place of the labels.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        class_weights: Tensor | None = None,
+        loss: Loss | None = None,
+        teacher: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.recipe, self.class_weights, self.own, self.teacher = recipe, class_weights, loss, teacher
+
+    def __call__(self, outputs: Any, targets: Any, images: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss to minimise, and the part of it that is shown: without auxiliary classifiers and teacher."""
+        if self.own is not None:
+            loss = self.own(outputs, targets)
+            return loss, loss.detach()
+        logits, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
+        shown = self._cross_entropy(logits, targets)
+        loss = shown + self.recipe.aux_weight * sum(self._cross_entropy(a, targets) for a in auxiliary)
+        if self.teacher is not None:
+            share = self.recipe.distill_weight
+            loss = (1 - share) * loss + share * self._distilled(logits, self.teacher(images))
+        return loss, shown.detach()
+
+    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        smoothing = self.recipe.label_smoothing
+        return functional.cross_entropy(logits.float(), targets, self.class_weights, label_smoothing=smoothing)
+
+    def _distilled(self, logits: Tensor, theirs: Tensor) -> Tensor:
+        """Hinton et al. (2015): the divergence at a temperature, scaled so that gradients keep their size."""
+        heat = self.recipe.distill_temperature
+        student = functional.log_softmax(logits.float() / heat, dim=1)
+        teacher = functional.log_softmax(theirs.float() / heat, dim=1)
+        return heat * heat * functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+def hits(outputs: Any, targets: Any, *, blended: bool = False) -> Tensor | None:
+    """How many answers are right, where targets are class numbers; None for other tasks.
+
+    With `blended`, targets may be probabilities of classes, of which the largest counts.
+    """
+    logits = outputs[0] if isinstance(outputs, tuple) else outputs
+    if not isinstance(logits, Tensor) or not isinstance(targets, Tensor) or logits.ndim != 2:
+        return None
+    wanted = targets.argmax(1) if blended and targets.shape == logits.shape else targets
+    if wanted.ndim != 1 or wanted.is_floating_point():
+        return None
+    return (logits.argmax(dim=1) == wanted).sum()
+
+
+def balanced_weights(labels: Tensor, classes: int) -> Tensor:
+    """A weight for each class that makes all classes count alike, whatever their numbers of images."""
+    counts = labels.bincount(minlength=classes).double()
+    present = counts > 0
+    weights = torch.where(present, len(labels) / (present.sum() * counts.clamp_min(1)), 0.0)
+    return weights.float()

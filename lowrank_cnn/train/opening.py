@@ -1,0 +1,78 @@
+"""Data as `fit` takes it: a `Data`, a path, or a Dataset or DataLoader of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lowrank_cnn.data import Data, open_data
+from lowrank_cnn.data.dataset import data_of, is_dataset
+from lowrank_cnn.data.readers.splits import LARGE_SIDE
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.train.recipe import Recipe
+
+
+def open_for(network: nn.Module, data: Any, recipe: Recipe) -> Data:
+    """The data to train a network on.
+
+    A path is opened in the channels and, where images are large or differ in size, in the size that the network is
+    for. A pair is (train, test).
+    """
+    if isinstance(data, Data):
+        return data
+    if isinstance(data, str | Path):
+        reading = partial(open_data, data)
+        return as_network_wants(reading(), network, recipe, reading)
+    train, test = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
+    if not is_dataset(train) or not (test is None or is_dataset(test)):
+        raise LowRankError(
+            "fit takes a Data, a path, a Dataset or DataLoader, or a pair of these (train, test), "
+            f"not a {type(data).__name__}."
+        )
+    return data_of(train, test, classes=_outputs(network))
+
+
+def as_network_wants(
+    images: Data,
+    network: nn.Module,
+    recipe: Recipe,
+    reading: Callable[..., Data],
+    *,
+    input_size: tuple[int, ...] | None = None,
+    sized: bool = False,
+) -> Data:
+    """The images in the channels that a network takes and, where large or of many sizes, in the size it is for.
+
+    `reading` opens them anew. `sized` says that the user has chosen a size.
+    """
+    wanted: dict[str, Any] = {}
+    channels, size = channels_of(network), input_size or notes(network).input_size
+    if channels in (1, 3) and channels != images.test.channels:
+        wanted["channels"] = channels
+    free = not sized and recipe.crop is None and recipe.resize is None
+    if free and size and any(_is_large(split.size) for split in (images.train, images.test)):
+        wanted["default_size"] = tuple(size[1:])
+    return reading(**wanted) if wanted else images
+
+
+def channels_of(network: nn.Module) -> int | None:
+    """Channels of the images that a network takes, by its first conv; None where it has none."""
+    convs = (module for module in network.modules() if isinstance(module, nn.Conv2d))
+    return next((conv.in_channels for conv in convs), None)
+
+
+def _is_large(size: tuple[int, int, int] | None) -> bool:
+    return size is None or min(size[1:]) > LARGE_SIDE
+
+
+def _outputs(network: nn.Module) -> int | None:
+    """The number of outputs, by the last layer that has one."""
+    found = None
+    for module in network.modules():
+        found = getattr(module, "out_features", getattr(module, "out_channels", found))
+    return found if isinstance(found, int) else None

@@ -1,0 +1,187 @@
+"""SGD, AdamW and Muon, written so that nothing waits for the device: a CUDA graph can replay their steps.
+
+Learning rates are tensors that the host fills before each step. A mark on the device (`skip`) makes a step change
+nothing. Weight decay acts on weights alone; biases and norms are left free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train.recipe import Recipe
+
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the Newton-Schulz iteration (Jordan et al., 2024): fast, and exact enough for a direction."""
+_NEWTON_SCHULZ_STEPS = 5
+
+
+class Optimizer:
+    """The update rule of a recipe over named parameters, with a learning rate for each group of them."""
+
+    def __init__(self, named: dict[str, nn.Parameter], recipe: Recipe, device: torch.device, skip: Tensor) -> None:
+        self.named, self.recipe = named, recipe
+        groups = parameter_groups(named, recipe, device)
+        self.rates = [(group["lr"], group.pop("factor")) for group in groups]
+        self.rules = _rules(groups, recipe, skip)
+        for rule in self.rules:
+            rule.found_inf = skip  # the fused kernels change nothing while it is 1
+
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate of the next steps; layers may have a share of it."""
+        for tensor, factor in self.rates:
+            tensor.fill_(rate * factor)
+
+    def zero_grad(self) -> None:
+        for parameter in self.named.values():
+            parameter.grad = None
+
+    def step(self) -> None:
+        for rule in self.rules:
+            rule.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state of all rules, by the names it has in a checkpoint."""
+        states: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for rule in self.rules:
+            states |= rule.state
+        return {
+            f"{_CHECKPOINT_NAMES[kind]}.{name}": tensor
+            for name, parameter in self.named.items()
+            for kind, tensor in states.get(parameter, {}).items()
+        }
+
+
+_CHECKPOINT_NAMES = {
+    "momentum_buffer": "momentum",
+    "exp_avg": "adam_mean",
+    "exp_avg_sq": "adam_square",
+    "step": "adam_step",
+}
+
+
+def parameter_groups(named: dict[str, nn.Parameter], recipe: Recipe, device: torch.device) -> list[dict[str, Any]]:
+    """Parameters of one weight decay and one share of the learning rate together; frozen ones are left out."""
+    factors = layer_factors(named, recipe.layer_decay)
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in named.items():
+        if parameter.requires_grad:
+            decay = recipe.weight_decay if parameter.ndim > 1 else 0.0
+            groups.setdefault((decay, factors[name]), []).append(parameter)
+    if not groups:
+        raise LowRankError("all weights of the network are frozen: set requires_grad_() on those to train.")
+    return [
+        {"params": params, "weight_decay": decay, "factor": factor, "lr": torch.zeros((), device=device)}
+        for (decay, factor), params in groups.items()
+    ]
+
+
+def layer_factors(names: Iterable[str], decay: float) -> dict[str, float]:
+    """The share of the learning rate that each parameter gets: all of it in the last layer, less before.
+
+    >>> layer_factors(["0.weight", "0.bias", "1.weight"], 0.5)
+    {'0.weight': 0.5, '0.bias': 0.5, '1.weight': 1.0}
+    """
+    layers = {name: name.rpartition(".")[0] for name in names}
+    order = {layer: number for number, layer in enumerate(dict.fromkeys(layers.values()))}
+    return {name: decay ** (len(order) - 1 - order[layer]) for name, layer in layers.items()}
+
+
+def freeze(network: nn.Module, patterns: str) -> list[nn.Module]:
+    """Freeze the parameters whose names match (`features.*, stem.*`); the modules with no other parameters.
+
+    Batch norms among these modules are to stay in evaluation mode, or their statistics would go on changing.
+    """
+    wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
+    matched = {name for name, _ in network.named_parameters() for pattern in wanted if fnmatch(name, pattern)}
+    if wanted and not matched:
+        known = ", ".join(name for name, _ in list(network.named_parameters())[:3])
+        raise LowRankError(f"freeze={patterns!r} matches no parameter of the network, such as {known}.")
+    for name, parameter in network.named_parameters():
+        if name in matched:
+            parameter.requires_grad_(False)
+    frozen = []
+    for name, module in network.named_modules():
+        own = {f"{name}.{key}" if name else key for key, _ in module.named_parameters()}
+        if own and own <= matched:
+            frozen.append(module)
+    return frozen
+
+
+def _rules(groups: list[dict[str, Any]], recipe: Recipe, skip: Tensor) -> list[Any]:
+    if recipe.optimizer == "adamw":
+        return [_adamw(groups, recipe)]
+    if recipe.optimizer == "muon":
+        matrices = [group for group in groups if group["params"][0].ndim > 1]
+        others = [group for group in groups if group["params"][0].ndim <= 1]
+        return [Muon(matrices, recipe.momentum, skip), *([_sgd(others, recipe)] if others else [])]
+    return [_sgd(groups, recipe)]
+
+
+def _sgd(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.SGD:
+    rule = torch.optim.SGD(groups, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
+    for parameter in _parameters(groups):
+        rule.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return rule
+
+
+def _adamw(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.AdamW:
+    rule = torch.optim.AdamW(groups, betas=(recipe.momentum, recipe.beta2), fused=True)
+    for parameter in _parameters(groups):
+        rule.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return rule
+
+
+def _parameters(groups: list[dict[str, Any]]) -> list[nn.Parameter]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+class Muon:
+    """Momentum whose update is made orthogonal: every direction of a weight matrix moves alike.
+
+    Jordan et al. (2024), "Muon: an optimizer for hidden layers". A filter is a row. torch's Muon refuses convs.
+    """
+
+    found_inf: Tensor
+
+    def __init__(self, groups: list[dict[str, Any]], momentum: float, skip: Tensor) -> None:
+        self.groups, self.momentum, self.found_inf = groups, momentum, skip
+        self.state = {p: {"momentum_buffer": torch.zeros_like(p)} for p in _parameters(groups)}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        go_on = 1 - self.found_inf
+        for group in self.groups:
+            rate = group["lr"] * go_on
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                buffer = self.state[parameter]["momentum_buffer"]
+                # A gradient that is not finite must not enter the momentum: it would never leave.
+                gradient = torch.where(go_on > 0, parameter.grad, 0.0)
+                buffer.mul_(torch.where(go_on > 0, self.momentum, 1.0)).add_(gradient)
+                update = orthogonal((gradient + self.momentum * buffer).flatten(1)).view_as(parameter)
+                scale = max(1.0, parameter.shape[0] / parameter[0].numel()) ** 0.5
+                parameter.mul_(1 - rate * group["weight_decay"])
+                parameter.sub_(rate * scale * update)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Roughly the nearest matrix with orthonormal rows or columns: its singular values come near 1."""
+    a, b, c = _QUINTIC
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.T if tall else matrix).float()
+    x = x / (x.norm() + 1e-7)
+    for _ in range(_NEWTON_SCHULZ_STEPS):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.T if tall else x).to(matrix.dtype)

@@ -1,0 +1,159 @@
+"""Datasets and DataLoaders of the user's own: any task, any collation, exact resuming."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from lowrank_cnn.data.dataset import AsGiven, data_of
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train import Recipe, fit
+from lowrank_cnn.train.predicting import predict
+from lowrank_cnn.train.trained import load_checkpoint
+
+RECIPE = Recipe(name="own", batch_size=8, epochs=3, lr=0.1)
+QUIET = {"progress": False, "device": "cpu"}
+
+
+class Halves(Dataset):
+    """Bright above (0) or below (1), as floats, prepared by the user."""
+
+    classes = ("above", "below")
+
+    def __init__(self, n: int = 40) -> None:
+        self.targets = [number % 2 for number in range(n)]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = torch.rand(1, 8, 8, generator=torch.Generator().manual_seed(index))
+        image[:, 4 * self.targets[index] : 4 + 4 * self.targets[index]] += 1
+        return image, self.targets[index]
+
+
+def classifier() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 2)
+    )
+
+
+def test_a_dataset_is_trained_on() -> None:
+    record = fit(classifier(), (Halves(), Halves(10)), RECIPE, **QUIET)
+    assert record.result["top1"] == 1.0
+    assert record.data["classes"] == ["above", "below"]
+    assert (record.data["train"], record.data["test"], record.data["prepared_by"]) == (40, 10, "user")
+    assert [row["n"] for row in record.result["details"]["per_class"]] == [5, 5]
+
+
+def test_a_data_loader_brings_its_batch_size_and_its_collation() -> None:
+    met = []
+
+    def collate(items: list) -> tuple[Tensor, Tensor]:
+        met.append(len(items))
+        return torch.stack([image for image, _ in items]), torch.tensor([label for _, label in items])
+
+    loader = DataLoader(Halves(), batch_size=10, shuffle=True, collate_fn=collate)
+    record = fit(classifier(), loader, RECIPE, epochs=1, **QUIET)
+    assert record.recipe["batch_size"] == 10
+    assert set(met) == {10, 40}  # to train on, and at the end to test on
+
+
+def test_a_sampler_of_ones_own_decides() -> None:
+    sampler = WeightedRandomSampler([1.0, 0.0] * 20, 16)
+    record = fit(classifier(), (DataLoader(Halves(), 8, sampler=sampler), Halves(10)), RECIPE, **QUIET)
+    assert record.result["details"]["per_class"][0]["accuracy"] == 1.0
+    assert record.result["top1"] == 0.5  # it has never seen the other class
+
+
+def test_a_run_resumes_exactly(tmp_path) -> None:
+    whole, stopped = classifier(), classifier()
+    fit(whole, Halves(), RECIPE, **QUIET)
+    fit(stopped, Halves(), RECIPE, epochs=1, out=tmp_path, **QUIET)
+    fit(again := classifier(), Halves(), RECIPE, out=tmp_path, resume=True, **QUIET)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name])
+
+
+def test_it_can_be_held_out() -> None:
+    recipe = dataclasses.replace(RECIPE, holdout=0.2, early_stop=1, epochs=30)
+    record = fit(classifier(), Halves(), recipe, **QUIET)
+    assert record.watched == "holdout"
+    assert record.result["epochs"] < 30
+
+
+def test_regression_by_a_loss_of_ones_own(tmp_path) -> None:
+    images = torch.rand(32, 1, 4, 4)
+    data = TensorDataset(images, images.mean((2, 3)))
+    network = nn.Sequential(nn.Conv2d(1, 1, 4), nn.Flatten())
+    calls = []
+    record = fit(
+        network,
+        data,
+        RECIPE,
+        loss=nn.functional.mse_loss,
+        epochs=20,
+        out=tmp_path,
+        callbacks=[lambda row, net: calls.append(row.epoch)],
+        **QUIET,
+    )
+    assert record.result["loss"] < 0.01
+    assert record.result["top1"] is None
+    assert record.history[-1]["accuracy"] is None
+    assert calls == list(range(1, 21))
+    assert record.result["best_epoch"] > 1
+
+
+def test_segmentation_by_a_loss_of_ones_own() -> None:
+    images = torch.rand(16, 1, 4, 4)
+    data = TensorDataset(images, (images[:, 0] > 0.5).long())
+    network = nn.Conv2d(1, 2, 1)
+    record = fit(network, data, RECIPE, loss=nn.functional.cross_entropy, epochs=10, **QUIET)
+    assert record.result["loss"] < 0.69
+    assert record.result["top1"] is None
+
+
+def test_a_callback_ends_the_run() -> None:
+    record = fit(classifier(), Halves(), RECIPE, callbacks=[lambda row, _: row.epoch == 2], **QUIET)
+    assert record.result["epochs"] == 2
+
+
+def test_such_a_run_does_not_pretend_to_know_photographs(tmp_path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    fit(network := classifier(), Halves(), RECIPE, epochs=1, out=tmp_path / "run", **QUIET)
+    image.new("L", (8, 8)).save(tmp_path / "a.png")
+    trained = load_checkpoint(tmp_path / "run", network=classifier())
+    assert isinstance(trained.preprocess, AsGiven)
+    with pytest.raises(LowRankError, match="tensors that your own code prepared"):
+        predict(trained, tmp_path / "a.png", device="cpu")
+    with pytest.raises(LowRankError, match="predict needs a trained network"):
+        predict(network, tmp_path / "a.png", device="cpu")
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (Endless(), "a Dataset with a length"),
+        (3, "a Dataset or DataLoader, or a pair"),
+        ((Halves(), 3), "or a pair of these"),
+        (TensorDataset(torch.rand(16, 5), torch.zeros(16)), r"a tensor \[C, H, W\] as image"),
+    ],
+)
+def test_what_cannot_be_trained_on(data: object, says: str) -> None:
+    with pytest.raises(LowRankError, match=says):
+        fit(classifier(), data, RECIPE, **QUIET)
+
+
+def test_items_are_what_tells_sets_apart() -> None:
+    one, same, other = data_of(Halves(), None), data_of(Halves(), None), data_of(Halves(38), None)
+    assert one.digest == same.digest != other.digest

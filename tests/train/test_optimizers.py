@@ -1,0 +1,138 @@
+"""Update rules against torch's own and their definitions; frozen layers, layer-wise rates, skipped steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train import Recipe, fit
+from lowrank_cnn.train.optimizers import Optimizer, freeze, layer_factors, orthogonal
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3)).double()
+
+
+def stepped(network: nn.Module, recipe: Recipe, steps: int = 3, skip: float = 0.0) -> Optimizer:
+    device = torch.device("cpu")
+    rule = Optimizer(dict(network.named_parameters()), recipe, device, torch.tensor(skip))
+    rule.set_rate(recipe.lr)
+    for step in range(steps):
+        rule.zero_grad()
+        images = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(step)).double()
+        network(images).square().sum().backward()
+        rule.step()
+    return rule
+
+
+def torch_stepped(network: nn.Module, rule: torch.optim.Optimizer, steps: int = 3) -> None:
+    for step in range(steps):
+        rule.zero_grad()
+        images = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(step)).double()
+        network(images).square().sum().backward()
+        rule.step()
+
+
+def groups(network: nn.Module, decay: float) -> list[dict]:
+    parameters = list(network.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def assert_equal(one: nn.Module, other: nn.Module) -> None:
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-5, atol=1e-7)
+
+
+def test_sgd_is_torchs() -> None:
+    ours, theirs = net(), net()
+    stepped(ours, Recipe(lr=0.01, weight_decay=0.1, nesterov=True))
+    torch_stepped(theirs, torch.optim.SGD(groups(theirs, 0.1), lr=0.01, momentum=0.9, nesterov=True))
+    assert_equal(ours, theirs)
+
+
+def test_adamw_is_torchs() -> None:
+    ours, theirs = net(), net()
+    stepped(ours, Recipe(optimizer="adamw", lr=0.01, weight_decay=0.1, beta2=0.95))
+    torch_stepped(theirs, torch.optim.AdamW(groups(theirs, 0.1), lr=0.01, betas=(0.9, 0.95)))
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(6, 20), (20, 6), (8, 8)])
+def test_the_muon_update_is_nearly_orthogonal(shape: tuple[int, int]) -> None:
+    values = torch.linalg.svdvals(
+        orthogonal(torch.randn(shape, generator=torch.Generator().manual_seed(1)).double())
+    )
+    assert 0.5 < float(values.min()) <= float(values.max()) < 1.5
+
+
+def test_muon_is_its_definition() -> None:
+    ours, plain = net(), net()
+    recipe = Recipe(optimizer="muon", lr=0.01, momentum=0.9, weight_decay=0.1)
+    stepped(ours, recipe, steps=1)
+    images = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(0)).double()
+    plain(images).square().sum().backward()
+    weight = plain[0].weight
+    update = orthogonal((1.9 * weight.grad).flatten(1)).view_as(
+        weight
+    )  # the first step: buffer and gradient agree
+    expected = weight * (1 - 0.01 * 0.1) - 0.01 * update
+    torch.testing.assert_close(ours[0].weight, expected, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(ours[3].bias, plain[3].bias - 0.01 * plain[3].bias.grad)  # biases by SGD
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
+def test_a_skipped_step_changes_nothing_at_all(optimizer: str) -> None:
+    network = net()
+    before = {name: value.clone() for name, value in network.named_parameters()}
+    rule = stepped(network, Recipe(optimizer=optimizer, lr=0.1), skip=1.0)
+    assert all(torch.equal(value, before[name]) for name, value in network.named_parameters())
+    assert all(not tensor.any() for tensor in rule.tensors().values())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
+def test_a_run_by_any_rule_learns_and_resumes_exactly(driver, tmp_path, optimizer: str) -> None:
+    rate = {"sgd": 0.05, "adamw": 0.01, "muon": 0.02}[optimizer]
+    recipe = dataclasses.replace(driver.STATEFUL, optimizer=optimizer, lr=rate, epochs=4)
+    whole, record = driver.train(None, recipe)
+    assert record.result["top1"] > 0.6
+    driver.train(tmp_path, dataclasses.replace(recipe, epochs=2))
+    again, _ = driver.train(tmp_path, recipe, resume=True)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_layer_wise_rates() -> None:
+    names = ["0.weight", "0.bias", "1.weight", "head.weight"]
+    assert list(layer_factors(names, 0.5).values()) == [0.25, 0.25, 0.5, 1.0]
+    ours, whole = net(), net()
+    stepped(ours, Recipe(lr=0.01, layer_decay=0.5, weight_decay=0), steps=1)
+    stepped(whole, Recipe(lr=0.01, weight_decay=0), steps=1)
+    start = net()
+    for index, share in ((0, 0.25), (3, 1.0)):
+        moved, all_of_it = (other[index].weight - start[index].weight for other in (ours, whole))
+        torch.testing.assert_close(moved, share * all_of_it)
+
+
+def test_frozen_layers_stay_and_so_do_their_statistics(driver) -> None:
+    network = driver.tiny_net(stateful=True)
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    recipe = dataclasses.replace(driver.PLAIN, freeze="0.*, 1.*", epochs=1)
+    fit(network, driver.tiny_data(), recipe, progress=False, device="cpu")
+    changed = {name for name, value in network.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"6.weight", "6.bias"}
+
+
+def test_what_cannot_be_frozen_or_trained(driver) -> None:
+    with pytest.raises(LowRankError, match=r"freeze='stem.\*' matches no parameter.*such as 0.weight"):
+        freeze(net(), "stem.*")
+    network = driver.tiny_net().requires_grad_(False)
+    with pytest.raises(LowRankError, match="all weights of the network are frozen"):
+        fit(network, driver.tiny_data(), driver.PLAIN, progress=False, device="cpu")
