@@ -202,15 +202,15 @@ def composite_conv2d_backward(
 ) -> list[Tensor]:
     """Gradients of input and bias (empty where not needed) and of the weights, in this order."""
     from lowrank_cnn.kernels.conv import launch
+    from lowrank_cnn.kernels.conv.pack import copy_groups
 
     problem = _problem(x, _shapes(weights), stride, padding, "relu" if relu else "", pool)
     how = {"need_input": need_input, "need_bias": need_bias}
     dx, dw, db = launch.gradients(problem, grad.to(x.dtype), x, weights, seen, **how)
-    # Copies, for what an operator gives must not share memory, and the groups' gradients lie in one.
-    parts = [
-        part.to(weight.dtype, copy=True, memory_format=torch.contiguous_format)
-        for part, weight in zip(dw, weights, strict=True)
-    ]
+    # Copies, for what an operator gives must not share memory, and the groups' gradients lie in one. They lie as
+    # the weights do, so that autograd need not copy them once more.
+    parts = [torch.empty_like(weight) for weight in weights]
+    copy_groups(dw, parts)
     needed = [(dx, need_input), (db, need_bias)]
     return [*(t if need and t is not None else x.new_empty(0) for t, need in needed), *parts]
 
@@ -220,7 +220,7 @@ def _(grad, x, weights, seen, stride, padding, relu, pool, need_input, need_bias
     dx = torch.empty_like(x, memory_format=torch.channels_last) if need_input else x.new_empty(0)
     filters = sum(weight.shape[0] for weight in weights)
     db = x.new_empty(filters, dtype=torch.float32) if need_bias else x.new_empty(0)
-    return [dx, db, *(w.new_empty(w.shape) for w in weights)]
+    return [dx, db, *(torch.empty_like(w) for w in weights)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

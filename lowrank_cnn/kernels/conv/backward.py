@@ -195,10 +195,22 @@ def launch_input_gradient(
     problem: Problem, g: Tensor, weights: Sequence[Tensor], tile: Tile | None = None
 ) -> Tensor:
     """[N, channels, H, W] gradient of the input, from the gradient before pool and ReLU."""
+    maps = empty_maps((problem.batch, problem.channels, problem.height, problem.width), g)
+    write_input_gradient(problem, g, weights, maps.permute(0, 2, 3, 1), tile)
+    return maps
+
+
+def write_input_gradient(
+    problem: Problem,
+    g: Tensor,
+    weights: Sequence[Tensor],
+    dx: Tensor,
+    tile: Tile | None = None,
+    begins: Sequence[int] | None = None,
+) -> None:
+    """Write the gradient into [N, H, W, channels], which may be a view; for `begins` see `gradient_rows`."""
     tile = tile or input_tile(problem)
     packed = pack_turned(weights, leads(problem), g.dtype)
-    maps = empty_maps((problem.batch, problem.channels, problem.height, problem.width), g)
-    dx = maps.permute(0, 2, 3, 1)
     images, rows, columns = box_of(problem.batch, problem.height, problem.width, tile.pixels)
     counts = [-(-size // part) for size, part in zip(dx.shape[:3], (images, rows, columns), strict=True)]
     depth = min(tile.depth, power_above(packed.shape[1]))
@@ -208,11 +220,10 @@ def launch_input_gradient(
         TensorDescriptor.from_tensor(g, [images, rows, columns, depth]),
         TensorDescriptor.from_tensor(packed, [filters, depth]),
         TensorDescriptor.from_tensor(dx, [images, rows, columns, filters]),
-        counts[1], counts[2], GROUPS=gradient_rows(problem, depth), TILES=tiles, CHANNELS=problem.channels,
-        IMAGES=images, ROWS=rows, COLUMNS=columns, FILTERS=filters, DEPTH=depth,
+        counts[1], counts[2], GROUPS=gradient_rows(problem, depth, begins), TILES=tiles,
+        CHANNELS=problem.channels, IMAGES=images, ROWS=rows, COLUMNS=columns, FILTERS=filters, DEPTH=depth,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return maps
 
 
 def launch_weight_gradient(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -72,14 +73,19 @@ def leads(problem: Problem) -> list[int]:
     return [begin % (16 // problem.dtype.itemsize) for begin, _ in zip(begins, problem.groups, strict=False)]
 
 
-def gradient_rows(problem: Problem, depth: int) -> tuple[tuple[int, ...], ...]:
-    """Per group: packed row, where its gradient is fetched from, steps of a tap, taps, width, and offsets."""
-    rows, weight, channel = [], 0, 0
-    for group, lead in zip(problem.groups, leads(problem), strict=True):
+def gradient_rows(
+    problem: Problem, depth: int, begins: Sequence[int] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Per group: packed row, where its gradient is fetched from, steps of a tap, taps, width, and offsets.
+
+    `begins` says where the groups' filters stand in the gradient, if not one group's behind the other's.
+    """
+    rows, weight = [], 0
+    channels = begins or list(accumulate((group.filters for group in problem.groups), initial=0))
+    for group, channel, lead in zip(problem.groups, channels, leads(problem), strict=False):
         steps = -(-(lead + group.filters) // depth)
         rows.append((weight, channel - lead, steps, group.taps, group.width, group.top, group.left))
         weight += group.taps * problem.channels
-        channel += group.filters
     return tuple(rows)
 
 

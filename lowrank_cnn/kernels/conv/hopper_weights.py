@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lowrank_cnn.kernels.conv.hopper import described_pixels
+from lowrank_cnn.kernels.conv.hopper import described
 from lowrank_cnn.kernels.conv.hopper_plan import box_counts, box_total, run_length
 from lowrank_cnn.kernels.conv.hopper_weights_plan import WeightTile, weight_box, weight_rows, weight_tile
 from lowrank_cnn.kernels.conv.start import start
@@ -113,9 +113,11 @@ def times_all(
     acc0 = times_pixels(pixels, grad, acc0, row, 0, PIXELS, DEPTH, LAYOUT)
     if TAPS > 1:
         acc1 = times_pixels(pixels, grad, acc1, row, 1, PIXELS, DEPTH, LAYOUT)
+    if TAPS > 2:
         acc2 = times_pixels(pixels, grad, acc2, row, 2, PIXELS, DEPTH, LAYOUT)
     if TAPS > 3:
         acc3 = times_pixels(pixels, grad, acc3, row, 3, PIXELS, DEPTH, LAYOUT)
+    if TAPS > 4:
         acc4 = times_pixels(pixels, grad, acc4, row, 4, PIXELS, DEPTH, LAYOUT)
     return acc0, acc1, acc2, acc3, acc4
 
@@ -125,8 +127,12 @@ def all_but(LEFT: gl.constexpr, acc0, acc1, acc2, acc3, acc4, TAPS: gl.constexpr
     """Wait until no more than the last `LEFT` products are under way."""
     if TAPS == 1:
         acc0 = warpgroup_mma_wait(LEFT, deps=(acc0,))
+    elif TAPS == 2:
+        acc0, acc1 = warpgroup_mma_wait(LEFT, deps=(acc0, acc1))
     elif TAPS == 3:
         acc0, acc1, acc2 = warpgroup_mma_wait(LEFT, deps=(acc0, acc1, acc2))
+    elif TAPS == 4:
+        acc0, acc1, acc2, acc3 = warpgroup_mma_wait(LEFT, deps=(acc0, acc1, acc2, acc3))
     else:
         acc0, acc1, acc2, acc3, acc4 = warpgroup_mma_wait(LEFT, deps=(acc0, acc1, acc2, acc3, acc4))
     return acc0, acc1, acc2, acc3, acc4
@@ -148,9 +154,11 @@ def add_all(target, tap, inside, acc0, acc1, acc2, acc3, acc4, TAPS: gl.constexp
     add_up(target, acc0, channels, filters, width)
     if TAPS > 1:
         add_up(target + tap, acc1, channels, filters, width)
+    if TAPS > 2:
         add_up(target + 2 * tap, acc2, channels, filters, width)
     if TAPS > 3:
         add_up(target + 3 * tap, acc3, channels, filters, width)
+    if TAPS > 4:
         add_up(target + 4 * tap, acc4, channels, filters, width)
 
 
@@ -228,10 +236,10 @@ def launch_weights_hopper(
     )
     block, rest = (run, images, cross, tile.depth), (max(taps - 1, 1), images, cross, tile.depth)
     start(weights_hopper, (tiles * splits,))(
-        described_pixels(pixels, block), described_pixels(pixels, rest),
-        described_pixels(pixels, block, turned=True), described_pixels(pixels, rest, turned=True),
-        described_pixels(g, (run, images, cross, tile.filters)),
-        described_pixels(g, (run, images, cross, tile.filters), turned=True),
+        _described(pixels, block), _described(pixels, rest),
+        _described(pixels, block, turned=True), _described(pixels, rest, turned=True),
+        _described(g, (run, images, cross, tile.filters)),
+        _described(g, (run, images, cross, tile.filters), turned=True),
         dw, -(-boxes // splits), boxes, problem.channels, *rows, *turned,
         GROUPS=groups, TILES=tiles, DEPTHS=-(-problem.channels // tile.depth), TAPS=taps, RUN=run,
         IMAGES=images, CROSS=cross, DEPTH=tile.depth, FILTERS=tile.filters, STAGES=tile.stages,
@@ -242,6 +250,14 @@ def launch_weights_hopper(
         num_warps=tile.warps,
     )  # fmt: skip
     return _unpacked(dw, problem)
+
+
+def _described(maps: Tensor, block: tuple[int, ...], *, turned: bool = False) -> Any:
+    """[N, H, W, C] maps, or a view of such, with the run's axis first: rows, images, columns, or the reverse."""
+    (batch, height, width, channels), (image, row, column, _) = maps.shape, maps.stride()
+    if turned:
+        return described(maps, (width, batch, height, channels), (column, image, row, 1), block)
+    return described(maps, (height, batch, width, channels), (row, image, column, 1), block)
 
 
 def _shared(rows: int, columns: int, like: Tensor) -> Any:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from lowrank_cnn.kernels.conv.hopper_plan import SHARED, HopperTile, run_box, run_length
 from lowrank_cnn.kernels.problem import Problem
 from lowrank_cnn.kernels.tiles import Box
+
+MOST_TAPS = 5
+"""Taps of the longest run: the gradients of all its taps stay in registers."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,20 @@ class WeightTile:
     depth: int = 64
     warps: int = 4
     stages: int = 4
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Why the Hopper kernel cannot compute the weights' gradient of a problem, or None."""
+    if problem.stride != (1, 1):
+        return f"stride {problem.stride}"
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"{problem.dtype} (the Hopper kernel takes 16-bit floats)"
+    # Boxes of pixels and of the gradient begin at multiples of 16 bytes, or the device stops.
+    if problem.channels % 8 or any(group.filters % 8 or group.filters < 16 for group in problem.groups):
+        return "channels or filters that are no multiple of 8, or a group of fewer than 16 filters"
+    if run_length(problem) not in range(1, MOST_TAPS + 1):
+        return f"groups whose taps do not run 1 to {MOST_TAPS} long along one axis"
+    return None
 
 
 def weight_tile(problem: Problem) -> WeightTile:

@@ -15,7 +15,9 @@ from lowrank_cnn.kernels.conv import (
     fold,
     gather,
     hopper_plan,
+    hopper_weights_plan,
     overlap_plan,
+    parity,
     statistics,
     stem,
     tiled,
@@ -121,6 +123,10 @@ def gradients(
     if stem.unsupported(problem) is None and not need_input:
         dw, db = stem.launch_stem_gradient(problem, x, g, seen, programs)
         return None, dw, db
+    if problem.stride != (1, 1) and parity.unsupported(problem) is None:
+        g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)
+        dx = parity.input_gradient(problem, g, weights, _write_parity) if need_input else None
+        return dx, parity.weight_gradients(problem, g, pixels, weight_gradient), db
     if fold.folded(problem) is not None:
         return _unfolded_gradients(problem, grad, x, weights, seen, need_input=need_input, need_bias=need_bias)
     g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)
@@ -174,10 +180,18 @@ def input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tensor]) -> Te
     return backward.launch_input_gradient(problem, g, weights, _input_tile(problem, g.device))
 
 
+def _write_parity(conv: parity.ParityConv, g: Tensor, taps: list[Tensor], dx: Tensor) -> None:
+    tile = _input_tile(conv.problem, g.device)
+    backward.write_input_gradient(conv.problem, g, taps, dx, tile, conv.begins)
+
+
 def weight_gradient(problem: Problem, g: Tensor, pixels: Tensor) -> list[Tensor]:
-    """The groups' gradients in float32, from [N, H, W, filters] before pool and ReLU and [N, H, W, channels]."""
+    """The groups' gradients in float32, from [N, H, W, filters] before pool and ReLU and [N, H, W, channels].
+
+    Both may be views, of some filters and of every second pixel say.
+    """
     programs, capability = programs_at_once(g.device), capability_of(g.device)
-    if capability[0] == 9 and problem.stride == (1, 1) and hopper_plan.unsupported(problem) is None:
+    if capability[0] == 9 and hopper_weights_plan.unsupported(problem) is None:
         from lowrank_cnn.kernels.conv.hopper_weights import launch_weights_hopper
 
         return launch_weights_hopper(problem, g, pixels, programs)

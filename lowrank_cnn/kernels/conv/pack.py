@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,24 @@ def layout_of(plan: str) -> str:
     return LAYOUTS[plan.partition("-")[0]]
 
 
-def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def copy_by_torch(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy each group's [filters, channels, height, width] into its target, one by one."""
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source.detach())
+
+
+def copy_groups(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """The same, where the kernels run: on a GPU all in one launch."""
+    if not sources[0].is_cuda:
+        return copy_by_torch(sources, targets)
+    from lowrank_cnn.kernels.conv.copy_groups import MOST_GROUPS, launch_copy
+
+    if len(sources) > MOST_GROUPS:
+        return copy_by_torch(sources, targets)
+    return launch_copy(*sources, targets=targets)
+
+
+def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype, copy: Callable[..., None] = copy_groups) -> Tensor:
     """[sum of taps * filters, channels]: group by group, tap by tap, filter by filter.
 
     Weights that already lie so in one memory (see `laid_out`) are taken as they lie.
@@ -36,20 +53,20 @@ def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return rows
     sizes = [weight[:, 0].numel() for weight in weights]
     rows = weights[0].new_empty((sum(sizes), weights[0].shape[1]), dtype=dtype)
-    for part, weight in zip(rows.split(sizes), weights, strict=True):
-        filters, channels, height, width = weight.shape
-        part.view(height, width, filters, channels).copy_(weight.detach().permute(2, 3, 0, 1))
+    copy(weights, [_as_weight(part, w) for part, w in zip(rows.split(sizes), weights, strict=True)])
     return rows
+
+
+def _as_weight(rows: Tensor, weight: Tensor) -> Tensor:
+    """A group's packed rows seen as its [filters, channels, height, width]."""
+    return rows.view(weight.shape[2], weight.shape[3], weight.shape[0], -1).permute(2, 3, 0, 1)
 
 
 def laid_out(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Copies of the groups' weights in one memory, as the kernels read them: packing them later costs nothing."""
     sizes = [weight[:, 0].numel() for weight in weights]
-    parts = pack_rows(weights, dtype).split(sizes)
-    return [
-        part.view(weight.shape[2], weight.shape[3], weight.shape[0], -1).permute(2, 3, 0, 1)
-        for part, weight in zip(parts, weights, strict=True)
-    ]
+    parts = pack_rows(weights, dtype, copy_by_torch).split(sizes)  # also where no kernel can be built
+    return [_as_weight(part, weight) for part, weight in zip(parts, weights, strict=True)]
 
 
 def _lying(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
@@ -129,10 +146,11 @@ def pack_turned(weights: Sequence[Tensor], leads: Sequence[int], dtype: torch.dt
     sizes = [weight[0].numel() for weight in weights]
     make = weights[0].new_empty if even else weights[0].new_zeros
     rows = make((sum(sizes), most), dtype=dtype)
-    for part, weight, lead in zip(rows.split(sizes), weights, leads, strict=True):
-        filters, channels, height, width = weight.shape
-        target = part.view(height, width, channels, most)[..., lead : lead + filters]
-        target.copy_(weight.detach().permute(2, 3, 1, 0))
+    targets = [
+        part.view(*weight.shape[2:], weight.shape[1], most)[..., lead : lead + weight.shape[0]].permute(3, 2, 0, 1)
+        for part, weight, lead in zip(rows.split(sizes), weights, leads, strict=True)
+    ]
+    copy_groups(weights, targets)
     return rows
 
 

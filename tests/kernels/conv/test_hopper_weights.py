@@ -17,6 +17,8 @@ CASES = [
     pytest.param((1, 32, 11, 6), [(5, 1, 16), (1, 5, 16)], 9, id="five taps"),
     pytest.param((2, 40, 7, 5), [(1, 1, 32)], 50, id="pointwise"),
     pytest.param((1, 16, 5, 9), [(3, 3, 32)], 1, id="dense, one share"),
+    pytest.param((2, 16, 7, 6), [(2, 1, 16), (1, 2, 24)], 9, id="two taps"),
+    pytest.param((1, 16, 9, 6), [(4, 1, 16)], 5, id="four taps"),
 ]
 
 
@@ -37,3 +39,9 @@ def test_the_gradient_and_its_ring_of_buffers_are_right(monkeypatch, hopper_mode
     ours = kernel.launch_weights_hopper(problem, *last, programs, tile)
     for found, right in zip(ours, exact, strict=True):
         assert torch.linalg.norm(found - right) < 1e-5 * torch.linalg.norm(right)
+    # Every second pixel of larger maps, and some of the filters of a larger gradient.
+    wide = torch.randn(last[1].shape[0], 2 * size[2], 2 * size[3], size[1])
+    wide[:, 1::2, ::2] = last[1]
+    more = torch.cat([torch.randn(*last[0].shape[:3], 8), last[0]], -1)
+    again = kernel.launch_weights_hopper(problem, more[..., 8:], wide[:, 1::2, ::2], programs, tile)
+    assert all(torch.equal(a, b) for a, b in zip(again, ours, strict=True))
