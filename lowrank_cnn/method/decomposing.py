@@ -90,13 +90,13 @@ def decompose(
     if input_size is not None:
         check_calls(model, new, list(schemes), input_size)
     if batches:
-        report = _refitted(model, new, report, batches)
+        report = refitted(model, new, report, batches)
     note(new, decomposition=tuple(report.values()))
     return new
 
 
 @torch.no_grad()
-def _refitted(
+def refitted(
     model: nn.Module, new: nn.Module, report: dict[str, Fitted], batches: Sequence[Tensor]
 ) -> dict[str, Fitted]:
     """Layer by layer, in the order of their definition, fitted to what the original gives on the images."""
