@@ -39,8 +39,8 @@ from torch import nn
 
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.deploy import load
-from lowrank_cnn.method.converting import Conversion
 from lowrank_cnn.method.decomposing import decompose
+from lowrank_cnn.method.rewriting import Conversion
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.rebuild import rewrite_again
 from lowrank_cnn.system.environment import environment

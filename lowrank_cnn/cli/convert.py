@@ -1,4 +1,4 @@
-"""The command `lowrank convert`."""
+"""The commands `lowrank convert` and `lowrank decompose`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from torch import nn
+from torch import Tensor, nn
 
 from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.options import Input, Into, Model, Norm, Pretrained, Width
 from lowrank_cnn.cli.show import print_json, print_table
 from lowrank_cnn.cli.source import Source, find_model, parse_size
-from lowrank_cnn.method.converting import Conversion, Cost, conversion_costs, convert, told_if_low_rank
+from lowrank_cnn.method.converting import Cost, conversion_costs, convert, told_if_low_rank
 from lowrank_cnn.method.decomposing import decompose
+from lowrank_cnn.method.rewriting import Conversion
 from lowrank_cnn.method.selection import stages
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
@@ -24,55 +25,121 @@ from lowrank_cnn.system.text import si
 if TYPE_CHECKING:
     from lowrank_cnn.deploy.exporting import Exported
 
+Where = Annotated[
+    list[str] | None,
+    typer.Option(help="Name, prefix or pattern of the layers, or a kernel as 3x3; repeatable."),
+]
+Stage = Annotated[
+    list[int] | None, typer.Option(help="The convs of one stage, counted from 1 by map size; repeatable.")
+]
+Macs = Annotated[float | None, typer.Option(help="Within this share of the MACs.")]
+Params = Annotated[float | None, typer.Option(help="Within this share of the parameters.")]
+Latency = Annotated[float | None, typer.Option(help="Within this share of the time, measured here.")]
+Costlier = Annotated[bool, typer.Option("--allow-costlier", help="Rewrite also layers that do not get cheaper.")]
+Out = Annotated[Path | None, typer.Option(help="Write the network: .safetensors, .onnx or .pt2.")]
+IMAGES = 128
+"""Images that `--images` takes: more change little."""
+
 
 def add_to(app: typer.Typer) -> None:
     app.command("convert")(convert_command)
+    app.command("decompose")(decompose_command)
 
 
 def convert_command(
     model: Model,
     scheme: Annotated[str, typer.Option(help="lr, lr-join, separable, mixture(...), with options.")] = "lr-join",
-    where: Annotated[
-        list[str] | None,
-        typer.Option(help="Name, prefix or pattern of the layers, or a kernel as 3x3; repeatable."),
-    ] = None,
-    stage: Annotated[
-        list[int] | None, typer.Option(help="The convs of one stage, counted from 1 by map size; repeatable.")
-    ] = None,
-    fit: Annotated[
-        bool, typer.Option("--fit", help="Fit the trained filters instead of starting afresh.")
-    ] = False,
-    energy: Annotated[float | None, typer.Option(help="Fit, keeping this share of each layer's weights.")] = None,
-    macs: Annotated[float | None, typer.Option(help="Fit, within this share of the MACs.")] = None,
-    latency: Annotated[float | None, typer.Option(help="Fit, within this share of the time.")] = None,
+    where: Where = None,
+    stage: Stage = None,
+    macs: Macs = None,
+    params: Params = None,
+    latency: Latency = None,
+    allow_costlier: Costlier = False,
     input_text: Input = None,
     pretrained: Pretrained = None,
     width: Width = None,
     norm: Norm = None,
     into: Into = None,
-    out: Annotated[Path | None, typer.Option(help="Write the network: .safetensors, .onnx or .pt2.")] = None,
+    out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Rewrite the spatial convolutions of any network by a scheme."""
+    """Rewrite the spatial convolutions of any network by a scheme, with fresh weights."""
     source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm)
     size = source.size(parse_size(input_text))
-    network = source.network
-    chosen = _where(where, stage, network, size)
-    budget = {"energy": energy, "macs": macs, "latency": latency}
-    fitted = fit or any(value is not None for value in budget.values())
-    with told_if_low_rank(network):
-        if fitted:
-            new = decompose(network, scheme, where=chosen, input_size=size, **budget)
-        else:
-            new = convert(network, scheme, where=chosen)
-    costs = conversion_costs(network, new, size)
+    chosen = _where(where, stage, source.network, size)
+    budget = {"macs": macs, "params": params, "latency": latency}
+    with told_if_low_rank(source.network):
+        new = convert(
+            source.network, scheme, where=chosen, input_size=size, allow_costlier=allow_costlier, **budget
+        )
+    # Fresh weights know nothing of classes: of the source, a file then keeps the size of images alone.
+    _finish(replace(source, trained=None), source.network, new, size, out, as_json)
+
+
+def decompose_command(
+    model: Model,
+    scheme: Annotated[str, typer.Option(help="separable, lr-join, mixture(..., join), with m.")] = "separable",
+    where: Where = None,
+    stage: Stage = None,
+    energy: Annotated[float | None, typer.Option(help="Keep this share of each layer's squared weights.")] = None,
+    macs: Macs = None,
+    params: Params = None,
+    latency: Latency = None,
+    images: Annotated[
+        str | None, typer.Option(help="Fit to what layers give on a few training images of this data set too.")
+    ] = None,
+    allow_costlier: Costlier = False,
+    input_text: Input = None,
+    pretrained: Pretrained = None,
+    width: Width = None,
+    norm: Norm = None,
+    into: Into = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Replace trained convolutions by the low-rank filters nearest to them."""
+    source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm)
+    size = source.size(parse_size(input_text))
+    chosen = _where(where, stage, source.network, size)
+    budget = {"energy": energy, "macs": macs, "params": params, "latency": latency}
+    seen = _images(images, source, size) if images else None
+    with told_if_low_rank(source.network):
+        new = decompose(
+            source.network,
+            scheme,
+            where=chosen,
+            input_size=size,
+            images=seen,
+            allow_costlier=allow_costlier,
+            **budget,
+        )
+    _finish(source, source.network, new, size, out, as_json)
+
+
+def _finish(
+    source: Source, before: nn.Module, new: nn.Module, size: tuple[int, ...], out: Path | None, as_json: bool
+) -> None:
+    costs = conversion_costs(before, new, size)
     if out is not None:
-        # Fresh weights know nothing of classes: of the source, the file then keeps the size of images alone.
-        export_source(source if fitted else replace(source, trained=None), new, out, size)
+        export_source(source, new, out, size)
     if as_json:
-        return print_json(_conversion_json(source, size, new, costs))
-    _print_conversion(source, size, new, costs)
-    return None
+        print_json(_conversion_json(source, size, new, costs))
+    else:
+        _print_conversion(source, size, new, costs)
+
+
+def _images(place: str, source: Source, size: tuple[int, ...]) -> Tensor:
+    """A few training images as the network sees them: prepared as it was trained, or standardised."""
+    from lowrank_cnn.data import Augment, fit_preprocess, make_loader, open_data
+
+    trained = source.trained
+    options = {"image_size": trained.square if trained else size[1], "channels": size[0]}
+    data = open_data(place, limit=IMAGES, **options)
+    preprocess = trained.preprocess if trained else fit_preprocess("standardize", data.train)
+    augment = trained.augment if trained else Augment()
+    how: dict[str, Any] = {"preprocess": preprocess, "augment": augment, "train": False, "device": "cpu"}
+    loader = make_loader(data.train, batch_size=IMAGES, seed=0, **how)
+    return next(iter(loader.epoch(0)))[0]
 
 
 def export_source(

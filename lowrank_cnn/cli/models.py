@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from lowrank_cnn.cli.show import print_json, print_table
+from lowrank_cnn.cli.show import console, print_json, print_table
 from lowrank_cnn.cli.source import INTO_HELP, MODEL_HELP, find_model, is_ours, parse_size
 from lowrank_cnn.method.counting import Count, count
 from lowrank_cnn.models import create_model, list_models
@@ -94,6 +94,9 @@ def _print_count(name: str, result: Count) -> None:
     total = ("total", "", f"{result.macs:,}", f"{result.params:,}", _mib(result))
     size = "x".join(map(str, result.input))
     print_table(f"{name}, {size}, convention {result.convention}", columns, [*rows, total])
+    if result.unsupported:
+        calls = ", ".join(f"{operation} ({times})" for operation, times in result.unsupported)
+        console.print(f" Not counted, since their cost is not known: {calls}.", markup=False)
 
 
 def _mib(item) -> str:

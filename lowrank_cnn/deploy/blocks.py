@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from lowrank_cnn.kernels.activation import activate, is_monotone
 from lowrank_cnn.kernels.network_graph import NetworkGraph, capture, layer_kind
 from lowrank_cnn.kernels.patterns import Pattern, find_patterns, rewritten
-from lowrank_cnn.method.converting import copy_with
+from lowrank_cnn.method.rewriting import copy_with
 
 FLAT = (nn.Conv1d, nn.Conv3d)
 """Convs of other than two dimensions, which have one way to run."""

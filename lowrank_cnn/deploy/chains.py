@@ -9,7 +9,8 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.transforms import compose, compose_bias
+from lowrank_cnn.deploy.transforms import compose_bias
+from lowrank_cnn.kernels.dense import compose
 from lowrank_cnn.method.geometry import Sides, enclosing_padding
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, conv_of
 from lowrank_cnn.method.spec import Composite, FilterGroup, Pair

@@ -11,20 +11,6 @@ import torch
 from torch import Tensor
 
 
-def compose(first: Tensor, second: Tensor, *, groups: int = 1) -> Tensor:
-    """The weight of `second` after `first`: [m, c, h, 1] and [d, m, 1, w], say, give [d, c, h, w].
-
-    Along each axis one of the two must have a single tap. Both have the same channel groups.
-    """
-    if any(a > 1 and b > 1 for a, b in zip(first.shape[2:], second.shape[2:], strict=True)):
-        raise ValueError(f"kernels of {tuple(first.shape[2:])} and {tuple(second.shape[2:])} reach along one axis")
-    height, width = (max(a, b) for a, b in zip(first.shape[2:], second.shape[2:], strict=True))
-    middle, channels = first.shape[0] // groups, first.shape[1]
-    left = first.expand(-1, -1, height, width).reshape(groups, middle, channels, height, width)
-    right = second.expand(-1, -1, height, width).reshape(groups, -1, middle, height, width)
-    return torch.einsum("gdmhw,gmchw->gdchw", right, left).reshape(-1, channels, height, width)
-
-
 def compose_bias(first: Tensor | None, weight: Tensor, second: Tensor | None, *, groups: int = 1) -> Tensor | None:
     """The bias of two convs: what the second, of this weight, makes of the first's bias, and its own.
 

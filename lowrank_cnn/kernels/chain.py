@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowrank_cnn.kernels.autotune import choice
+from lowrank_cnn.kernels.dense import compose
 from lowrank_cnn.kernels.dispatch import composite_conv2d
 from lowrank_cnn.kernels.mode import asked_for, mode
 from lowrank_cnn.kernels.problem import Pair, Problem, Sides, pose
@@ -48,7 +49,7 @@ def merged_weight(weights: Sequence[Tensor], padding: Sequence[Sides], join: Ten
     total = None
     with torch.autocast(join.device.type, enabled=False):
         for weight, pads, part in zip(weights, padding, parts, strict=True):
-            mixed = (part @ weight.flatten(1)).view(-1, *weight.shape[1:])
+            mixed = compose(weight, part[:, :, None, None])
             top, left = rows[0] - pads[0][0], columns[0] - pads[1][0]
             room = kernel[1] - weight.shape[3] - left, kernel[0] - weight.shape[2] - top
             mixed = F.pad(mixed, (left, room[0], top, room[1]))

@@ -30,7 +30,7 @@ def composite_reference(
 ) -> Tensor:
     """What every fused path must give, by torch's own operations; it runs on any device."""
     parts = [
-        _conv(x, weight, part, stride, sides)
+        conv_on_sides(x, weight, part, sides, stride)
         for weight, part, sides in zip(weights, _biases(bias, weights), padding, strict=True)
     ]
     return followed(_joined(parts), residual, canonical(activation, relu), pool)
@@ -98,8 +98,36 @@ def _biases(bias: Tensor | None, weights: Sequence[Tensor]) -> Sequence[Tensor |
     return bias.split([weight.shape[0] for weight in weights]) if bias is not None else [None] * len(weights)
 
 
-def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, sides: Sides) -> Tensor:
+def conv_on_sides(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sides: Sides,
+    stride: Pair,
+    dilation: Pair = (1, 1),
+    groups: int = 1,
+) -> Tensor:
+    """A conv with any padding: equal sides are left to it, others are padded, or cropped, before."""
     (top, bottom), (left, right) = sides
-    if top == bottom >= 0 and left == right >= 0:
-        return F.conv2d(x, weight, bias, stride, (top, left))
-    return F.conv2d(F.pad(x, (left, right, top, bottom)), weight, bias, stride)
+    if top == bottom and left == right and top >= 0 and left >= 0:
+        return F.conv2d(x, weight, bias, stride, (top, left), dilation, groups)
+    return F.conv2d(F.pad(x, [left, right, top, bottom]), weight, bias, stride, (0, 0), dilation, groups)
+
+
+def pad_on_sides(x: Tensor, sides: Sides, mode: str) -> Tensor:
+    """Pad with a mode other than zeros; sides that crop are cropped first."""
+    (top, bottom), (left, right) = sides
+    if min(top, bottom, left, right) < 0:
+        x = F.pad(x, [min(left, 0), min(right, 0), min(top, 0), min(bottom, 0)])
+    return F.pad(x, [max(left, 0), max(right, 0), max(top, 0), max(bottom, 0)], mode=mode)
+
+
+def interleaved(parts: list[Tensor], channel_groups: int, axis: int) -> Tensor:
+    """The filter groups' outputs as one: what comes of a channel group stays together, as in a grouped conv."""
+    if len(parts) == 1:
+        return parts[0]
+    if channel_groups == 1:
+        return torch.cat(parts, dim=axis)
+    inner = axis + 1 if axis >= 0 else axis
+    apart = [part.unflatten(axis, [channel_groups, -1]) for part in parts]
+    return torch.cat(apart, dim=inner).flatten(inner - 1, inner)

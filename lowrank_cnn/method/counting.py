@@ -1,8 +1,8 @@
 """Exact multiply-accumulates, parameters and activation memory of any module, without computing anything.
 
 The model runs once on the meta device, where tensors have shapes and no storage. Each operation that multiplies
-is looked up in PyTorch's own table of formulas (`torch.utils.flop_counter`; a new operation is registered there)
-and booked on the layer that called it. One use of a weight is one multiply-accumulate (MAC), never a FLOP.
+is looked up in a table of formulas (`operations`) and booked on the layer that called it; one that is not known is
+listed as unsupported. One use of a weight is one multiply-accumulate (MAC), never a FLOP.
 
 Conventions:
 - "mac": convs, linear layers and matrix products in evaluation. Biases, norms, activations and pools cost nothing.
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.operations import macs_of, reason_of
 from lowrank_cnn.system.errors import LowRankError, check_type
 from lowrank_cnn.system.provenance import notes
 
@@ -60,7 +60,11 @@ class LayerCount:
 
 @dataclass(frozen=True)
 class Count:
-    """A network's cost for one image, in total and per layer, in the order of execution."""
+    """A network's cost for one image, in total and per layer, in the order of execution.
+
+    `unsupported` names the operations whose cost is not known, with the number of their calls: what they cost is
+    not in `macs`.
+    """
 
     input: tuple[int, ...]
     convention: str
@@ -68,6 +72,7 @@ class Count:
     params: int
     activation_bytes: int
     layers: tuple[LayerCount, ...]
+    unsupported: tuple[tuple[str, int], ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """In values that JSON can hold."""
@@ -93,7 +98,7 @@ def count(model: nn.Module, input_size: Sequence[int], *, convention: str = "mac
     params = sum(p.numel() for name, p in model.named_parameters() if not _within(name, left_out))
     layers = tuple(book.layers())
     macs, memory = sum(layer.macs for layer in layers), sum(layer.activation_bytes for layer in layers)
-    return Count(size, convention, macs, params, memory, layers)
+    return Count(size, convention, macs, params, memory, layers, tuple(sorted(book.unsupported.items())))
 
 
 def _checked(input_size: Sequence[int]) -> tuple[int, ...]:
@@ -110,11 +115,13 @@ def _run(model: nn.Module, size: tuple[int, ...]) -> None:
     lent = {name: tensor.to("meta") for name, tensor in _tensors(model)}
     dtype = next((t.dtype for t in lent.values() if t.is_floating_point()), None)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _lent_attributes(model):
             functional_call(model, lent, (torch.empty(1, *size, dtype=dtype),), tie_weights=False)
     except LowRankError:
         raise
     except Exception as error:  # whatever a forward does that needs values, or another size
+        if reason := reason_of(error):
+            raise LowRankError(f"the model cannot be counted: {reason}.") from error
         first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise LowRankError(f"the model does not take an input of {'x'.join(map(str, size))}: {first}") from error
 
@@ -128,6 +135,24 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 yield f"{name}.{key}" if name else key, tensor
+
+
+@contextmanager
+def _lent_attributes(model: nn.Module) -> Iterator[None]:
+    """Tensors that modules keep as plain attributes, without storage as well while the block runs."""
+    kept = [
+        (module.__dict__, key, value)
+        for module in model.modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor)
+    ]
+    for home, key, value in kept:
+        home[key] = value.to("meta")
+    try:
+        yield
+    finally:
+        for home, key, value in kept:
+            home[key] = value
 
 
 @contextmanager
@@ -154,6 +179,7 @@ class _Book(TorchDispatchMode):
         self.biases = biases
         self.running: list[tuple[str, nn.Module]] = []
         self.macs: dict[str, int] = {}
+        self.unsupported: dict[str, int] = {}
         self.modules: dict[str, nn.Module] = {}
         self.outputs: dict[str, tuple[int, ...]] = {}
         self.memory: dict[str, int] = {}
@@ -168,12 +194,14 @@ class _Book(TorchDispatchMode):
     ) -> Any:
         shape = _SHAPES.get(func)
         out = shape(*args) if shape else func(*args, **(kwargs or {}))
-        formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
-        if formula is not None and self.running:
+        macs = macs_of(func, args, kwargs or {}, out)
+        if macs is None:
+            label = str(func._overloadpacket)
+            self.unsupported[label] = self.unsupported.get(label, 0) + 1
+        elif macs and self.running:
             name, module = self.running[-1]
             self.modules[name] = module
-            # PyTorch counts a multiplication and an addition apart.
-            self.macs[name] = self.macs.get(name, 0) + formula(*args, **(kwargs or {}), out_val=out) // 2
+            self.macs[name] = self.macs.get(name, 0) + macs
         return out
 
     @contextmanager

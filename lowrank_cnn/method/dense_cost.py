@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lowrank_cnn.method.converting import Change, changes_of, low_rank_layers, rows_of
+from lowrank_cnn.method.converting import rows_of
 from lowrank_cnn.method.counting import LayerCount, count
+from lowrank_cnn.method.rewriting import Change, changes_of, low_rank_layers
 
 
 def dense_cost(model: nn.Module, input_size: Sequence[int]) -> tuple[int, int] | None:

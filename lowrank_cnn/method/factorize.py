@@ -16,16 +16,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowrank_cnn.kernels.dense import compose
 from lowrank_cnn.method.geometry import offsets
 from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
 
 
-def separable_factors(weight: Tensor, m: int, *, lying_first: bool, groups: int = 1) -> tuple[Tensor, Tensor]:
+def separable_factors(
+    weight: Tensor, m: int, *, lying_first: bool, groups: int = 1, covariance: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The best pair for [d, c, k_h, k_w]: [m, c, 1, k_w] and [d, m, k_h, 1], or upright first.
 
-    Singular values are shared evenly between the two. With channel groups, m is their total.
+    Singular values are shared evenly between the two. With channel groups, m is their total. With the
+    `covariance` [groups, c x taps, c x taps] of what the first half reads, errors count by how far they show.
     """
-    parts = [_separable(part, m // groups, lying_first) for part in weight.chunk(groups)]
+    moments = [None] * groups if covariance is None else list(covariance)
+    pairs = zip(weight.chunk(groups), moments, strict=True)
+    parts = [_separable(part, m // groups, lying_first, moment) for part, moment in pairs]
     return torch.cat([first for first, _ in parts]), torch.cat([second for _, second in parts])
 
 
@@ -55,15 +61,7 @@ def crossed_factors(weight: Tensor, basis: Composite, *, sweeps: int = 30) -> tu
 def crossed_weight(filters: Sequence[Tensor], join: Tensor) -> Tensor:
     """The dense weight that a basis and its join stand for."""
     kernel = (max(part.shape[2] for part in filters), max(part.shape[3] for part in filters))
-    basis = torch.cat([centred(part, kernel) for part in filters])
-    return torch.einsum("dm,mchw->dchw", join.flatten(1), basis)
-
-
-def separable_weight(first: Tensor, second: Tensor, *, groups: int = 1) -> Tensor:
-    """The dense weight that a pair stands for."""
-    halves = zip(first.flatten(2).chunk(groups), second.flatten(2).chunk(groups), strict=True)
-    weight = torch.cat([torch.einsum("mca,dmb->dcab", a, b) for a, b in halves])
-    return weight.transpose(2, 3) if first.shape[2] == 1 else weight
+    return compose(torch.cat([centred(part, kernel) for part in filters]), join)
 
 
 def centred(weight: Tensor, kernel: Pair) -> Tensor:
@@ -87,15 +85,28 @@ def kept_energy(weight: Tensor, fitted: Tensor) -> float:
     return 1.0 - float(missing)
 
 
-def _separable(weight: Tensor, m: int, lying_first: bool) -> tuple[Tensor, Tensor]:
+def _separable(weight: Tensor, m: int, lying_first: bool, moment: Tensor | None) -> tuple[Tensor, Tensor]:
     filters, channels, height, width = weight.shape
-    left, values, right = torch.linalg.svd(_unfolded(weight, lying_first), full_matrices=False)
+    matrix = _unfolded(weight, lying_first)
+    if moment is None:
+        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    else:
+        root, inverse = _square_roots(moment.to(matrix))
+        left, values, right = torch.linalg.svd(root @ matrix, full_matrices=False)
+        left = inverse @ left
     root, spare = values[:m].sqrt(), max(0, m - len(values))
     first = F.pad((left[:, :m] * root).T, (0, 0, 0, spare))
     second = F.pad(root[:, None] * right[:m], (0, 0, 0, spare)).reshape(m, filters, -1).transpose(0, 1)
     if lying_first:
         return first.reshape(m, channels, 1, width), second.reshape(filters, m, height, 1)
     return first.reshape(m, channels, height, 1), second.reshape(filters, m, 1, width)
+
+
+def _square_roots(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """The square root of a symmetric matrix and its inverse, directions without any energy held at a little."""
+    values, vectors = torch.linalg.eigh(moment)
+    values = values.clamp_min(1e-6 * float(values.max().clamp_min(1e-30))).sqrt()
+    return (vectors * values) @ vectors.T, (vectors / values) @ vectors.T
 
 
 def _unfolded(weight: Tensor, lying_first: bool) -> Tensor:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from lowrank_cnn.kernels import composite_conv2d, explain_call
+from lowrank_cnn.kernels.dense import compose
+from lowrank_cnn.kernels.reference import conv_on_sides, interleaved, pad_on_sides
 from lowrank_cnn.method.geometry import Padding, Sides, enclosing_padding, offsets, pair, recentred, symmetric
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
@@ -35,6 +37,8 @@ class CompositeConv2d(nn.Module):
     stride. `padding` is that of the enclosing kernel: "same" (the input's size divided by the stride, rounded
     up), "valid", or a number (a pair) as for `nn.Conv2d`.
     """
+
+    __jit_unused_properties__: ClassVar[list[str]] = ["kernel_size", "groups", "weight"]
 
     def __init__(
         self,
@@ -60,6 +64,8 @@ class CompositeConv2d(nn.Module):
             raise LowRankError(f"padding_mode is one of {', '.join(_PAD_MODES)}, not {padding_mode!r}.")
         self.padding = enclosing_padding(padding, self.composite.kernel, self.dilation)
         self.group_padding = tuple(self._padding_of(group) for group in self.composite.groups)
+        self._sides = list(self.group_padding if padding_mode == "zeros" else self._crops())
+        self._sizes = [group.filters // channel_groups for group in self.composite.groups]
         make = {"device": device, "dtype": dtype}
         depth = in_channels // channel_groups
         shapes = [(g.filters, depth, g.height, g.width) for g in self.composite.groups]
@@ -76,21 +82,58 @@ class CompositeConv2d(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.jit.is_scripting():
+            return self._by_torch(input)
+        else:  # noqa: RET505  TorchScript leaves out what it cannot compile in an `else` alone
+            return self._dispatched(input)
+
+    @torch.jit.unused
+    def _dispatched(self, x: Tensor) -> Tensor:
+        """By the fused kernels where they can, and by torch's convolutions for all else, tracers included."""
+        if isinstance(
+            x, fx.Proxy
+        ):  # a symbolic trace has no shape to check, and its tools know torch's operations
+            return self._by_torch(x)
         self._check_input(x)
-        if self._fusible(x) is None:
-            return composite_conv2d(
-                x, list(self.weights), self.bias, stride=self.stride, padding=self.group_padding
-            )
-        sides = self.group_padding
+        if self._fusible(x) is not None:
+            return self._by_torch(x)
+        return composite_conv2d(x, list(self.weights), self.bias, stride=self.stride, padding=self.group_padding)
+
+    def _by_torch(self, x: Tensor) -> Tensor:
+        """One convolution per filter group, concatenated; written so that TorchScript and fx follow it."""
         if self.padding_mode != "zeros":
-            x, sides = _pad(x, self.padding, self.padding_mode), self._crops()
-        biases = [None] * len(self.weights) if self.bias is None else self.by_group(self.bias)
-        outputs = [
-            _conv(x, weight, bias, pads, self.stride, self.dilation, self.channel_groups)
-            for weight, bias, pads in zip(self.weights, biases, sides, strict=True)
-        ]
-        return _interleaved(outputs, self.channel_groups, axis=-3)
+            x = pad_on_sides(x, self.padding, self.padding_mode)
+        parts: list[Tensor] = []
+        start = 0
+        for index, weight in enumerate(self.weights):
+            size = self._sizes[index]
+            bias = self.bias
+            if bias is not None:
+                bias = bias.view(self.channel_groups, -1)[:, start : start + size].flatten()
+            sides = self._sides[index]
+            parts.append(conv_on_sides(x, weight, bias, sides, self.stride, self.dilation, self.channel_groups))
+            start += size
+        return interleaved(parts, self.channel_groups, -3)
+
+    @property
+    def kernel_size(self) -> Pair:
+        """The kernel that encloses every filter group."""
+        return self.composite.kernel
+
+    @property
+    def groups(self) -> int:
+        """Channel groups, by the name that `nn.Conv2d` has for them."""
+        return self.channel_groups
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the dense conv that this layer stands for, zeros where no filter has a tap.
+
+        It is computed from `weights`, with gradients, for tools that look at a conv's weight; to change the layer,
+        change `weights`.
+        """
+        return dense_weight(list(self.weights), self.composite, self.channel_groups)
 
     def by_group(self, values: Tensor) -> list[Tensor]:
         """What outputs have one of each, a bias say, apart for each filter group."""
@@ -171,9 +214,42 @@ class FactoredConv2d(nn.Sequential):
     Its children are `basis` and `join`, or `first` and `second` for a separable pair.
     """
 
+    __jit_unused_properties__: ClassVar[list[str]] = [
+        "weight", "in_channels", "out_channels", "groups", "kernel_size", "stride"
+    ]  # fmt: skip
+
     def __init__(self, stages: OrderedDict[str, nn.Module], scheme: Scheme) -> None:
         super().__init__(stages)
         self.scheme = scheme
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the dense conv that the chain stands for, with gradients, for tools that look at it."""
+        first, second = self.children()
+        return compose(first.weight, second.weight, groups=self.groups)  # type: ignore[arg-type]
+
+    @property
+    def in_channels(self) -> int:
+        return self[0].in_channels  # type: ignore[return-value]
+
+    @property
+    def out_channels(self) -> int:
+        return self[-1].out_channels  # type: ignore[return-value]
+
+    @property
+    def groups(self) -> int:
+        return self[0].groups  # type: ignore[return-value]
+
+    @property
+    def kernel_size(self) -> Pair:
+        """The kernel of the dense conv that the chain stands for."""
+        height, width = (max(stage.kernel_size[axis] for stage in self) for axis in (0, 1))  # type: ignore[index]
+        return height, width
+
+    @property
+    def stride(self) -> Pair:
+        height, width = (math.prod(stage.stride[axis] for stage in self) for axis in (0, 1))  # type: ignore[index]
+        return height, width
 
 
 def build_conv(
@@ -187,25 +263,26 @@ def build_conv(
     dilation: int | Sequence[int] = 1,
     channel_groups: int = 1,
     padding_mode: str = "zeros",
-    bias: bool = True,
+    bias: bool | Literal["last"] = True,
 ) -> nn.Module:
     """What stands in the place of a dense conv under a scheme: one layer, or a chain of two.
 
-    A basis takes the stride, padding and dilation of the dense conv and its join none; the halves of a
-    separable pair take those of the axis they run along.
+    A basis takes the stride, padding and dilation of the dense conv and its join none; the halves of a separable
+    pair take those of the axis they run along. With bias="last" a chain has a bias in its last layer alone, so
+    that it can be merged exactly.
     """
     scheme, kernel = parse_scheme(scheme), pair(kernel, "kernel")
     stages = scheme.stages(kernel, filters, channel_groups=channel_groups)
     stride, dilation = pair(stride, "stride"), pair(dilation, "dilation")
     sides = enclosing_padding(padding, kernel, dilation)
-    common = {"channel_groups": channel_groups, "padding_mode": padding_mode, "bias": bias}
+    common = {"channel_groups": channel_groups, "padding_mode": padding_mode}
     whole = {
         "stride": stride,
         "padding": recentred(sides, kernel, stages[0].kernel, dilation),
         "dilation": dilation,
     }
     if len(stages) == 1:
-        return conv_of(in_channels, stages[0], **whole, **common)
+        return conv_of(in_channels, stages[0], **whole, **common, bias=bool(bias))
     places = [whole, {"padding": 0}]
     if scheme.name == "separable":
         places = [
@@ -213,8 +290,10 @@ def build_conv(
         ]
     names = ("first", "second") if scheme.name == "separable" else ("basis", "join")
     depths = (in_channels, stages[0].filters)
-    layers = (conv_of(c, s, **place, **common) for c, s, place in zip(depths, stages, places, strict=True))
-    return FactoredConv2d(OrderedDict(zip(names, layers, strict=True)), scheme)
+    biases = (bias is True, bool(bias))
+    rows = zip(names, depths, stages, places, biases, strict=True)
+    layers = {name: conv_of(depth, s, **place, **common, bias=own) for name, depth, s, place, own in rows}
+    return FactoredConv2d(OrderedDict(layers), scheme)
 
 
 def conv_of(in_channels: int, composite: Composite, *, padding: Padding = "same", **options: Any) -> nn.Module:
@@ -243,7 +322,7 @@ def dense_weight(weights: Sequence[Tensor], composite: Composite, channel_groups
         top, left = offsets(group, kernel)
         sides = (left, kernel[1] - group.width - left, top, kernel[0] - group.height - top)
         blocks.append(F.pad(weight, sides))
-    return _interleaved(blocks, channel_groups, axis=0)
+    return interleaved(blocks, channel_groups, 0)
 
 
 def _axes(scheme: Scheme) -> tuple[int, int]:
@@ -273,33 +352,6 @@ def _check_channels(in_channels: int, composite: Composite, channel_groups: int)
     for group in composite.groups:
         if group.filters % channel_groups:
             raise LowRankError(f"the filter group {group} does not divide into {channel_groups} channel groups.")
-
-
-def _interleaved(parts: Sequence[Tensor], channel_groups: int, *, axis: int) -> Tensor:
-    """The filter groups' outputs as one: what comes of a channel group stays together, as in a grouped conv."""
-    if len(parts) == 1:
-        return parts[0]
-    if channel_groups == 1:
-        return torch.cat(list(parts), dim=axis)
-    apart = [part.unflatten(axis, (channel_groups, -1)) for part in parts]
-    return torch.cat(apart, dim=axis + (axis >= 0)).flatten(axis - (axis < 0), axis + (axis >= 0))
-
-
-def _conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, sides: Sides, stride: Pair, dilation: Pair, groups: int
-) -> Tensor:
-    """A conv with any sides: those a conv takes are left to it, others are padded or cropped before."""
-    padding = (sides[0][0], sides[1][0])
-    if not symmetric(sides):
-        x, padding = F.pad(x, (*sides[1], *sides[0])), (0, 0)
-    return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
-
-
-def _pad(x: Tensor, sides: Sides, mode: str) -> Tensor:
-    """Pad with a mode other than zeros; sides that crop are cropped first."""
-    crop = [min(side, 0) for side in (*sides[1], *sides[0])]
-    grow = [max(side, 0) for side in (*sides[1], *sides[0])]
-    return F.pad(F.pad(x, crop) if any(crop) else x, grow, mode=mode)
 
 
 def _filled(view: nn.Module, weight: Tensor, bias: Tensor | None) -> nn.Module:

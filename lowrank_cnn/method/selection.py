@@ -13,8 +13,10 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.method.references import held_by_functions
 from lowrank_cnn.method.scheme import Scheme
 from lowrank_cnn.system.errors import LowRankError, nearest
 from lowrank_cnn.system.provenance import notes
@@ -38,18 +40,24 @@ class Kept:
     reason: str
 
 
-def select(model: nn.Module, scheme: Scheme, where: Where = None) -> tuple[dict[str, nn.Conv2d], tuple[Kept, ...]]:
-    """The convs to rewrite by name, and those that stay."""
+def select(
+    model: nn.Module, scheme: Scheme, where: Where = None, *, trained_on: bool = False
+) -> tuple[dict[str, nn.Conv2d], tuple[Kept, ...]]:
+    """The convs to rewrite by name, and those that stay; where they are `trained_on` afresh, frozen ones do."""
     check_module(model)
     _check_exact(model)
     convs = _convs(model)
     if not convs:
         raise NothingToConvertError(f"{type(model).__name__} has no convolutions to convert.")
-    asked_for, ties = _selector(where, convs), _uses(model)
+    asked_for, ties, held = _selector(where, convs), _uses(model), held_by_functions(model)
     chosen: dict[str, nn.Conv2d] = {}
     kept = []
     for name, conv in convs.items():
         reason = _obstacle(conv, scheme, ties)
+        if not reason and id(conv) in held:
+            reason = "a function of the model holds it and would go on calling the original"
+        if not reason and trained_on and not conv.weight.requires_grad:
+            reason = "it is frozen, and fresh weights would never train: unfreeze it, or fit it with decompose"
         if not reason and not asked_for(name, conv):
             reason = "it projects patches: name it to convert it" if where is None else "not selected"
         if reason or not isinstance(conv, nn.Conv2d):
@@ -123,8 +131,10 @@ def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
         return "it is lazy: run the model once, so that it knows its channels"
     if parametrize.is_parametrized(conv) or not isinstance(conv._parameters.get("weight"), nn.Parameter):
         return "its weight is computed from others: remove the parametrisation first"
-    if type(conv) is not nn.Conv2d:
-        return f"it is a {type(conv).__name__}, not a plain nn.Conv2d"
+    if conv.weight.is_complex():
+        return "its weights are complex, and low-rank filters are real"
+    if form_of(conv) is None:
+        return f"its class {type(conv).__name__} computes something else than nn.Conv2d"
     if min(conv.kernel_size) == 1:
         return f"its kernel is {conv.kernel_size[0]}x{conv.kernel_size[1]}"
     if conv.groups == conv.in_channels > 1:

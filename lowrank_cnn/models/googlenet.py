@@ -71,7 +71,8 @@ class GoogLeNet(Network):
         self.classifier = nn.Sequential(OrderedDict(tail))
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        self.check_input(x)
+        if not torch.jit.is_scripting():
+            self.check_input(x)
         x, auxiliary = self.stem(x), []
         for name, inception in self.inceptions.items():
             x = inception(x)

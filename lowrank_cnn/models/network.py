@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, fx, nn
 
 from lowrank_cnn.method.layers import build_conv
@@ -80,10 +81,7 @@ class TrainingCard:
 class Network(nn.Module):
     """A network that knows how it was made: `create_model(**network.config)` builds it again."""
 
-    smallest: int = 1
-    """The least height and width of an image that leaves something for the last layer to see."""
-
-    config: dict[str, object]
+    __jit_unused_properties__: ClassVar[list[str]] = ["input_size"]
 
     def __init__(
         self,
@@ -95,6 +93,10 @@ class Network(nn.Module):
         """`auxiliary` names what runs in training alone, `unpublished` what the paper does not count."""
         super().__init__()
         note(self, input_size=input_size, auxiliary=auxiliary, unpublished=unpublished)
+        # Annotated here: TorchScript does not understand annotations of a class that are strings.
+        self.config: dict[str, object] = {}
+        self.smallest = 1
+        """The least height and width of an image that leaves something for the last layer to see."""
 
     @property
     def input_size(self) -> tuple[int, ...]:
@@ -106,6 +108,7 @@ class Network(nn.Module):
     def settle(self) -> None:
         """Mend what the initialisation cannot know of this network; called once, right after it."""
 
+    @torch.jit.unused
     def check_input(self, x: Tensor) -> None:
         """Refuse images that the network cannot take, in a sentence."""
         check_images(x, str(self.config["name"]), self.input_size[0], self.smallest)
@@ -146,12 +149,17 @@ class FlattenSized(nn.Module):
         self.size, self.image = size, image
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[2:] != (self.size, self.size):
+        if not torch.jit.is_scripting():
+            self._check(x)
+        return x.flatten(1)
+
+    @torch.jit.unused
+    def _check(self, x: Tensor) -> None:
+        if not isinstance(x, fx.Proxy) and x.shape[2:] != (self.size, self.size):
             raise LowRankError(
                 f"this network takes {self.image}x{self.image} images: its fully connected layers need maps of "
                 f"{self.size}x{self.size}, not {x.shape[2]}x{x.shape[3]}; the -gmp variants take any size."
             )
-        return x.flatten(1)
 
 
 def conv_block(

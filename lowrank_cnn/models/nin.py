@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.method.init import sigma
@@ -45,7 +46,8 @@ class NiN(Network):
         self.pool = GlobalAveragePool()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.check_input(x)
+        if not torch.jit.is_scripting():
+            self.check_input(x)
         return self.pool(self.features(x))
 
     def settle(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lowrank_cnn.method.converting import changes_of, rewrite
+from lowrank_cnn.method.rewriting import changes_of, rewrite
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.network import Network

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from math import ceil
 
+import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.method.scheme import Scheme
@@ -46,7 +48,8 @@ class VGG(Network):
         self.head = _head(scheme.out_filters(options.filters(variant.last)), variant, options)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.check_input(x)
+        if not torch.jit.is_scripting():
+            self.check_input(x)
         return self.head(self.features(x))
 
 
@@ -89,9 +92,9 @@ def _head(channels: int, variant: Variant, options: Options) -> nn.Sequential:
 
 def _last_side(options: Options) -> int:
     """Height and width of the maps that vgg11 flattens: the first conv's stride, then a pool for every stage."""
-    side = -(-options.size_or(IMAGE)[1] // options.stride)
+    side = ceil(options.size_or(IMAGE)[1] / options.stride)
     for _ in STAGES:
-        side = -(-side // 2)
+        side = ceil(side / 2)
     return side
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # the rooms above define these types; this file only carries 
 
     from lowrank_cnn.deploy.merging import Merging
     from lowrank_cnn.deploy.network_plan import NetworkPlan
-    from lowrank_cnn.method.converting import Conversion
     from lowrank_cnn.method.decomposing import Fitted
+    from lowrank_cnn.method.rewriting import Conversion
     from lowrank_cnn.models.network import TrainingCard
 
 _ATTRIBUTE = "_lowrank"

@@ -45,24 +45,41 @@ def test_weights_of_a_network_that_is_not_ours_are_put_into_it(output_of, own, t
     assert printed["error"] < 1e-5
 
 
-def test_convert_fits_within_a_budget(output_of, tmp_path):
-    out = tmp_path / "net.safetensors"
-    printed = json.loads(
-        output_of("convert", "nin", "--scheme", "separable", "--macs", "0.5", "--out", out, "--json", *SMALL)
+@pytest.mark.parametrize("budget", ["macs", "params"])
+@pytest.mark.parametrize("scheme", ["lr-join", "lr", "separable"])
+def test_convert_keeps_a_budget(output_of, budget: str, scheme: str):
+    options = ["--scheme", scheme, f"--{budget}", "0.6", "--json", "--width", "0.5"]
+    total = json.loads(output_of("convert", "nin", *options))["costs"][-1]
+    assert 0.4 < total[f"{budget}_after"] / total[f"{budget}_before"] <= 0.6
+
+
+def test_decompose_refits_on_images(output_of, tmp_path):
+    file = tmp_path / "grey.py"
+    file.write_text(
+        "from torch import nn\n\n\ndef make():\n    return nn.Sequential(nn.Conv2d(1, 16, 5), nn.ReLU())\n"
     )
+    options = ["--macs", "0.5", "--images", "digits", "--input", "1x28x28", "--json"]
+    printed = json.loads(output_of("decompose", f"{file}:make", *options))
+    assert printed["fitted"]
+    assert all(0 <= row["error"] < 1 for row in printed["fitted"])
+
+
+def test_decompose_fits_within_a_budget(output_of, tmp_path):
+    out = tmp_path / "net.safetensors"
+    printed = json.loads(output_of("decompose", "nin", "--macs", "0.5", "--out", out, "--json", *SMALL))
     total = printed["costs"][-1]
     assert total["macs_after"] <= 0.5 * total["macs_before"] + 1
     assert all(0 < row["energy"] <= 1 for row in printed["fitted"])
-    assert "energy" in output_of("convert", "nin", "--fit", *SMALL)
+    assert "energy" in output_of("decompose", "nin", *SMALL)
     again = json.loads(output_of("time", str(out), "--repeats", "3", "--json"))
     assert again["timings"][0]["macs"] == total["macs_after"]
 
 
-@pytest.mark.parametrize("options", [[], ["--scheme", "separable", "--fit"]])
-def test_a_network_that_is_low_rank_already_is_told_so(output_of, options: list[str]):
+@pytest.mark.parametrize("command", ["convert", "decompose"])
+def test_a_network_that_is_low_rank_already_is_told_so(output_of, command: str):
     says = r"^the network is low-rank already \(4 of its layers\), and nothing is left to convert: [^.]*\.$"
     with pytest.raises(LowRankError, match=says):
-        output_of("convert", "nin-c3-lr", *options, *SMALL)
+        output_of(command, "nin-c3-lr", *SMALL)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lowrank_cnn.deploy.transforms import affine_bias, compose, compose_bias, norm_affine, scale_filters
+from lowrank_cnn.deploy.transforms import affine_bias, compose_bias, norm_affine, scale_filters
+from lowrank_cnn.kernels.dense import compose
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> None:

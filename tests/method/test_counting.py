@@ -176,3 +176,70 @@ def test_functions_called_in_forward_find_their_tensors():
             return F.conv2d(x + torch.zeros(1), torch.ones(2, 3, 1, 1))
 
     assert count(Made(), (3, 4, 4)).macs == 6 * 16
+
+
+class Forward(nn.Module):
+    """A conv, and a function of the module and what the conv gives."""
+
+    def __init__(self, function, **attributes: object) -> None:
+        super().__init__()
+        self.conv, self.function = nn.Conv2d(3, 4, 3), function
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.function(self, self.conv(x))
+
+
+def test_a_tensor_in_a_plain_attribute_is_no_obstacle():
+    scale = torch.ones(4, 1, 1)
+    net = Forward(lambda net, y: y * net.scale, scale=scale)
+    assert count(net, (3, 8, 8)).macs == 36 * 4 * 27
+    assert net.scale is scale
+
+
+@pytest.mark.parametrize(
+    ("net", "says"),
+    [
+        (Forward(lambda _, y: y * y.sum().item()), "reads the values of tensors"),
+        (Forward(lambda _, y: y if y.sum() > 0 else -y), "reads the values of tensors"),
+        (Forward(lambda _, y: y[y > 0]), "reads the values of tensors"),
+        (Forward(lambda _, y: y.flatten().tolist()), "reads the values of tensors"),
+        (Forward(lambda _, y: y.numpy().sum()), "calls numpy"),
+        (Forward(lambda net, y: y * net.kept[0], kept=[torch.ones(4, 1, 1)]), "register it as a buffer"),
+        (Forward(lambda _, y: y * torch.ones(4, 1, 1, device="cpu")), "register it as a buffer"),
+        (Forward(lambda _, y: y.view(7, 7)), "does not take an input of 3x8x8"),
+    ],
+)
+def test_what_cannot_be_counted_is_told_why(net: nn.Module, says: str):
+    with pytest.raises(LowRankError, match=says):
+        count(net, (3, 8, 8))
+
+
+def test_operations_that_are_not_known_are_listed():
+    net = Forward(lambda net, y: net.pairs(y, y), pairs=nn.Bilinear(6, 6, 2))
+    found = count(net, (3, 8, 8))
+    assert found.unsupported == (("aten._trilinear", 1),)
+    assert found.macs == 36 * 4 * 27
+
+
+def test_all_that_common_networks_do_is_known():
+    layers = [
+        nn.Conv2d(3, 16, 4, 4),
+        nn.GroupNorm(4, 16),
+        nn.GELU(),
+        nn.PixelShuffle(2),
+        nn.Upsample(scale_factor=2),
+    ]
+    layers += [nn.BatchNorm2d(4), nn.AvgPool2d(2), nn.MaxPool2d(2), nn.Flatten(2)]
+    layers += [nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), nn.LSTM(4, 8, batch_first=True)]
+    assert count(nn.Sequential(*layers), (3, 8, 8)).unsupported == ()
+    for name in ("googlenet-lr", "nin-c3-lr", "vgg11-gmp-lr-lde"):
+        with torch.device("meta"):
+            net = create_model(name)
+        assert count(net, net.input_size).unsupported == ()
+
+
+def test_products_with_a_vector_count():
+    net = Forward(lambda _, y: y.flatten(1) @ torch.ones(y[0].numel()))
+    assert count(net, (3, 8, 8)).macs == 36 * 4 * 27 + 144

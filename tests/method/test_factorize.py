@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowrank_cnn.kernels.dense import compose
 from lowrank_cnn.method.factorize import (
     centred,
     crossed_factors,
@@ -10,7 +11,6 @@ from lowrank_cnn.method.factorize import (
     kept_energy,
     separable_energy,
     separable_factors,
-    separable_weight,
 )
 from lowrank_cnn.method.spec import Composite
 
@@ -32,7 +32,7 @@ def crossed(d: int, c: int) -> torch.Tensor:
 def test_a_pair_of_full_rank_is_the_dense_weight(lying: bool, groups: int):
     dense = weight(8, 3, 3, 5)
     pair = separable_factors(dense, 40 * groups, lying_first=lying, groups=groups)
-    torch.testing.assert_close(separable_weight(*pair, groups=groups), dense)
+    torch.testing.assert_close(compose(*pair, groups=groups), dense)
 
 
 @settings(max_examples=30)
@@ -42,19 +42,19 @@ def test_what_a_pair_keeps_is_what_the_singular_values_say(m: int, lying: bool, 
     first, second = separable_factors(dense, m, lying_first=lying)
     assert first.shape[0] == second.shape[1] == m
     expected = separable_energy(dense, lying_first=lying)[m - 1]
-    assert kept_energy(dense, separable_weight(first, second)) == pytest.approx(float(expected), abs=1e-10)
+    assert kept_energy(dense, compose(first, second)) == pytest.approx(float(expected), abs=1e-10)
 
 
 def test_no_other_pair_of_the_same_rank_is_nearer():
     dense = weight(6, 4, 3, 3)
     best = separable_factors(dense, 3, lying_first=True)
-    kept = kept_energy(dense, separable_weight(*best))
+    kept = kept_energy(dense, compose(*best))
     first, second = (factor.clone().requires_grad_() for factor in best)
-    loss = (separable_weight(first, second) - dense).square().sum()
+    loss = (compose(first, second) - dense).square().sum()
     for gradient in torch.autograd.grad(loss, (first, second)):
         assert gradient.abs().max() < 1e-10
     shaken = [factor + 0.1 * torch.randn_like(factor) for factor in best]
-    assert kept_energy(dense, separable_weight(*shaken)) < kept
+    assert kept_energy(dense, compose(*shaken)) < kept
 
 
 def test_enough_basis_filters_fit_any_cross_exactly_and_lose_the_corners_of_others():

@@ -1,0 +1,25 @@
+"""The dense equivalent of convolutions in a chain, as a function of their weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def compose(first: Tensor, second: Tensor, *, groups: int = 1) -> Tensor:
+    """The weight of `second` after `first`: [m, c, h, 1] and [d, m, 1, w], say, give [d, c, h, w].
+
+    Along each axis one of the two must have a single tap. Both have the same channel groups.
+    """
+    if any(a > 1 and b > 1 for a, b in zip(first.shape[2:], second.shape[2:], strict=True)):
+        raise ValueError(f"kernels of {tuple(first.shape[2:])} and {tuple(second.shape[2:])} reach along one axis")
+    height, width = (max(a, b) for a, b in zip(first.shape[2:], second.shape[2:], strict=True))
+    middle, channels = first.shape[0] // groups, first.shape[1]
+    left = first.reshape(groups, middle, channels, *first.shape[2:])
+    right = second.reshape(groups, -1, middle, *second.shape[2:])
+    if second.shape[2:] == (1, 1):  # a join mixes filters as a matrix product
+        mixed = right.flatten(2) @ left.flatten(2)
+        return mixed.reshape(-1, channels, height, width)
+    left = left.expand(-1, -1, -1, height, width)
+    right = right.expand(-1, -1, -1, height, width)
+    return torch.einsum("gdmhw,gmchw->gdchw", right, left).reshape(-1, channels, height, width)

@@ -1,0 +1,186 @@
+"""What layers of a network see and give on a few images, and the least-squares fit of a layer to that.
+
+After Zhang et al. 2015: the second half of a factored conv is fitted so that, from what the decomposed network
+gives it, it gives what the original conv gives in the original network. This corrects errors of earlier layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowrank_cnn.method.conv_form import form_of
+from lowrank_cnn.method.geometry import Sides
+from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.system.errors import LowRankError
+
+Images = Tensor | Iterable[object]
+"""Images as one batch, or batches of them; of a pair (images, labels) the labels are left out."""
+_ROWS = 16384
+"""Output pixels that a fit takes: many times more than a layer has weights per filter."""
+_RIDGE = 1e-4
+"""How much, of the mean square of an input, holds a weight at its value before the fit."""
+
+
+def image_batches(images: Images, model: nn.Module) -> list[Tensor]:
+    """Batches on the device and in the dtype of the model."""
+    like = next(model.parameters())
+    batches = []
+    for batch in [images] if isinstance(images, Tensor) else images:
+        one = batch[0] if isinstance(batch, list | tuple) else batch
+        if not isinstance(one, Tensor) or one.dim() < 2 or not len(one):
+            raise LowRankError("images are a tensor [N, C, H, W], or batches of such tensors.")
+        if not bool(one.isfinite().all()):
+            raise LowRankError("the images hold values that are not finite.")
+        batches.append(one.to(like.device, like.dtype))
+    if not batches:
+        raise LowRankError("there are no images to measure with.")
+    return batches
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, batches: Sequence[Tensor]) -> Tensor:
+    """What a model gives on all images, as rows."""
+    with evaluating(model):
+        return torch.cat([_first_tensor(_run(model, batch)).flatten(1).double() for batch in batches])
+
+
+def relative_error(given: Tensor, right: Tensor) -> float:
+    """The squared difference over the square; not a number counts as all lost."""
+    error = float((given - right).square().sum() / right.square().sum().clamp_min(1e-30))
+    return error if error == error else float("inf")
+
+
+@torch.no_grad()
+def seen(model: nn.Module, layer: nn.Module, batches: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Input and output of one layer for each batch; of a layer that runs several times, all of its runs."""
+    found: list[tuple[Tensor, Tensor]] = []
+    hook = layer.register_forward_hook(lambda _module, inputs, output: found.append((inputs[0].detach(), output)))
+    try:
+        with evaluating(model):
+            for batch in batches:
+                _run(model, batch)
+    finally:
+        hook.remove()
+    return found
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; each module's own mode after."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def refit(layer: FactoredConv2d, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> float:
+    """Fit the last layer of a chain so that the chain maps these inputs to these targets; the error after it."""
+    first, second = layer.children()
+    rows, wanted = _sampled(second, [first(x) for x in inputs], targets)
+    groups = rows.shape[1]
+    biased = second.bias is not None
+    before = _solution(second, groups)
+    if biased:
+        rows = torch.cat([rows, rows.new_ones(*rows.shape[:2], 1)], dim=2)
+    gram = torch.einsum("rga,rgb->gab", rows, rows)
+    held = (
+        torch.eye(gram.shape[1], dtype=gram.dtype) * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * _RIDGE
+    )
+    right = torch.einsum("rga,rgd->gad", rows, wanted) + held.to(gram.device) @ before
+    found = torch.linalg.solve(gram + held.to(gram.device), right)
+    if not bool(found.isfinite().all()):
+        found = before
+    _put(second, found, biased)
+    return relative_error(torch.einsum("rga,gad->rgd", rows, found), wanted)
+
+
+def window_covariance(conv: nn.Conv2d, layer: FactoredConv2d, inputs: Sequence[Tensor]) -> Tensor:
+    """[groups, a, a]: the second moments of the windows that the first half of a separable pair reads."""
+    first = next(layer.children())
+    rows, _ = _sampled(first, inputs, None)
+    return torch.einsum("rga,rgb->gab", rows, rows) / len(rows)
+
+
+def _sampled(
+    layer: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Windows [rows, groups, weights per filter] of a conv, and [rows, groups, filters], at some output pixels."""
+    generator = torch.Generator().manual_seed(0)
+    share = max(1, _ROWS // max(1, len(inputs)))
+    windows, wanted = [], []
+    groups = layer.groups
+    for index, x in enumerate(inputs):
+        rows = _windows(layer, x).double()
+        chosen = torch.randperm(len(rows), generator=generator)[:share].to(rows.device)
+        windows.append(rows[chosen].unflatten(1, (groups, -1)))  # type: ignore[arg-type]
+        if targets is not None:
+            flat = targets[index].movedim(-3, -1).flatten(0, -2)
+            wanted.append(flat[chosen].double().unflatten(1, (groups, -1)))  # type: ignore[arg-type]
+    return torch.cat(windows), torch.cat(wanted) if wanted else windows[0].new_empty(0)
+
+
+def _windows(layer: nn.Module, x: Tensor) -> Tensor:
+    """[pixels, channels x taps]: what each output pixel of a conv sees."""
+    kernel, stride, dilation, sides, mode = _geometry(layer)
+    x = x if x.dim() == 4 else x[None]
+    pads = (*sides[1], *sides[0])
+    padded = F.pad(x, pads) if mode == "zeros" else F.pad(x, pads, mode=mode)
+    return F.unfold(padded, kernel, dilation=dilation, stride=stride).transpose(1, 2).flatten(0, 1)
+
+
+def _geometry(layer: nn.Module) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], Sides, str]:
+    if isinstance(layer, CompositeConv2d):
+        return layer.kernel_size, layer.stride, layer.dilation, layer.padding, layer.padding_mode
+    assert isinstance(layer, nn.Conv2d)
+    form = form_of(layer)
+    assert form is not None
+    return form.kernel, form.stride, form.dilation, form.padding, form.padding_mode
+
+
+def _solution(layer: nn.Module, groups: int) -> Tensor:
+    """The weights and the bias of a conv as a least-squares solution [groups, weights (+ bias), filters]."""
+    weight = layer.weight.detach().double().flatten(1).unflatten(0, (groups, -1)).transpose(1, 2)  # type: ignore[union-attr, operator]
+    if layer.bias is None:
+        return weight
+    bias = layer.bias.detach().double().view(groups, 1, -1)  # type: ignore[union-attr, operator]
+    return torch.cat([weight, bias], dim=1)
+
+
+def _put(layer: nn.Module, found: Tensor, biased: bool) -> None:
+    weights = found[:, :-1] if biased else found
+    target = layer.weights[0] if isinstance(layer, CompositeConv2d) else layer.weight
+    target.data.copy_(weights.transpose(1, 2).reshape(target.shape))  # type: ignore[union-attr, arg-type]
+    if biased:
+        layer.bias.data.copy_(found[:, -1].flatten())  # type: ignore[union-attr]
+
+
+def _run(model: nn.Module, batch: Tensor) -> object:
+    try:
+        return model(batch)
+    except LowRankError:
+        raise
+    except Exception as error:  # whatever the forward of a user's network does not take
+        first = str(error).strip().partition("\n")[0]
+        raise LowRankError(f"the model does not run on images of {list(batch.shape)}: {first}") from error
+
+
+def _first_tensor(output: object) -> Tensor:
+    """The first tensor of whatever a network gives."""
+    if isinstance(output, Tensor):
+        return output
+    values: Iterable[object] = ()
+    if isinstance(output, dict):
+        values = output.values()
+    elif isinstance(output, list | tuple):
+        values = output
+    for value in values:
+        return _first_tensor(value)
+    raise LowRankError(f"the model gives a {type(output).__name__}, which holds no tensor to compare.")

@@ -1,0 +1,232 @@
+"""Share a budget of multiply-accumulates, parameters or time out among the layers of a network.
+
+A layer's *curve* lists what may replace it, from cheap to dense: each step has a cost and the share of the layer
+that it keeps (`energy`). For trained filters that share is measured; for fresh ones it is the share of weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from lowrank_cnn.method.costs import macs_per_pixel
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.rewriting import rewrite
+from lowrank_cnn.method.scheme import Scheme
+from lowrank_cnn.system.clock import measure
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
+
+Convs = Mapping[str, nn.Conv2d]
+Choice = Mapping[str, Scheme | None]
+SHARES = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625)
+"""Basis filters that a fresh layer may have, as shares of its own filters."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One choice for a layer: the scheme that replaces it (None: it stays dense), its cost, and what it keeps."""
+
+    scheme: Scheme | None
+    cost: int
+    energy: float
+
+
+Curve = list[Step]
+Curves = Mapping[str, Curve]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a network may cost, as a share of what it costs now: in "macs", "params" or "latency"."""
+
+    kind: str
+    share: float
+
+    @classmethod
+    def of(cls, **asked: float | None) -> Budget | None:
+        """The one budget that was asked for; None for none."""
+        given = {kind: share for kind, share in asked.items() if share is not None}
+        if len(given) > 1:
+            raise LowRankError(f"ask for one of {', '.join(asked)}, not for {' and '.join(given)}.")
+        for kind, share in given.items():
+            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+                raise LowRankError(f"{kind} is a share above 0 and up to 1, not {share!r}.")
+            return cls(kind, float(share))
+        return None
+
+
+def image_size(model: nn.Module, input_size: Sequence[int] | None) -> tuple[int, ...]:
+    """The size of the images that a budget is for."""
+    size = input_size or notes(model).input_size
+    if size is None:
+        raise LowRankError("a budget needs the size of the images (channels, height, width): give input_size.")
+    return tuple(size)
+
+
+def within(
+    model: nn.Module, curves: Curves, rest: int, budget: Budget, input_size: Sequence[int]
+) -> dict[str, Scheme]:
+    """The schemes that keep most within a budget; layers without one stay dense."""
+    if budget.kind == "latency":
+        return schemes_of(by_latency(model, curves, budget.share, input_size))
+    total = rest + sum(curve[-1].cost for curve in curves.values())
+    least = (rest + sum(curve[0].cost for curve in curves.values())) / total
+    if budget.share < least:
+        raise LowRankError(
+            f"{budget.kind}={budget.share:g} is below {least:.3f}, what the fewest filters and all else cost."
+        )
+    allowed = budget.share * total
+    left = allowed - rest
+    while True:  # a strided first half can cost more than estimated: what it exceeds by is then asked for less
+        chosen = allocate(curves, left)
+        schemes = schemes_of(chosen)
+        spent = getattr(count(rewrite(model, schemes), input_size), budget.kind) if schemes else 0
+        if spent <= allowed:
+            return schemes
+        left = estimated(curves, chosen) - max(1, spent - allowed)
+
+
+def allocate(curves: Curves, budget: float) -> dict[str, Scheme | None]:
+    """Spend a budget where it keeps most of the product of all layers' energies.
+
+    What passes through a chain of layers is the product of what each lets pass, so layers compete by the
+    logarithm of energy gained per cost, each with the best step that it can still pay for.
+    """
+    place = dict.fromkeys(curves, 0)
+    left = budget - sum(curve[0].cost for curve in curves.values())
+    if left < 0:
+        raise LowRankError("the budget is below what the fewest filters cost: allow more.")
+    offers: dict[str, Offer | None] = {}
+    while True:
+        for name, curve in curves.items():
+            known = offers.get(name, Offer(0, 0, float("inf")))
+            if known is not None and known.price > left:
+                offers[name] = _offer(curve, place[name], left)
+        open_offers = {name: offer for name, offer in offers.items() if offer is not None}
+        if not open_offers:
+            return {name: curves[name][index].scheme for name, index in place.items()}
+        best = max(open_offers, key=lambda name: open_offers[name].gain)
+        place[best], left = open_offers[best].index, left - open_offers.pop(best).price
+        del offers[best]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A layer's best step: where on its curve it leads, the log energy it gains per cost, and its cost."""
+
+    index: int
+    gain: float
+    price: float
+
+
+def _offer(curve: Curve, place: int, left: float) -> Offer | None:
+    """The step from here that gains most per cost, of those that can be paid; a short curve may climb late."""
+    here, best = curve[place], None
+    for index in range(place + 1, len(curve)):
+        price = curve[index].cost - here.cost
+        gain = (_log(curve[index].energy) - _log(here.energy)) / max(1, price)
+        if price <= left and gain > (best.gain if best else 0):
+            best = Offer(index, gain, price)
+    return best
+
+
+def _log(energy: float) -> float:
+    return math.log(max(energy, 1e-9))
+
+
+def estimated(curves: Curves, chosen: Choice) -> int:
+    """The cost of these choices, as the curves have them."""
+    return sum(next(s.cost for s in curve if s.scheme == chosen[name]) for name, curve in curves.items())
+
+
+def schemes_of(chosen: Choice) -> dict[str, Scheme]:
+    """The scheme of each layer that does not stay dense."""
+    return {name: scheme for name, scheme in chosen.items() if scheme is not None}
+
+
+def fresh_curves(
+    model: nn.Module, convs: Convs, scheme: Scheme, kind: str, input_size: Sequence[int]
+) -> tuple[dict[str, Curve], int]:
+    """Choices for layers that are trained from scratch, and the cost of everything else."""
+    dense, rest = dense_costs(model, convs, kind, input_size)
+    return {name: _fresh_curve(convs[name], scheme, cost, kind) for name, cost in dense.items()}, rest
+
+
+def dense_costs(
+    model: nn.Module, convs: Convs, kind: str, input_size: Sequence[int]
+) -> tuple[dict[str, int], int]:
+    """The cost of each conv that runs, in parameters or in MACs, and that of everything else."""
+    found = count(model, input_size)
+    ran = {row.name: row.macs for row in found.layers if row.name in convs}
+    if kind == "params":
+        own = {name: sum(p.numel() for p in convs[name].parameters()) for name in ran}
+        return own, found.params - sum(own.values())
+    return ran, found.macs - sum(ran.values())
+
+
+def step_cost(conv: nn.Conv2d, scheme: Scheme, dense: int, kind: str) -> int:
+    """What a scheme costs in the place of a conv that costs `dense`."""
+    if kind == "params":
+        depth = conv.in_channels // conv.groups
+        basis, *later = scheme.stages(conv.kernel_size, conv.out_channels, channel_groups=conv.groups)  # type: ignore[arg-type]
+        weights = basis.weights(depth) + sum(stage.weights(basis.filters // conv.groups) for stage in later)
+        return weights + (0 if conv.bias is None else conv.out_channels)
+    return round(dense / conv.weight.numel() * macs_per_pixel(conv, scheme))
+
+
+def _fresh_curve(conv: nn.Conv2d, scheme: Scheme, dense: int, kind: str) -> Curve:
+    """The scheme with fewer and fewer basis filters where it has any, down from its own number of them."""
+    schemes = {scheme}
+    if scheme.to is not None or scheme.name == "separable":
+        units = [
+            max(conv.groups, round(share * conv.out_channels / conv.groups) * conv.groups) for share in SHARES
+        ]
+        most = (
+            conv.out_channels
+            if scheme.m is None
+            else scheme.stages(conv.kernel_size, conv.out_channels)[0].filters
+        )  # type: ignore[arg-type]
+        schemes |= {replace(scheme, m=m) for m in units if len(scheme.shapes) <= m < most}
+    steps = []
+    for one in schemes:
+        cost = step_cost(conv, one, dense, kind)
+        steps.append(Step(one, cost, min(1.0, step_cost(conv, one, dense, "params") / conv.weight.numel())))
+    cheaper = sorted((step for step in steps if step.cost < dense), key=lambda step: step.cost)
+    return [*cheaper, Step(None, dense, 1.0)]
+
+
+def by_latency(
+    model: nn.Module, curves: Curves, share: float, input_size: Sequence[int], rounds: int = 5
+) -> dict[str, Scheme | None]:
+    """The largest MAC budget, found by halving, whose network takes at most `share` of the dense one's time."""
+    low, high = sum(c[0].cost for c in curves.values()), sum(c[-1].cost for c in curves.values())
+    found = None
+    for index in range(rounds):
+        budget = low if index == 0 else (low + high) / 2
+        chosen = allocate(curves, budget)
+        if _time_ratio(model, chosen, input_size) <= share:
+            found, low = chosen, budget
+        elif index == 0:
+            break
+        else:
+            high = budget
+    if found is None:
+        raise LowRankError(f"even the fewest filters take more than {share:.0%} of the dense network's time here.")
+    return found
+
+
+@torch.no_grad()
+def _time_ratio(model: nn.Module, chosen: Choice, input_size: Sequence[int]) -> float:
+    """The time of the network with these filters over that of the dense one, run in turns on one image."""
+    dense = copy.deepcopy(model).eval()
+    small = rewrite(model, schemes_of(chosen)).eval()
+    like = next(model.parameters())
+    image = torch.randn(1, *input_size, device=like.device, dtype=like.dtype)
+    times = measure({"dense": lambda: dense(image), "small": lambda: small(image)}, repeats=7, cuda=image.is_cuda)
+    return times["small"].ms / times["dense"].ms

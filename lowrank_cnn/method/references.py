@@ -1,0 +1,98 @@
+"""Find references to layers that a deep copy does not follow, and calls of layers that were meant to be replaced.
+
+`copy.deepcopy` copies modules, lists and partials, but takes a function as it is: a lambda that calls `self.conv`
+goes on calling the conv of the original network, and a method bound to a conv goes on computing its forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import FunctionType, MethodType
+
+import torch
+from torch import nn
+
+from lowrank_cnn.system.errors import LowRankError
+
+_OWN = {"_parameters", "_buffers", "_modules"}
+
+
+def held_by_functions(model: nn.Module) -> set[int]:
+    """The ids of modules that a function kept in an attribute refers to; their submodules included.
+
+    Hooks are left out: they often refer to the model, to store what they see, and rarely call its layers.
+    """
+    held: set[int] = set()
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in _OWN and not name.endswith("_hooks"):
+                for found in _modules_behind(value, set()):
+                    held |= {id(part) for part in found.modules()}
+    return held
+
+
+def _modules_behind(value: object, seen: set[int], *, inside: bool = False) -> Iterator[nn.Module]:
+    """Modules reached through a function; those that a container holds directly are copied as they should be."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        if inside:
+            yield value
+    elif isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
+        kept = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        for item in kept:
+            yield from _modules_behind(item, seen, inside=True)
+    elif isinstance(value, MethodType):
+        if isinstance(value.__self__, nn.Module):
+            yield value.__self__
+    elif isinstance(value, partial):
+        for item in (value.func, *value.args, *value.keywords.values()):
+            yield from _modules_behind(item, seen, inside=inside)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _modules_behind(item, seen, inside=inside)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _modules_behind(item, seen, inside=inside)
+
+
+def _filled(cell: object) -> bool:
+    try:
+        cell.cell_contents  # type: ignore[attr-defined]  # noqa: B018
+    except ValueError:  # a name that was never assigned
+        return False
+    return True
+
+
+@torch.no_grad()
+def check_calls(model: nn.Module, new: nn.Module, names: Sequence[str], input_size: Sequence[int]) -> None:
+    """Run the new network once on one image: it must call the new layers and none of those they replace."""
+    called: set[str] = set()
+    old = {name: model.get_submodule(name) for name in names}
+    hooks = [layer.register_forward_pre_hook(_marker(name, called)) for name, layer in old.items()]
+    modes = {module: module.training for module in new.modules()}
+    try:
+        like = next(new.parameters())
+        new.eval()(torch.zeros(1, *input_size, dtype=like.dtype, device=like.device))
+    except Exception:  # a forward that takes something else than one image is for its owner to run
+        return
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in modes.items():
+            module.training = mode
+    if called:
+        raise LowRankError(
+            f"the network still calls the original of {min(called)}, which something outside its modules holds "
+            "(a global, say): leave that layer out of `where`."
+        )
+
+
+def _marker(name: str, called: set[str]):
+    def hook(_module: nn.Module, _inputs: object) -> None:
+        called.add(name)
+
+    return hook

@@ -1,0 +1,165 @@
+"""Replace convolutions of a network by what schemes make of them, in a copy, and keep a report of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from lowrank_cnn.method.conv_form import form_of
+from lowrank_cnn.method.init import followed_by_relu, init_
+from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, build_conv
+from lowrank_cnn.method.scheme import Scheme
+from lowrank_cnn.method.selection import Kept
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import forget, note, notes
+from lowrank_cnn.system.text import text_table
+
+Fill = Callable[[str, nn.Conv2d, nn.Module], None]
+"""Gives a replacement its weights: called with the name, the dense conv and what replaces it."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A conv that was rewritten: its filters before and after, by which scheme, and its parameters."""
+
+    name: str
+    before: str
+    after: str
+    scheme: str
+    params_before: int
+    params_after: int
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was done to a network; `changed` is enough to do it again."""
+
+    changed: tuple[Change, ...] = ()
+    kept: tuple[Kept, ...] = ()
+
+    def __str__(self) -> str:
+        """Line by line what changed, in weights; `conversion_costs` has the multiply-accumulates."""
+        rows = [(c.name, c.before, c.after, c.params_before, c.params_after) for c in self.changed]
+        changed = text_table(("layer", "filters", "now", ">weights", ">now"), rows)
+        kept = text_table(("left", "layer", "why"), [(k.name, k.layer, k.reason) for k in self.kept])
+        return f"{changed}\n\n{kept}" if self.kept else changed
+
+    def to_dict(self) -> dict[str, object]:
+        """In values that JSON can hold."""
+        return asdict(self)
+
+
+def low_rank_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Composites of several groups, and chains, by name; what is inside a chain is part of it."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        composite = isinstance(module, CompositeConv2d) and len(module.composite.groups) > 1
+        inside = any(not layer or name.startswith(f"{layer}.") for layer in found)
+        if (composite or isinstance(module, FactoredConv2d)) and not inside:
+            found[name] = module
+    return found
+
+
+def rewrite(
+    model: nn.Module, schemes: Mapping[str, Scheme], *, fill: Fill | None = None, kept: Sequence[Kept] = ()
+) -> nn.Module:
+    """A copy of `model` in which each conv named is replaced by its own scheme; without `fill`, fresh."""
+    convs = {name: _conv(model, name) for name in schemes}
+    layers = {name: replacement(conv, schemes[name]) for name, conv in convs.items()}
+    new = copy_with(model, {convs[name]: layer for name, layer in layers.items()})
+    if fill is None:  # fresh weights are no longer those that the card of a trained network speaks of
+        forget(new, "training_card")
+    fill = fill or _fresh_in(new)
+    for name, layer in layers.items():
+        fill(name, convs[name], layer)
+    changes = tuple(_change(name, convs[name], layers[name], schemes[name]) for name in schemes)
+    note(new, conversion=Conversion(changes_of(model) + changes, tuple(kept)))
+    return new
+
+
+def changes_of(model: nn.Module) -> tuple[Change, ...]:
+    """The layers of a network that were rewritten; none of one that never was."""
+    conversion = notes(model).conversion
+    return conversion.changed if conversion else ()
+
+
+def copy_with(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """A deep copy in which other modules stand for some; whatever refers to one, however often, follows."""
+    try:
+        return copy.deepcopy(model, {id(old): new for old, new in replaced.items()})
+    except (RuntimeError, TypeError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise LowRankError(f"the model cannot be copied: {first.rstrip('.')}.") from error
+
+
+def replacement(conv: nn.Conv2d, scheme: Scheme) -> nn.Module:
+    """What a scheme makes of one conv, on its device and in its dtype; its weights are yet to be given."""
+    form = form_of(conv)
+    assert form is not None, "only plain convolutions are selected"
+    layer = build_conv(
+        form.in_channels,
+        form.out_channels,
+        form.kernel,
+        scheme,
+        stride=form.stride,
+        padding=form.padding,
+        dilation=form.dilation,
+        channel_groups=form.groups,
+        padding_mode=form.padding_mode,
+        bias="last" if form.bias else False,
+    )
+    return laid_out_as(conv, layer).train(conv.training)
+
+
+def laid_out_as(old: nn.Module, new: nn.Module) -> nn.Module:
+    """`new` on the device and in the dtype and memory format of `old`."""
+    weight = next(old.parameters())
+    last = any(_is_channels_last(parameter) for parameter in old.parameters())
+    new = new.to(weight.device, weight.dtype)
+    return new.to(memory_format=torch.channels_last) if last else new  # type: ignore[call-overload]
+
+
+def _conv(model: nn.Module, name: str) -> nn.Conv2d:
+    try:
+        conv = model.get_submodule(name)
+    except AttributeError:
+        raise LowRankError(f"the network has no layer {name}, which was to be rewritten.") from None
+    if not isinstance(conv, nn.Conv2d) or form_of(conv) is None:
+        raise LowRankError(f"{name} is a {type(conv).__name__}, not a plain convolution to rewrite.")
+    return conv
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    last = torch.channels_last
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
+
+
+def _fresh_in(network: nn.Module) -> Fill:
+    """The paper's initialisation, which asks whether a ReLU follows a layer in this network."""
+    follows = followed_by_relu(network)
+
+    def fill(name: str, conv: nn.Conv2d, layer: nn.Module) -> None:
+        init_(layer, relu=lambda part, _: follows[".".join(filter(None, (name, part)))])
+
+    return fill
+
+
+def _change(name: str, conv: nn.Conv2d, layer: nn.Module, scheme: Scheme) -> Change:
+    before, after = (" -> ".join(_filters(module)) for module in (conv, layer))
+    sizes = [sum(p.numel() for p in module.parameters()) for module in (conv, layer)]
+    return Change(name, before, after, str(scheme), *sizes)
+
+
+def _filters(layer: nn.Module) -> Iterator[str]:
+    """The filters of a conv, a composite, or each stage of a chain."""
+    if isinstance(layer, CompositeConv2d):
+        yield str(layer.composite)
+    elif isinstance(layer, nn.Conv2d):
+        yield f"{layer.kernel_size[0]}x{layer.kernel_size[1]},{layer.out_channels}"
+    else:
+        for stage in layer.children():
+            yield from _filters(stage)
