@@ -62,7 +62,7 @@ def _input_shape(layer: nn.Module) -> tuple[int, ...]:
         return 3, layer.in_features
     stages = list(layer) if isinstance(layer, FactoredConv2d) else [layer]
     spans = [_span(stage) for stage in stages]
-    return 2, stages[0].in_channels, *(9 + 2 * sum(axis) for axis in zip(*spans, strict=True))  # type: ignore[return-value]
+    return 1, stages[0].in_channels, *(3 + 2 * sum(axis) for axis in zip(*spans, strict=True))  # type: ignore[return-value]
 
 
 def _span(layer: nn.Module) -> list[int]:

@@ -22,12 +22,12 @@ from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.deploy.network_plan import GIVEN
 from lowrank_cnn.deploy.optimized import FORMATS, Form, Optimized, OptimizeReport
 from lowrank_cnn.deploy.plan_cache import Cache, network_key
-from lowrank_cnn.deploy.planning import check_ready, first_line, objection, plan, silent
+from lowrank_cnn.deploy.planning import check_ready, objection_on, plan, silent
 from lowrank_cnn.kernels.fuse import fuse_neighbours
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.kernels.network_graph import CaptureError
 from lowrank_cnn.system.clock import Sample, measure
-from lowrank_cnn.system.errors import LostDeviceError, LowRankError
+from lowrank_cnn.system.errors import LostDeviceError, LowRankError, first_line
 from lowrank_cnn.system.provenance import note, notes
 
 LAST = "channels_last"
@@ -156,7 +156,7 @@ class _Workshop:
         self.say(name)
         try:
             variant = Optimized(make(), form).prepare(self.x)
-            reason = "" if name == GIVEN else objection(variant, self.model, self.x)
+            reason = "" if name == GIVEN else objection_on(variant, self.model, self.x)
         except LostDeviceError:
             raise
         except Exception as error:  # no compiler, say, or a network that waits for the device and has no graph
