@@ -1,14 +1,18 @@
 """What a user sees before anything runs: the import, its needs, and the names it gives."""
 
 import importlib
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import lowrank_cnn
 from lowrank_cnn._moved import MOVED
 
+ROOT = Path(__file__).parents[1]
 BLOCKED = ["pyarrow", "PIL", "lightning_fabric", "tensorboard", "huggingface_hub", "mlxtend", "matplotlib", "onnx"]
 BLOCKED += ["onnxruntime", "triton", "typer", "rich", "safetensors", "scipy"]
 
@@ -60,3 +64,31 @@ def test_old_paths_leave_the_functions_of_their_names_alone():
     importlib.import_module("lowrank_cnn.deploy.plan")
     assert callable(lowrank_cnn.convert)
     assert callable(lowrank_cnn.deploy.plan)
+
+
+def requirements() -> dict[str, list[str]]:
+    """What each extra installs, `always` for what is installed without any."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return {"always": project["dependencies"], **project["optional-dependencies"]}
+
+
+def test_every_requirement_has_bounds():
+    for extra, wanted in requirements().items():
+        for requirement in wanted:
+            if not requirement.startswith("lowrank-cnn["):
+                assert re.match(r"[\w-]+>=[\d.]+,<[\d.]+", requirement), f"{extra}: {requirement}"
+
+
+def test_every_requirement_is_listed_with_its_licence():
+    page = (ROOT / "docs" / "dependencies.md").read_text()
+    for wanted in requirements().values():
+        for name in (re.split(r"[>\[]", requirement)[0] for requirement in wanted):
+            assert name == "lowrank-cnn" or name in page, name
+
+
+def test_what_the_tests_run_with_is_within_the_bounds():
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    for requirement in requirements()["always"]:
+        name, low, high = re.fullmatch(r"([\w-]+)>=([\d.]+),<([\d.]+)", requirement).groups()  # type: ignore
+        below, at, above = ([int(part) for part in text.split(".")] for text in (low, pinned[name], high))
+        assert below <= at < above, requirement

@@ -1,4 +1,4 @@
-"""Clocks: run things in turns, after a warm-up, and state medians with the quartiles around them."""
+"""Time functions in turns, after a warm-up, and report medians with quartiles."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ class Sample:
 def measure(
     runs: Mapping[str, Run], *, repeats: int = 15, budget: float = 20.0, cuda: bool = False, rest: float = 0.0
 ) -> dict[str, Sample]:
-    """Time several things in turns: each `repeats` times, or fewer (three at least) within `budget` seconds.
+    """Time several functions in turns: each `repeats` times, or fewer (at least three) within `budget` seconds.
 
-    `rest` seconds pass before each run: threads of a runtime spin on for a while after its last, and where
-    several runtimes take turns they would slow the next one down.
+    `rest` seconds pass before each run: the threads of a runtime spin for a while after its last run, and would
+    slow down the next runtime.
+
+        measure({"dense": lambda: dense(x), "low-rank": lambda: low_rank(x)})["dense"].ms
     """
     if repeats < _FEWEST:
-        raise LowRankError(f"a median with quartiles takes {_FEWEST} runs at least, not {repeats}.")
+        raise LowRankError(f"a median with quartiles needs at least {_FEWEST} runs, not {repeats}.")
     clock = _cuda_clock if cuda else _clock
     for run in runs.values():  # twice: the first run of a kernel also compiles, allocates or packs
         run()
@@ -54,7 +56,7 @@ def measure(
 
 @contextmanager
 def torch_threads(threads: int | None) -> Iterator[None]:
-    """Run with so many threads inside operations, and with the number there was after."""
+    """Let torch's operations use this number of threads within the block; None keeps the current number."""
     if threads is not None and threads < 1:
         raise LowRankError(f"the number of threads is positive, not {threads}.")
     before = torch.get_num_threads()
@@ -66,7 +68,7 @@ def torch_threads(threads: int | None) -> Iterator[None]:
 
 
 class Marks:
-    """Start and stop times by name, on the host."""
+    """Time spent between `start` and `stop`, by name, on the host."""
 
     def __init__(self) -> None:
         self.started: dict[str, float] = {}
@@ -85,7 +87,7 @@ class Marks:
 
 
 class CudaMarks:
-    """The same by events on the device, which does not wait for the host."""
+    """The same by CUDA events, which do not make the host wait."""
 
     def __init__(self) -> None:
         self.events: dict[str, list[torch.cuda.Event]] = defaultdict(list)

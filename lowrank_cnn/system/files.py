@@ -65,6 +65,17 @@ def clear_temporaries(directory: Path) -> None:
         delete(path)
 
 
+def set_aside(path: Path) -> bool:
+    """Rename what is in the way of a file to `NAME.damaged`, or `NAME.damaged-1` and so on; nothing is deleted."""
+    names = itertools.chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{n}" for n in itertools.count(1)))
+    free = next(place for name in names if not os.path.lexists(place := path.with_name(name)))
+    try:
+        path.rename(free)
+    except OSError:
+        return False
+    return True
+
+
 def delete(path: Path) -> bool:
     """Delete a file if the system allows it. A file that stays costs space and is no reason to stop."""
     try:

@@ -1,4 +1,4 @@
-"""Checkpoints that survive: written whole or not at all, checked by checksum, read without running code.
+"""Checkpoints: written whole or not at all, verified by checksum, read without running code.
 
 A checkpoint is a pair of files. `step-00000120.safetensors` holds the tensors; `step-00000120.json` holds
 everything else, the checksum of the tensors, and its own. The JSON file is written last, so a pair that is
@@ -28,7 +28,7 @@ LARGEST_TENSORS = 2**36
 
 
 class DamagedCheckpointError(LowRankError):
-    """The files are not those that were written: cut short, changed, or of another kind."""
+    """The files are cut short, changed, or not a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Store:
                 delete(stem.with_suffix(".safetensors"))
 
     def latest(self, say: Callable[[str], None], *, kind: str = "step") -> Checkpoint | None:
-        """The newest checkpoint that is whole; `say` then hears what is wrong with each newer one."""
+        """The newest intact checkpoint; `say` is told what is wrong with each newer one."""
         damages: list[str] = []
         for stem in reversed(self._stems(kind, ".json")):
             try:
@@ -79,7 +79,7 @@ class Store:
         return None
 
     def newest(self) -> Path | None:
-        """Where the newest state lies, whole or not; None where nothing has been saved yet."""
+        """The path of the newest checkpoint, intact or not; None if nothing has been saved yet."""
         return max(self._stems("step", ".json"), default=None)
 
     def _stems(self, kind: str, suffix: str) -> list[Path]:
@@ -115,7 +115,7 @@ def read_checkpoint(stem: Path) -> Checkpoint:
 
 
 def read_state(stem: Path) -> dict[str, Any]:
-    """What a checkpoint holds beside its tensors, without reading these."""
+    """What a checkpoint holds besides its tensors, without reading those."""
     return _read_manifest(stem.with_suffix(".json"))["state"]
 
 

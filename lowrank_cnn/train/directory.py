@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.files import clear_temporaries, write_json
+from lowrank_cnn.system.files import clear_temporaries, set_aside, write_json
 from lowrank_cnn.system.lock import locked
 from lowrank_cnn.train.checkpoint import Checkpoint, Store
 from lowrank_cnn.train.recipe import Recipe
@@ -81,22 +80,28 @@ class RunDirectory:
             return False
 
     def begin(self, recipe: Recipe) -> None:
-        """Remove what a killed process left, keep a damaged record aside, and write the resolved recipe."""
+        """Remove what a killed process left, move what is in the way aside, and write the resolved recipe."""
         clear_temporaries(self.path)
-        self._set_aside_damaged_record()
+        self._clear_the_way()
         write_json(self.path / RECIPE, recipe.to_dict())
 
     def write_record(self, record: Record) -> None:
         record.save(self.path / RECORD)
 
-    def _set_aside_damaged_record(self) -> None:
-        """Rename a record that cannot be read: the run will write its own in that place."""
-        path = self.path / RECORD
-        try:
-            load_record(path)
-        except LowRankError:
-            with contextlib.suppress(OSError):
-                path.rename(path.with_name(f"{RECORD}.damaged"))
+    def _clear_the_way(self) -> None:
+        """Rename a record that cannot be read, and directories that have the names of the run's files."""
+        for name in (RECIPE, RECORD, "step-*.json", "step-*.safetensors", "best-*.json", "best-*.safetensors"):
+            for path in self.path.glob(name):
+                if path.is_dir() or (name == RECORD and not _is_readable(path)):
+                    set_aside(path)
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        load_record(path)
+    except LowRankError:
+        return False
+    return True
 
 
 def _is_of_run(record: Record, checkpoint: Checkpoint) -> bool:

@@ -54,7 +54,7 @@ def first_not_finite(network: nn.Module, images: Tensor) -> str:
         elif not all_finite(t for t in outputs if isinstance(t, Tensor)):
             found.append(f"the output of layer {name!r} ({type(module).__name__})")
 
-    # A hook runs when its module is done, so that an inner layer speaks before the block around it.
+    # A hook runs when its module is done: an inner layer is named before the block around it.
     hooks = [module.register_forward_hook(partial(look, name)) for name, module in network.named_modules() if name]
     try:
         with torch.no_grad():
@@ -66,14 +66,14 @@ def first_not_finite(network: nn.Module, images: Tensor) -> str:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every number is finite, with one wait for the device."""
+    """Whether every number is finite; the device is waited for once."""
     checks = [tensor.isfinite().all() for tensor in tensors if tensor.is_floating_point()]
     return not checks or bool(torch.stack(checks).all())
 
 
 @contextlib.contextmanager
 def told_out_of_memory(batch_size: int, device: torch.device) -> Iterator[None]:
-    """Turn the allocator's error, on any device, into a sentence with the batch size that failed."""
+    """Turn an out-of-memory error, on any device, into a sentence with the batch size that failed."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -86,7 +86,7 @@ def told_out_of_memory(batch_size: int, device: torch.device) -> Iterator[None]:
 
 
 def way_back(saved: Position | None, epochs: int) -> str:
-    """How a run whose numbers are no longer finite can go on, from what was saved of its epochs."""
+    """How to continue a run whose numbers are no longer finite, from what was saved."""
     if saved is None:
         return "Nothing is saved: start anew with a smaller --lr."
     state = f"the state {saved.told(epochs)}"
@@ -96,7 +96,7 @@ def way_back(saved: Position | None, epochs: int) -> str:
 
 
 def farewell(position: Position, directory: Path | None) -> str:
-    """Where a run that was asked to stop stands, and how it goes on."""
+    """The position of a run that was asked to stop, and how to resume it."""
     where = f"Stopped in epoch {position.epoch + 1}, after batch {position.batch}"
     if directory is None:
         return f"{where}; nothing is saved, since no directory was given."

@@ -1,4 +1,4 @@
-"""Every random generator a training run may draw from, seeded together and kept as tensors in checkpoints."""
+"""Seed, save and restore every random generator that a training run draws from."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def generator_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_generators(states: dict[str, Tensor], device: torch.device) -> None:
-    """Put every generator back where `generator_states` found it."""
+    """Restore every generator to the state that `generator_states` returned."""
     version, *words = states["python"].tolist()
     has_spare, spare = states["python_gauss"].tolist()
     random.setstate((version, tuple(words), spare if has_spare else None))

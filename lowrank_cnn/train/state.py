@@ -1,4 +1,4 @@
-"""The state of a run: where it stands, put down with all that it needs to go on, and picked up again."""
+"""The state of a run: its position, and everything that a checkpoint saves and restores."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
 ABOUT = ("model", "recipe", "data", "seed", "processes")
-"""What a checkpoint says of its run: going on with another is refused by it."""
+"""Fields of the record that a checkpoint holds too: by them, another run is not resumed from it."""
 
 
 @dataclass
 class Position:
-    """Where a run stands: `epoch` epochs are done, and `batch` batches of the next."""
+    """How far a run has come: `epoch` epochs are done, and `batch` batches of the next."""
 
     epoch: int = 0
     batch: int = 0
@@ -38,11 +38,11 @@ class Position:
     changes: list[dict[str, Any]] = field(default_factory=list)
 
     def done(self, epochs: int) -> bool:
-        """Whether nothing is left of a run of so many epochs."""
+        """Whether a run of so many epochs is complete."""
         return self.stopped or self.epoch >= epochs
 
     def told(self, epochs: int) -> str:
-        """How far the run has come, in words that follow those for what stands there."""
+        """The position in words, as in "the state after 3 of 10 epochs"."""
         batches = f"{self.batch} batch{'es' * (self.batch != 1)}"
         if not self.epoch:
             return f"after {batches} of the first of {epochs} epochs" if self.batch else "before any training"
@@ -52,10 +52,10 @@ class Position:
 
 @dataclass
 class Keeper:
-    """Writes and reads what a run keeps in its directory: tensors, generators, the best weights, the record.
+    """Saves and restores what a run keeps in its directory: tensors, generators, the best weights, the record.
 
-    `epoch_end` is the state at the end of the last epoch, for a run that fails before it saves; on its device,
-    where a copy takes no time, and only where there is ample room.
+    `epoch_end` is a copy of the state at the end of the last epoch, for a run that fails before its next save. It
+    stays on the device, where copying is fast, and is made only if there is ample memory.
     """
 
     fabric: Fabric
@@ -71,19 +71,19 @@ class Keeper:
 
     def hold_epoch(self) -> None:
         """Remember the state of all processes at the end of an epoch; writing it each time would take too long."""
-        self.epoch_end = {}  # the room of the epoch before
+        self.epoch_end = {}  # free the copy of the epoch before
         tensors = self._tensors()
         if self.fabric.is_global_zero and sum(t.nbytes for t in tensors.values()) < room(self.fabric.device) / 4:
             try:
                 self.epoch_end = {name: t.detach().clone() for name, t in tensors.items()}
-            except RuntimeError as error:  # memory in pieces, say: a run can do without
+            except RuntimeError as error:  # fragmented memory, say: a run can do without the copy
                 if not is_out_of_memory(error):
                     raise
 
     def save(
         self, directory: RunDirectory, state: dict[str, Any], *, iteration: int, best: int, held: bool = False
     ) -> None:
-        """Put the state of all processes down (or that held), and the best weights since, of iteration `best`."""
+        """Save the state of all processes (or the held one), and the best weights, of iteration `best`."""
         tensors = self.epoch_end if held else self._tensors()
         if self.fabric.is_global_zero:
             state = state | {key: getattr(self.record, key) for key in ABOUT}
@@ -98,15 +98,15 @@ class Keeper:
         self.unsaved_best = {}
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Pick up the tensors and the generators of this process."""
+        """Restore the tensors and the generators of this process."""
         copy_into(self.step.tensors(), {n: checkpoint.tensors[n] for n in self.step.tensors()})
         if self.fabric.global_rank:
-            self.step.sums.zero_()  # those of all processes, which the first goes on with
+            self.step.sums.zero_()  # the first process continues with the sums of all
         if states := checkpoint.part(f"random.{self.fabric.global_rank}"):
             restore_generators(states, self.fabric.device)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """All that changes on the way, with what only the processes together know."""
+        """Everything that changes during training, gathered over all processes."""
         shared = self._random_states() | {"tally.sums": launch.add_up(self.fabric, self.step.sums)}
         return self.step.tensors() | shared
 

@@ -281,6 +281,6 @@ def path(draw: random.Random) -> Any:
     odd = (
         "n" * 256, "a/" + "b" * 300, "~nouser/x", "\0", os.fsdecode(b"\xff\xfe"), "\ud800", "/dev/zero",
         "/dev/null",
-        "/proc/self/mem", ".", "", "x.onnx", "x.safetensors", "/" * 5000, "a\nb",
+        "/proc/self/mem", ".", "", "x.onnx", "x.safetensors", "/" * 5000 + "x", "a\nb",
     )  # fmt: skip
     return draw.choice((*odd, value(draw)))

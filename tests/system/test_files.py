@@ -20,6 +20,7 @@ from lowrank_cnn.system.files import (
     read_json,
     read_regular,
     replacing,
+    set_aside,
     write_atomically,
     write_json,
 )
@@ -74,6 +75,14 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path):
     (tmp_path / "mine.tmp").write_text("kept")
     clear_temporaries(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.tmp"]
+
+
+def test_what_is_in_the_way_is_renamed(tmp_path):
+    for expected in ("record.json.damaged", "record.json.damaged-1"):
+        (tmp_path / "record.json").mkdir()
+        assert set_aside(tmp_path / "record.json")
+        assert (tmp_path / expected).is_dir()
+    assert not set_aside(tmp_path / "absent")
 
 
 def test_a_file_that_cannot_be_deleted_is_left(tmp_path):

@@ -244,6 +244,19 @@ def test_a_damaged_record_is_kept_aside_before_a_run_starts_anew(driver, tmp_pat
     assert (tmp_path / "record.json.damaged").read_text() == content
 
 
+@pytest.mark.parametrize("name", ["step-00000008.json", "step-00000008.safetensors", "recipe.json", "record.json"])
+def test_a_directory_in_the_place_of_a_file_is_moved_aside(driver, tmp_path, name):
+    driver.train(tmp_path / "run", epochs=2, checkpoint_every=0.0)
+    before = driver.last_weights(tmp_path / "run")
+    (tmp_path / "run" / name).unlink()
+    (tmp_path / "run" / name / "within").mkdir(parents=True)
+    _, record = driver.train(tmp_path / "run", epochs=2, resume=True)
+    assert record.status == load_record(tmp_path / "run").status == "finished"
+    assert_same_weights(before, driver.last_weights(tmp_path / "run"))
+    if name != "recipe.json":  # which a finished run does not write again
+        assert (tmp_path / "run" / f"{name}.damaged" / "within").is_dir()
+
+
 def test_a_second_run_in_the_same_directory_is_refused(driver, tmp_path):
     with locked_elsewhere(tmp_path / "run"), pytest.raises(LowRankError, match="in use by another process"):
         driver.train(tmp_path / "run", epochs=1, resume=True)

@@ -19,6 +19,8 @@ MOST_ROWS = 3 * 10**7
 MOST_SHARDS = 10**5
 LARGEST_GROUP = 2**30
 """Bytes of the images in one row group, as the file states them."""
+READ_ERRORS = (OSError, ValueError, NotImplementedError, LookupError, TypeError)
+"""What pyarrow's errors derive from, but for those of memory."""
 _BATCH_ROWS = 2**16
 
 

@@ -68,12 +68,12 @@ def _answered(download: Callable[..., str], cache: Path) -> str:
     for _ in range(ATTEMPTS):
         try:
             return _watched(download, cache)
-        except StalledError as error:
-            stalled = error
+        except StalledError:
+            continue
     try:
         return download(local_files_only=True)
-    except Exception:
-        raise stalled from None
+    except Exception as error:
+        raise StalledError(f"the server has sent nothing for {STALL_SECONDS:g} s") from error
 
 
 def _watched(download: Callable[..., str], cache: Path) -> str:
@@ -97,7 +97,7 @@ def _watched(download: Callable[..., str], cache: Path) -> str:
         if (now := _size(cache)) != size:
             size, since = now, time.monotonic()
         if thread.is_alive() and time.monotonic() - since > STALL_SECONDS:
-            raise StalledError(f"the server has sent nothing for {STALL_SECONDS:g} s")
+            raise StalledError
     if "error" in done:
         raise done["error"]
     return done["folder"]

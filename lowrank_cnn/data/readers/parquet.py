@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowrank_cnn.data.fingerprint import fingerprint_of_files, version_of_files
 from lowrank_cnn.data.images.decode import BadImageError
-from lowrank_cnn.data.readers.bounded import MOST_SHARDS, check_rows, read_binaries, read_integers
+from lowrank_cnn.data.readers.bounded import MOST_SHARDS, READ_ERRORS, check_rows, read_binaries, read_integers
 from lowrank_cnn.data.readers.store import NO_LABEL
 from lowrank_cnn.data.types import Problems
 from lowrank_cnn.system.errors import LowRankError, require
@@ -105,7 +105,7 @@ class ParquetStore:
         """The column of image bytes, or None where the shard is damaged there."""
         try:
             return read_binaries(self.shards[group.shard], self.image_column, group.number)
-        except (OSError, ValueError):  # pyarrow's errors derive from these
+        except READ_ERRORS:
             return None
 
 
@@ -159,7 +159,7 @@ def open_shards(files: Sequence[Path], *, missing: Missing, problems: Problems) 
                 groups += _groups(file.metadata, shard)
                 check_rows(sum(group.rows for group in groups), path)
                 labels.append(_read_labels(file, path))
-        except (OSError, ValueError) as error:
+        except READ_ERRORS as error:
             if isinstance(error, LowRankError):
                 raise
             raise LowRankError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from error
@@ -189,7 +189,7 @@ def _withheld(path: Path) -> bool:
     try:
         with pq.ParquetFile(path) as file:
             return bool((_read_labels(file, path) < 0).all())
-    except (OSError, ValueError):
+    except READ_ERRORS:
         return False  # opening the split says what is wrong with it
 
 

@@ -1,0 +1,44 @@
+"""Functions are timed in turns, and the number of threads is put back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowrank_cnn.system.clock import Marks, measure, torch_threads
+from lowrank_cnn.system.errors import LowRankError
+
+
+def test_functions_take_turns_after_a_warm_up():
+    order: list[str] = []
+    found = measure({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=3)
+    assert "".join(order) == "aabb" + "ababab"
+    for sample in found.values():
+        assert sample.runs == 3
+        assert 0 <= sample.low <= sample.ms <= sample.high
+
+
+def test_a_spent_budget_leaves_three_runs():
+    assert measure({"a": lambda: None}, repeats=15, budget=0.0)["a"].runs == 3
+    with pytest.raises(LowRankError, match="at least 3 runs, not 2"):
+        measure({"a": lambda: None}, repeats=2)
+
+
+def test_threads_are_put_back():
+    before = torch.get_num_threads()
+    with torch_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+    with torch_threads(None):
+        assert torch.get_num_threads() == before
+    with pytest.raises(LowRankError, match="is positive, not 0"), torch_threads(0):
+        pytest.fail("entered")
+
+
+def test_marks_add_up_and_start_anew():
+    marks = Marks()
+    for _ in range(2):
+        marks.start("step")
+        marks.stop("step")
+    assert marks.collect()["step"] >= 0
+    assert marks.collect() == {}
