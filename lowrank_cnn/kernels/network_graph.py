@@ -188,7 +188,7 @@ class _SizedProxy(_Proxy):
         return len(self.value)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([self[place] for place in range(len(self.value))])
+        return iter([operator.getitem(self, place) for place in range(len(self.value))])  # type: ignore[call-overload]
 
 
 class _SizedTracer(_Tracer):
@@ -221,6 +221,7 @@ class _SizedTracer(_Tracer):
             self.computing = False
         if kind.startswith("call") and not _has_tensors(value):
             raise CaptureError(f"{getattr(target, '__name__', target)} gives Python a value that depends on data")
+        assert isinstance(made, _SizedProxy)
         made.value = value
         return made
 
