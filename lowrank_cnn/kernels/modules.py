@@ -68,7 +68,8 @@ class FusedNorm(nn.Module):
 
         norm = self.norm
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
-        return self.normalised(x, *batch_norm_statistics(x.detach(), *running, norm.momentum, norm.eps), residual)
+        mean, rstd = batch_norm_statistics(x.detach(), *running, norm.momentum, norm.eps)
+        return self.normalised(x, mean, rstd, residual)
 
     def takes(self, x: Tensor) -> bool:
         """Whether the kernels normalise such maps now: in training, by the statistics of several values."""

@@ -28,15 +28,10 @@ EAGER, COMPILED = "eager", "compiled"
 PAYS_AFTER = 600.0
 """Seconds of training left from which compiling pays: it takes about half a minute, and saves a tenth or more."""
 TIMED_STEPS = 10
-<<<<<<< HEAD
-AGREEMENT = {torch.float32: 1e-2, torch.float16: 0.05, torch.bfloat16: 0.2}
-"""How far the gradients of two ways may differ, relative to their norm, by the type that convs compute in."""
-=======
 BRIGHTER = 1 + 2**-8
 """Images so much brighter are the same to a network but for rounding: what changes is the noise of a step."""
 SURE, NOISES = 0.01, 3
 """Gradients of two ways may differ by so much, relative to their norm, and by so many times that noise."""
->>>>>>> 16e477c (The compiled way must agree with the other within the noise that rounding alone makes, measured on the batch)
 
 
 @dataclass(frozen=True)
