@@ -13,7 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
 
+from lowrank_cnn.method.channel import FactoredLayer, groups_of
 from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.geometry import Sides
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
@@ -83,7 +85,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def refit(layer: FactoredConv2d, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> float:
+def refit(layer: FactoredConv2d | FactoredLayer, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> float:
     """Fit the last layer of a chain so that the chain maps these inputs to these targets; the error after it."""
     first, second = layer.children()
     rows, wanted = _sampled(second, [first(x) for x in inputs], targets)
@@ -104,7 +106,7 @@ def refit(layer: FactoredConv2d, inputs: Sequence[Tensor], targets: Sequence[Ten
     return relative_error(torch.einsum("rga,gad->rgd", rows, found), wanted)
 
 
-def window_covariance(conv: nn.Conv2d, layer: FactoredConv2d, inputs: Sequence[Tensor]) -> Tensor:
+def window_covariance(layer: FactoredConv2d, inputs: Sequence[Tensor]) -> Tensor:
     """[groups, a, a]: the second moments of the windows that the first half of a separable pair reads."""
     first = next(layer.children())
     rows, _ = _sampled(first, inputs, None)
@@ -116,22 +118,31 @@ def _sampled(
 ) -> tuple[Tensor, Tensor]:
     """Windows [rows, groups, weights per filter] of a conv, and [rows, groups, filters], at some output pixels."""
     generator = torch.Generator().manual_seed(0)
-    weights = math.prod(layer.kernel_size) * layer.in_channels // layer.groups  # type: ignore[arg-type, operator]
+    weights = layer.weight[0].numel()  # type: ignore[index, union-attr]
     share = math.ceil(max(_FEWEST_ROWS, _ROWS * weights) / max(1, len(inputs)))
     windows, wanted = [], []
-    groups = layer.groups
+    groups = groups_of(layer) if isinstance(layer, nn.Linear | _ConvNd) else layer.groups
     for index, x in enumerate(inputs):
         rows = _windows(layer, x).double()
         chosen = torch.randperm(len(rows), generator=generator)[:share].to(rows.device)
         windows.append(rows[chosen].unflatten(1, (groups, -1)))  # type: ignore[arg-type]
         if targets is not None:
-            flat = targets[index].movedim(-3, -1).flatten(0, -2)
+            flat = _pixels(layer, targets[index])
             wanted.append(flat[chosen].double().unflatten(1, (groups, -1)))  # type: ignore[arg-type]
     return torch.cat(windows), torch.cat(wanted) if wanted else windows[0].new_empty(0)
 
 
+def _pixels(layer: nn.Module, y: Tensor) -> Tensor:
+    """[pixels, channels]: the output of a conv or a linear layer, or the input of a pointwise one, as rows."""
+    if isinstance(layer, nn.Linear):
+        return y.flatten(0, -2)
+    return y.movedim(-1 - len(layer.kernel_size), -1).flatten(0, -2)  # type: ignore[arg-type]
+
+
 def _windows(layer: nn.Module, x: Tensor) -> Tensor:
     """[pixels, channels x taps]: what each output pixel of a conv sees."""
+    if not isinstance(layer, nn.Conv2d | CompositeConv2d):  # the join of a factored layer is pointwise
+        return _pixels(layer, x)
     kernel, stride, dilation, sides, mode = _geometry(layer)
     x = x if x.dim() == 4 else x[None]
     pads = (*sides[1], *sides[0])

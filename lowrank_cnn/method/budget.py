@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from lowrank_cnn.method.channel import basis_filters, channel_params, groups_of, outputs_of
 from lowrank_cnn.method.costs import macs_per_pixel
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.rewriting import rewrite
@@ -172,6 +173,8 @@ def dense_costs(
 
 def step_cost(conv: nn.Conv2d, scheme: Scheme, dense: int, kind: str) -> int:
     """What a scheme costs in the place of a conv that costs `dense`."""
+    if kind == "params" and not isinstance(conv, nn.Conv2d):
+        return channel_params(conv, basis_filters(conv, scheme))
     if kind == "params":
         depth = conv.in_channels // conv.groups
         basis, *later = scheme.stages(conv.kernel_size, conv.out_channels, channel_groups=conv.groups)  # type: ignore[arg-type]
@@ -184,14 +187,9 @@ def _fresh_curve(conv: nn.Conv2d, scheme: Scheme, dense: int, kind: str) -> Curv
     """The scheme with fewer and fewer basis filters where it has any, down from its own number of them."""
     schemes = {scheme}
     if scheme.to is not None or scheme.name == "separable":
-        units = [
-            max(conv.groups, round(share * conv.out_channels / conv.groups) * conv.groups) for share in SHARES
-        ]
-        most = (
-            conv.out_channels
-            if scheme.m is None
-            else scheme.stages(conv.kernel_size, conv.out_channels)[0].filters
-        )  # type: ignore[arg-type]
+        filters, groups = outputs_of(conv), groups_of(conv)
+        units = [max(groups, round(share * filters / groups) * groups) for share in SHARES]
+        most = filters if scheme.m is None else scheme.stages((3, 3), filters, channel_groups=groups)[0].filters
         schemes |= {replace(scheme, m=m) for m in units if len(scheme.shapes) <= m < most}
     steps = []
     for one in schemes:

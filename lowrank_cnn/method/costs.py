@@ -8,6 +8,7 @@ from math import ceil
 
 from torch import nn
 
+from lowrank_cnn.method.channel import basis_filters, channel_macs, channel_rank
 from lowrank_cnn.method.scheme import Scheme
 
 
@@ -16,6 +17,8 @@ def macs_per_pixel(conv: nn.Conv2d, scheme: Scheme) -> int:
 
     The first half of a separable pair has the stride of its own axis alone, and so computes more pixels.
     """
+    if not isinstance(conv, nn.Conv2d):
+        return channel_macs(conv, basis_filters(conv, scheme))
     depth, groups = conv.in_channels // conv.groups, conv.groups
     basis, *rest = scheme.stages(conv.kernel_size, conv.out_channels, channel_groups=groups)  # type: ignore[arg-type]
     first = basis.weights(depth)
@@ -31,6 +34,8 @@ def relative_cost(conv: nn.Conv2d, scheme: Scheme) -> float:
 
 def useful_rank(conv: nn.Conv2d, scheme: Scheme) -> int:
     """With so many basis filters per channel group a fit is as near as the scheme allows."""
+    if not isinstance(conv, nn.Conv2d):
+        return channel_rank(conv)
     depth, filters = conv.in_channels // conv.groups, conv.out_channels // conv.groups
     many = replace(scheme, m=1000 * len(scheme.shapes))
     first = many.stages(conv.kernel_size, conv.out_channels)[0]  # type: ignore[arg-type]

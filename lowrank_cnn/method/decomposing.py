@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.method.activations import Images, image_batches, refit, seen, window_covariance
 from lowrank_cnn.method.budget import Budget, image_size, within
+from lowrank_cnn.method.channel import FactoredLayer, groups_of, outputs_of
 from lowrank_cnn.method.converting import cheaper_only, nothing_cheaper
 from lowrank_cnn.method.costs import useful_rank
 from lowrank_cnn.method.fitting import Fitted, fit_layer
@@ -46,6 +47,9 @@ def decompose(
     allow_costlier: bool = False,
 ) -> nn.Module:
     """A copy of `model` whose spatial convs are the low-rank filters nearest to the trained ones.
+
+    The scheme `channel` takes 1-D, 3-D, transposed and 1x1 convs and linear layers as well; `separable` takes
+    depthwise convs apart into strips where their kernel is large, or where they are named.
 
     At most one of these says how many basis filters a layer gets, in place of the scheme's m:
 
@@ -103,14 +107,13 @@ def refitted(
     found = dict(report)
     for name in report:
         conv, layer = model.get_submodule(name), new.get_submodule(name)
-        assert isinstance(conv, nn.Conv2d)
-        assert isinstance(layer, FactoredConv2d)
+        assert isinstance(layer, FactoredConv2d | FactoredLayer)
         right = [y for _, y in seen(model, conv, batches)]
         inputs = [x for x, _ in seen(new, layer, batches)]
         if not right or len(right) != len(inputs):  # a layer that does not run, or not as often
             continue
         if layer.scheme.name == "separable":
-            fit_layer(name, conv, layer, window_covariance(conv, layer, inputs))
+            fit_layer(name, conv, layer, window_covariance(layer, inputs))  # type: ignore[arg-type]
         found[name] = replace(report[name], error=refit(layer, inputs, right))
     return found
 
@@ -121,8 +124,8 @@ def _as_asked(
     """The scheme itself; without an m of its own no more filters than can be of use."""
     schemes = {}
     for name, conv in convs.items():
-        most = useful_rank(conv, scheme) * conv.groups
-        capped = scheme.m is None and most < conv.out_channels
+        most = useful_rank(conv, scheme) * groups_of(conv)
+        capped = scheme.m is None and most < outputs_of(conv)
         schemes[name] = replace(scheme, m=most) if capped else scheme
     return (schemes, ()) if allow_costlier else cheaper_only(convs, schemes)
 

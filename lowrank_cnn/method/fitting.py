@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.kernels.dense import compose
+from lowrank_cnn.method.channel import FactoredLayer, fit_factored, outputs_of
 from lowrank_cnn.method.factorize import (
     centred,
     crossed_factors,
@@ -46,6 +47,8 @@ def fit_layer(name: str, conv: nn.Conv2d, layer: nn.Module, covariance: Tensor |
     With the `covariance` of the windows that the first half of a separable pair reads, filters are nearest in what
     they give for such inputs, and not in their weights.
     """
+    if isinstance(layer, FactoredLayer):
+        return Fitted(name, outputs_of(layer[0]), fit_factored(conv, layer))
     if not isinstance(layer, FactoredConv2d):
         raise LowRankError(f"{name} was replaced by a {type(layer).__name__}, which mixes nothing: use lr-join.")
     weight = conv.weight.detach().double()

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from lowrank_cnn.method.channel import FactoredLayer
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, weights_of
 from lowrank_cnn.method.spec import Composite
 from lowrank_cnn.system.provenance import notes
@@ -148,7 +149,7 @@ def _side_by_side(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
 
 def _unrectified(model: nn.Module) -> set[str]:
     """The layers of factored convs that another layer of the same chain follows."""
-    chains = ((name, m) for name, m in model.named_modules() if isinstance(m, FactoredConv2d))
+    chains = ((name, m) for name, m in model.named_modules() if isinstance(m, FactoredConv2d | FactoredLayer))
     return {f"{name}.{child}".lstrip(".") for name, chain in chains for child in list(chain._modules)[:-1]}
 
 

@@ -11,6 +11,7 @@ from fractions import Fraction
 from torch import Tensor, nn
 
 from lowrank_cnn.method.budget import Convs, Curve, Step, dense_costs, step_cost
+from lowrank_cnn.method.channel import channel_energy, groups_of
 from lowrank_cnn.method.costs import macs_per_pixel, useful_rank
 from lowrank_cnn.method.factorize import kept_energy, separable_energy
 from lowrank_cnn.method.fitting import grouped_factors, grouped_weight
@@ -40,7 +41,7 @@ def by_energy(
         most = dearest(conv, scheme)
         if most and keeps(most) >= energy:
             m = 1 + bisect_left(range(1, most), energy, key=keeps)
-            chosen[name] = replace(scheme, m=m + -m % conv.groups)
+            chosen[name] = replace(scheme, m=m + -m % groups_of(conv))
     return chosen
 
 
@@ -65,7 +66,7 @@ def curves_of(
 def sizes_of(conv: nn.Conv2d, scheme: Scheme, steps: int) -> list[int]:
     """Numbers of basis filters to try, from few to the most with which the layer is still cheaper than dense."""
     most, unit = dearest(conv, scheme), _unit(conv, scheme)
-    few = [m for m in range(conv.groups, unit, conv.groups) if m <= most]  # for what buys no whole unit
+    few = [m for m in range(groups_of(conv), unit, groups_of(conv)) if m <= most]  # for what buys no whole unit
     return [*(few if steps == _STEPS else few[:1]), *_spread(most // unit, steps, unit)]
 
 
@@ -74,17 +75,20 @@ def dearest(conv: nn.Conv2d, scheme: Scheme) -> int:
     cheaper = bisect_left(
         range(1, useful_rank(conv, scheme) + 1),
         conv.weight.numel(),
-        key=lambda n: macs_per_pixel(conv, replace(scheme, m=n * conv.groups)),
+        key=lambda n: macs_per_pixel(conv, replace(scheme, m=n * groups_of(conv))),
     )
-    return cheaper * conv.groups
+    return cheaper * groups_of(conv)
 
 
 def keeper(conv: nn.Conv2d, scheme: Scheme) -> Keeps:
     """The share of squared weights that m basis filters keep, as a function of m."""
+    if not isinstance(conv, nn.Conv2d):
+        spectrum = channel_energy(conv)
+        return lambda m: float(spectrum[min(max(1, m // groups_of(conv)), len(spectrum)) - 1])
     weight = conv.weight.detach().double()
     if scheme.name == "separable":
-        kept = separable_energy(weight, lying_first=scheme.shapes[0][0].startswith("1x"), groups=conv.groups)
-        return lambda m: float(kept[min(max(1, m // conv.groups), len(kept)) - 1])
+        kept = separable_energy(weight, lying_first=scheme.shapes[0][0].startswith("1x"), groups=groups_of(conv))
+        return lambda m: float(kept[min(max(1, m // groups_of(conv)), len(kept)) - 1])
     return lambda m: _crossed_energy(weight, conv, replace(scheme, m=m))
 
 
@@ -102,14 +106,14 @@ def between(points: Sequence[tuple[int, float]]) -> Keeps:
 
 def _crossed_energy(weight: Tensor, conv: nn.Conv2d, scheme: Scheme) -> float:
     basis, join = grouped_factors(weight, conv, scheme, sweeps=_SWEEPS)
-    return kept_energy(weight, grouped_weight(basis, join, conv.groups))
+    return kept_energy(weight, grouped_weight(basis, join, groups_of(conv)))
 
 
 def _curve(conv: nn.Conv2d, scheme: Scheme, dense: int, kind: str, keeps: Keeps | None) -> Curve:
     sizes = sizes_of(conv, scheme, _STEPS)
     if keeps is None:
         keeps = keeper(conv, scheme)
-        if scheme.name != "separable":
+        if scheme.name != "separable" and isinstance(conv, nn.Conv2d):
             fitted = dict.fromkeys(sizes_of(conv, scheme, _FITTED))
             keeps = between([(m, keeps(m)) for m in fitted])
     schemes = [(m, replace(scheme, m=m)) for m in sizes]
@@ -121,8 +125,8 @@ def _unit(conv: nn.Conv2d, scheme: Scheme) -> int:
     """The least m whose groups of filters are all whole; in small layers, where that is coarse, any m will do."""
     shares = [share for _, share in scheme.shapes] if scheme.name != "separable" else [Fraction(1)]
     parts = math.lcm(*((share / sum(shares)).denominator for share in shares))
-    unit = math.lcm(WHOLE * parts, conv.groups)
-    return unit if dearest(conv, scheme) >= _UNITS * unit else conv.groups
+    unit = math.lcm(WHOLE * parts, groups_of(conv))
+    return unit if dearest(conv, scheme) >= _UNITS * unit else groups_of(conv)
 
 
 def _spread(most: int, steps: int, unit: int) -> list[int]:

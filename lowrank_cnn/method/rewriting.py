@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
+from lowrank_cnn.method.channel import FactoredLayer, build_factored, is_plain
 from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.init import followed_by_relu, init_
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, build_conv
@@ -59,7 +61,7 @@ def low_rank_layers(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         composite = isinstance(module, CompositeConv2d) and len(module.composite.groups) > 1
         inside = any(not layer or name.startswith(f"{layer}.") for layer in found)
-        if (composite or isinstance(module, FactoredConv2d)) and not inside:
+        if (composite or isinstance(module, FactoredConv2d | FactoredLayer)) and not inside:
             found[name] = module
     return found
 
@@ -68,7 +70,7 @@ def rewrite(
     model: nn.Module, schemes: Mapping[str, Scheme], *, fill: Fill | None = None, kept: Sequence[Kept] = ()
 ) -> nn.Module:
     """A copy of `model` in which each conv named is replaced by its own scheme; without `fill`, fresh."""
-    convs = {name: _conv(model, name) for name in schemes}
+    convs = {name: _layer(model, name, scheme) for name, scheme in schemes.items()}
     layers = {name: replacement(conv, schemes[name]) for name, conv in convs.items()}
     new = copy_with(model, {convs[name]: layer for name, layer in layers.items()})
     if fill is None:  # fresh weights are no longer those that the card of a trained network speaks of
@@ -98,6 +100,8 @@ def copy_with(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.M
 
 def replacement(conv: nn.Conv2d, scheme: Scheme) -> nn.Module:
     """What a scheme makes of one conv, on its device and in its dtype; its weights are yet to be given."""
+    if not isinstance(conv, nn.Conv2d):
+        return laid_out_as(conv, build_factored(conv, scheme)).train(conv.training)
     form = form_of(conv)
     assert form is not None, "only plain convolutions are selected"
     layer = build_conv(
@@ -123,11 +127,13 @@ def laid_out_as(old: nn.Module, new: nn.Module) -> nn.Module:
     return new.to(memory_format=torch.channels_last) if last else new  # type: ignore[call-overload]
 
 
-def _conv(model: nn.Module, name: str) -> nn.Conv2d:
+def _layer(model: nn.Module, name: str, scheme: Scheme) -> nn.Conv2d:
     try:
         conv = model.get_submodule(name)
     except AttributeError:
         raise LowRankError(f"the network has no layer {name}, which was to be rewritten.") from None
+    if scheme.name == "channel" and is_plain(conv):
+        return conv  # type: ignore[return-value]
     if not isinstance(conv, nn.Conv2d) or form_of(conv) is None:
         raise LowRankError(f"{name} is a {type(conv).__name__}, not a plain convolution to rewrite.")
     return conv
@@ -143,6 +149,8 @@ def _fresh_in(network: nn.Module) -> Fill:
     follows = followed_by_relu(network)
 
     def fill(name: str, conv: nn.Conv2d, layer: nn.Module) -> None:
+        if isinstance(layer, FactoredLayer) and not isinstance(conv, nn.Linear):
+            return  # the derivation is for 2-D convs; others keep torch's own initialisation
         init_(layer, relu=lambda part, _: follows[".".join(filter(None, (name, part)))])
 
     return fill
@@ -158,8 +166,10 @@ def _filters(layer: nn.Module) -> Iterator[str]:
     """The filters of a conv, a composite, or each stage of a chain."""
     if isinstance(layer, CompositeConv2d):
         yield str(layer.composite)
-    elif isinstance(layer, nn.Conv2d):
-        yield f"{layer.kernel_size[0]}x{layer.kernel_size[1]},{layer.out_channels}"
+    elif isinstance(layer, nn.Linear):
+        yield f"linear,{layer.out_features}"
+    elif isinstance(layer, _ConvNd):
+        yield f"{'x'.join(map(str, layer.kernel_size))},{layer.out_channels}"
     else:
         for stage in layer.children():
             yield from _filters(stage)

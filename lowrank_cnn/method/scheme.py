@@ -77,7 +77,7 @@ class Scheme:
         return basis, Composite((FilterGroup(1, 1, self.out_filters(filters)),))
 
 
-_NAMES = ("dense", "separable", "lr", "lr-join", "mixture", "embed")
+_NAMES = ("dense", "separable", "lr", "lr-join", "mixture", "channel", "embed")
 _HALVES = (("kx1", Fraction(1)), ("1xk", Fraction(1)))
 _SHAPE = re.compile(r"(k|[1-9]\d{0,4})x(k|[1-9]\d{0,4})")
 _NUMBER = re.compile(r"[+-]?\d{0,20}(\.\d{0,20})?(e[+-]?\d{1,2})?|\d{1,20}/\d{1,20}", re.IGNORECASE)
@@ -86,7 +86,12 @@ _LARGEST = 10**9
 _LONGEST = 2000
 """Characters of a scheme's text."""
 
-_JOINS: dict[str, tuple[float | None, ...]] = {"mixture": (None, 1.0), "lr-join": (1.0,), "embed": ()}
+_JOINS: dict[str, tuple[float | None, ...]] = {
+    "mixture": (None, 1.0),
+    "lr-join": (1.0,),
+    "channel": (1.0,),
+    "embed": (),
+}
 """What `to` may be: a mixture has a join or none, an embedding one to any share, the others none."""
 
 SCHEMES: dict[str, Scheme] = {}
@@ -110,6 +115,8 @@ def _check_scheme(scheme: Scheme) -> None:
             )
     if scheme.name == "mixture" and scheme.to is None and scheme.m is not None:
         raise LowRankError("m basis filters need a join after them: write mixture(..., m=..., join).")
+    if scheme.name == "channel" and scheme.shapes != (("kxk", Fraction(1)),):
+        raise LowRankError("the scheme channel has filters of the layer's own kernel: it takes m alone.")
     if scheme.name == "separable" and not _crossed([shape for shape, _ in scheme.shapes]):
         raise LowRankError("a separable scheme has two shapes, one upright and one lying: 1xk and kx1.")
     if scheme.name in ("lr", "lr-join", "mixture", "embed") and not scheme.shapes:
@@ -131,10 +138,11 @@ SCHEMES |= {
     "lr": Scheme("lr", _HALVES),
     "lr-join": Scheme("lr-join", _HALVES, to=1.0),
     "mixture": Scheme("mixture", (*_HALVES, ("kxk", Fraction(1)))),
+    "channel": Scheme("channel", (("kxk", Fraction(1)),), to=1.0),
     "embed": Scheme("embed", _HALVES, to=0.5),
 }
 
-_OPTIONS = {"separable": {"m"}, "lr-join": {"m"}, "mixture": {"m", "join"}, "embed": {"m", "to"}}
+_OPTIONS = {"separable": {"m"}, "lr-join": {"m"}, "channel": {"m"}, "mixture": {"m", "join"}, "embed": {"m", "to"}}
 
 
 def parse_scheme(text: str | Mapping[str, object] | Scheme) -> Scheme:
@@ -168,7 +176,7 @@ def _from_dict(fields: Mapping[str, object]) -> Scheme:
     if not isinstance(shapes, Mapping):
         raise LowRankError(f"the shapes of a scheme map a shape to its proportion, not {shapes!r}.")
     options = {key: value for key, value in known.items() if value is not None}
-    if options.get("to") == 1.0 and name in ("mixture", "lr-join"):  # their join, written out
+    if options.get("to") == 1.0 and name in ("mixture", "lr-join", "channel"):  # their join, written out
         del options["to"]
         options |= {"join": True} if name == "mixture" else {}
     return _build(name, dict(shapes), options)

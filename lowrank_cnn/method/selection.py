@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from lowrank_cnn.method.channel import FactoredLayer, is_plain
 from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
@@ -20,6 +21,9 @@ from lowrank_cnn.method.references import held_by_functions
 from lowrank_cnn.method.scheme import Scheme
 from lowrank_cnn.system.errors import LowRankError, nearest
 from lowrank_cnn.system.provenance import notes
+
+LARGE = 7
+"""Kernels from which strips of a depthwise conv are worth two layers."""
 
 
 class NothingToConvertError(LowRankError):
@@ -46,7 +50,7 @@ def select(
     """The convs to rewrite by name, and those that stay; where they are `trained_on` afresh, frozen ones do."""
     check_module(model)
     _check_exact(model)
-    convs = _convs(model)
+    convs = _convs(model, scheme)
     if not convs:
         raise NothingToConvertError(f"{type(model).__name__} has no convolutions to convert.")
     asked_for, ties, held = _selector(where, convs), _uses(model), held_by_functions(model)
@@ -59,8 +63,8 @@ def select(
         if not reason and trained_on and not conv.weight.requires_grad:
             reason = "it is frozen, and fresh weights would never train: unfreeze it, or fit it with decompose"
         if not reason and not asked_for(name, conv):
-            reason = "it projects patches: name it to convert it" if where is None else "not selected"
-        if reason or not isinstance(conv, nn.Conv2d):
+            reason = _why_not(conv) if where is None else "not selected"
+        if reason:
             kept.append(Kept(name, type(conv).__name__, reason))
         else:
             chosen[name] = conv
@@ -109,11 +113,18 @@ def _quantised(module: nn.Module) -> bool:
     return "Conv" in type(module).__name__ and (".quantized" in home or ".qat" in home)
 
 
-def _convs(model: nn.Module) -> dict[str, _ConvNd]:
-    """Every conv of any kind by name, without the parts of layers that are low-rank already."""
-    low_rank = (m for m in model.modules() if isinstance(m, FactoredConv2d | CompositeConv2d))
-    inside = {id(part) for layer in low_rank for part in layer.modules()}
-    return {name: m for name, m in model.named_modules() if isinstance(m, _ConvNd) and id(m) not in inside}
+def _convs(model: nn.Module, scheme: Scheme | None = None) -> dict[str, _ConvNd]:
+    """Every conv by name, and for the scheme channel every linear layer; parts of low-rank layers are left out."""
+    kinds = (_ConvNd, nn.Linear) if scheme is not None and scheme.name == "channel" else (_ConvNd,)
+    whole = (
+        FactoredConv2d | CompositeConv2d | FactoredLayer | nn.MultiheadAttention
+    )  # which reads its weights itself
+    inside = {id(part) for m in model.modules() if isinstance(m, whole) for part in m.modules()}
+    return {name: m for name, m in model.named_modules() if isinstance(m, kinds) and id(m) not in inside}  # type: ignore[return-value]
+
+
+def _is_depthwise(conv: nn.Module) -> bool:
+    return isinstance(conv, _ConvNd) and conv.groups == conv.in_channels > 1
 
 
 def _uses(model: nn.Module) -> Counter[int]:
@@ -123,43 +134,48 @@ def _uses(model: nn.Module) -> Counter[int]:
 
 def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
     """Why a conv cannot be rewritten; empty where it can."""
-    if isinstance(conv, _ConvTransposeNd):
-        return "it is transposed"
-    if not isinstance(conv, nn.Conv2d):
-        return "it is not two-dimensional"
+    factored = scheme.name == "channel"
+    if isinstance(conv, _ConvTransposeNd) and not factored:
+        return "it is transposed: the scheme channel takes it"
+    if not isinstance(conv, nn.Conv2d) and not factored:
+        return "it is not two-dimensional: the scheme channel takes it"
     if isinstance(conv, LazyModuleMixin):
         return "it is lazy: run the model once, so that it knows its channels"
     if parametrize.is_parametrized(conv) or not isinstance(conv._parameters.get("weight"), nn.Parameter):
         return "its weight is computed from others: remove the parametrisation first"
     if conv.weight.is_complex():
         return "its weights are complex, and low-rank filters are real"
-    if form_of(conv) is None:
-        return f"its class {type(conv).__name__} computes something else than nn.Conv2d"
-    if min(conv.kernel_size) == 1:
+    if (form_of(conv) is None) if isinstance(conv, nn.Conv2d) else not is_plain(conv):
+        base = "nn.Conv2d" if isinstance(conv, nn.Conv2d) else "the layer of torch that it derives from"
+        return f"its class {type(conv).__name__} computes something else than {base}"
+    if isinstance(conv, nn.Conv2d) and min(conv.kernel_size) == 1 and not factored:
         return f"its kernel is {conv.kernel_size[0]}x{conv.kernel_size[1]}"
-    if conv.groups == conv.in_channels > 1:
+    if _is_depthwise(conv) and scheme.name != "separable":
         return "it is depthwise"
     if ties[id(conv.weight)] > 1:
         return "it shares its weight with another layer"
     if conv._forward_hooks or conv._forward_pre_hooks or conv._backward_hooks:
         return "it carries hooks, which would be lost"
-    if scheme.name != "dense" and conv.out_channels // conv.groups < len(scheme.shapes):
+    several = scheme.name not in ("dense", "separable", "channel")
+    if several and isinstance(conv, _ConvNd) and conv.out_channels // conv.groups < len(scheme.shapes):
         return f"it has too few filters for the scheme {scheme}"
     return ""
 
 
 def _selector(where: Where, convs: Mapping[str, nn.Module]) -> Callable[[str, _ConvNd], bool]:
     if where is None:
-        return lambda name, conv: not _projects_patches(conv)
+        return lambda name, conv: not _why_not(conv)
     if callable(where):
-        return lambda name, conv: isinstance(conv, nn.Conv2d) and bool(where(name, conv))
+        return lambda name, conv: bool(where(name, conv))
     wanted = _several(where)
     patterns = [item for item in wanted if isinstance(item, str)]
     kernels = [(item, item) if isinstance(item, int) else item for item in wanted if not isinstance(item, str)]
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in convs):
             raise LowRankError(f"no convolution is called {pattern!r}; {nearest(pattern, convs)}")
-    return lambda name, conv: conv.kernel_size in kernels or any(_matches(name, pattern) for pattern in patterns)
+    return lambda name, conv: (
+        getattr(conv, "kernel_size", None) in kernels or any(_matches(name, pattern) for pattern in patterns)
+    )
 
 
 def _several(where: object) -> list[str | Kernel]:
@@ -185,9 +201,20 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
 
 
-def _projects_patches(conv: _ConvNd) -> bool:
-    """Windows that do not overlap: narrower filters would never see most of the image."""
-    return all(step >= size for step, size in zip(conv.stride, conv.kernel_size, strict=True))
+def _why_not(conv: nn.Module) -> str:
+    """Why a conv that could be rewritten stays unless it is named; empty where it need not be named.
+
+    Windows that do not overlap project patches: narrower filters would never see most of the image. A small
+    depthwise kernel has little to save.
+    """
+    if not isinstance(conv, _ConvNd) or isinstance(conv, _ConvTransposeNd):
+        return ""
+    if _is_depthwise(conv) and max(conv.kernel_size) < LARGE:
+        return "it is depthwise with a small kernel: name it to convert it"
+    patches = zip(conv.stride, conv.kernel_size, strict=True)
+    if max(conv.kernel_size) > 1 and all(step >= size for step, size in patches):
+        return "it projects patches: name it to convert it"
+    return ""
 
 
 def _summary(kept: Sequence[Kept]) -> str:

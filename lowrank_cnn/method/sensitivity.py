@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.method.activations import outputs, refit, relative_error, seen, window_covariance
+from lowrank_cnn.method.channel import FactoredLayer
 from lowrank_cnn.method.fitting import fit_layer
 from lowrank_cnn.method.layers import FactoredConv2d
 from lowrank_cnn.method.ranks import Keeps, between, sizes_of
@@ -65,9 +66,9 @@ def data_fitted(name: str, conv: nn.Conv2d, scheme: Scheme, given: Sequence[tupl
     layer = replacement(conv, scheme)
     inputs = [x for x, _ in given]
     separable = scheme.name == "separable"
-    covariance = window_covariance(conv, layer, inputs) if given and separable else None  # type: ignore[arg-type]
+    covariance = window_covariance(layer, inputs) if given and separable else None  # type: ignore[arg-type]
     fit_layer(name, conv, layer, covariance)
-    if given and isinstance(layer, FactoredConv2d):
+    if given and isinstance(layer, FactoredConv2d | FactoredLayer):
         refit(layer, inputs, [y for _, y in given])
     return layer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
 from lowrank_cnn.method.converting import rows_of
 from lowrank_cnn.method.counting import LayerCount, count
@@ -49,14 +50,21 @@ def dense_cost(model: nn.Module, input_size: Sequence[int]) -> tuple[int, int] |
         rows = rows_of(cost.layers, change.name)
         if not rows:  # it does not run on the way to the output
             return None
-        macs += _macs_before(model, change, rows[-1]) - sum(row.macs for row in rows)
+        macs += _macs_before(model, change, rows) - sum(row.macs for row in rows)
         params += change.params_before - sum(row.params for row in rows)
     return macs, params
 
 
-def _macs_before(model: nn.Module, change: Change, last: LayerCount) -> int:
-    """The last stage of a replacement gives the pixels of the conv that it replaced."""
-    stage = model.get_submodule(last.name)
-    biases = [p.numel() for p in stage.parameters() if p.dim() == 1]
-    pixels = last.macs // (last.params - sum(biases))
-    return pixels * (change.params_before - sum(biases))
+def _macs_before(model: nn.Module, change: Change, rows: Sequence[LayerCount]) -> int:
+    """The last stage of a replacement has the bias and gives the pixels of the conv that it replaced.
+
+    A transposed conv works on the pixels of its input, as the first stage of its replacement does.
+    """
+    transposed = isinstance(model.get_submodule(rows[0].name), _ConvTransposeNd)
+    worked = rows[0] if transposed else rows[-1]
+    pixels = worked.macs // (worked.params - _biases(model, worked))
+    return pixels * (change.params_before - _biases(model, rows[-1]))
+
+
+def _biases(model: nn.Module, row: LayerCount) -> int:
+    return sum(p.numel() for p in model.get_submodule(row.name).parameters() if p.dim() == 1)

@@ -57,7 +57,7 @@ def test_filters_nearest_in_what_they_give_beat_those_nearest_in_weight():
     errors = []
     for informed in (False, True):
         layer = replacement(conv, parse_scheme("separable(m=4)"))
-        fit_layer("conv", conv, layer, window_covariance(conv, layer, [x]) if informed else None)
+        fit_layer("conv", conv, layer, window_covariance(layer, [x]) if informed else None)
         errors.append(relative_error(layer(x), conv(x)))
     assert errors[1] < errors[0]
 

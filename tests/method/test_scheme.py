@@ -18,6 +18,8 @@ def schemes(draw: st.DrawFn) -> Scheme:
     name = draw(st.sampled_from(sorted(SCHEMES)))
     if name == "dense":
         return Scheme("dense")
+    if name == "channel":
+        return Scheme("channel", SCHEMES["channel"].shapes, draw(AMOUNTS), 1.0)
     if name == "separable":
         halves = draw(st.permutations((("kx1", Fraction(1)), ("1x5", Fraction(2)))))
         return Scheme(name, tuple(halves), draw(AMOUNTS))
@@ -115,6 +117,7 @@ def test_a_scheme_made_by_hand_is_checked():
         ("separable(kxk, 1xk)", "one upright and one lying"),
         ("dense(kx1)", "takes no shapes"),
         ("embed(to=0)", "must be positive"),
+        ("channel(kx1)", "takes m alone"),
         ("mixture(kx1, join=maybe)", "join is yes or no"),
         ("lr-join(m=1e400)", "not a number up to"),
         (None, "a string, a dict or a Scheme"),

@@ -1,0 +1,120 @@
+"""Layers of every kind are factored over their channels: at full rank they are what they were."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.method.activations import outputs, relative_error
+from lowrank_cnn.method.channel import FactoredLayer
+from lowrank_cnn.method.converting import convert
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.decomposing import decompose
+from lowrank_cnn.method.layers import FactoredConv2d
+from lowrank_cnn.models.files import Stored, read_weights, write_weights
+from lowrank_cnn.models.twins import dense_cost
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
+
+LAYERS = {
+    "linear": (nn.Linear(20, 24), (3, 5, 20)),
+    "1-D": (nn.Conv1d(8, 12, 5, stride=2, padding=2), (2, 8, 17)),
+    "1-D in groups": (nn.Conv1d(8, 12, 5, groups=2, padding=1, padding_mode="reflect"), (2, 8, 17)),
+    "3-D": (nn.Conv3d(4, 8, 3, padding=1, bias=False), (2, 4, 6, 6, 6)),
+    "transposed": (nn.ConvTranspose2d(8, 6, 4, stride=2, padding=1, output_padding=1), (2, 8, 7, 7)),
+    "transposed in groups": (nn.ConvTranspose2d(8, 6, 3, groups=2), (2, 8, 7, 7)),
+    "1-D transposed": (nn.ConvTranspose1d(8, 6, 4, dilation=2, bias=False), (2, 8, 9)),
+    "3-D transposed": (nn.ConvTranspose3d(4, 6, 3), (1, 4, 5, 5, 5)),
+    "1x1": (nn.Conv2d(16, 24, 1), (2, 16, 5, 5)),
+    "1xk in groups": (nn.Conv2d(8, 12, (1, 5), groups=2), (2, 8, 5, 9)),
+    "3x3": (nn.Conv2d(6, 8, 3, stride=2, padding=1), (2, 6, 9, 9)),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_factors_of_full_rank_are_the_layer(kind: str):
+    layer, shape = LAYERS[kind]
+    net, x = nn.Sequential(copy.deepcopy(layer)).double(), torch.randn(shape, dtype=torch.float64)
+    new = decompose(net, "channel", allow_costlier=True)
+    assert isinstance(new[0], FactoredConv2d if isinstance(layer, nn.Conv2d) else FactoredLayer)
+    torch.testing.assert_close(new(x), net(x), rtol=1e-9, atol=1e-9)
+    assert notes(new).decomposition[0].energy == pytest.approx(1)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_fewer_filters_keep_less_and_images_make_good_for_some_of_it(kind: str):
+    torch.manual_seed(0)
+    layer, shape = LAYERS[kind]
+    net, x = nn.Sequential(copy.deepcopy(layer)).double(), torch.randn(shape, dtype=torch.float64)
+    blind = decompose(net, "channel(m=2)", allow_costlier=True)
+    seeing = decompose(net, "channel(m=2)", images=x, allow_costlier=True)
+    errors = [relative_error(outputs(new, [x]), outputs(net, [x])) for new in (blind, seeing)]
+    assert 0 < errors[1] <= errors[0] < 1
+    assert 0 < notes(blind).decomposition[0].energy < 1
+
+
+class Speech(nn.Module):
+    """1-D convs, a transposed one and a linear layer, behind one reshape of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv1d(16, 32, 9, padding=4), nn.ReLU(), nn.ConvTranspose1d(32, 32, 4, stride=2)
+        )
+        self.head = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x.flatten(2)).mean(2))
+
+
+@pytest.mark.parametrize("budget", ["macs", "params"])
+def test_a_budget_is_kept_over_layers_of_every_kind(budget: str, tmp_path):
+    torch.manual_seed(0)
+    net, size = Speech(), (16, 1, 40)
+    before = count(net, size)
+    for rewrite in (convert, decompose):
+        new = rewrite(net, "channel", **{budget: 0.5}, input_size=size)
+        after = count(new, size)
+        assert 0.35 < getattr(after, budget) / getattr(before, budget) <= 0.5
+        assert dense_cost(new, size) == (before.macs, before.params)
+    write_weights(tmp_path / "net.safetensors", Stored(new))
+    again = read_weights(tmp_path / "net.safetensors", into=Speech()).network
+    x = torch.randn(2, *size)
+    torch.testing.assert_close(again(x), new(x))
+
+
+def test_other_schemes_say_which_one_takes_such_layers():
+    with pytest.raises(LowRankError, match="not two-dimensional: the scheme channel takes it"):
+        convert(nn.Sequential(nn.Conv1d(8, 8, 5)), "lr")
+
+
+def test_a_layer_with_a_forward_of_its_own_and_attention_stay():
+    class Twice(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    net = nn.ModuleDict(
+        {"twice": Twice(64, 64), "attention": nn.MultiheadAttention(64, 2), "plain": nn.Linear(64, 64)}
+    )
+    report = notes(convert(net, "channel(m=4)")).conversion
+    assert [row.name for row in report.changed] == ["plain"]
+    assert [row.name for row in report.kept] == ["twice"]
+
+
+@pytest.mark.parametrize("kernel", [7, (3, 11)])
+@pytest.mark.parametrize("options", [{}, {"stride": 2}, {"bias": False, "dilation": 2}])
+def test_a_large_depthwise_kernel_becomes_strips(kernel: object, options: dict):
+    conv = nn.Conv2d(6, 6, kernel, padding=3, groups=6, **options).double()
+    x = torch.randn(2, 6, 20, 20, dtype=torch.float64)
+    exact = decompose(nn.Sequential(conv), "separable(m=66)", allow_costlier=True)  # 11 for each channel
+    torch.testing.assert_close(exact(x), conv(x), rtol=1e-9, atol=1e-9)
+    strips = convert(nn.Sequential(conv), "separable")
+    assert sum(p.numel() for p in strips.parameters()) < sum(p.numel() for p in conv.parameters())
+    assert [stage.groups for stage in strips[0]] == [6, 6]
+
+
+def test_a_small_depthwise_kernel_is_rewritten_where_it_is_named():
+    net = nn.Sequential(nn.Conv2d(6, 6, 3, groups=6), nn.Conv2d(6, 8, 3))
+    assert "small kernel: name it" in notes(convert(net, "separable(m=2)")).conversion.kept[0].reason
+    assert [row.name for row in notes(convert(net, "separable", where="0")).conversion.changed] == ["0"]
