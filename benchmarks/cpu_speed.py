@@ -33,9 +33,9 @@ from lowrank_cnn.deploy import export, merge, plan
 from lowrank_cnn.deploy.candidates import CANDIDATES
 from lowrank_cnn.deploy.optimized import FORMATS as LAYOUTS
 from lowrank_cnn.deploy.runtime import OnnxModel
-from lowrank_cnn.deploy.timing import BASELINES
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
+from lowrank_cnn.models.twins import baseline_of
 from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.environment import environment
 
@@ -58,7 +58,7 @@ FILTERED = "minimal filtering"
 
 
 def baseline(name: str) -> str:
-    return next(dense for dense in BASELINES if name.startswith(dense))
+    return baseline_of(name)
 
 
 def ways(network: nn.Module, image: Tensor, folder: Path, threads: int, compiled: bool) -> dict[str, Way]:

@@ -80,8 +80,8 @@ def plan_command(
 ) -> None:
     """Measure the ways to run each layer on this machine, and the network as a whole."""
     from lowrank_cnn.deploy import optimize
-    from lowrank_cnn.deploy.timing import dense_twin
     from lowrank_cnn.method.counting import count
+    from lowrank_cnn.models.twins import dense_twin
     from lowrank_cnn.system.clock import torch_threads
     from lowrank_cnn.train.launch import resolve_device
 

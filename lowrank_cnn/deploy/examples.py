@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.system.compare import is_finite
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.provenance import notes
 
 _SIZES = (32, 64, 28, 224, 299)
@@ -41,7 +41,7 @@ def check_runs(model: nn.Module, *example: Any) -> None:
         raise
     except Exception as error:  # whatever the forward makes of another size, dtype or device
         kind = str(example[0].dtype).removeprefix("torch.")
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise LowRankError(
             f"the network does not run on an input of {_shape(example[0])}, {kind}: {reason}"
         ) from error

@@ -34,7 +34,7 @@ from lowrank_cnn.deploy.runtime import OnnxModel
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.models.files import Stored, dtype_of, read_weights, write_weights
 from lowrank_cnn.system.compare import ROUNDED, difference, is_finite
-from lowrank_cnn.system.errors import LowRankError, require
+from lowrank_cnn.system.errors import LowRankError, first_line, require
 from lowrank_cnn.system.files import as_path, replacing
 from lowrank_cnn.system.provenance import note, notes
 from lowrank_cnn.train.trained import Trained, load_checkpoint
@@ -118,7 +118,7 @@ def _load_program(path: Path) -> nn.Module:
     try:
         module = torch.export.load(path).module()
     except Exception as error:  # torch has no error of its own for a file that it did not write
-        raise LowRankError(f"{path} is not a torch.export program: {_first_line(error)}") from error
+        raise LowRankError(f"{path} is not a torch.export program: {first_line(error)}") from error
     for part in module.modules():  # it has no eval() of its own, and was exported from evaluation
         part.training = False
     return module
@@ -191,7 +191,7 @@ def _program(stored: Stored) -> torch.export.ExportedProgram:
         raise
     except Exception as error:  # whatever a forward does that cannot be traced
         name = type(network).__name__
-        raise LowRankError(f"torch.export cannot trace {name}: {_first_line(error)}") from error
+        raise LowRankError(f"torch.export cannot trace {name}: {first_line(error)}") from error
 
 
 @torch.no_grad()
@@ -221,7 +221,3 @@ def _images(stored: Stored, *, batch: int) -> Tensor:
     device = next((tensor.device for tensor in chain(network.parameters(), network.buffers())), None)
     x = torch.randn(batch, *stored.input_size, generator=torch.Generator().manual_seed(batch))
     return x.to(device, dtype_of(network))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

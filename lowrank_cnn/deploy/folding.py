@@ -50,10 +50,13 @@ def fold(layer: nn.Module, norm: nn.Module) -> nn.Module:
 @torch.no_grad()
 def fold_error(layer: nn.Module, norm: nn.Module | None, new: nn.Module) -> float:
     """The largest difference on random inputs, against the original in float64, relative to its largest output."""
-    original = nn.Sequential(*(copy.deepcopy(m).cpu().double() for m in (layer, norm) if m is not None))
-    x = torch.randn(_input_shape(layer), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     parameter = next(new.parameters())
-    return difference(new(x.to(parameter.device, parameter.dtype)).cpu(), original(x))
+    device = parameter.device if parameter.is_cuda else torch.device("cpu")  # others may lack float64
+    parts = (copy.deepcopy(part).to(device, torch.float64) for part in (layer, norm) if part is not None)
+    x = torch.randn(_input_shape(layer), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+        device
+    )
+    return difference(new(x.to(parameter.device, parameter.dtype)), nn.Sequential(*parts)(x))
 
 
 def _input_shape(layer: nn.Module) -> tuple[int, ...]:
@@ -62,7 +65,7 @@ def _input_shape(layer: nn.Module) -> tuple[int, ...]:
         return 3, layer.in_features
     stages = list(layer) if isinstance(layer, FactoredConv2d) else [layer]
     spans = [_span(stage) for stage in stages]
-    return 2, stages[0].in_channels, *(9 + 2 * sum(axis) for axis in zip(*spans, strict=True))  # type: ignore[return-value]
+    return 1, stages[0].in_channels, *(3 + 2 * sum(axis) for axis in zip(*spans, strict=True))  # type: ignore[return-value]
 
 
 def _span(layer: nn.Module) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ class FusedBlock(nn.Module):
     A pool that no conv kernel knows runs after it, by a kernel of its own where there is one.
     """
 
-    def __init__(self, layers: list[nn.Module], pool: nn.Module | None, epilogue: Epilogue) -> None:
+    def __init__(self, layers: Sequence[nn.Module], pool: nn.Module | None, epilogue: Epilogue) -> None:
         super().__init__()
         self.layers, self.pool, self.epilogue = nn.ModuleList(layers), pool, epilogue
 
@@ -26,14 +27,14 @@ class FusedBlock(nn.Module):
     def of(cls, layer: nn.Module, epilogue: Epilogue) -> FusedBlock | None:
         """A block of a conv, composite or chain; None where the kernels do not know one of its layers."""
         stages = list(layer) if isinstance(layer, FactoredConv2d) else [layer]
-        *front, last = [conv_options(stage) for stage in stages]
-        if last is None or None in front:
+        known = [options for options in map(conv_options, stages) if options is not None]
+        if len(known) < len(stages):
             return None
         name = None if epilogue.pool is None else pool_name(epilogue.pool)
-        made = [FrozenComposite(**options) for options in front if options is not None]
-        made.append(FrozenComposite(**last, activation=epilogue.activation, pool=name))
+        known[-1] |= {"activation": epilogue.activation, "pool": name}
+        made = [FrozenComposite(**options).eval() for options in known]
         apart = None if epilogue.pool is None or name else fused_pool(epilogue.pool) or epilogue.pool
-        return cls([stage.eval() for stage in made], apart, epilogue)
+        return cls(made, apart, epilogue)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         *front, last = self.layers

@@ -29,11 +29,11 @@ from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.layers import FactoredConv2d
 from lowrank_cnn.method.rewriting import copy_with, laid_out_as
 from lowrank_cnn.method.selection import check_module
-from lowrank_cnn.system.compare import network_difference, tolerance
+from lowrank_cnn.system.compare import objection, tolerance
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note, notes
 
-_KINDS = ("conv", "linear", "composite", "chain")
+_KINDS = ("conv", "own conv", "linear", "composite", "chain")
 _NOT_FED, _NOT_RUN = "no layer is seen to feed it, and it alone", "it does not run in evaluation"
 
 
@@ -88,8 +88,8 @@ def merge(
         return _left_alone(model, str(why), norms=norms)
     replaced, report = found.all()
     merged = copy_with(model, replaced)
-    if replaced and (reason := _objection(merged, model, example)):
-        return _left_alone(model, reason, norms=norms)
+    if replaced and (reason := objection(merged, model, *example)):
+        return _left_alone(model, f"merged, {reason}", norms=norms)
     told = {row.name for row in report}
     rest = (
         Merging(name, (kind,), reason=_NOT_FED if name in seen else _NOT_RUN)
@@ -206,17 +206,6 @@ def _left_alone(model: nn.Module, reason: str, *, norms: bool) -> nn.Module:
 
 def _norms(model: nn.Module) -> Iterator[tuple[str, str]]:
     return ((name, type(part).__name__) for name, part in model.named_modules() if type(part) in NORMS)
-
-
-def _objection(merged: nn.Module, model: nn.Module, example: tuple[Any, ...]) -> str:
-    """Why a merged network is not the original; empty where it is."""
-    try:
-        with torch.no_grad():
-            error = network_difference(merged, model, *example)
-            limit = tolerance(model(*example))
-    except Exception as failure:  # a forward may ask a norm for its statistics, say
-        return f"merged, the network fails: {str(failure).strip().partition(chr(10))[0]}"
-    return "" if error <= limit else f"merged, the network would differ by {error:.1e}"
 
 
 @torch.no_grad()

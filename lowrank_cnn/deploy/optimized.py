@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class Optimized(nn.Module):
         """Compiled with its weights as constants, which the compiler folds and lays out ahead."""
         if self._compiled_run is None:
             # Known, but no part: torch makes a module of it, which would have all weights once more.
-            self.__dict__["_compiled_run"] = torch.compile(self.network, dynamic=False)
+            self.__dict__["_compiled_run"] = torch.compile(_function_of(self.network), dynamic=False)
         assert self._compiled_run is not None
         import torch._inductor.config as inductor
 
@@ -114,3 +115,17 @@ class Optimized(nn.Module):
         """Load weights; from then on the network runs as it is, neither compiled nor recorded."""
         self._forget()
         return super().load_state_dict(*args, **kwargs)
+
+
+def _function_of(network: nn.Module) -> Callable[[Tensor], Any]:
+    """A call of the network as a function with code of its own.
+
+    Torch keeps at most eight compilations per piece of code, and then runs it as it is. Networks of one class
+    share the code of their forward, and would use these up.
+    """
+
+    def run(x: Tensor) -> Any:
+        return network(x)
+
+    code = run.__code__.replace(co_name=f"optimized_{id(network)}")
+    return FunctionType(code, run.__globals__, run.__name__, run.__defaults__, run.__closure__)

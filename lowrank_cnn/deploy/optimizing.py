@@ -22,12 +22,12 @@ from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.deploy.network_plan import GIVEN
 from lowrank_cnn.deploy.optimized import FORMATS, Form, Optimized, OptimizeReport
 from lowrank_cnn.deploy.plan_cache import Cache, network_key
-from lowrank_cnn.deploy.planning import check_ready, first_line, objection, plan, silent
+from lowrank_cnn.deploy.planning import check_ready, objection_on, plan, silent
 from lowrank_cnn.kernels.fuse import fuse_neighbours
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.kernels.network_graph import CaptureError
 from lowrank_cnn.system.clock import Sample, measure
-from lowrank_cnn.system.errors import LostDeviceError, LowRankError
+from lowrank_cnn.system.errors import LostDeviceError, LowRankError, first_line
 from lowrank_cnn.system.provenance import note, notes
 
 LAST = "channels_last"
@@ -92,7 +92,8 @@ class _Workshop:
         """Try every form that the budget allows, and give the one that takes the least time."""
         names = self.names(compile)
         for name in names if self.x.is_cuda else [name for name in names if not self.variants()[name][1].compiled]:
-            self.attempt_in_time(name)
+            if f"{name}, recorded" not in self.made:  # which is the same, without launches
+                self.attempt_in_time(name)
         if (
             compile and not self.x.is_cuda
         ):  # compiling takes long: the network as it is, and what is fastest so far
@@ -156,7 +157,7 @@ class _Workshop:
         self.say(name)
         try:
             variant = Optimized(make(), form).prepare(self.x)
-            reason = "" if name == GIVEN else objection(variant, self.model, self.x)
+            reason = "" if name == GIVEN else objection_on(variant, self.model, self.x)
         except LostDeviceError:
             raise
         except Exception as error:  # no compiler, say, or a network that waits for the device and has no graph
@@ -190,12 +191,12 @@ class _Workshop:
         layout = LAST if self.x.dim() == 4 else None
         recorded, both = Form(layout, recorded=True), Form(layout, compiled=True, recorded=True)
         return {
-            "folded": (lambda: self.folded(layout), Form(layout)),
+            "folded, recorded": (lambda: self.folded(layout), recorded),
             "folded, compiled, recorded": (lambda: self.folded(layout), both),
             "fused, recorded": (lambda: self.fused, recorded),
             "planned, recorded": (lambda: self.planned(layout, graphs=True), recorded),
             "fused, compiled, recorded": (lambda: self.fused, both),
-            "folded, recorded": (lambda: self.folded(layout), recorded),
+            "folded": (lambda: self.folded(layout), Form(layout)),
             "fused": (lambda: self.fused, Form(layout)),
             "folded, compiled": (lambda: self.folded(layout), Form(layout, compiled=True)),
         }

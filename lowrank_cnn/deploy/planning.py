@@ -29,8 +29,8 @@ from lowrank_cnn.kernels.network_graph import CaptureError
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.system.clock import Sample, measure
-from lowrank_cnn.system.compare import agree, network_difference, tolerance
-from lowrank_cnn.system.errors import LostDeviceError, LowRankError
+from lowrank_cnn.system.compare import agree, objection
+from lowrank_cnn.system.errors import LostDeviceError, LowRankError, first_line
 from lowrank_cnn.system.provenance import note, notes
 
 _GAIN = 0.97
@@ -99,21 +99,9 @@ def timed(modules: Mapping[str, nn.Module], inputs: tuple[Tensor, ...], repeats:
         return measure(runs, repeats=repeats, cuda=True)
 
 
-def objection(ours: nn.Module, given: nn.Module, x: Tensor) -> str:
-    """Why a network is not the one that it stands for; empty where both give the same."""
-    try:
-        error = network_difference(ours, given, x)
-        limit = tolerance(given(x), single=1e-2 if x.is_cuda else 1e-3)  # a GPU may multiply float32 by TF32
-    except LostDeviceError:
-        raise
-    except Exception as failure:  # a view of maps that now lie in another memory format, say
-        return f"it fails: {first_line(failure)}"
-    return "" if error <= limit else f"its results would differ by {error:.1e}"
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error, which names it."""
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+def objection_on(ours: nn.Module, given: nn.Module, x: Tensor) -> str:
+    """Why a network is not the one that it stands for; a GPU may multiply float32 by TF32."""
+    return objection(ours, given, x, single=1e-2 if x.is_cuda else 1e-3)
 
 
 def _planned(
@@ -132,7 +120,7 @@ def _planned(
     except CaptureError as why:
         return _unplanned(given, x, where, str(why), repeats)
     planner = _Planner(network, blocks, store, candidates, repeats, say)
-    if reason := objection(network, given, x):
+    if reason := objection_on(network, given, x):
         return _unplanned(given, x, where, f"captured as a graph, {reason}", repeats)
     planner.run(x)
     decisions = tuple(planner.settled(given, x))
@@ -161,7 +149,7 @@ def _with_neighbours(network: nn.Module, given: nn.Module, x: Tensor) -> nn.Modu
     from lowrank_cnn.kernels.fuse import fuse_neighbours
 
     twin = copy.deepcopy(network)
-    return twin if fuse_neighbours(twin) and not objection(twin, given, x) else None
+    return twin if fuse_neighbours(twin) and not objection_on(twin, given, x) else None
 
 
 @dataclass
@@ -222,11 +210,11 @@ class _Planner:
 
     def settled(self, given: nn.Module, x: Tensor) -> list[Decision]:
         """The decisions once the whole network agrees with the one given: a choice that stops it is taken back."""
-        if self.ways and objection(self.network, given, x):
+        if self.ways and objection_on(self.network, given, x):
             for name, way in self._take_back().items():
                 before = self.network.get_submodule(name)
                 self.network.set_submodule(name, way)
-                if reason := objection(self.network, given, x):
+                if reason := objection_on(self.network, given, x):
                     self.network.set_submodule(name, before)
                     self.decisions[name] = self.decisions[name].refused(reason)
         return [self.decisions[block.name] for block in self.blocks if block.name in self.decisions]

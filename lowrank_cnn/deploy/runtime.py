@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.system.errors import LowRankError, require
+from lowrank_cnn.system.errors import LowRankError, first_line, require
 
 _DTYPES = {
     "tensor(float16)": torch.float16,
@@ -32,7 +32,7 @@ class OnnxModel(nn.Module):
         try:
             self.session: Any = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime has its own family of errors, none of them public
-            raise LowRankError(f"onnxruntime cannot read {path}: {_first_line(error)}") from error
+            raise LowRankError(f"onnxruntime cannot read {path}: {first_line(error)}") from error
         image = _only_input(self.session, path)
         self.input: str = image.name
         self.input_size = tuple(size if isinstance(size, int) else None for size in image.shape[1:])
@@ -44,7 +44,7 @@ class OnnxModel(nn.Module):
         try:
             output = self.session.run(None, {self.input: x.detach().cpu().numpy()})[0]
         except Exception as error:  # as above
-            raise LowRankError(f"onnxruntime cannot run this file: {_first_line(error)}") from error
+            raise LowRankError(f"onnxruntime cannot run this file: {first_line(error)}") from error
         return torch.from_numpy(output)
 
     def _check(self, x: Tensor) -> None:
@@ -70,10 +70,6 @@ def _only_input(session: Any, path: str | Path) -> Any:
             "float, float16 or double."
         )
     return inputs[0]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def node_macs(path: str | Path) -> dict[str, int]:

@@ -20,14 +20,11 @@ from torch import nn
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.selection import check_module
-from lowrank_cnn.models import create_model
 from lowrank_cnn.models.network import Network
+from lowrank_cnn.models.twins import dense_twin
 from lowrank_cnn.system.clock import CudaMarks, Marks, Sample, measure, torch_threads
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
-
-BASELINES = ("vgg11-gmp", "vgg11", "googlenet", "nin")
-"""The dense networks that ours are held against; a network's is the first that its name begins with."""
 
 
 @dataclass(frozen=True)
@@ -92,20 +89,6 @@ def time_model(
         totals = measure(runs, repeats=repeats, cuda=device.startswith("cuda"))
         timed = {key: _timing(networks[key], runners[key], totals[key], runtime, device) for key in networks}
     return replace(timed["network"], twin=timed.get("twin"))
-
-
-def dense_twin(model: nn.Module) -> Network | None:
-    """The dense network that one of ours is held against, of the same width, norm, stride and classes.
-
-    None for a network that is not ours, or that is its own twin.
-    """
-    if not isinstance(model, Network):
-        return None
-    config, name = model.config, str(model.config["name"])
-    dense = next(baseline for baseline in BASELINES if name.startswith(baseline))
-    if name == dense and config["scheme"] is None and notes(model).conversion is None:
-        return None
-    return create_model(**{**config, "name": dense, "scheme": None})
 
 
 def pearson(layers: Sequence[LayerTime]) -> float | None:

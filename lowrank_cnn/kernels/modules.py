@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowrank_cnn.kernels.activation import canonical
+from lowrank_cnn.kernels.activation import activate, canonical, parsed
 from lowrank_cnn.kernels.mode import asked_for, mode, survey
 from lowrank_cnn.kernels.problem import Pair
 from lowrank_cnn.system.memory import is_out_of_memory
@@ -31,7 +31,7 @@ MOST_CHANNELS = 33
 
 
 class FusedNorm(nn.Module):
-    """A batch norm, a residual that is added to its result, an activation ("" for none), and a max-pool.
+    """A batch norm, a residual that is added to its result, an activation by name, and a max-pool.
 
     Its parameters, statistics and mode are those of the norm it is for. With `twice`, the result comes twice, for
     two readers: their gradients are then added where the norm's gradient is computed.
@@ -42,9 +42,8 @@ class FusedNorm(nn.Module):
     def __init__(
         self,
         norm: nn.BatchNorm2d,
-        activation: str = "relu",
+        activation: str | None = "relu",
         *,
-        slope: float = 0.0,
         inplace: bool = False,
         pool: FusedPool | None = None,
         twice: bool = False,
@@ -52,7 +51,7 @@ class FusedNorm(nn.Module):
         super().__init__()
         # The very same dictionaries: what is replaced in one, by a move to a device say, is so in the other.
         self._parameters, self._buffers = norm._parameters, norm._buffers
-        self.activation, self.slope, self.inplace = activation, slope, inplace
+        self.activation, self.inplace = canonical(activation), inplace
         self.pool, self.twice = pool, twice
         self.__dict__["norm"] = norm  # known, but no part: its tensors are registered here already
 
@@ -69,7 +68,8 @@ class FusedNorm(nn.Module):
 
         norm = self.norm
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
-        return self.normalised(x, *batch_norm_statistics(x.detach(), *running, norm.momentum, norm.eps), residual)
+        mean, rstd = batch_norm_statistics(x.detach(), *running, norm.momentum, norm.eps)
+        return self.normalised(x, mean, rstd, residual)
 
     def takes(self, x: Tensor) -> bool:
         """Whether the kernels normalise such maps now: in training, by the statistics of several values."""
@@ -86,7 +86,7 @@ class FusedNorm(nn.Module):
             codes = torch.is_grad_enabled() and x.requires_grad
             y = batch_norm_relu_pool(x, *scales, *self.pool.options(), codes)[0]
             return (y, y) if self.twice else y
-        inputs = (x, *scales, residual, self.activation, self.slope)
+        inputs = (x, *scales, residual, *parsed(self.activation))
         # torch.compile sees no gain in it: what it adds up, it adds up in kernels of its own.
         if self.twice and self.pool is None and not torch.compiler.is_compiling():
             return TwiceRead.apply(*inputs)
@@ -97,14 +97,11 @@ class FusedNorm(nn.Module):
     def _by_torch(self, x: Tensor, residual: Tensor | None) -> Tensor:
         y = self.norm.forward(x)
         y = y if residual is None else y + residual
-        if self.activation:
-            extra = {"negative_slope": self.slope} if self.activation == "leaky_relu" else {}
-            extra |= {"inplace": True} if self.inplace and self.activation != "gelu" else {}
-            y = getattr(F, self.activation)(y, **extra)
+        y = F.relu_(y) if self.inplace and self.activation == "relu" else activate(y, self.activation)
         return y if self.pool is None else self.pool(y)
 
     def extra_repr(self) -> str:
-        return f"{self.norm.extra_repr()}, {self.activation or 'no activation'}, twice={self.twice}"
+        return f"{self.norm.extra_repr()}, {self.activation}, twice={self.twice}"
 
 
 class NormedConv(nn.Module):

@@ -25,6 +25,7 @@ from torch.fx.node import map_aggregate
 from torch.nn.utils.parametrize import is_parametrized
 
 from lowrank_cnn.kernels.modules import has_hooks, is_plain
+from lowrank_cnn.system.errors import first_line
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _SIZE_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "is_cuda", "layout", "requires_grad", "itemsize", "nbytes"}
@@ -89,7 +90,7 @@ def capture(root: nn.Module, *example: Any) -> NetworkGraph:
     try:
         return NetworkGraph(root, _finished(_Tracer().trace(root)))
     except Exception as error:  # a forward may fail on symbolic values in any way of its own
-        reason = _first_line(error)
+        reason = first_line(error)
     if example:
         try:
             with torch.no_grad():
@@ -97,7 +98,7 @@ def capture(root: nn.Module, *example: Any) -> NetworkGraph:
             sizes = tuple(tuple(value.shape) for value in example if isinstance(value, Tensor))
             return NetworkGraph(root, _finished(graph), sizes)
         except Exception as error:
-            reason = _first_line(error)
+            reason = first_line(error)
     raise CaptureError(f"its forward cannot be traced ({reason})")
 
 
@@ -109,7 +110,8 @@ def within(name: str, parent: str) -> bool:
 def layer_kind(module: nn.Module | None) -> str | None:
     """What a module is to the transforms: "conv", "linear", "composite", "chain", or None for anything else.
 
-    A module with hooks, a forward of its own or computed weights is none of these.
+    A module with hooks or computed weights is none of these. A subclass of a conv whose forward ends in the conv
+    itself, after padding its input say, is an "own conv".
     """
     if module is None or has_hooks(module) or "forward" in vars(module) or is_parametrized(module):
         return None
@@ -121,7 +123,28 @@ def layer_kind(module: nn.Module | None) -> str | None:
         return "chain" if plain and all(layer_kind(part) in ("conv", "composite") for part in parts) else None
     if any(is_plain(module, kind) for kind in CONVS):
         return "conv"
+    if isinstance(module, CONVS):
+        return "own conv" if _ends_in_conv(module) else None
     return "linear" if is_plain(module, nn.Linear) else None
+
+
+_CONVOLVE = (torch.conv1d, torch.conv2d, torch.conv3d)
+
+
+def _ends_in_conv(module: nn.Module) -> bool:
+    """Whether a forward gives the result of one convolution with the module's weight, and of no other call."""
+    try:
+        graph = _Tracer().trace(module)
+    except Exception:  # a forward may fail on symbolic values in any way of its own
+        return False
+    (result,) = (node.args[0] for node in graph.nodes if node.op == "output")
+    if not isinstance(result, fx.Node) or result.target not in _CONVOLVE or result.kwargs or len(result.args) < 3:
+        return False
+    weight, bias = result.args[1:3]
+    reads = [node for node in graph.nodes if node.op == "get_attr"]
+    named = isinstance(weight, fx.Node) and weight.target == "weight" and len(weight.users) == 1
+    added = bias is None or (isinstance(bias, fx.Node) and bias.target == "bias" and len(bias.users) == 1)
+    return named and added and len(reads) == (1 if bias is None else 2)
 
 
 class _Proxy(fx.Proxy):
@@ -148,7 +171,7 @@ class _Tracer(fx.Tracer):
         return _Proxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        ours = layer_kind(m) in ("composite", "chain")
+        ours = layer_kind(m) in ("composite", "chain", "own conv")
         whole = ours or has_hooks(m) or not m._modules or "forward" in vars(m)
         return whole or super().is_leaf_module(m, module_qualified_name)
 
@@ -165,7 +188,7 @@ class _SizedProxy(_Proxy):
         return len(self.value)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([self[place] for place in range(len(self.value))])
+        return iter([operator.getitem(self, place) for place in range(len(self.value))])  # type: ignore[call-overload]
 
 
 class _SizedTracer(_Tracer):
@@ -198,6 +221,7 @@ class _SizedTracer(_Tracer):
             self.computing = False
         if kind.startswith("call") and not _has_tensors(value):
             raise CaptureError(f"{getattr(target, '__name__', target)} gives Python a value that depends on data")
+        assert isinstance(made, _SizedProxy)
         made.value = value
         return made
 
@@ -235,7 +259,3 @@ def _any_global_hook() -> bool:
     hooks = torch.nn.modules.module
     names = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
     return any(getattr(hooks, name, None) for name in (*names, "_global_backward_pre_hooks"))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(".")

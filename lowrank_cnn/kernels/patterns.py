@@ -8,7 +8,7 @@ Activations and pools may be modules or functions.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,19 +217,15 @@ def _pool(node: fx.Node, module: nn.Module | None) -> nn.MaxPool2d | None:
     """A max-pool, whether a module or a function."""
     if module is not None:
         return module if type(module) is nn.MaxPool2d and not module.return_indices else None
-    if node.target not in (F.max_pool2d, torch.max_pool2d) or not all(map(_is_constant, _options(node))):
+    if node.target not in (F.max_pool2d, torch.max_pool2d):
         return None
-    try:
-        return (
-            nn.MaxPool2d(*node.args[1:], **node.kwargs).eval() if not node.kwargs.get("return_indices") else None
-        )  # type: ignore[arg-type]
-    except TypeError:
-        return None
+    options: dict[str, Any] = dict(zip(_POOL_OPTIONS, node.args[1:], strict=False)) | dict(node.kwargs)
+    constant = all(map(_is_constant, options.values())) and set(options) <= set(_POOL_OPTIONS)
+    return nn.MaxPool2d(**options).eval() if constant and not options.get("return_indices") else None
 
 
-def _options(node: fx.Node) -> Iterator[Any]:
-    yield from node.args[1:]
-    yield from node.kwargs.values()
+_POOL_OPTIONS = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+"""In the order of the function, which is not that of the module."""
 
 
 def _is_constant(value: Any) -> bool:

@@ -6,6 +6,7 @@ gives it, it gives what the original conv gives in the original network. This co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,8 +21,9 @@ from lowrank_cnn.system.errors import LowRankError
 
 Images = Tensor | Iterable[object]
 """Images as one batch, or batches of them; of a pair (images, labels) the labels are left out."""
-_ROWS = 16384
-"""Output pixels that a fit takes: many times more than a layer has weights per filter."""
+_ROWS = 4
+"""Output pixels that a fit takes, for each weight of a filter."""
+_FEWEST_ROWS = 4096
 _RIDGE = 1e-4
 """How much, of the mean square of an input, holds a weight at its value before the fit."""
 
@@ -114,7 +116,8 @@ def _sampled(
 ) -> tuple[Tensor, Tensor]:
     """Windows [rows, groups, weights per filter] of a conv, and [rows, groups, filters], at some output pixels."""
     generator = torch.Generator().manual_seed(0)
-    share = max(1, _ROWS // max(1, len(inputs)))
+    weights = math.prod(layer.kernel_size) * layer.in_channels // layer.groups  # type: ignore[arg-type, operator]
+    share = math.ceil(max(_FEWEST_ROWS, _ROWS * weights) / max(1, len(inputs)))
     windows, wanted = [], []
     groups = layer.groups
     for index, x in enumerate(inputs):

@@ -20,7 +20,7 @@ from lowrank_cnn.system.errors import LowRankError
 
 Score = Callable[[nn.Module], float]
 """How good a network is: accuracy, say. More is better."""
-_TRIED = 10
+_TRIED = 6
 """Numbers of basis filters that are tried for a layer; between them, the share kept is interpolated."""
 
 
@@ -31,18 +31,20 @@ def measured_keeps(
     scheme: Scheme,
     batches: Sequence[Tensor],
     score: Score | None = None,
+    *,
+    refitting: bool = True,
 ) -> dict[str, Keeps]:
     """For each layer, what the network keeps with m basis filters in that layer alone.
 
-    By images it is one less the relative squared error of the output, each layer refitted as in the end; by a
-    `score` it is the score over that of the original.
+    By images it is one less the relative squared error of the output, each layer refitted as in the end (unless
+    `refitting` is off); by a `score` it is the score over that of the original.
     """
     right = outputs(model, batches) if batches else None
     whole = _scored(score, model) if score else 1.0
     keeps = {}
     for name, conv in convs.items():
         points = []
-        given = seen(model, conv, batches) if batches else []
+        given = seen(model, conv, batches) if batches and refitting else []
         for m in dict.fromkeys(sizes_of(conv, scheme, _TRIED)):
             layer = data_fitted(name, conv, replace(scheme, m=m), given)
             trial = copy_with(model, {conv: layer})

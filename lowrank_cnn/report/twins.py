@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from lowrank_cnn.deploy.timing import BASELINES
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
+from lowrank_cnn.models.twins import baseline_of
 from lowrank_cnn.report.entry import Entry
 from lowrank_cnn.report.records import CPU, GPU, Built
 from lowrank_cnn.system.errors import LowRankError
@@ -26,8 +26,7 @@ OWN = {
 def dense_twin(built: Built) -> Built:
     """The network a low-rank one is compared with: its dense base, with the same options."""
     name = built.base or built.name
-    dense = next((b for b in BASELINES if name == b or name.startswith(f"{b}-")), name)
-    return replace(built, name=dense, scheme=None, base=None)
+    return replace(built, name=baseline_of(name), scheme=None, base=None)
 
 
 def twin_known(entry: Entry) -> bool:

@@ -6,12 +6,15 @@ NaN and infinity give an infinite difference, and so do results of other shapes 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
+
+from lowrank_cnn.system.errors import LostDeviceError, first_line
 
 ROUNDED = 0.05
 """How far results in half precision may be off."""
@@ -55,19 +58,26 @@ def is_finite(result: Any) -> bool:
 
 
 @torch.no_grad()
-def network_difference(ours: Callable[..., Any], right: Callable[..., Any], *example: Any) -> float:
-    """How far one network is from another: on the example, and on random numbers of its shape and scale.
+def objection(ours: Callable[..., Any], right: Callable[..., Any], *example: Any, single: float = 1e-3) -> str:
+    """Why one network is not another: it fails, or its results differ; empty where both compute the same.
 
-    The second input shows differences that an example of zeros or of one repeated value hides. It is left out
-    where the network does not take it or gives no finite result for it.
+    Both run on the example, and on random numbers of its shape and scale: these show differences that an example
+    of zeros or of one repeated value hides. They are left out where `right` does not take them or gives no finite
+    result for them. `single` is the limit in float32.
     """
-    worst = difference(ours(*example), right(*example))
+    expected = right(*example)
+    inputs = [(example, expected)]
     other = tuple(_random_like(value) for value in example)
+    with contextlib.suppress(Exception):  # a forward may refuse random values in any way of its own
+        drawn = right(*other)
+        inputs += [(other, drawn)] if is_finite(drawn) else []
     try:
-        expected = right(*other)
-    except Exception:  # a forward may refuse random values in any way of its own
-        return worst
-    return max(worst, difference(ours(*other), expected)) if is_finite(expected) else worst
+        error = max(difference(ours(*given), result) for given, result in inputs)
+    except LostDeviceError:
+        raise
+    except Exception as failure:  # a view of maps that now lie in another memory format, say
+        return f"it fails: {first_line(failure)}"
+    return "" if error <= tolerance(expected, single=single) else f"its results would differ by {error:.1e}"
 
 
 def _of_leaves(ours: Any, right: Any, by: str) -> float:

@@ -59,3 +59,8 @@ def nearest(name: object, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(str(name)[:_LONGEST_NAME], names, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}."
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error without its full stop, or its type where it says nothing."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

@@ -28,8 +28,10 @@ EAGER, COMPILED = "eager", "compiled"
 PAYS_AFTER = 600.0
 """Seconds of training left from which compiling pays: it takes about half a minute, and saves a tenth or more."""
 TIMED_STEPS = 10
-AGREEMENT = {torch.float32: 1e-2, torch.float16: 0.05, torch.bfloat16: 0.2}
-"""How far the gradients of two ways may differ, relative to their norm, by the type that convs compute in."""
+BRIGHTER = 1 + 2**-8
+"""Images so much brighter are the same to a network but for rounding: what changes is the noise of a step."""
+SURE, NOISES = 0.01, 3
+"""Gradients of two ways may differ by so much, relative to their norm, and by so many times that noise."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,6 @@ class Ways:
 
     forwards: Mapping[str, nn.Module]
     graphs: bool
-    precision: torch.dtype = torch.float32
     say: Say = print
 
     def choose(self, step: Step, images: Tensor, labels: Tensor, *, steps_left: int) -> tuple[Update, Execution]:
@@ -81,7 +82,7 @@ class Ways:
             return None
         times = f"{trial.seconds * 1e3:.1f} ms a step compiled, {plain.seconds * 1e3:.1f} ms without"
         apart = _apart(trial.gradients, plain.gradients)
-        if not apart <= AGREEMENT[self.precision]:  # nor where it is not a number
+        if not apart <= SURE + NOISES * plain.noise:  # nor where it is not a number
             self.say(f"The network is not compiled: its gradients would differ by {apart:.1g}.")
             return None
         if trial.seconds >= plain.seconds:
@@ -115,10 +116,11 @@ class Ways:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a few steps by one way took, and the gradients of the first."""
+    """What a few steps by one way took, the gradients of the first, and how far rounding alone moves these."""
 
     seconds: float
     gradients: list[Tensor]
+    noise: float
 
 
 def _meet_kernels(forward: nn.Module, step: Step, images: Tensor, labels: Tensor) -> None:
@@ -130,15 +132,22 @@ def _meet_kernels(forward: nn.Module, step: Step, images: Tensor, labels: Tensor
 
 def _trial(step: Step, update: Update, images: Tensor, labels: Tensor) -> Trial:
     with put_back(step.tensors(), images.device):
-        update(images, labels)
-        gradients = [p.grad.detach().clone() for p in step.parameters.values() if p.grad is not None]
+        gradients = _gradients(step, update, images, labels)
+        noise = _apart(_gradients(step, update, images * BRIGHTER, labels), gradients)
         _wait(images.device)
         began = time.perf_counter()
         for _ in range(TIMED_STEPS):
             update(images, labels)
         _wait(images.device)
         seconds = (time.perf_counter() - began) / TIMED_STEPS
-    return Trial(seconds, gradients)
+    return Trial(seconds, gradients, noise)
+
+
+def _gradients(step: Step, update: Update, images: Tensor, labels: Tensor) -> list[Tensor]:
+    """Those of one step, from the weights and the random numbers that there are now."""
+    with put_back(step.tensors(), images.device):
+        update(images, labels)
+        return [p.grad.detach().clone() for p in step.parameters.values() if p.grad is not None]
 
 
 def _wait(device: torch.device) -> None:

@@ -25,19 +25,18 @@ def fused_to_train(network: nn.Module, size: Sequence[int], say: Callable[[str],
     Sequentials alone. A forward written by hand may ask a layer for what its fused form has not, or call it in an
     order of its own, so both networks are first shown the same images: results and gradients must agree.
     """
-    reason = ""
-    for way in (fused_by_graph, fuse):
+    for what, way in (("Convs and norms", fused_by_graph), ("Layers", fuse)):
         try:
             if (twin := way(network)) is None:
                 continue
             apart = _difference(network, twin, size)
         except Exception as error:  # whatever a foreign forward stumbles over
             reason = str(error).partition("\n")[0] or type(error).__name__
+            say(f"{what} are not fused: {reason}")
             continue
         if apart <= TOLERANCE:
             return twin.train()
-        reason = f"the results would differ by {apart:.1g}."
-    say(f"Layers are not fused: {reason}")
+        say(f"{what} are not fused: the results would differ by {apart:.1g}.")
     return network
 
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from torch import fx, nn
 
-from lowrank_cnn.kernels.between.names import ACTIVATIONS
 from lowrank_cnn.kernels.fuse import FusedComposite, conv_options, fuse, fuse_neighbours, pool_name
 from lowrank_cnn.kernels.modules import FusedNorm, NormedConv, fused_pool
 from lowrank_cnn.kernels.network_graph import NetworkGraph, capture
@@ -47,13 +46,12 @@ def _supported(captured: NetworkGraph, pattern: Pattern) -> Pattern | None:
     assert conv is not None
     if pattern.norm is not None:
         plain = type(captured.module(pattern.norm)) is nn.BatchNorm2d
-        active = pattern.activation is None or pattern.activation.name in ACTIVATIONS
         pooled = pattern.pool is None or fused_pool(pattern.pool) is not None
-        return pattern if plain and active and pooled else None
+        return pattern if plain and pooled else None
     if conv_options(conv) is None:
         return None
     # Without a norm, a conv takes a ReLU, and behind that a 2x2 max-pool: these have gradients.
-    relu = pattern.activation is not None and pattern.activation.name == "relu"
+    relu = pattern.activation == "relu"
     pool = pattern.pool is None or (relu and pool_name(pattern.pool) in ("floor", "ceil"))
     if pattern.add is None and (relu or pattern.activation is None) and pool:
         return pattern
@@ -66,11 +64,10 @@ def _fused(captured: NetworkGraph, pattern: Pattern) -> nn.Module:
     if pattern.norm is None:
         rounding = None if pattern.pool is None else pool_name(pattern.pool)
         return FusedComposite(**conv_options(conv) or {}, relu=pattern.activation is not None, pool=rounding)
-    norm, activation = captured.module(pattern.norm), pattern.activation
+    norm = captured.module(pattern.norm)
     assert isinstance(norm, nn.BatchNorm2d)
-    name, slope = ("", 0.0) if activation is None else (activation.name, activation.slope)
     pool = None if pattern.pool is None else fused_pool(pattern.pool)
-    return NormedConv(fuse(conv), FusedNorm(norm, name, slope=slope, pool=pool))
+    return NormedConv(fuse(conv), FusedNorm(norm, pattern.activation, pool=pool))
 
 
 def _split_results(twin: fx.GraphModule) -> None:

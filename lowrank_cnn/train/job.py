@@ -154,8 +154,7 @@ class Job:
             forwards[EAGER] = self.fabric.setup_module(placed)
         if compile:
             forwards[COMPILED] = self._compiled(placed)
-        precision = _HALVES.get(self.precision, torch.float32)
-        return Ways(forwards, self.graphs, precision, self.shown.say)
+        return Ways(forwards, self.graphs, self.shown.say)
 
     def _compiled(self, placed: nn.Module) -> nn.Module:
         """The model compiled by torch; dropout draws the same numbers as without, so that results are the same."""

@@ -13,7 +13,7 @@ from torch import nn
 from lowrank_cnn.data.dataset import AsGiven, loader_batch
 from lowrank_cnn.data.types import Decode
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.dense_cost import dense_cost
+from lowrank_cnn.models.twins import dense_cost
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.determinism import changed_conditions, conditions, keep_threads, repeatable

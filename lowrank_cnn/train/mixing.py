@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from lowrank_cnn.data.augment import send
 from lowrank_cnn.data.types import generator
+from lowrank_cnn.system.errors import require
 
 
 class Mixer:
@@ -36,10 +37,10 @@ class Mixer:
 
 
 def _beta(alpha: float, draw: torch.Generator) -> float:
-    """A share drawn from Beta(alpha, alpha), by two Gamma draws; torch's own takes no generator."""
-    concentration = torch.tensor([alpha, alpha], dtype=torch.float64)
-    one, other = torch._standard_gamma(concentration, generator=draw).clamp_min(1e-30).tolist()
-    return one / (one + other)
+    """A share drawn from Beta(alpha, alpha) by NumPy, since torch's own distribution takes no generator."""
+    numpy = require("numpy", extra="train", purpose="mixing images")
+    seed = int(torch.randint(2**31, (), generator=draw))
+    return float(numpy.random.default_rng(seed).beta(alpha, alpha))
 
 
 def _pasted(images: Tensor, order: Tensor, share: float, draw: torch.Generator) -> tuple[Tensor, float]:

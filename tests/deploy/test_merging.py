@@ -373,3 +373,39 @@ def test_a_network_of_nan_is_left_alone_or_refused():
     assert isinstance(merge(net)[1], nn.BatchNorm2d)
     with pytest.raises(LowRankError, match="NaN or infinite"):
         merge(net, example_input=torch.randn(1, 3, 8, 8))
+
+
+class Padded(nn.Conv2d):
+    """Pads its input by a layer of its own before the conv, as ports of other frameworks do."""
+
+    def __init__(self, *options) -> None:
+        super().__init__(*options)
+        self.pad = nn.ZeroPad2d((0, 1, 0, 1))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv2d(self.pad(input), self.weight, self.bias, self.stride)
+
+
+class Standardised(nn.Conv2d):
+    """Normalises its weight at every call: scaling the weight changes nothing."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return self._conv_forward(input, weight / weight.std((1, 2, 3), keepdim=True), self.bias)
+
+
+class NoBias(nn.Conv2d):
+    """Leaves its bias out, whatever it is."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self._conv_forward(input, self.weight, None)
+
+
+@pytest.mark.parametrize(("kind", "folds"), [(Padded, True), (Standardised, False), (NoBias, False)])
+def test_convs_with_a_forward_of_their_own(kind: type[nn.Conv2d], folds: bool):
+    net = shaken(nn.Sequential(kind(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())).double().eval()
+    merged = merge(net)
+    assert isinstance(merged[0], kind)
+    assert isinstance(merged[1], nn.Identity) == folds
+    x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+    torch.testing.assert_close(merged(x), net(x))

@@ -272,3 +272,12 @@ def test_a_move_that_moves_nothing_keeps_what_was_recorded(network: nn.Module):
     fast = Optimized(network, LAST)
     fast.recording = FakeRecord()
     assert fast.to("cpu").float()(IMAGE) == "replayed"
+
+
+def test_many_networks_of_one_class_are_all_compiled():
+    torch._dynamo.reset()
+    nets = [nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval() for _ in range(10)]
+    for net in nets:
+        counters.clear()
+        torch.testing.assert_close(Optimized(net, COMPILED)(IMAGE[:, :, :8, :8]), net(IMAGE[:, :, :8, :8]))
+        assert counters["stats"]["unique_graphs"] == 1

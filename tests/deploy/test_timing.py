@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.timing import LayerTime, dense_twin, pearson, time_model
-from lowrank_cnn.method.converting import convert
+from lowrank_cnn.deploy.timing import LayerTime, pearson, time_model
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.models import create_model, list_models
+from lowrank_cnn.models import create_model
 from lowrank_cnn.system.clock import measure, torch_threads
 from lowrank_cnn.system.errors import LowRankError
 
@@ -29,30 +28,6 @@ def test_threads_are_set_and_set_back():
     with torch_threads(1):
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
-
-
-@pytest.mark.parametrize(
-    ("name", "twin"),
-    [
-        ("vgg11-gmp-lr-join-wfull", "vgg11-gmp"),
-        ("vgg11-gmp-lr-2x", "vgg11-gmp"),
-        ("googlenet-lr-conv1", "googlenet"),
-        ("nin-c3-lr", "nin"),
-    ],
-)
-def test_a_networks_twin_is_its_familys_dense_baseline(name: str, twin: str):
-    net = create_model(name, width=0.05, norm="batch", num_classes=7)
-    found = dense_twin(net)
-    assert found.config == {**net.config, "name": twin}
-
-
-def test_dense_networks_have_no_twin_and_converted_ones_do():
-    dense = [name for name in list_models() if dense_twin(create_model(name, width=0.05)) is None]
-    assert dense == ["vgg11", "vgg11-gmp", "googlenet", "nin"]
-    assert dense_twin(nn.Conv2d(3, 4, 3)) is None
-    converted = convert(create_model("nin", width=0.05), "lr")
-    assert dense_twin(converted).config == converted.config
-    assert dense_twin(create_model("nin", width=0.05, scheme="lr")).config["scheme"] is None
 
 
 @pytest.mark.parametrize("runtime", ["torch", "onnx"])

@@ -30,7 +30,7 @@ from lowrank_cnn.kernels.autotune.trial import Trial
 from lowrank_cnn.kernels.between import normalise, normalise_pool, pool, response_norm
 from lowrank_cnn.kernels.between import statistics as batch_statistics
 from lowrank_cnn.kernels.conv import hopper, launch
-from lowrank_cnn.kernels.conv.plans import plans
+from lowrank_cnn.kernels.conv.plans import KernelPlan, plans
 from lowrank_cnn.kernels.modules import MOST_CHANNELS
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
 
@@ -127,6 +127,16 @@ def posed(layer, dtype, *, stride=(1, 1), activation="relu") -> tuple[Problem, t
     return describe(x, weights, stride=stride, padding=padding, activation=activation, pool=rounding), x, weights
 
 
+def one_of_each_kernel(problem: Problem, capability: tuple[int, int]) -> list[KernelPlan]:
+    """The plan of each kernel that takes most registers: the largest tile."""
+    found = {plan.kernel: plan for plan in sorted(plans(problem, capability=capability), key=_values)}
+    return list(found.values())
+
+
+def _values(plan: KernelPlan) -> int:
+    return getattr(plan.tile, "pixels", 1) * getattr(plan.tile, "filters", 1)
+
+
 def forwards(capability: tuple[int, int]) -> None:
     for layer in (*LAYERS.values(), *FIRST.values()):
         problem, x, weights = posed(layer, torch.bfloat16)
@@ -137,14 +147,14 @@ def forwards(capability: tuple[int, int]) -> None:
     launch.forward(plans(problem, capability=capability)[0], problem, x, weights, None)
     for layer in STEMS.values():
         problem, x, weights = posed(layer, torch.bfloat16, stride=(2, 2))
-        for plan in plans(problem, capability=capability):
+        for plan in one_of_each_kernel(problem, capability):
             launch.forward(plan, problem, x, weights, torch.zeros(problem.filters))
     for name, stride, activation in EPILOGUES:
         size, groups, _ = LAYERS[name]
         problem, x, weights = posed((size, groups, None), torch.float16, stride=stride, activation=activation)
         problem = replace(problem, residual=True)
         added = torch.zeros(problem.batch, problem.filters, *problem.result_size, dtype=torch.float16)
-        for plan in plans(problem, capability=capability):
+        for plan in one_of_each_kernel(problem, capability):
             launch.forward(plan, problem, x, weights, None, None, added)
 
 
@@ -153,7 +163,7 @@ def forwards_with_statistics(capability: tuple[int, int]) -> None:
     for name, stride in (("narrow", (1, 1)), ("wide", (1, 1)), ("lr", (2, 2))):
         size, groups, _ = LAYERS[name]
         problem, x, weights = posed((size, groups, None), torch.bfloat16, stride=stride, activation=None)
-        for plan in plans(problem, capability=capability):
+        for plan in one_of_each_kernel(problem, capability):
             launch.forward_with_statistics(plan, problem, x, weights, None)
 
 

@@ -7,10 +7,10 @@ from torch import nn
 
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.dense_cost import dense_cost
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.rebuild import run_entry
+from lowrank_cnn.models.twins import dense_cost
 from lowrank_cnn.report.entries import gather
 from lowrank_cnn.report.entry import Entry
 from lowrank_cnn.report.reading import read_record

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.system.compare import agree, difference, network_difference
+from lowrank_cnn.system.compare import agree, difference, objection
 
 NAN, INF = float("nan"), float("inf")
 ONES = torch.ones(2, 3)
@@ -57,5 +57,6 @@ def test_networks_are_compared_on_more_than_zeros():
     other.load_state_dict({**net.state_dict(), "weight": 2 * net.weight})
     zeros = torch.zeros(1, 3, 8, 8)
     assert difference(other(zeros), net(zeros)) == 0
-    assert network_difference(other, net, zeros) > 0.1
-    assert network_difference(net, net, zeros) == 0
+    assert "would differ" in objection(other, net, zeros)
+    assert objection(net, net, zeros) == ""
+    assert "it fails" in objection(nn.Conv2d(5, 4, 3), net, zeros)

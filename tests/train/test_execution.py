@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import execution
-from lowrank_cnn.train.execution import COMPILED, EAGER, Trial, Ways, resolved
+from lowrank_cnn.train.execution import COMPILED, EAGER, Ways, resolved
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.step import Step
 
@@ -51,7 +52,7 @@ def chosen(monkeypatch, compiled: Callable[[nn.Module], nn.Module], speeds=(1.0,
     measure, seconds = execution._trial, iter(speeds)
     way = Ways({EAGER: net, COMPILED: compiled(net)}, graphs=False, say=said.append)
     with monkeypatch.context() as patch:
-        patch.setattr(execution, "_trial", lambda *given: Trial(next(seconds), measure(*given).gradients))
+        patch.setattr(execution, "_trial", lambda *given: replace(measure(*given), seconds=next(seconds)))
         _, taken = way.choose(step, *batch(), steps_left=steps_left)
     return taken.compiled, said, step
 

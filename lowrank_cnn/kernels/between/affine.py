@@ -31,7 +31,7 @@ def of_channels(mean, rstd, weight, bias, lane, TOTAL: tl.constexpr, WEIGHT: tl.
 
 @triton.jit
 def activated(z, slope, ACTIVATION: tl.constexpr):
-    """The activation, one of `names.ACTIVATIONS`; NaN stays NaN."""
+    """The activation, as `kernels.activation` names it; NaN stays NaN."""
     if ACTIVATION == "relu":
         z = tl.where(z < 0, 0.0, z)
     elif ACTIVATION == "leaky_relu":

@@ -138,10 +138,15 @@ def default_tile(problem: Problem) -> HopperTile:
     """A tile that suits most layers; `dispatch` measures better ones."""
     filters = filters_per_tile(problem)
     depth = step_depth(problem)
-    parts = 2 if problem.pool is None and not problem.residual and filters > 16 else 1
+    apart = (1, 2) if problem.residual else (2,)  # of a residual only the first part is fetched ahead
+    apart = apart if problem.pool is None and filters > 16 else (1,)
     rings = ((2, 3), (2, 2)) if run_length(problem) > 1 else ((3, 3), (2, 2))
-    tiles = [HopperTile(128, filters, depth, 4, boxes, slabs, parts, 2) for boxes, slabs in rings]
-    tiles += [HopperTile(128, filters, depth, 4, boxes, slabs, parts, 1) for boxes, slabs in rings]
+    tiles = [
+        HopperTile(128, filters, depth, 4, boxes, slabs, parts, residents)
+        for residents in (2, 1)
+        for parts in apart
+        for boxes, slabs in rings
+    ]
     return next(tile for tile in tiles if fits(problem, tile))
 
 

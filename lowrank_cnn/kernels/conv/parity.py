@@ -15,7 +15,7 @@ from itertools import accumulate, product
 import torch
 from torch import Tensor
 
-from lowrank_cnn.kernels.problem import Group, Pair, Problem, empty_maps
+from lowrank_cnn.kernels.problem import Pair, Problem, TapGroup, empty_maps
 from lowrank_cnn.kernels.tiles import ceil_div
 
 
@@ -114,13 +114,13 @@ def _neighbours(conv: ParityConv) -> list[Pair]:
     return [(first, last) for first, last, _ in stretches]
 
 
-def _part(group: Group, parity: Pair, stride: Pair) -> tuple[Group, Pair] | None:
+def _part(group: TapGroup, parity: Pair, stride: Pair) -> tuple[TapGroup, Pair] | None:
     """The taps of a group that read a parity, as a group of stride 1, and the first of them."""
     rows, top, first = _side(group.height, group.top, parity[0], stride[0])
     columns, left, begin = _side(group.width, group.left, parity[1], stride[1])
     if rows <= 0 or columns <= 0:
         return None
-    return Group(rows, columns, group.filters, top, left), (first, begin)
+    return TapGroup(rows, columns, group.filters, top, left), (first, begin)
 
 
 def _side(taps: int, before: int, parity: int, stride: int) -> tuple[int, int, int]:
@@ -129,7 +129,7 @@ def _side(taps: int, before: int, parity: int, stride: int) -> tuple[int, int, i
     return ceil_div(taps - first, stride), (before + parity - first) // stride, first
 
 
-def _over(problem: Problem, parity: Pair, groups: tuple[Group, ...]) -> Problem:
+def _over(problem: Problem, parity: Pair, groups: tuple[TapGroup, ...]) -> Problem:
     return replace(
         problem,
         height=ceil_div(problem.height - parity[0], problem.stride[0]),

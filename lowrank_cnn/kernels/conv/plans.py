@@ -19,15 +19,14 @@ HOPPER = (
     (256, 128, 8, 1),
     (128, 256, 8, 1),
     (128, 64, 4, 3),
-    (128, 64, 4, 2),
-    (256, 64, 4, 2),
     (256, 32, 4, 2),
     (128, 32, 4, 4),
-    (128, 32, 4, 3),
 )
 """Pixels, filters, warps and resident programs of the Hopper tiles worth measuring."""
-STAYING = ((2, 0), (3, 0), (4, 0))
-"""Boxes in flight, with all weights in shared memory."""
+HOPPER_STAYING = ((128, 128, 4, 2), (128, 64, 4, 2), (256, 64, 4, 2), (256, 32, 4, 2), (128, 32, 4, 3))
+"""The same where all weights of a tile stay in shared memory: narrow ones, whose weights are few."""
+BOXES_ALONE = ((2, 0), (3, 0), (4, 0))
+"""Boxes of pixels in flight, and no weights."""
 TILED = ((128, 128, 64, 4, 3),)
 """Pixels, filters, depth, warps and stages of the plain tiles worth measuring."""
 MORE_TILED = ((128, 128, 64, 4, 4), (128, 64, 64, 4, 4))
@@ -129,24 +128,19 @@ def hopper_tiles(problem: Problem, deepest: int = 1) -> list[hopper_plan.HopperT
     widest = min(group.filters for group in problem.groups)
     rings = ((2, 2), (2, 3), (2, 4), (3, 5)) if hopper_plan.run_length(problem) > 1 else ((2, 2), (3, 3), (4, 4))
     found = [hopper_plan.default_tile(problem)]
-    for pixels, filters, warps, residents in HOPPER:
+    kinds = [(sizes, rings) for sizes in HOPPER] + [(sizes, BOXES_ALONE) for sizes in HOPPER_STAYING]
+    for (pixels, filters, warps, residents), flights in kinds:
         if filters > widest or filters < 64 <= widest:
             continue
-        for sizes in (rings, STAYING):  # weights in flight, or all of them in shared memory
-            tiles = [
-                hopper_plan.HopperTile(pixels, filters, found[0].depth, warps, boxes, slabs, parts, residents)
-                for parts in _parts(problem)
-                for boxes, slabs in sizes
-            ]
-            found += [tile for tile in tiles if hopper_plan.fits(problem, tile)][-deepest:]
+        tiles = [
+            hopper_plan.HopperTile(pixels, filters, found[0].depth, warps, boxes, slabs, parts, residents)
+            for parts in ((1, 2) if problem.pool is None else (1,))
+            for boxes, slabs in flights
+        ]
+        fitting = [tile for tile in tiles if hopper_plan.fits(problem, tile)]
+        whole = [tile for tile in fitting if tile.parts == 1] if problem.residual else []  # all fetched ahead
+        found += [*whole[-1:], *fitting[-deepest:]]
     return list(dict.fromkeys(found))
-
-
-def _parts(problem: Problem) -> tuple[int, ...]:
-    """Into how many parts results may leave, the preferred last: of a residual only the first is fetched ahead."""
-    if problem.pool is not None:
-        return (1,)
-    return (2, 1) if problem.residual else (1, 2)
 
 
 def plain_tiles(problem: Problem, capability: tuple[int, int], thorough: bool = False) -> list[tiled.Tile]:

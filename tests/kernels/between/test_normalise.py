@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
+from lowrank_cnn.kernels.activation import ACTIVATIONS
 from lowrank_cnn.kernels.between import normalise, statistics
-from lowrank_cnn.kernels.between.names import ACTIVATIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS, SLOPE = 1e-5, 0.1
@@ -66,7 +66,7 @@ SIZES = st.tuples(
 @given(
     SIZES,
     st.sampled_from(list(ROUNDING)),
-    st.sampled_from(ACTIVATIONS),
+    st.sampled_from(("", *ACTIVATIONS)),
     st.booleans(),
     st.booleans(),
     st.integers(0, 99),

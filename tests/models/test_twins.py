@@ -4,8 +4,9 @@ from torch import Tensor, nn
 from lowrank_cnn.deploy import merge
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.dense_cost import dense_cost
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.models import create_model, list_models
+from lowrank_cnn.models.twins import baseline_of, dense_cost, dense_twin
 
 SIZE = (3, 32, 48)
 
@@ -61,3 +62,31 @@ def test_what_is_not_known_is_not_guessed():
 def test_a_merged_network_costs_what_it_did_before_it_was_converted():
     merged = merge(convert(nn.Sequential(nn.Conv2d(3, 8, 3)), "lr-join").eval(), chains=True)
     assert dense_cost(merged, SIZE) == cost(nn.Conv2d(3, 8, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "twin"),
+    [
+        ("vgg11-gmp-lr-join-wfull", "vgg11-gmp"),
+        ("vgg11-gmp-lr-2x", "vgg11-gmp"),
+        ("googlenet-lr-conv1", "googlenet"),
+        ("nin-c3-lr", "nin"),
+    ],
+)
+def test_a_networks_twin_is_its_familys_dense_baseline(name: str, twin: str):
+    net = create_model(name, width=0.05, norm="batch", num_classes=7)
+    found = dense_twin(net)
+    assert found.config == {**net.config, "name": twin}
+
+
+def test_dense_networks_have_no_twin_and_converted_ones_do():
+    dense = [name for name in list_models() if dense_twin(create_model(name, width=0.05)) is None]
+    assert dense == ["vgg11", "vgg11-gmp", "googlenet", "nin"]
+    assert dense_twin(nn.Conv2d(3, 4, 3)) is None
+    converted = convert(create_model("nin", width=0.05), "lr")
+    assert dense_twin(converted).config == converted.config
+    assert dense_twin(create_model("nin", width=0.05, scheme="lr")).config["scheme"] is None
+
+
+def test_a_name_that_only_begins_alike_is_its_own_baseline():
+    assert [baseline_of(name) for name in ("nin-c3", "ninety", "vgg11-gmp-lr")] == ["nin", "ninety", "vgg11-gmp"]

@@ -1,4 +1,4 @@
-"""What a network would cost with ordinary convolutions, as far as the network itself tells."""
+"""Dense twins: the network that a low-rank one is held against, and what it costs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,30 @@ from torch import nn
 from lowrank_cnn.method.converting import rows_of
 from lowrank_cnn.method.counting import LayerCount, count
 from lowrank_cnn.method.rewriting import Change, changes_of, low_rank_layers
+from lowrank_cnn.models import create_model
+from lowrank_cnn.models.network import Network
+from lowrank_cnn.system.provenance import notes
+
+_BASELINES = ("vgg11-gmp", "vgg11", "googlenet", "nin")
+
+
+def baseline_of(name: str) -> str:
+    """The dense network of a family, the first that a name begins with; any other name is its own."""
+    return next((dense for dense in _BASELINES if name == dense or name.startswith(f"{dense}-")), name)
+
+
+def dense_twin(model: nn.Module) -> Network | None:
+    """The dense network that one of ours is held against, of the same width, norm, stride and classes.
+
+    None for a network that is not ours, or that is its own twin.
+    """
+    if not isinstance(model, Network):
+        return None
+    config, name = model.config, str(model.config["name"])
+    dense = baseline_of(name)
+    if name == dense and config["scheme"] is None and notes(model).conversion is None:
+        return None
+    return create_model(**{**config, "name": dense, "scheme": None})
 
 
 def dense_cost(model: nn.Module, input_size: Sequence[int]) -> tuple[int, int] | None:

@@ -1,0 +1,51 @@
+"""Data straight from a path: in the channels and the size that the network is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.models import create_model
+from lowrank_cnn.system.provenance import note
+from lowrank_cnn.train import Recipe, fit
+from lowrank_cnn.train.opening import channels_of, open_for
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Grey photographs of many sizes, dark and bright, in a flat folder."""
+    image = pytest.importorskip("PIL.Image")
+    for number in range(20):
+        folder = tmp_path / ("dark", "bright")[number % 2]
+        folder.mkdir(exist_ok=True)
+        image.new("L", (14 + number % 3, 14), 20 + 180 * (number % 2) + number).save(folder / f"{number}.png")
+    return tmp_path
+
+
+def colour_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+    note(network, input_size=(3, 10, 12))
+    return network
+
+
+def test_a_path_is_trained_on_as_the_network_wants_it(photos: Path) -> None:
+    recipe = Recipe(name="small", batch_size=8, epochs=2, lr=0.05)
+    record = fit(colour_net(), str(photos), recipe, progress=False, device="cpu")
+    assert record.data["image"] == [3, 10, 12]
+    assert (record.data["train"], record.data["test"]) == (16, 4)
+    assert record.data["sized_by"] == "network"
+
+
+def test_a_crop_of_the_recipe_decides_the_size(photos: Path) -> None:
+    data = open_for(colour_net(), photos, Recipe(crop=8))
+    assert data.train.size is None
+    assert data.train.channels == 3
+
+
+def test_channels_are_those_of_the_first_conv() -> None:
+    assert channels_of(create_model("nin", in_channels=1, width=0.05)) == 1
+    assert channels_of(nn.Linear(2, 2)) is None

@@ -1,0 +1,51 @@
+"""Hits and losses over batches, against the same counted at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train.score import check_fits, score, score_by_loss
+
+CPU = torch.device("cpu")
+LOGITS = torch.randn(11, 7, generator=torch.Generator().manual_seed(0)).double()
+LABELS = torch.arange(11) % 7
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(LOGITS.split(4), LABELS.split(4), strict=True))
+
+
+def test_batches_count_as_the_whole() -> None:
+    network = nn.Identity().train()
+    found = score(network, batches(), device=CPU)
+    right = LOGITS.argsort(1, descending=True) == LABELS[:, None]
+    assert found.top1 == pytest.approx(float(right[:, 0].double().mean()))
+    assert found.top5 == pytest.approx(float(right[:, :5].any(1).double().mean()))
+    assert found.loss == pytest.approx(float(functional.cross_entropy(LOGITS, LABELS)), rel=1e-5)
+    assert (found.n, found.details, network.training) == (11, None, True)
+    assert found.rank == found.top1
+
+
+def test_a_loss_of_ones_own_is_a_mean_over_items() -> None:
+    found = score_by_loss(nn.Identity(), batches(), functional.cross_entropy, forward=lambda x: x)
+    assert found.loss == pytest.approx(float(functional.cross_entropy(LOGITS, LABELS)), rel=1e-9)
+    assert found.top1 == score(nn.Identity(), batches(), device=CPU).top1
+    assert found.rank == -found.loss
+    values = [(part, part * 2) for part, _ in batches()]
+    other = score_by_loss(nn.Identity(), values, functional.mse_loss, forward=lambda x: x)
+    assert other.loss == pytest.approx(float(LOGITS.square().mean()), rel=1e-9)
+    assert other.top1 is None
+
+
+def test_networks_that_do_not_fit_are_told_what_would() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    check_fits(network, (3, 8, 8), 4, CPU)
+    with pytest.raises(LowRankError, match=r"has 4 outputs .* 5 classes: build it with num_classes=5"):
+        check_fits(network, (3, 8, 8), 5, CPU)
+    check_fits(network, (3, 8, 8), None, CPU)
+    with pytest.raises(LowRankError, match="cannot take images of 1x8x8"):
+        check_fits(network, (1, 8, 8), 4, CPU)
