@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -264,3 +266,21 @@ class Small:
 
     class test:  # noqa: N801
         channels, size = 3, (3, 64, 64)
+
+
+def test_runs_that_another_process_holds_are_left_to_it(miniature, digits, tmp_path):
+    held = tmp_path / "plain" / "nin-seed1"
+    code = "import sys, pathlib, time\nfrom lowrank_cnn.system.lock import locked\n"
+    code += "with locked(pathlib.Path(sys.argv[1])): print(flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", code, str(held)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    _, said = run(digits, tmp_path, parts=("plain",), networks=("nin",))
+    process.kill()
+    process.wait()
+    assert not any("seed 1" in line for line in said)
+    assert not (held / "record.json").exists()
+    assert (tmp_path / "plain" / "nin-seed2" / "record.json").exists()
+    _, said = run(digits, tmp_path, parts=("plain",), networks=("nin",))
+    assert any("seed 1" in line for line in said)
+    assert (held / "record.json").exists()
