@@ -137,12 +137,14 @@ def test_googlenet_norms_its_responses_by_the_kernels(dtype):
         leaves = list(right.parameters() if way == "exact" else stem.parameters())
         found[way] = [y.detach(), *torch.autograd.grad(y.sum(), leaves)]
     assert found["on"][0].dtype == dtype
+    # Rounded values win other windows of a pool, whose gradient then goes elsewhere: torch's own error is the
+    # measure of what is to be expected. On a GPU torch rounds less: under autocast it norms and pools in float32,
+    # and its small convs leave float32 as it is where the kernels' multiply in TF32.
+    sure = 0.05 if DEVICE == "cuda" else 1e-5
     for found_here, by_torch, exact in zip(*found.values(), strict=True):
-        # Rounded values win other windows of a pool: torch's own error is the measure of what is to be expected.
         expected = torch.linalg.vector_norm(by_torch - exact)
-        assert torch.linalg.vector_norm(found_here - exact) <= 3 * expected + 1e-5 * torch.linalg.vector_norm(
-            exact
-        )
+        limit = 3 * expected + sure * torch.linalg.vector_norm(exact)
+        assert torch.linalg.vector_norm(found_here - exact) <= limit
 
 
 def test_torch_runs_where_the_kernels_are_off_or_cannot():
