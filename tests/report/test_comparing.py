@@ -12,12 +12,12 @@ from lowrank_cnn.models import create_model
 from lowrank_cnn.models.rebuild import run_entry
 from lowrank_cnn.models.twins import dense_cost
 from lowrank_cnn.report.cards import cards
+from lowrank_cnn.report.comparing import is_twin, twin_id, twin_known
 from lowrank_cnn.report.gathering import gather
 from lowrank_cnn.report.reading import read_record
 from lowrank_cnn.report.records import NetworkId, Records
 from lowrank_cnn.report.result import NetworkResult
 from lowrank_cnn.report.tables import summary_table
-from lowrank_cnn.report.twins import dense_twin, is_twin, twin_known
 
 SIZE = (3, 30, 30)
 
@@ -132,7 +132,7 @@ def test_a_timing_of_a_converted_network_is_not_that_of_its_twin():
     ],
 )
 def test_dense_twins(name: str, twin: str):
-    assert dense_twin(NetworkId(name, scheme="lr", width=0.5)) == NetworkId(twin, width=0.5)
+    assert twin_id(NetworkId(name, scheme="lr", width=0.5)) == NetworkId(twin, width=0.5)
 
 
 @pytest.mark.parametrize(
