@@ -21,8 +21,8 @@ from lowrank_cnn.paper.auditing import (
     summary,
 )
 from lowrank_cnn.report.files import read_records, require_records
+from lowrank_cnn.report.paper_runs import accuracies, layer_times
 from lowrank_cnn.report.records import Records
-from lowrank_cnn.report.trained import accuracies, layer_times
 
 _SHORT = {
     REPRODUCED: "reproduced",
@@ -75,7 +75,7 @@ def audit_command(runs: Runs = None, as_json: Json = False) -> None:
 
 def _print_skipped(records: Records, findings: list[Finding]) -> None:
     """Name the files that could not be read, and say so if no run tests a published accuracy."""
-    for problem in records.problems:
+    for problem in records.skipped:
         errors.print(f"Skipped {problem.path}: {problem.reason}", markup=False, soft_wrap=True)
     if not any(f.computed for f in findings if f.quantity.startswith("top")):
         why = "none finished training a published network by the paper's recipe on its images"

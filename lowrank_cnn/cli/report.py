@@ -9,10 +9,10 @@ import typer
 
 from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
-from lowrank_cnn.report.entries import comparable, gather
-from lowrank_cnn.report.figures import FIGURES, Options, draw_figure
-from lowrank_cnn.report.figures.trade import PLOTS
+from lowrank_cnn.report.figures import FIGURES, FigureOptions, draw_figure
+from lowrank_cnn.report.figures.charts import TRADE_FIGURES
 from lowrank_cnn.report.files import read_records, require_records
+from lowrank_cnn.report.gathering import comparable, gather
 from lowrank_cnn.report.page import found_in, write_page
 from lowrank_cnn.report.records import Records
 from lowrank_cnn.system.errors import LowRankError
@@ -41,13 +41,13 @@ def report_command(
     paths = runs or [DEFAULT_RUNS]
     records = read_records(paths)
     if not as_json:
-        for problem in records.problems:
+        for problem in records.skipped:
             errors.print(f"Skipped {problem.path}: {problem.reason}", markup=False, soft_wrap=True)
     require_records(paths, records)
     page = write_page(records, out)
     if as_json:
         found = {"runs": len(records.runs), "timings": len(records.timings)}
-        skipped = [vars(problem) for problem in records.problems]
+        skipped = [vars(problem) for problem in records.skipped]
         return print_json({"page": str(page), **found, "skipped": skipped})
     console.print(f"Wrote {page}: {found_in(records)}. Open it in a browser.", markup=False, soft_wrap=True)
     return None
@@ -73,12 +73,12 @@ def figure_command(
     records = read_records(runs) if runs else None
     if records is not None and not records:
         raise LowRankError(f"there is no record in {' or '.join(map(str, runs or []))} to draw from.")
-    options = Options(records, model, checkpoint, seed, pretrained)
+    options = FigureOptions(records, model, checkpoint, seed, pretrained)
     written = draw_figure(name, out or Path(f"{name}.svg"), options)
     if as_json:
         return print_json({"figure": name, "file": str(written)})
     console.print(f"Wrote {written}.", markup=False, soft_wrap=True)
-    if records is not None and name in PLOTS:
+    if records is not None and name in TRADE_FIGURES:
         _print_left_out(records)
     return None
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lowrank_cnn.report.reading import read_record
-from lowrank_cnn.report.records import Problem, Records
+from lowrank_cnn.report.records import Records, SkippedFile
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import UnreadableError, read_json
 from lowrank_cnn.system.seal import BrokenSealError, unsealed
@@ -32,7 +32,7 @@ def require_records(paths: Iterable[str | Path], records: Records) -> None:
     if records:
         return
     places = " or ".join(map(str, paths)) or "the folders given"
-    rest = f" (skipped: {records.problems[0].path}, {records.problems[0].reason})" if records.problems else ""
+    rest = f" (skipped: {records.skipped[0].path}, {records.skipped[0].reason})" if records.skipped else ""
     raise LowRankError(f"there is no record in {places}{rest}; make one first: {FIRST_STEP}")
 
 
@@ -53,14 +53,14 @@ def _read_into(records: Records, file: Path) -> None:
     try:
         values = _load(file)
     except LowRankError as error:
-        records.problems.append(Problem(str(file), str(error)))
+        records.skipped.append(SkippedFile(str(file), str(error)))
         return
     for value in values if isinstance(values, list) else [values]:
         try:
             for record in read_record(value, file):
                 records.add(record)
         except LowRankError as error:
-            records.problems.append(Problem(str(file), str(error)))
+            records.skipped.append(SkippedFile(str(file), str(error)))
 
 
 def _load(file: Path) -> object:

@@ -7,69 +7,84 @@ import hashlib
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any
 
-from lowrank_cnn.paper.auditing import audit
-from lowrank_cnn.report import charts, sections
-from lowrank_cnn.report.entries import gather
-from lowrank_cnn.report.entry import Entry
+from lowrank_cnn.paper.auditing import audit, summary
+from lowrank_cnn.report.cards import cards
+from lowrank_cnn.report.charts import curves, layers, trade, vega
 from lowrank_cnn.report.files import read_records, require_records
-from lowrank_cnn.report.markup import embed, escape
+from lowrank_cnn.report.gathering import gather
+from lowrank_cnn.report.paper_runs import accuracies, layer_times
 from lowrank_cnn.report.records import Records
-from lowrank_cnn.report.trained import accuracies
+from lowrank_cnn.report.result import NetworkResult
+from lowrank_cnn.report.tables import (
+    VERDICT_COLOURS,
+    audit_table,
+    environment_table,
+    published_table,
+    summary_table,
+)
 from lowrank_cnn.system.environment import environment
-from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.checkpoint import write_atomically
-
-SCRIPTS = ("base.js", "table.js", "scatter.js", "curves.js", "bars.js", "start.js")
+from lowrank_cnn.system.errors import LowRankError, require
+from lowrank_cnn.system.files import write_atomically
 
 
 def write_report(run_paths: Sequence[str | Path], out: str | Path) -> Path:
-    """Write the page about the records in these files and folders, and return the path that it was written to."""
+    """Write the page about the records in these files and folders, and return the path that it was written to.
+
+    Example:
+        >>> write_report(["runs"], "report.html")  # doctest: +SKIP
+    """
     records = read_records(run_paths)
     require_records(run_paths, records)
     return write_page(records, out)
 
 
 def write_page(records: Records, out: str | Path) -> Path:
-    """Write the page about records that were read before."""
+    """Write the page about records that were read before, in one move."""
     out = Path(out)
     if out.is_dir():
         raise LowRankError(f"{out} is a folder: give the name of a file, like {out / 'report.html'}.")
-    page = render(records)
-    write_atomically(out, page.encode())
+    write_atomically(out, render(records).encode())
     return out
 
 
 def render(records: Records) -> str:
     """The page as text."""
-    entries, here = gather(records), environment()
-    style, script = _asset("page.css"), "\n".join(_asset(name) for name in SCRIPTS)
-    parts = {
-        "policy": _policy(style, script),
-        "style": style,
-        "script": script,
-        "made": escape(f"{str(here['date'])[:16].replace('T', ' ')} UTC by lowrank-cnn {here['lowrank_cnn']}"),
-        "found": escape(found_in(records)),
-        "skipped": sections.skipped(records.problems),
-        "headline": sections.headline(entries),
-        "summary": sections.summary_table(entries),
-        "published": sections.published_table(),
-        "audit": sections.audit_part(audit(accuracies(records.runs))),
-        "environment": sections.environment_part(records, here),
-        "problems": sections.problems_part(records.problems),
-        "data": embed(_chart_data(records, entries)),
-    }
-    return Template(_asset("page.html")).substitute(parts)
+    results, here = gather(records), environment()
+    findings = audit(accuracies(records.runs), layer_times(records.timings))
+    style, script = _asset("page.css"), _asset("vega/vega.js") + "\n" + _asset("page.js")
+    return _template().render(
+        policy=_policy(style, script),
+        style=style,
+        script=script,
+        made=f"{str(here['date'])[:16].replace('T', ' ')} UTC by lowrank-cnn {here['lowrank_cnn']}",
+        found=found_in(records),
+        cards=cards(results),
+        networks=summary_table(results),
+        published=published_table(),
+        findings=len(findings),
+        verdicts=[(verdict, n, VERDICT_COLOURS[verdict]) for verdict, n in summary(findings).items()],
+        audit=audit_table(findings),
+        machines=environment_table(records, here),
+        skipped=records.skipped,
+        data=_chart_data(records, results),
+    )
 
 
-def _chart_data(records: Records, entries: Sequence[Entry]) -> dict[str, Any]:
-    points = charts.points_of(entries)
+def _chart_data(records: Records, results: Sequence[NetworkResult]) -> dict[str, Any]:
+    """The charts' data, and once for all of them their specifications."""
     return {
-        "scatters": charts.scatters(points),
-        "curves": charts.curves(entries),
-        "layers": charts.layer_charts(records.timings),
+        "trade": trade.trade_charts(trade.trade_points(results)),
+        "curves": curves.training_curves(results),
+        "layers": layers.layer_charts(records.timings),
+        "specs": {"trade": trade.SPEC, "curves": curves.SPEC, "layers": layers.SPEC},
+        "labels": {"transform": vega.LABELS, "leaders": vega.LEADERS},
+        "themes": {"light": vega.theme(), "dark": vega.theme(dark=True)},
+        "looks": {"light": vega.COLOURS, "dark": vega.DARK_COLOURS, "dashes": vega.DASHES},
+        "kinds": trade.KINDS,
+        "measures": curves.MEASURES,
+        "axes": trade.AXES,
     }
 
 
@@ -77,6 +92,15 @@ def found_in(records: Records) -> str:
     """How many runs and timings there are, in words."""
     counts = [(len(records.runs), "training run"), (len(records.timings), "timing")]
     return " and ".join(f"{n} {name}{'s' * (n != 1)}" for n, name in counts if n)
+
+
+def _template() -> Any:
+    """The template, which escapes whatever it is given."""
+    jinja2: Any = require("jinja2", extra="plots", purpose="writing a report")
+    options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    made = jinja2.Environment(undefined=jinja2.StrictUndefined, **options)
+    made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return made.from_string(_asset("page.html"))
 
 
 def _asset(name: str) -> str:

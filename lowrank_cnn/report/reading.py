@@ -9,21 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lowrank_cnn.models import family_of, list_models
+import torch
+
+from lowrank_cnn.deploy.timing import LayerTime
+from lowrank_cnn.method.counting import Count, count
+from lowrank_cnn.models import create_model, family_of, list_models
 from lowrank_cnn.report.datasets import data_identity, data_name
 from lowrank_cnn.report.fields import first, items, mapping, number, share, sizes, text, whole
-from lowrank_cnn.report.records import CPU, GPU, Built, Epoch, LayerTime, Run, Timing
+from lowrank_cnn.report.records import CPU, GPU, NetworkId, Run, TimedNetwork
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train.record import Epoch
 from lowrank_cnn.train.score import TOP_FIVE
 
 _TIMING_FIELDS = {"runtime", "device", "layers", "total"}
 _GPU_WORDS = ("cuda", "gpu", "nvidia", "mps", "amd instinct")
 
 
-def read_record(values: object, path: Path) -> list[Run | Timing]:
+def read_record(values: object, path: Path) -> list[Run | TimedNetwork]:
     """Read one record, by its kind: a timing may bring that of its dense twin along."""
     if not isinstance(values, Mapping):
         raise LowRankError("it is not a record but plain JSON.")
@@ -35,9 +41,11 @@ def read_record(values: object, path: Path) -> list[Run | Timing]:
 
 
 def _kind_by_fields(values: Mapping[str, Any]) -> str | None:
-    """What `lowrank time --json` prints: timings, in one environment."""
+    """What `lowrank time --json` prints (timings in one environment), and benchmarks that name no kind."""
     if values.keys() >= _TIMING_FIELDS:
         return "timing"
+    if items(values.get("batches")):
+        return "cpu-speed"
     return "timings" if items(values.get("timings")) else None
 
 
@@ -47,10 +55,10 @@ def _training(values: Mapping[str, Any], path: Path) -> Iterator[Run]:
     history = tuple(_epoch(row) for row in items(values.get("history")) if isinstance(row, Mapping))
     latest = next((row.accuracy for row in reversed(history) if row.accuracy is not None), None)
     top1, recipe = share(result.get("top1")), mapping(values.get("recipe"))
-    built = _built(values.get("model"), _image_size(config, recipe, data))
+    built = _network(values.get("model"), _image_size(config, recipe, data))
     yield Run(
         path=str(path),
-        built=built,
+        network=built,
         data=data_name(data),
         images=data_identity(data),
         recipe=text(recipe.get("name")) or "custom",
@@ -82,7 +90,7 @@ def _config(model: dict[str, Any]) -> dict[str, Any]:
     return mapping(model.get("config")) if "conversion" in model else model
 
 
-def _dense(result: Mapping[str, Any], built: Built) -> dict[str, int] | None:
+def _dense(result: Mapping[str, Any], built: NetworkId) -> dict[str, int] | None:
     """What the record says of the unconverted network; one that never speaks of it was not converted."""
     if (built.base or built.name) in list_models():  # by its name, all is known
         return None
@@ -100,8 +108,15 @@ def _image_size(config: Mapping[str, Any], recipe: Mapping[str, Any], data: Mapp
 
 
 def _epoch(row: Mapping[str, Any]) -> Epoch:
-    accuracies = share(row.get("accuracy")), share(row.get("train_accuracy"))
-    return Epoch(whole(row.get("epoch")) or 0, number(row.get("train_loss")), *accuracies)
+    return Epoch(
+        epoch=whole(row.get("epoch")) or 0,
+        lr=number(row.get("lr")),
+        train_loss=number(row.get("train_loss")),
+        train_accuracy=share(row.get("train_accuracy")),
+        accuracy=share(row.get("accuracy")),
+        seconds=number(row.get("seconds")),
+        images_per_second=number(row.get("images_per_second")),
+    )
 
 
 _NO_SETTING = ("name", "evaluate_every")
@@ -121,7 +136,7 @@ def settings_of(
     )
 
 
-def _timing(values: Mapping[str, Any], path: Path) -> Iterator[Timing]:
+def _timing(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwork]:
     """A timing, and that of its twin. An input of four numbers is a batch, and the MACs then are a batch's."""
     size = sizes(first(values, "input", "size", "image"))
     batch = whole(first(values, "batch", "batch_size")) or (size[0] if len(size) == 4 else 1)
@@ -131,11 +146,11 @@ def _timing(values: Mapping[str, Any], path: Path) -> Iterator[Timing]:
     if not ms:
         raise LowRankError("it is a timing without any time.")
     macs, twin = whole(values.get("macs")), mapping(values.get("twin"))
-    built = _converted(_built(first(values, "model", "config", "name"), size[-3:]), values, twin)
+    built = _converted(_network(first(values, "model", "config", "name"), size[-3:]), values, twin)
     per_image = macs // images if macs else sum(layer.macs for layer in layers) or None
-    yield Timing(
+    yield TimedNetwork(
         path=str(path),
-        built=built,
+        network=built,
         device=device_class(text(values.get("device")) or ""),
         runtime=text(values.get("runtime")) or "torch",
         batch=batch,
@@ -150,14 +165,16 @@ def _timing(values: Mapping[str, Any], path: Path) -> Iterator[Timing]:
         yield from _timing({**twin, "twin": None, "environment": values.get("environment")}, path)
 
 
-def _converted(built: Built, values: Mapping[str, Any], twin: Mapping[str, Any]) -> Built:
+def _converted(built: NetworkId, values: Mapping[str, Any], twin: Mapping[str, Any]) -> NetworkId:
     """A network timed beside a twin of its own name, but of another cost, was converted from it."""
     if first(twin, "model", "config", "name") != built.name or twin.get("macs") == values.get("macs"):
         return built
     return replace(built, name=f"{built.name}, converted", base=built.name)
 
 
-def _dense_timed(built: Built, macs: int | None, twin: Mapping[str, Any], images: int) -> dict[str, int] | None:
+def _dense_timed(
+    built: NetworkId, macs: int | None, twin: Mapping[str, Any], images: int
+) -> dict[str, int] | None:
     """The cost of the twin that a converted network was timed beside; of another that is not ours, its own."""
     if built.ours:
         return None
@@ -165,9 +182,41 @@ def _dense_timed(built: Built, macs: int | None, twin: Mapping[str, Any], images
     return {"macs": cost} if cost else None if built.base else {}
 
 
-def _timings(values: Mapping[str, Any], path: Path) -> Iterator[Timing]:
+def _timings(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwork]:
     for timing in items(values.get("timings")):
         yield from _timing({"environment": values.get("environment"), **mapping(timing)}, path)
+
+
+def _gpu_speed(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwork]:
+    """The inference times of `benchmarks.gpu_speed`, whose keys read network|mode|batch|way."""
+    for run in map(mapping, items(values.get("runs"))):
+        for key, measured in mapping(run.get("ways")).items():
+            network, mode, batch, way, *_ = [*key.split("|"), "", "", ""]
+            ms = number(mapping(measured).get("ms"))
+            if mode == "inference" and ms and batch.isdecimal():
+                yield _benchmarked(network, GPU, way, int(batch), ms, run, path)
+
+
+def _cpu_speed(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwork]:
+    """The times of `benchmarks.cpu_speed`: networks and their dense twins by batch, each at its fastest."""
+    for run in map(mapping, items(values.get("batches"))):
+        batch = whole(run.get("batch"))
+        for row in map(mapping, items(run.get("rows"))):
+            for name, way, time in (("network", "best_way", "best_ms"), ("twin", "twin_way", "twin_best_ms")):
+                ms, network = number(mapping(row.get(time)).get("ms")), text(row.get(name))
+                if batch and ms and network:
+                    yield _benchmarked(network, CPU, text(row.get(way)) or "", batch, ms, values, path)
+
+
+def _benchmarked(
+    name: str, device: str, runtime: str, batch: int, ms: float, made: Mapping[str, Any], path: Path
+) -> TimedNetwork:
+    """A whole network of ours, timed on images of its own size."""
+    network = _network({"name": name}, _own_image(name))
+    environment = mapping(made.get("environment"))
+    cost = _own_cost(name)
+    macs, params = (cost.macs, cost.params) if cost else (None, None)
+    return TimedNetwork(str(path), network, device, runtime, batch, ms, macs, params, (), environment=environment)
 
 
 def _nothing(_values: Mapping[str, Any], _path: Path) -> Iterator[Run]:
@@ -184,7 +233,8 @@ def _layer(row: object, images: int) -> LayerTime | None:
     """A layer that multiplies and was timed; pools and activations have nothing to compare."""
     values = mapping(row)
     name, macs, ms = text(first(values, "name", "layer")), whole(values.get("macs")), _milliseconds(values)
-    return LayerTime(name, macs // images, ms) if name and macs and ms else None
+    kind = text(values.get("type")) or ""
+    return LayerTime(name, kind, macs // images, ms) if name and macs and ms else None
 
 
 def _milliseconds(values: Mapping[str, Any]) -> float | None:
@@ -193,7 +243,7 @@ def _milliseconds(values: Mapping[str, Any]) -> float | None:
     return 1000 * seconds if ms is None and seconds is not None else ms
 
 
-def _built(model: object, image: object) -> Built:
+def _network(model: object, image: object) -> NetworkId:
     """The network, given by its name alone or with its options."""
     told = {"name": model} if isinstance(model, str) else mapping(model)
     name, values = text(told.get("name")), _config(told)
@@ -201,7 +251,7 @@ def _built(model: object, image: object) -> Built:
         raise LowRankError("it names no network.")
     base = text(values.get("name")) or text(told.get("class")) if "conversion" in told else None
     scheme, stride = text(values.get("scheme")), whole(values.get("stride"))
-    return Built(
+    return NetworkId(
         name,
         scheme=None if scheme == "dense" else scheme,
         width=number(values.get("width")) or 1.0,
@@ -212,16 +262,34 @@ def _built(model: object, image: object) -> Built:
     )
 
 
+@cache
+def _own_cost(name: str) -> Count | None:
+    if name not in list_models():
+        return None
+    with torch.device("meta"):
+        return count(create_model(name), _own_image(name))
+
+
+def _own_image(name: str) -> tuple[int, ...]:
+    """The size of image that a network of ours is made for."""
+    if name not in list_models():
+        return ()
+    with torch.device("meta"):
+        return tuple(create_model(name).input_size)
+
+
 def _own_stride(name: str) -> int:
     """The stride of the first conv that a network has by itself."""
     return family_of(name).VARIANTS[name].stride if name in list_models() else 1
 
 
-Reader = Callable[[Mapping[str, Any], Path], Iterator[Run | Timing]]
+Reader = Callable[[Mapping[str, Any], Path], Iterator[Run | TimedNetwork]]
 READERS: dict[str, Reader] = {
     "training": _training,
     "timing": _timing,
     "timings": _timings,
+    "gpu-speed": _gpu_speed,
+    "cpu-speed": _cpu_speed,
     "reproduction": _nothing,
     "search": _nothing,
 }

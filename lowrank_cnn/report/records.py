@@ -1,4 +1,4 @@
-"""Records as the report uses them: training runs and timings."""
+"""The records that a report shows: training runs and timings, read from files that may hold anything."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lowrank_cnn.deploy.timing import LayerTime
 from lowrank_cnn.models import list_models
 from lowrank_cnn.report.fields import text
+from lowrank_cnn.train.record import Epoch
 
 CPU, GPU = "CPU", "GPU"
 
 
 @dataclass(frozen=True)
-class Built:
-    """Which network a record is about: its name, and the options that change its cost."""
+class NetworkId:
+    """Which network a record is about: its name, and the options that change its cost.
+
+    `base` is the name of the network that it was converted from, if it was.
+    """
 
     name: str
     scheme: str | None = None
@@ -24,11 +29,10 @@ class Built:
     stride: int | None = None
     image: tuple[int, ...] = ()
     base: str | None = None
-    """The network that it was converted from, where it was."""
 
     @property
     def ours(self) -> bool:
-        """Whether the name says which network it is; another is called by its class, as many may be."""
+        """Whether the name identifies the network; others are named after their class, which many share."""
         return self.name in list_models()
 
     @property
@@ -42,27 +46,16 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Epoch:
-    """A point of the training curves."""
-
-    epoch: int
-    loss: float | None
-    accuracy: float | None
-    trained: float | None = None
-    """The accuracy on the training images of the epoch, as they were augmented."""
-
-
-@dataclass(frozen=True)
 class Run:
-    """A training run: what was trained on what, and what came of it so far.
+    """A training run: what was trained on what, and the result so far.
 
     `images` identifies the images: the digest of the data where the record has one. `settings` are the fields of
     the recipe, and the norm and the initialisation of the network. `n` is the number of test images. `dense` is
-    the cost of a network that is not ours before it was converted, or its own where it never was; None if unknown.
+    the cost of a network that is not ours before it was converted, or its own if it never was; None if unknown.
     """
 
     path: str
-    built: Built
+    network: NetworkId
     data: str
     images: str
     recipe: str
@@ -80,6 +73,8 @@ class Run:
     dense: Mapping[str, int] | None = field(hash=False, default=None)
     config: Mapping[str, Any] = field(hash=False, default_factory=dict)
     environment: Mapping[str, Any] = field(hash=False, default_factory=dict)
+    shared: bool = False
+    """Whether another run was under way on the same kind of device at the same time."""
 
     @property
     def finished(self) -> bool:
@@ -88,7 +83,7 @@ class Run:
     @property
     def overfit(self) -> float | None:
         """Accuracy on the augmented training images of the last epoch, minus accuracy on the test images."""
-        trained = self.history[-1].trained if self.history else None
+        trained = self.history[-1].train_accuracy if self.history else None
         return None if trained is None or self.top1 is None else trained - self.top1
 
 
@@ -102,20 +97,11 @@ def by_seed(runs: Iterable[Run], quantity: str) -> list[float]:
 
 
 @dataclass(frozen=True)
-class LayerTime:
-    """One layer's share of a timing."""
-
-    name: str
-    macs: int
-    ms: float
-
-
-@dataclass(frozen=True)
-class Timing:
-    """How long a network takes for a batch on one device, and how long each of its layers."""
+class TimedNetwork:
+    """How long a network takes for a batch on one kind of device, and how long each of its layers takes."""
 
     path: str
-    built: Built
+    network: NetworkId
     device: str
     runtime: str
     batch: int
@@ -136,8 +122,8 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A file that is not shown, and why."""
+class SkippedFile:
+    """A file that the report does not show, and why."""
 
     path: str
     reason: str
@@ -148,13 +134,13 @@ class Records:
     """What `read_records` found: training runs, timings, and the files that it skipped, each with the reason."""
 
     runs: list[Run] = field(default_factory=list)
-    timings: list[Timing] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    timings: list[TimedNetwork] = field(default_factory=list)
+    skipped: list[SkippedFile] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.runs or self.timings)
 
-    def add(self, record: Run | Timing) -> None:
+    def add(self, record: Run | TimedNetwork) -> None:
         """Put a record where its kind belongs."""
         if isinstance(record, Run):
             self.runs.append(record)

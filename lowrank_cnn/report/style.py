@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lowrank_cnn.system.errors import LowRankError, require
+from lowrank_cnn.system.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,19 +23,6 @@ INK, SOFT, GRID = "#16191d", "#4a525c", "#dfe3e8"
 BLUE, ORANGE, GREEN, PINK, YELLOW, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 CYCLE = (BLUE, ORANGE, GREEN, PINK, YELLOW, SKY)
 """After Okabe and Ito: distinct to readers with any of the common colour deficiencies."""
-
-MARKS: dict[str, dict[str, Any]] = {
-    "baseline": {"marker": "s", "facecolor": ORANGE, "edgecolor": "white"},
-    "low-rank": {"marker": "o", "facecolor": BLUE, "edgecolor": "white"},
-    "augmented": {"marker": "D", "facecolor": "white", "edgecolor": PINK},
-    "ours": {"marker": "*", "facecolor": GREEN, "edgecolor": "white"},
-}
-LEGEND = {
-    "baseline": "published, baseline",
-    "low-rank": "published, low-rank",
-    "augmented": "published, more augmentation",
-    "ours": "trained here",
-}
 
 _STYLE = {
     "font.family": "sans-serif",
@@ -84,34 +73,22 @@ def new_figure(width: float = COLUMN, height: float = 3.2) -> Figure:
     return figure
 
 
-def new_axes(title: str, x: str, y: str, *, height: float = 3.2) -> tuple[Figure, Axes]:
-    figure = new_figure(height=height)
-    axes = figure.add_subplot()
-    axes.set_title(title)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    return figure, axes
-
-
-def settle(figure: Figure) -> None:
-    """Fix the layout as it is now: what is placed by the pixel after this stays where it was put."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-
-
-def save(figure: Figure, out: str | Path) -> Path:
-    """Write a figure in the format of its name, the same bytes every time."""
-    out = Path(out)
+def check_format(out: Path) -> str:
+    """The format that a file's name asks for; refused where figures are not written in it."""
     kind = out.suffix.lstrip(".").lower()
     if kind not in FORMATS:
         raise LowRankError(f"a figure is written as {', '.join(FORMATS)}: {out} ends in none of them.")
+    return kind
+
+
+def save(figure: Figure, out: Path) -> Path:
+    """Write a figure in the format of its name, in one move and the same bytes every time."""
+    kind = check_format(out)
     dateless = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with style():
-            figure.savefig(out, metadata=dateless)
-    except OSError as error:
-        raise LowRankError(f"{out} cannot be written ({error.strerror}).") from error
+    drawn = io.BytesIO()
+    with style():
+        figure.savefig(drawn, format=kind, metadata=dateless)
+    write_atomically(out, drawn.getvalue())
     return out
 
 

@@ -26,18 +26,18 @@ STATUSES = ("running", "interrupted", "failed", "finished")
 
 @dataclass(frozen=True)
 class Epoch:
-    """One line of the history. Accuracies are shares; the watched one is None where none was measured.
+    """One line of the history. Accuracies are shares; a value is None where none was measured or recorded.
 
     Seconds and speed are those of training alone, without the evaluation.
     """
 
     epoch: int
-    lr: float
-    train_loss: float
-    train_accuracy: float
+    lr: float | None
+    train_loss: float | None
+    train_accuracy: float | None
     accuracy: float | None
-    seconds: float
-    images_per_second: float
+    seconds: float | None
+    images_per_second: float | None
 
 
 @dataclass

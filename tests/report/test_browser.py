@@ -1,4 +1,4 @@
-"""The page in a real browser: charts, sorting, hover, keys, and what must not happen."""
+"""The page in a real browser: charts, choices, zoom, hover, keys, downloads, print, and what must not happen."""
 
 import json
 import shutil
@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from lowrank_cnn.report import read_records, write_report
-from lowrank_cnn.report.entries import gather
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser test needs the package playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium found: install Debian's chromium")
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "cifar10"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -24,6 +23,7 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+DOTS = ".points_marks path"
 
 
 @pytest.fixture(scope="module")
@@ -39,31 +39,52 @@ def address(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_report([runs], tmp_path_factory.mktemp("page") / "report.html").as_uri()
 
 
+@pytest.fixture(scope="module")
+def committed_address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_report([RESULTS], tmp_path_factory.mktemp("page") / "report.html").as_uri()
+
+
 @pytest.fixture
 def page(browser: Any, address: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     """The page, at the width that a test asks for; at the end, nothing may have gone wrong or gone out."""
     width, scheme = getattr(request, "param", (1200, "light"))
+    yield from opened(browser, address, width, scheme)
+
+
+@pytest.fixture
+def committed(browser: Any, committed_address: str) -> Iterator[Any]:
+    """The page about the committed records."""
+    yield from opened(browser, committed_address, 1200, "light")
+
+
+def opened(browser: Any, address: str, width: int, scheme: str) -> Iterator[Any]:
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    opened = context.new_page()
+    found = context.new_page()
     complaints: list[str] = []
     requests: list[str] = []
-    opened.on("console", lambda message: complaints.append(message.text))
-    opened.on("pageerror", lambda error: complaints.append(str(error)))
-    opened.on("request", lambda sent: requests.append(sent.url))
-    opened.goto(address)
-    yield opened
+    found.on("console", lambda message: complaints.append(message.text))
+    found.on("pageerror", lambda error: complaints.append(str(error)))
+    found.on("request", lambda sent: requests.append(sent.url))
+    found.goto(address)
+    found.locator("[data-chart=layers] figcaption").wait_for()
+    yield found
     context.close()
     assert complaints == []
-    assert requests == [address]
+    assert [url for url in requests if not url.startswith(("blob:", "data:"))] == [address]
+
+
+def chart(page: Any, name: str) -> Any:
+    return page.locator(f"[data-chart={name}]")
 
 
 def column(page: Any, index: int) -> list[str]:
-    cells = page.locator(f"#summary > .scroll tbody tr td:nth-child({index})")
+    cells = page.locator(f"#table-networks tbody tr td:nth-child({index})")
     return [text.partition("\n")[0] for text in cells.all_inner_texts()]
 
 
-def choose(page: Any, name: str) -> None:
-    page.locator(".choices label", has_text=name).click()
+def choose(page: Any, name: str, within: str = "#trade-choices") -> None:
+    page.locator(f"{within} label").filter(has=page.get_by_text(name, exact=True)).click()
+    page.wait_for_timeout(50)
 
 
 def shown_tip(page: Any) -> str:
@@ -72,36 +93,52 @@ def shown_tip(page: Any) -> str:
     return tip.inner_text()
 
 
-def test_every_chart_has_its_points(page: Any):
-    for axis, ours, published in (("macs", 3, 3), ("params", 3, 3), ("CPU", 3, 0), ("GPU", 3, 0)):
-        chart = page.locator(f"[data-chart=scatter-{axis}]")
-        assert chart.locator(".point[data-source=ours] circle.dot").count() == ours
-        assert chart.locator(".point[data-source=published] path.dot").count() == published
-        assert chart.locator("path.front").count() == 1
-    assert page.locator("[data-chart=curves-accuracy] path.curve").count() == 9
-    assert page.locator("[data-chart=curves-loss] path.curve").count() == 9
-    assert page.locator("[data-chart=layers] .row").count() == 9
-    assert page.locator("[data-chart=layers] rect.bar").count() == 27
-    assert "r = " in page.locator("[data-chart=layers] figcaption").inner_text()
+def drag(page: Any, name: str, start: float, end: float) -> None:
+    plot = chart(page, name).locator(".plot")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + start * box["width"], box["y"] + 120)
+    page.mouse.down()
+    page.mouse.move(box["x"] + end * box["width"], box["y"] + 130, steps=5)
+    page.mouse.up()
 
 
-def test_no_mark_leaves_its_chart_and_no_label_lies_on_another(page: Any):
-    overlaps = page.evaluate("""() => [...document.querySelectorAll("#trade-charts svg")].map((chart) => {
-        const boxes = [...chart.querySelectorAll("text.label")].map((t) => t.getBoundingClientRect());
-        return boxes.filter((a, i) => boxes.slice(i + 1).some((b) =>
-            a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)).length; })""")
-    assert overlaps == [0, 0, 0, 0]
-    assert page.locator("[data-chart=scatter-macs] text.label").count() == 6
-    outside = page.evaluate("""() => [...document.querySelectorAll(".point .dot")].filter((dot) => {
-        const inner = dot.getBoundingClientRect(), outer = dot.closest("svg").getBoundingClientRect();
-        return inner.left < outer.left || inner.right > outer.right || inner.top < outer.top; }).length""")
-    assert outside == 0
+def test_the_first_screen_says_what_was_gained_at_which_cost_and_how_sure(committed: Any):
+    card = committed.locator(".gain").first
+    assert card.bounding_box()["y"] < 400
+    text = card.inner_text()
+    assert "+0.64 points" in text
+    assert "\N{MULTIPLICATION SIGN}0.75 MACs" in text
+    assert "surely more accurate" in text
+    assert chart(committed, "trade").bounding_box()["y"] < 900
+
+
+def test_time_comes_before_counts_and_every_axis_has_its_points(page: Any):
+    assert "Milliseconds per image on a GPU" in chart(page, "trade").inner_text()
+    for axis, points in (("GPU time", 3), ("CPU time", 3), ("MACs", 6), ("parameters", 6)):
+        choose(page, axis)
+        assert chart(page, "trade").locator(DOTS).count() == points
+    assert chart(page, "trade").locator(".arrows_marks line").count() == 2
+    assert chart(page, "layers").locator(".bars_marks path").count() == 27
+
+
+def test_no_label_lies_on_another_or_on_a_point(page: Any):
+    choose(page, "MACs")
+    overlaps = page.evaluate("""() => {
+        const all = (query) => [...document.querySelectorAll(`[data-chart=trade] ${query}`)];
+        const seen = (e) => e.getAttribute("fill-opacity") !== "0" && e.getAttribute("opacity") !== "0";
+        const boxes = all(".labels_marks text").filter(seen).map((t) => t.getBoundingClientRect());
+        const dots = all(".points_marks path").map((p) => p.getBoundingClientRect());
+        const apart = (a, b) => a.left >= b.right - 2 || b.left >= a.right - 2 || a.top >= b.bottom - 3 || b.top >= a.bottom - 3;
+        const others = (i) => [...boxes.slice(i + 1), ...dots];
+        return [boxes.length, boxes.filter((a, i) => others(i).some((b) => !apart(a, b))).length]; }""")  # noqa: E501
+    assert overlaps == [6, 0]
 
 
 def test_headings_sort_by_mouse_and_by_key(page: Any):
-    heading = page.locator("#summary > .scroll th button", has_text="top-1")
+    heading = page.locator("#table-networks th button", has_text="top-1")
     heading.click()
-    assert page.locator("#summary > .scroll th[aria-sort=ascending]").inner_text().startswith("top-1")
+    assert page.locator("#table-networks th[aria-sort=ascending]").inner_text().startswith("top-1")
     shares = [float(text.rstrip("%")) for text in column(page, 2)]
     assert shares == sorted(shares)
     heading.press("Enter")
@@ -109,7 +146,7 @@ def test_headings_sort_by_mouse_and_by_key(page: Any):
 
 
 def test_what_is_missing_sorts_last_both_ways(page: Any):
-    heading = page.locator("#summary > .scroll th button", has_text="CPU ms")
+    heading = page.locator("#table-networks th button", has_text="CPU ms")
     for _ in range(2):
         heading.click()
         times = column(page, 7)
@@ -117,77 +154,124 @@ def test_what_is_missing_sorts_last_both_ways(page: Any):
         assert "\N{EN DASH}" not in times[:3]
 
 
+def test_the_head_of_a_table_stays_in_view(committed: Any):
+    box = committed.locator("#networks .scroll").first
+    before = committed.locator("#table-networks th").first.bounding_box()["y"]
+    box.evaluate("(scroll) => { scroll.scrollTop = 400; }")
+    assert box.evaluate("(scroll) => scroll.scrollTop") == 400
+    assert committed.locator("#table-networks th").first.bounding_box()["y"] == pytest.approx(before, abs=1)
+
+
 def test_points_explain_themselves_on_hover_and_on_focus(page: Any):
-    point = page.locator("[data-chart=scatter-macs] .point[data-source=ours]").first
+    point = chart(page, "trade").locator(DOTS).first
     point.hover()
-    assert "Multiply-accumulates per image" in shown_tip(page)
+    assert "Milliseconds per image" in shown_tip(page)
     page.mouse.move(5, 5)
     assert not page.locator("#tip").is_visible()
     point.focus()
-    assert "MACs of the dense twin" in shown_tip(page)
+    assert "Top-1 accuracy" in shown_tip(page)
     assert "Top-1 accuracy" in point.get_attribute("aria-label")
     page.keyboard.press("Escape")
     assert not page.locator("#tip").is_visible()
 
 
-@pytest.fixture
-def committed(browser: Any, tmp_path: Path) -> Iterator[Any]:
-    opened = browser.new_page(viewport={"width": 390, "height": 900})
-    opened.goto(write_report([RESULTS], tmp_path / "report.html").as_uri())
-    yield opened
-    opened.close()
-
-
-def test_recipes_are_shown_apart_or_together(committed: Any):
-    entries = gather(read_records([RESULTS]))
-    ours = committed.locator("[data-chart=scatter-macs] .point[data-source=ours]")
-    for recipe in dict.fromkeys(entry.recipe for entry in entries):
-        committed.locator("#trade-choices label", has_text=recipe).click()
-        assert ours.count() == sum(entry.recipe == recipe for entry in entries)
-        assert committed.locator("[data-chart=scatter-macs] .whisker").count() > 0
-    committed.locator("#trade-choices label", has_text="all").click()
-    assert ours.count() == len(entries)
-    assert "(nin-modern)" in committed.locator("[data-chart=scatter-macs]").inner_html()
-    assert committed.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
-def test_runs_that_were_tested_once_have_a_dot_and_the_curve_of_their_training(committed: Any):
-    chart = committed.locator("[data-chart=curves-accuracy]")
-    committed.locator("#training-choices label", has_text="nin-modern").click()
-    assert chart.locator("circle.end").count() == 12
-    assert all(path.get_attribute("d") for path in chart.locator("path.curve.thin").all())
-    assert "training images (thin)" in chart.inner_html()
-    chart.locator("svg").focus()
-    tip = shown_tip(committed)
-    modern = [record for record in read_records([RESULTS]).runs if record.recipe == "nin-modern"]
-    assert len(modern) == 12
-    assert all(f"{record.top1:.2%}" in tip for record in modern)
-
-
-def test_another_data_set_and_accuracy_can_be_chosen(page: Any):
-    choose(page, "ILSVRC")
-    assert page.locator("[data-chart=scatter-macs] .point[data-source=published]").count() == 12
-    assert "lowrank time" in page.locator("[data-chart=scatter-CPU]").inner_text()
-    choose(page, "top-5")
-    assert "Top-5 accuracy" in page.locator("[data-chart=scatter-macs] svg").inner_html()
-
-
-def test_curves_follow_the_arrow_keys_and_can_be_hidden(page: Any):
-    chart = page.locator("[data-chart=curves-accuracy] svg")
-    chart.focus()
+def test_curves_are_grouped_by_network_and_the_tooltip_is_of_the_epoch_under_it(page: Any):
+    curves = chart(page, "curves")
+    assert curves.locator(".plot svg path[aria-roledescription*=line]").count() == 3
+    curves.locator(".plot").focus()
     assert "Epoch 60" in shown_tip(page)
     page.keyboard.press("ArrowLeft")
-    assert "Epoch 59" in shown_tip(page)
+    tip = shown_tip(page)
+    assert "Epoch 59" in tip
+    assert tip.count("at epoch 58") == 3  # watched every other epoch: older values say so
+
+
+def test_the_tooltip_of_many_networks_keeps_the_best(committed: Any):
+    choose(committed, "tiny", "#training-choices")
+    chart(committed, "curves").locator(".plot").focus()
+    tip = shown_tip(committed)
+    runs = [run for run in read_records([RESULTS / "tiny-imagenet"]).runs if run.recipe == "tiny-vgg"]
+    names = {run.network.name for run in runs}
+    assert len(names) == 8
+    assert all(name in tip for name in names)
+    assert tip.splitlines()[1] == "vgg11-gmp-lr-join-wfull"  # the best first
+
+
+def test_no_two_networks_of_a_chart_look_alike(committed: Any):
+    choose(committed, "tiny", "#training-choices")
+    looks = committed.evaluate("""() => [...document.querySelectorAll("#training-legend path")]
+        .map((p) => `${p.getAttribute("stroke")} ${p.getAttribute("stroke-dasharray")}`)""")
+    assert len(set(looks)) == len(looks) == 8
+
+
+def test_networks_can_be_hidden_and_the_address_remembers(browser: Any, page: Any):
     page.locator("#training-legend button").first.click()
-    assert page.locator("[data-chart=curves-accuracy] path.curve").count() == 6
+    choose(page, "training loss", "#training-choices")
+    choose(page, "log", "#training-choices")
+    choose(page, "MACs")
+    assert {"hidden=nin", "axis=macs", "measure=train_loss", "loss=log"} <= set(
+        page.url.partition("#")[2].split("&")
+    )
+    other = browser.new_page()
+    other.goto(page.url)
+    assert other.locator("#training-legend button").first.get_attribute("aria-pressed") == "false"
+    assert "Mean training loss" in chart(other, "curves").inner_text()
+    assert "Multiply-accumulates" in chart(other, "trade").inner_text()
+    other.close()
 
 
-def test_the_layers_of_the_paper_can_be_chosen(page: Any):
-    choose(page, "vgg11-gmp-lr, published")
-    chart = page.locator("[data-chart=layers]")
-    assert chart.locator(".row").count() == 16
-    assert "CPU r = 0.94, GPU r = 0.82" in chart.inner_text()
-    chart.locator(".row").first.hover()
+def test_dragging_zooms_and_a_button_goes_back(page: Any):
+    drag(page, "curves", 0.5, 0.8)
+    assert "epochs=" in page.url
+    low, high = (float(end) for end in page.url.partition("epochs=")[2].split("&")[0].split("%7E"))
+    assert 20 < low < high < 55
+    chart(page, "curves").get_by_text("All epochs").click()
+    assert "epochs=" not in page.url
+    drag(page, "trade", 0.3, 0.7)
+    assert "zoom=" in page.url
+
+
+def test_smoothing_changes_the_lines(page: Any):
+    line = chart(page, "curves").locator(".plot svg path[aria-roledescription*=line]").first
+    before = line.get_attribute("d")
+    choose(page, "15 epochs", "#training-choices")
+    assert (
+        chart(page, "curves").locator(".plot svg path[aria-roledescription*=line]").first.get_attribute("d")
+        != before
+    )
+
+
+def test_tables_and_charts_can_be_downloaded(page: Any):
+    with page.expect_download() as found:
+        page.locator("button[data-csv=table-networks]").click()
+    lines = Path(found.value.path()).read_text().splitlines()
+    assert lines[0].startswith('"network"')
+    assert len(lines) == 10
+    with page.expect_download() as found:
+        chart(page, "trade").get_by_text("PNG").click()
+    assert Path(found.value.path()).read_bytes().startswith(b"\x89PNG")
+    with page.expect_download() as found:
+        chart(page, "curves").get_by_text("CSV").click()
+    assert Path(found.value.path()).read_text().startswith('"group","seed","epoch","value"')
+
+
+def test_printed_it_shows_every_data_set(page: Any):
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    titles = page.locator("#print-all h3").all_inner_texts()
+    for data in ("CIFAR-10", "tiny-imagenet-100", "ILSVRC", "Places"):
+        assert any(title.startswith(data) for title in titles)
+    assert page.locator("#print-all svg").count() == len(titles)
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator("#print-all svg").count() == 0
+
+
+def test_the_layers_of_the_paper_can_be_chosen_and_each_bar_has_its_own_share(page: Any):
+    choose(page, "vgg11-gmp-lr, published", "#layers-choices")
+    layers = chart(page, "layers")
+    assert layers.locator(".bars_marks path").count() == 48
+    assert layers.locator(".shares_marks text").count() == 48
+    assert "CPU r = 0.94, GPU r = 0.82" in layers.inner_text()
+    layers.locator(".bars_marks path").first.hover()
     assert "14.5M MACs" in shown_tip(page)
 
 
@@ -206,8 +290,8 @@ def test_the_theme_follows_the_button(page: Any):
 def test_the_page_never_scrolls_sideways(page: Any):
     page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert page.locator("[data-chart=scatter-macs] .point").count() == 6
-    smallest = page.evaluate("""() => Math.min(...[...document.querySelectorAll("figure svg text")]
+    assert chart(page, "trade").locator(DOTS).count() == 3
+    smallest = page.evaluate("""() => Math.min(...[...document.querySelectorAll("[data-chart=trade] svg text")]
         .map((t) => t.getBoundingClientRect().height))""")
     assert smallest > 9  # text stays readable however narrow the page
 
@@ -217,16 +301,17 @@ def test_what_a_record_says_stays_text(browser: Any, tmp_path: Path):
     record = {"kind": "training", "model": {"name": name}, "data": {"name": name}, "status": "finished"}
     record |= {"history": [{"epoch": 1, "train_loss": 1.0, "accuracy": 0.5}], "result": {"top1": 0.5, "macs": 9}}
     (tmp_path / "record.json").write_text(json.dumps(record))
-    opened = browser.new_page()
+    found = browser.new_page()
     complaints: list[str] = []
-    opened.on("console", lambda message: complaints.append(message.text))
-    opened.on("pageerror", lambda error: complaints.append(str(error)))
-    opened.goto(write_report([tmp_path], tmp_path / "report.html").as_uri())
-    opened.locator("[data-chart=scatter-macs] .point").first.hover()
-    assert name in shown_tip(opened)
-    assert opened.locator("img").count() == 0
-    assert opened.title() == "Low-rank networks: report"
+    found.on("console", lambda message: complaints.append(message.text))
+    found.on("pageerror", lambda error: complaints.append(str(error)))
+    found.goto(write_report([tmp_path], tmp_path / "report.html").as_uri())
+    chart(found, "trade").locator(DOTS).first.hover()
+    assert name in shown_tip(found)
+    assert found.locator("img").count() == 0
+    assert found.title() == "Low-rank networks: report"
     assert complaints == []
+    found.close()
 
 
 def test_everything_that_acts_can_be_reached_by_key(page: Any):
@@ -237,51 +322,4 @@ def test_everything_that_acts_can_be_reached_by_key(page: Any):
             page.evaluate("""() => { const e = document.activeElement;
             return e.id || (e.closest("[data-chart]") || {dataset: {}}).dataset.chart || e.tagName; }""")
         )
-    assert {"theme", "scatter-macs", "scatter-GPU", "curves-loss", "layers", "SUMMARY", "INPUT"} <= reached
-
-
-def test_one_image_of_a_thousand_does_not_fill_the_axis(browser: Any, runs: Path, tmp_path: Path):
-    """Two networks of nearly all images right: the axis shows them near each other, and ends at 100%."""
-    for name, right in (("nin-0", 1.0), ("nin-c3-lr-0", 0.999)):
-        record = json.loads((runs / name / "record.json").read_text())
-        record["result"] |= {"top1": right, "top5": 1.0, "n": 1000}
-        record["data"] |= {"name": "digits"}
-        for row in record["history"][-2:]:
-            row["accuracy"] = right
-        (tmp_path / f"{name}.json").write_text(json.dumps(record))
-    opened = browser.new_page()
-    opened.goto(write_report([tmp_path], tmp_path / "report.html").as_uri())
-    choose(opened, "digits")
-    chart = opened.locator("[data-chart=scatter-macs]")
-    ticks = [float(text.rstrip("%")) for text in chart.locator(".tick text").all_text_contents() if "%" in text]
-    assert max(ticks) == 100
-    assert 98 <= min(ticks) <= 98.5
-    heights = [box["y"] for dot in chart.locator(".point .dot").all() if (box := dot.bounding_box())]
-    assert 2 < max(heights) - min(heights) < 30
-    opened.close()
-
-
-def test_ticks_near_each_other_read_apart_and_no_line_strikes_a_label(browser: Any, runs: Path, tmp_path: Path):
-    """Two networks of nearly one cost, all images right: their labels lie on the line of 100%."""
-    for name, macs in (("nin-0", 13_390_000), ("nin-c3-lr-0", 13_210_000)):
-        record = json.loads((runs / name / "record.json").read_text())
-        record["result"] |= {"top1": 1.0, "n": 1000, "macs": macs, "params": macs // 112}
-        record["data"] |= {"name": "shapes"}
-        record["history"] = record["history"][:3]
-        (tmp_path / f"{name}.json").write_text(json.dumps(record))
-    opened = browser.new_page()
-    opened.goto(write_report([tmp_path], tmp_path / "report.html").as_uri())
-    choose(opened, "shapes")
-    for chart in ("scatter-macs", "scatter-params", "curves-accuracy", "curves-loss"):
-        for axis in ("middle", "end"):
-            texts = opened.locator(f"[data-chart={chart}] .tick text[text-anchor={axis}]").all_text_contents()
-            assert len(texts) > 2
-            assert len(set(texts)) == len(texts)
-    epochs = opened.locator("[data-chart=curves-loss] .tick text[text-anchor=middle]")
-    assert epochs.all_text_contents() == ["1", "2", "3"]
-    style = opened.locator("[data-chart=scatter-macs] text.label").first.evaluate(
-        "(label) => [getComputedStyle(label).paintOrder, getComputedStyle(label).stroke]"
-    )
-    assert style[0].startswith("stroke")
-    assert style[1] == "rgb(255, 255, 255)"
-    opened.close()
+    assert {"theme", "trade", "curves", "layers", "SUMMARY", "INPUT"} <= reached

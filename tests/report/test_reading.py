@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 
 from lowrank_cnn.data.readers.cifar_binary import CLASSES
 from lowrank_cnn.report import read_records
-from lowrank_cnn.report.charts import curves, layer_charts, points_of, scatters
-from lowrank_cnn.report.entries import gather
-from lowrank_cnn.report.markup import embed
+from lowrank_cnn.report.cards import cards
+from lowrank_cnn.report.charts.curves import training_curves
+from lowrank_cnn.report.charts.layers import layer_charts
+from lowrank_cnn.report.charts.trade import trade_charts, trade_points
+from lowrank_cnn.report.gathering import gather
 from lowrank_cnn.report.reading import device_class, read_record
-from lowrank_cnn.report.records import Records, Run, Timing
-from lowrank_cnn.report.sections import headline, summary_table
+from lowrank_cnn.report.records import Records, Run, TimedNetwork
+from lowrank_cnn.report.tables import summary_table
 from lowrank_cnn.system.errors import LowRankError
 
 HERE = Path("record.json")
@@ -55,7 +57,12 @@ def run_of(values: dict) -> Run:
 
 def test_a_run_is_read():
     run = run_of(RUN)
-    assert (run.built.label, run.data, run.recipe, run.seed) == ("nin-c3-lr width 0.5", "cifar10", "nin-paper", 3)
+    assert (run.network.label, run.data, run.recipe, run.seed) == (
+        "nin-c3-lr width 0.5",
+        "cifar10",
+        "nin-paper",
+        3,
+    )
     assert (run.top1, run.macs, run.params, run.finished) == (0.9, 1000, 100, True)
     assert [row.accuracy for row in run.history] == [0.4, None]
 
@@ -67,16 +74,16 @@ def test_a_run_on_the_way_shows_what_it_has():
 
 def test_a_run_that_says_little_is_still_read():
     run = run_of({"kind": "training", "model": {"name": "mine"}})
-    assert (run.built.name, run.data, run.recipe, run.top1) == ("mine", "unnamed data", "custom", None)
+    assert (run.network.name, run.data, run.recipe, run.top1) == ("mine", "unnamed data", "custom", None)
 
 
 def test_a_converted_network_is_read_with_what_it_was_before():
     run = run_of(CONVERTED)
-    assert (run.built.label, run.built.base, run.n) == ("Mine+lr", "Mine", 500)
+    assert (run.network.label, run.network.base, run.n) == ("Mine+lr", "Mine", 500)
     assert run.dense == {"macs": 2000, "params": 150}
     config = {"name": "nin", "width": 0.5, "stride": 1}
     ours = run_of({**CONVERTED, "model": {**CONVERTED["model"], "name": "nin+lr", "config": config}})
-    assert (ours.built.label, ours.built.base, ours.dense) == ("nin+lr width 0.5", "nin", None)
+    assert (ours.network.label, ours.network.base, ours.dense) == ("nin+lr width 0.5", "nin", None)
 
 
 def test_what_a_record_does_not_say_of_the_dense_network_is_not_known():
@@ -96,17 +103,17 @@ def test_the_data_of_a_run_are_named():
 
 
 def test_the_size_of_the_images_is_that_of_the_crops():
-    assert run_of({**RUN, "recipe": {"name": "r", "crop": 28}}).built.image == (3, 28, 28)
+    assert run_of({**RUN, "recipe": {"name": "r", "crop": 28}}).network.image == (3, 28, 28)
     sized = {**RUN, "model": {"name": "nin", "image_size": 24}, "recipe": {"name": "r", "crop": 28}}
-    assert run_of(sized).built.image == (3, 24, 24)
+    assert run_of(sized).network.image == (3, 24, 24)
 
 
 def test_a_timing_brings_its_twin_and_counts_one_image():
     ours, twin = read_record(TIMING, HERE)
-    assert isinstance(ours, Timing)
-    assert isinstance(twin, Timing)
+    assert isinstance(ours, TimedNetwork)
+    assert isinstance(twin, TimedNetwork)
     assert (ours.batch, ours.macs, ours.ms_per_image, ours.device) == (4, 1000, 2.0, "GPU")
-    assert (twin.built.name, twin.macs, twin.ms_per_image) == ("nin", 2000, 4.0)
+    assert (twin.network.name, twin.macs, twin.ms_per_image) == ("nin", 2000, 4.0)
     assert [(layer.name, layer.macs) for layer in ours.layers] == [("a", 750)]
 
 
@@ -116,9 +123,20 @@ def test_what_the_command_time_prints_is_read():
         "timings": [{**TIMING, "kind": None, "device": "cpu"}, TIMING],
     }
     found = read_record(printed, HERE)
-    assert [timing.built.name for timing in found] == ["nin-c3-lr", "nin", "nin-c3-lr", "nin"]
-    assert isinstance(found[0], Timing)
+    assert [timing.network.name for timing in found] == ["nin-c3-lr", "nin", "nin-c3-lr", "nin"]
+    assert isinstance(found[0], TimedNetwork)
     assert found[0].hardware == "a fast one"
+
+
+def test_our_own_benchmarks_are_read():
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    records = read_records([results / "gpu_speed.json", results / "cpu_speed.json"])
+    assert records.skipped == []
+    by_device = {(timing.network.name, timing.device): timing for timing in records.timings}
+    assert {device for _, device in by_device} == {"CPU", "GPU"}
+    timing = by_device["vgg11-gmp-lr", "GPU"]
+    assert (timing.network.image, timing.hardware) == ((3, 224, 224), "NVIDIA H200")
+    assert 2.5e9 < (timing.macs or 0) < 2.53e9
 
 
 def test_a_timing_is_known_by_its_fields_too():
@@ -187,15 +205,16 @@ def test_whatever_a_record_holds_the_page_can_be_made(found: list[dict]):
             refusals.append(str(error))
     assert all(len(refusal.splitlines()) == 1 for refusal in refusals)
     entries = gather(records)
-    assert summary_table(entries).count("<tr>") == len(entries) + 1
-    headline(entries)
-    embed([scatters(points_of(entries)), curves(entries), layer_charts(records.timings)])
+    assert len(summary_table(entries).rows) == len(entries)
+    cards(entries)
+    charts = [trade_charts(trade_points(entries)), training_curves(entries), layer_charts(records.timings)]
+    json.dumps(charts, allow_nan=False)
 
 
 def test_a_folder_is_read_at_any_depth_and_bad_files_are_listed(runs: Path):
     records = read_records([runs])
     assert (len(records.runs), len(records.timings)) == (15, 6)
-    reasons = {Path(problem.path).name: problem.reason for problem in records.problems}
+    reasons = {Path(problem.path).name: problem.reason for problem in records.skipped}
     assert set(reasons) == {"cut.json", "foreign.json", "binary.json"}
     assert "not JSON" in reasons["cut.json"]
     assert "shopping list" in reasons["foreign.json"]
@@ -208,14 +227,14 @@ def test_the_other_files_of_a_run_are_no_problem(tmp_path: Path):
     (tmp_path / "step-00000010.safetensors").write_bytes(b"")
     (tmp_path / "table.json").write_text('{"kind": "reproduction", "rows": []}')
     records = read_records([tmp_path])
-    assert (len(records.runs), records.problems) == (1, [])
+    assert (len(records.runs), records.skipped) == (1, [])
 
 
 def test_a_file_may_hold_several_records_and_is_read_once(tmp_path: Path):
     file = tmp_path / "all.json"
     file.write_text(json.dumps([RUN, TIMING, {"kind": "?"}]))
     records = read_records([tmp_path, file])
-    assert (len(records.runs), len(records.timings), len(records.problems)) == (1, 2, 1)
+    assert (len(records.runs), len(records.timings), len(records.skipped)) == (1, 2, 1)
 
 
 def test_a_path_that_is_not_there_is_named(tmp_path: Path):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowrank_cnn.report.figures.options import Options
+from lowrank_cnn.report.figures.options import FigureOptions
 from lowrank_cnn.report.numbers import TIMES
 from lowrank_cnn.report.style import BLUE, COLUMN, CYCLE, GREEN, GRID, ORANGE, SOFT, new_figure
 from lowrank_cnn.system.errors import require
@@ -23,7 +23,7 @@ SIDE = 6
 NINE = (BLUE, "#7d8792", CYCLE[5], CYCLE[4], ORANGE, "#8c564b", GREEN, "#6a4fb3", CYCLE[3])
 
 
-def draw_connections(_name: str, _options: Options) -> Figure:
+def draw_connections(_name: str, _options: FigureOptions) -> Figure:
     """A column per layer: the pixels that one output sees, and below it the map of all connections."""
     figure = new_figure(COLUMN, 3.3)
     grid = figure.add_gridspec(2, 4, height_ratios=(1, 2.2))

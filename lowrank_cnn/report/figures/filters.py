@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, dense_weight
-from lowrank_cnn.report.figures.options import Options
+from lowrank_cnn.report.figures.options import FigureOptions
 from lowrank_cnn.report.numbers import TIMES
 from lowrank_cnn.report.style import COLUMN, headline, image_axes, new_figure
 from lowrank_cnn.system.errors import LowRankError
@@ -32,7 +32,7 @@ class Bank:
     weight: Tensor
 
 
-def draw_filters(_name: str, options: Options) -> Figure:
+def draw_filters(_name: str, options: FigureOptions) -> Figure:
     """A mosaic per group of the first conv, and one of the filters that the join makes of them."""
     label, network = options.network("vgg11-gmp-lr-join")
     banks = filter_banks(first_conv(network))

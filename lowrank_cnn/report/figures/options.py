@@ -18,7 +18,7 @@ from lowrank_cnn.system.provenance import note
 
 
 @dataclass(frozen=True)
-class Options:
+class FigureOptions:
     """The records of runs, a network's name, or the checkpoint of a run; figures take what they can use.
 
     `pretrained` names the data set whose weights, of those that come with the package, a named network gets.

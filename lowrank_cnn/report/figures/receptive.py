@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.models import list_models
 from lowrank_cnn.models.network import Network
-from lowrank_cnn.report.figures.options import Options, network_name
-from lowrank_cnn.report.records import Built
-from lowrank_cnn.report.style import COLUMN, image_axes, new_figure
-from lowrank_cnn.report.twins import dense_twin
+from lowrank_cnn.report.comparing import twin_id
+from lowrank_cnn.report.figures.options import FigureOptions, network_name
+from lowrank_cnn.report.records import NetworkId
+from lowrank_cnn.report.style import COLUMN, new_figure
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
 
@@ -26,7 +26,7 @@ PIXELS = 3 * LARGEST_IMAGE**2
 SHARE = 0.9
 
 
-def draw_receptive_field(_name: str, options: Options) -> Figure:
+def draw_receptive_field(_name: str, options: FigureOptions) -> Figure:
     """The mean absolute gradient, over the image, of the centre of the last conv's maps; twins side by side."""
     label, network = options.network("vgg11-gmp-lr")
     pairs = [*_twin(network, options), (label, network)]
@@ -38,17 +38,19 @@ def draw_receptive_field(_name: str, options: Options) -> Figure:
         image = axes.imshow(field.sqrt().numpy(), cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
         axes.set_title(name, fontsize=9)
         held = f"{area(field):,} of {field.numel():,} pixels"
-        axes.set_xlabel(f"{held} hold {SHARE:.0%} of the gradient", fontsize=8)
-        image_axes(axes)
+        axes.set_xlabel(f"pixels across; {held} hold {SHARE:.0%} of the gradient", fontsize=8)
+        axes.set_ylabel("pixels down" if axes is panels[0] else "", fontsize=8)
+        axes.grid(False)
+        axes.tick_params(labelsize=7.5)
     bar = figure.colorbar(image, ax=panels, orientation="horizontal", shrink=0.5, aspect=40, pad=0.04)
     bar.set_label("gradient of the centre output, root scale", fontsize=8)
     return figure
 
 
-def _twin(network: nn.Module, options: Options) -> list[tuple[str, nn.Module]]:
+def _twin(network: nn.Module, options: FigureOptions) -> list[tuple[str, nn.Module]]:
     """The dense twin, trained if there are weights of it; none for a network that is dense itself."""
     name = network_name(network)
-    twin = dense_twin(Built(name)).name
+    twin = twin_id(NetworkId(name)).name
     if twin == name or twin not in list_models():
         return []
     return [options.named(twin, trained=options.has_weights(twin), **_size_of(network))]

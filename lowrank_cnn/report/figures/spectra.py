@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.report.figures.options import Options, network_name
+from lowrank_cnn.report.figures.options import FigureOptions, network_name
 from lowrank_cnn.report.numbers import TIMES, percent_tick
-from lowrank_cnn.report.style import COLUMN, CYCLE, INK, SOFT, headline, new_figure
+from lowrank_cnn.report.style import COLUMN, CYCLE, INK, ORANGE, headline, new_figure
 from lowrank_cnn.system.errors import LowRankError, require
 
 if TYPE_CHECKING:
@@ -21,10 +21,12 @@ MOST_KERNELS = 10_000
 
 MOST_NAMED = 12
 
+SHADES = ("#303841", "#6a7480", "#9aa4af", "#c3cad2", "#e2e6ea", "#f0f2f4")
+"""Of singular values, from the largest: greys, since colours tell the layers apart beside them."""
 ORDINALS = ("1st", "2nd", "3rd", "4th", "5th")
 
 
-def draw_spectra(_name: str, options: Options) -> Figure:
+def draw_spectra(_name: str, options: FigureOptions) -> Figure:
     """Left, in space: how much of a k x k kernel one column times one row holds. Right, over the channels."""
     label, network = options.network("nin")
     layers = dense_layers(network)
@@ -77,12 +79,12 @@ def _draw_space(axes: Axes, layers: dict[str, Tensor]) -> None:
     for rank in range(max(map(len, spectra.values()))):
         shares = [float(s[rank]) if rank < len(s) else 0.0 for s in spectra.values()]
         below = [float(s[:rank].sum()) for s in spectra.values()]
-        colour, name = (CYCLE[rank], ORDINALS[rank]) if rank < len(ORDINALS) else (SOFT, "_")
+        colour, name = (SHADES[rank], ORDINALS[rank]) if rank < len(ORDINALS) else (SHADES[-1], "_")
         axes.barh(list(spectra), shares, left=below, color=colour, height=0.62, label=name)
     for place, weight in enumerate(layers.values()):
         level = float(spatial_energy(_random_like(weight))[0])
         ends, name = [place - 0.42, place + 0.42], "_" if place else "1st of random filters"
-        axes.plot([level, level], ends, color=INK, linewidth=1.6, label=name)
+        axes.plot([level, level], ends, color=ORANGE, linewidth=1.8, label=name)
     axes.invert_yaxis()
     axes.grid(False, axis="y")
     axes.set_title(f"In space: each k{TIMES}k kernel", fontsize=9)

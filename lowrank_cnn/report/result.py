@@ -8,28 +8,30 @@ from functools import cached_property
 from typing import Any
 
 from lowrank_cnn.report.fields import mean, spread
-from lowrank_cnn.report.records import Built, Run, Timing, by_seed
+from lowrank_cnn.report.records import NetworkId, Run, TimedNetwork, by_seed
 
 
 @dataclass(frozen=True)
-class Entry:
+class NetworkResult:
     """A network trained on a data set by a recipe, over all of its seeds; or one that was only timed."""
 
-    built: Built
+    network: NetworkId
     data: str = ""
     recipe: str = ""
     runs: tuple[Run, ...] = ()
-    timings: tuple[Timing, ...] = ()
+    timings: tuple[TimedNetwork, ...] = ()
     variant: str = ""
     """What sets it apart from others of the same network, data and recipe."""
     ratios: dict[str, float] = field(default_factory=dict, hash=False)
     """Shares of the dense twin's MACs, parameters and times; `top1` is the difference in percentage points."""
     otherwise: tuple[str, ...] = ()
     """How the twin was trained otherwise, in words."""
+    gap_half_width: float | None = None
+    """Half the 95% interval over seeds of `ratios["top1"]`, in percentage points; None for single seeds."""
 
     @property
     def label(self) -> str:
-        return f"{self.built.label}, {self.variant}" if self.variant else self.built.label
+        return f"{self.network.label}, {self.variant}" if self.variant else self.network.label
 
     @cached_property
     def settings(self) -> dict[str, str]:
@@ -67,6 +69,11 @@ class Entry:
         return mean(self._known("seconds"))
 
     @property
+    def shared(self) -> bool:
+        """Whether a run shared its device with another, which makes its time incomparable."""
+        return any(run.shared for run in self.scored)
+
+    @property
     def macs(self) -> int | None:
         return next((r.macs for r in (*self.runs, *self.timings) if r.macs), None)
 
@@ -84,7 +91,7 @@ class Entry:
         """The number of images that its accuracy was measured on: the fewest, where runs differ."""
         return min(self._known("n"), default=None)
 
-    def time(self, device: str, batch: int | None = None) -> Timing | None:
+    def time(self, device: str, batch: int | None = None) -> TimedNetwork | None:
         """The fastest way, per image, that it was run on a kind of device."""
         fitting = [t for t in self.timings if t.device == device and batch in (None, t.batch)]
         return min(fitting, key=lambda timing: timing.ms_per_image, default=None)

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from lowrank_cnn.report.entries import comparable, gather
-from lowrank_cnn.report.entry import Entry
+from lowrank_cnn.report.gathering import comparable, gather
 from lowrank_cnn.report.reading import read_record
 from lowrank_cnn.report.records import Records
+from lowrank_cnn.report.result import NetworkResult
 
 SIZE = [3, 30, 30]
 
@@ -28,7 +28,7 @@ def timing(name: str, ms: float, *, batch: int = 1, device: str = "cpu", runtime
     return {"kind": "timing", "model": name, **inside}
 
 
-def gathered(*values: dict) -> list[Entry]:
+def gathered(*values: dict) -> list[NetworkResult]:
     records = Records()
     for value in values:
         for record in read_record(value, Path("record.json")):
@@ -36,7 +36,7 @@ def gathered(*values: dict) -> list[Entry]:
     return gather(records)
 
 
-def entries_of(*values: dict) -> dict[str, Entry]:
+def entries_of(*values: dict) -> dict[str, NetworkResult]:
     return {entry.label: entry for entry in gathered(*values)}
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from itertools import groupby
 from typing import Any
 
 from lowrank_cnn.models import list_models
-from lowrank_cnn.report.entry import Entry
-from lowrank_cnn.report.records import Records, Run, Timing
-from lowrank_cnn.report.twins import compare_all, identity
+from lowrank_cnn.report.comparing import compare_all, identity
+from lowrank_cnn.report.records import Records, Run, TimedNetwork
+from lowrank_cnn.report.result import NetworkResult
 from lowrank_cnn.report.variants import differences, natural
 
 
-def gather(records: Records) -> list[Entry]:
+def gather(records: Records) -> list[NetworkResult]:
     """The entries of all records, each compared with its dense twin."""
-    runs = _in_order(_name_data_apart(records.runs))
+    runs = _in_order(_name_data_apart(_mark_shared(records.runs)))
     timings = _by_network(records.timings)
     entries = [_entry(list(group), timings) for _, group in groupby(runs, key=_key)]
     entries = _told_apart(_best_recipe_first(entries)) + _timed_only(records.timings, entries)
@@ -32,29 +33,52 @@ def _name_data_apart(runs: Sequence[Run]) -> list[Run]:
     return [run if len(known[run.data]) == 1 else replace(run, data=known[run.data][run.images]) for run in runs]
 
 
+def _mark_shared(runs: Sequence[Run]) -> list[Run]:
+    """Mark runs that overlap in time on the same hardware: side by side, each takes longer than alone."""
+    marked = list(runs)
+    last: dict[str, tuple[float, int]] = {}
+    for begin, end, hardware, i in sorted(_spans(runs)):
+        before, j = last.get(hardware, (-1.0, i))
+        if begin < before:
+            marked[i], marked[j] = (replace(marked[k], shared=True) for k in (i, j))
+        last[hardware] = max((end, i), (before, j))
+    return marked
+
+
+def _spans(runs: Sequence[Run]) -> Iterator[tuple[float, float, str, int]]:
+    """When each run began and ended, and on what; runs that do not say so are left out."""
+    for i, run in enumerate(runs):
+        try:
+            begin = datetime.fromisoformat(str(run.environment.get("date"))).timestamp()
+        except (ValueError, OverflowError, OSError):
+            continue
+        hardware = " ".join(str(run.environment.get(name)) for name in ("gpu", "cpu", "cores"))
+        yield begin, begin + (run.seconds or 0.0), hardware, i
+
+
 def _images_in_words(run: Run) -> str:
     return f"{run.images[:8]}" if " " not in run.images else " + ".join(run.images.split()[1:]) + " images"
 
 
-def comparable(entries: Sequence[Entry]) -> list[Entry]:
+def comparable(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     """Those trained by a recipe that trained other networks too; all of a data set that has no such recipe.
 
     What a single network was put through, an ablation say, is no choice between accuracy and cost.
     """
     networks: dict[tuple[str, str], set[str]] = {}
     for entry in entries:
-        networks.setdefault((entry.data, entry.recipe), set()).add(entry.built.label)
+        networks.setdefault((entry.data, entry.recipe), set()).add(entry.network.label)
     compared = {data for (data, _), names in networks.items() if len(names) > 1}
     return [e for e in entries if e.data not in compared or len(networks[e.data, e.recipe]) > 1]
 
 
 def _key(run: Run) -> tuple[Any, ...]:
-    return (run.data, run.recipe, *identity(run.built), _cost(run), run.settings)
+    return (run.data, run.recipe, *identity(run.network), _cost(run), run.settings)
 
 
-def _cost(record: Run | Timing) -> str:
+def _cost(record: Run | TimedNetwork) -> str:
     """What tells networks apart that are not ours: they may share a name, that of their class."""
-    return "" if record.built.ours else f"{record.macs} {record.params}"
+    return "" if record.network.ours else f"{record.macs} {record.params}"
 
 
 def _in_order(runs: Sequence[Run]) -> list[Run]:
@@ -63,12 +87,12 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
 
     def place(run: Run) -> tuple[Any, ...]:
         settings = tuple((name, natural(value)) for name, value in run.settings)
-        return run.data, run.recipe, order.get(run.built.name, "999"), _key(run)[:-1], settings, run.seed or 0
+        return run.data, run.recipe, order.get(run.network.name, "999"), _key(run)[:-1], settings, run.seed or 0
 
     return sorted(runs, key=place)
 
 
-def _best_recipe_first(entries: Sequence[Entry]) -> list[Entry]:
+def _best_recipe_first(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     """Within each data set, the recipes by the best accuracy that each of them led to."""
     best: dict[tuple[str, str], float] = {}
     for entry in entries:
@@ -76,38 +100,38 @@ def _best_recipe_first(entries: Sequence[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda e: (e.data, -best[e.data, e.recipe], e.recipe))
 
 
-def _entry(runs: list[Run], timings: Mapping[str, Sequence[Timing]]) -> Entry:
+def _entry(runs: list[Run], timings: Mapping[str, Sequence[TimedNetwork]]) -> NetworkResult:
     run = runs[0]
     candidates = timings.get(_network_name(run), ())
     timed = tuple(timing for timing in candidates if _same_network(run, timing))
-    return Entry(run.built, run.data, run.recipe, tuple(runs), timed)
+    return NetworkResult(run.network, run.data, run.recipe, tuple(runs), timed)
 
 
-def _by_network(timings: Sequence[Timing]) -> dict[str, list[Timing]]:
+def _by_network(timings: Sequence[TimedNetwork]) -> dict[str, list[TimedNetwork]]:
     """Timings by the name of the network, or of the one that it was converted from where that is not ours."""
-    found: dict[str, list[Timing]] = {}
+    found: dict[str, list[TimedNetwork]] = {}
     for timing in timings:
         found.setdefault(_network_name(timing), []).append(timing)
     return found
 
 
-def _network_name(record: Run | Timing) -> str:
-    return record.built.name if record.built.ours else record.built.base or record.built.name
+def _network_name(record: Run | TimedNetwork) -> str:
+    return record.network.name if record.network.ours else record.network.base or record.network.name
 
 
-def _told_apart(entries: Sequence[Entry]) -> list[Entry]:
+def _told_apart(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     """Entries that would read alike, with the settings in which they differ."""
-    groups: dict[tuple[str, ...], list[Entry]] = {}
+    groups: dict[tuple[str, ...], list[NetworkResult]] = {}
     for entry in entries:
-        groups.setdefault((entry.built.label, entry.data, entry.recipe), []).append(entry)
+        groups.setdefault((entry.network.label, entry.data, entry.recipe), []).append(entry)
     variants = {key: differences([entry.settings for entry in alike]) for key, alike in groups.items()}
     told = {key: iter(found) for key, found in variants.items()}
-    return [replace(e, variant=next(told[e.built.label, e.data, e.recipe])) for e in entries]
+    return [replace(e, variant=next(told[e.network.label, e.data, e.recipe])) for e in entries]
 
 
-def _same_network(run: Run, timing: Timing) -> bool:
+def _same_network(run: Run, timing: TimedNetwork) -> bool:
     """Whether a timing is of this very network: on images of the same size too, where both say."""
-    built, timed = run.built, timing.built
+    built, timed = run.network, timing.network
     same = all(getattr(built, name) == getattr(timed, name) for name in ("name", "scheme", "width", "stride"))
     if not timed.ours:
         same = (built.base or built.name) == (timed.base or timed.name) and run.macs == timing.macs
@@ -115,12 +139,12 @@ def _same_network(run: Run, timing: Timing) -> bool:
     return same and (not sizes_known or built.image[-2:] == timed.image[-2:])
 
 
-def _timed_only(timings: Sequence[Timing], entries: Sequence[Entry]) -> list[Entry]:
+def _timed_only(timings: Sequence[TimedNetwork], entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     used = {timing for entry in entries for timing in entry.timings}
 
-    def key(timing: Timing) -> tuple[str, ...]:
-        return (*identity(timing.built), _cost(timing))
+    def key(timing: TimedNetwork) -> tuple[str, ...]:
+        return (*identity(timing.network), _cost(timing))
 
     rest = sorted((timing for timing in timings if timing not in used), key=key)
     groups = (list(group) for _, group in groupby(rest, key=key))
-    return [Entry(group[0].built, timings=tuple(group)) for group in groups]
+    return [NetworkResult(group[0].network, timings=tuple(group)) for group in groups]

@@ -11,12 +11,13 @@ from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.rebuild import run_entry
 from lowrank_cnn.models.twins import dense_cost
-from lowrank_cnn.report.entries import gather
-from lowrank_cnn.report.entry import Entry
+from lowrank_cnn.report.cards import cards
+from lowrank_cnn.report.comparing import is_twin, twin_id, twin_known
+from lowrank_cnn.report.gathering import gather
 from lowrank_cnn.report.reading import read_record
-from lowrank_cnn.report.records import Built, Records
-from lowrank_cnn.report.sections import headline, summary_table
-from lowrank_cnn.report.twins import dense_twin, is_twin, twin_known
+from lowrank_cnn.report.records import NetworkId, Records
+from lowrank_cnn.report.result import NetworkResult
+from lowrank_cnn.report.tables import summary_table
 
 SIZE = (3, 30, 30)
 
@@ -47,7 +48,7 @@ def timed(network: nn.Module, ms: float, twin: dict | None = None) -> dict:
     return {**about, "macs": count(network, SIZE).macs}
 
 
-def gathered(*values: dict) -> list[Entry]:
+def gathered(*values: dict) -> list[NetworkResult]:
     records = Records()
     for value in values:
         for record in read_record(value, Path("record.json")):
@@ -55,7 +56,7 @@ def gathered(*values: dict) -> list[Entry]:
     return gather(records)
 
 
-def by_name(*values: dict) -> dict[str, Entry]:
+def by_name(*values: dict) -> dict[str, NetworkResult]:
     return {entry.label: entry for entry in gathered(*values)}
 
 
@@ -100,9 +101,9 @@ def test_where_the_twin_cannot_be_known_the_page_says_so():
     (entry,) = gathered(trained(by_hand))
     assert not twin_known(entry)
     assert entry.ratios == {}
-    row = str(summary_table([entry]))
-    assert "not known" in row
-    assert "1.000" not in row
+    (row,) = summary_table([entry]).rows
+    assert "not known" in [cell.shown for cell in row]
+    assert not any("1.000" in cell.small for cell in row)
     before = trained(convert(own(), "lr"))
     del before["result"]["dense"]  # as records were written once
     (entry,) = gathered(before)
@@ -131,7 +132,7 @@ def test_a_timing_of_a_converted_network_is_not_that_of_its_twin():
     ],
 )
 def test_dense_twins(name: str, twin: str):
-    assert dense_twin(Built(name, scheme="lr", width=0.5)) == Built(twin, width=0.5)
+    assert twin_id(NetworkId(name, scheme="lr", width=0.5)) == NetworkId(twin, width=0.5)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +143,7 @@ def test_a_twin_trained_otherwise_is_not_held_against_it_unsaid(change, told):
     for run in runs:
         run["data"]["train"], run["recipe"]["epochs"] = 4000, 5
     runs[0]["data" if "train" in change else "recipe"] |= change
-    low_rank = next(entry for entry in gathered(*runs) if not is_twin(entry))
+    entries = gathered(*runs)
+    low_rank = next(entry for entry in entries if not is_twin(entry))
     assert ("top1" in low_rank.ratios) is (told is not None)
-    assert (told or "80.00%") in str(headline([low_rank]))
+    assert [told in card.sure for card in cards(entries) if told] == [True] * (told is not None)

@@ -11,7 +11,7 @@ from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.fields import number
 from lowrank_cnn.report.reading import settings_of
-from lowrank_cnn.report.records import Run, Timing, by_seed
+from lowrank_cnn.report.records import Run, TimedNetwork, by_seed
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recipes import get_recipe
 
@@ -45,12 +45,12 @@ def accuracies(runs: Iterable[Run]) -> Accuracies:
     return found
 
 
-def layer_times(timings: Iterable[Timing]) -> list[LayerTimes]:
+def layer_times(timings: Iterable[TimedNetwork]) -> list[LayerTimes]:
     """Layer times of every network and kind of device, the fastest of each."""
-    fastest: dict[tuple[str, str], Timing] = {}
+    fastest: dict[tuple[str, str], TimedNetwork] = {}
     for timing in sorted(timings, key=lambda timing: -timing.ms_per_image):
         if timing.layers:
-            fastest[timing.built.label, timing.device] = timing
+            fastest[timing.network.label, timing.device] = timing
     return [
         LayerTimes(network, device, *zip(*((float(layer.macs), layer.ms) for layer in timing.layers), strict=True))
         for (network, device), timing in sorted(fastest.items())
@@ -59,7 +59,7 @@ def layer_times(timings: Iterable[Timing]) -> list[LayerTimes]:
 
 def _is_of(run: Run, row: Published) -> bool:
     """Whether a run trained the network of a row, as published, on the images of its table, by its recipe."""
-    built, recipe = run.built, RECIPES[row.table]
+    built, recipe = run.network, RECIPES[row.table]
     if built.name != row.network or run.recipe != recipe or data_label(run.data) != data_label(row.dataset):
         return False
     own_stride = family_of(row.network).VARIANTS[row.network].stride

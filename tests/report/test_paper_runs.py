@@ -5,9 +5,9 @@ import pytest
 
 from lowrank_cnn.paper.published import rows
 from lowrank_cnn.report.files import read_records
+from lowrank_cnn.report.paper_runs import RECIPES, accuracies
 from lowrank_cnn.report.reading import read_record
 from lowrank_cnn.report.records import Run
-from lowrank_cnn.report.trained import RECIPES, accuracies
 from lowrank_cnn.train.recipes import get_recipe
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -95,7 +95,7 @@ def test_a_run_in_another_way_tells_nothing(run: Run, change: dict):
     "change", [{"width": 0.5}, {"scheme": "lr"}, {"stride": 2}, {"name": "nin-c3"}, {"base": "nin-c3-lr"}]
 )
 def test_another_network_tells_nothing_of_this(run: Run, change: dict):
-    assert KEY not in accuracies([replace(run, built=replace(run.built, **change))])
+    assert KEY not in accuracies([replace(run, network=replace(run.network, **change))])
 
 
 def test_a_part_of_the_images_tells_nothing():

@@ -1,0 +1,95 @@
+"""The cards at the top of the page: what low rank gained, at which cost, and how sure that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowrank_cnn.paper.claims import COMPARABLE
+from lowrank_cnn.report.comparing import is_twin, twin_id
+from lowrank_cnn.report.datasets import data_label
+from lowrank_cnn.report.gathering import comparable
+from lowrank_cnn.report.numbers import TIMES, percent, points
+from lowrank_cnn.report.records import CPU, GPU
+from lowrank_cnn.report.result import NetworkResult
+
+MOST_CARDS = 4
+COSTS = {GPU: "GPU time", CPU: "CPU time", "macs": "MACs", "params": "parameters"}
+"""What a network costs; a measured time tells more than a count."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """One low-rank network beside its dense twin, in words."""
+
+    title: str
+    network: str
+    twin: str
+    data: str
+    gained: str
+    accuracy: str
+    cost: str
+    sure: str
+    mood: str
+    """good, bad or quiet: how the certainty is coloured."""
+
+
+def cards(results: Sequence[NetworkResult]) -> list[Card]:
+    """By data set and its best recipe: the most accurate low-rank network, and the cheapest comparable one."""
+    found: list[Card] = []
+    for group in _compared(results):
+        best = max(group, key=lambda result: result.ratios["top1"])
+        near = [result for result in group if result.ratios["top1"] >= -COMPARABLE and _cost(result) < 1]
+        cheapest = min(near, key=_cost, default=best)
+        if cheapest is best:
+            found.append(
+                _card("Most accurate, and cheapest of comparable accuracy" if near else "Most accurate", best)
+            )
+        else:
+            found += [_card("Most accurate", best), _card("Cheapest of comparable accuracy", cheapest)]
+    return found[:MOST_CARDS]
+
+
+def _compared(results: Sequence[NetworkResult]) -> list[list[NetworkResult]]:
+    """The low-rank networks with a trained twin, by data set; of each the first recipe, which is the best."""
+    groups: dict[str, dict[str, list[NetworkResult]]] = {}
+    for result in comparable(results):
+        if "top1" in result.ratios and not is_twin(result) and "macs" in result.ratios:
+            groups.setdefault(result.data, {}).setdefault(result.recipe, []).append(result)
+    return [next(iter(recipes.values())) for recipes in groups.values()]
+
+
+def _cost(result: NetworkResult) -> float:
+    return next(result.ratios[name] for name in COSTS if name in result.ratios)
+
+
+def _card(title: str, result: NetworkResult) -> Card:
+    gap, reach = result.ratios["top1"], result.gap_half_width
+    costs = [f"{TIMES}{result.ratios[name]:.2f} {words}" for name, words in COSTS.items() if name in result.ratios]
+    sure, mood = certainty(gap, reach)
+    interval = "" if reach is None else f"95% interval {points(gap - reach)} to {points(gap + reach)}: "
+    otherwise = f"; the twin was trained {' and '.join(result.otherwise)}" if result.otherwise else ""
+    return Card(
+        title=title,
+        network=result.label,
+        twin=twin_id(result.network).label,
+        data=f"{data_label(result.data)}, {result.recipe}",
+        gained=f"{points(gap)} points",
+        accuracy=f"{percent(result.top1)} top-1",
+        cost=", ".join(costs),
+        sure=f"{interval}{sure}{otherwise}.",
+        mood=mood,
+    )
+
+
+def certainty(gap: float, reach: float | None) -> tuple[str, str]:
+    """What an interval over seeds says about a gap in accuracy, and its mood."""
+    if reach is None:
+        return "single seeds, so the gap may be chance", "quiet"
+    if gap - reach > 0:
+        return "surely more accurate", "good"
+    if gap - reach >= -COMPARABLE:
+        return f"surely no loss of more than {COMPARABLE:g} point", "good"
+    if gap + reach < 0:
+        return "surely less accurate", "bad"
+    return "the seeds do not decide", "quiet"

@@ -1,0 +1,321 @@
+"""Accuracy against cost: points with intervals and labels, arrows from dense to low-rank, Pareto fronts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowrank_cnn.paper.published import MAIN_TABLES, Published, rows
+from lowrank_cnn.report.charts.vega import GREY, LABEL_LAYER, Spec, filled, label_rows
+from lowrank_cnn.report.comparing import is_twin, twin_id
+from lowrank_cnn.report.datasets import data_label
+from lowrank_cnn.report.numbers import as_shown, percent
+from lowrank_cnn.report.pareto import pareto_front
+from lowrank_cnn.report.records import CPU, GPU
+from lowrank_cnn.report.result import NetworkResult
+from lowrank_cnn.system.text import si
+
+PUBLISHED_TABLES = (*MAIN_TABLES, "vgg-places", "big-picture")
+"""Those whose accuracies come from one view of each image, as ours do."""
+AXES = {
+    GPU: "Milliseconds per image on a GPU",
+    CPU: "Milliseconds per image on a CPU",
+    "macs": "Multiply-accumulates per image",
+    "params": "Parameters",
+}
+METRICS = {"top1": "Top-1 accuracy", "top5": "Top-5 accuracy"}
+BASELINES = ("vgg11", "vgg11-gmp", "googlenet", "nin", "alexnet")
+WIDE = 20.0
+"""A range of costs this wide, largest over smallest, is drawn on a logarithmic axis."""
+LEAST_SPAN = 0.02
+"""An axis of accuracies spans at least two percentage points, so that a small difference looks small."""
+SPAN_ERRORS = 6
+"""It also spans this many standard errors of an accuracy: what other test images might give."""
+
+DENSE, LOW_RANK = "dense, trained here", "low-rank, trained here"
+BASELINE, PAPER, AUGMENTED = "published, baseline", "published, low-rank", "published, more augmentation"
+KINDS = {
+    BASELINE: ("square", "#c9a227"),
+    PAPER: ("diamond", "#6fa8dc"),
+    AUGMENTED: ("triangle-up", "#9e7bb5"),
+    DENSE: ("circle", "#d55e00"),
+    LOW_RANK: ("circle", "#0072b2"),
+}
+"""Shape and colour of each kind of point; our own are drawn last, over the published."""
+
+_MIDDLE = "0.45 * scale('{0}', datum.{0}) + 0.55 * scale('{0}', datum.{0}2)"
+_ANGLE = "atan2(scale('x', datum.x2) - scale('x', datum.x), scale('y', datum.y) - scale('y', datum.y2)) * 180 / PI"
+SPEC: Spec = {
+    "width": 620,
+    "height": 380,
+    "data": {"name": "points"},
+    "encoding": {
+        "x": {
+            "field": "x",
+            "type": "quantitative",
+            "title": "{x}",
+            "scale": {"zero": False, "nice": False},
+            "axis": {"format": "~s", "tickCount": 7, "labelOverlap": True, "grid": False},
+        },
+        "y": {
+            "field": "y",
+            "type": "quantitative",
+            "title": "{y}",
+            "scale": {"zero": False, "nice": False},
+            "axis": {"format": ".2~%", "tickCount": 6},
+        },
+    },
+    "layer": [
+        {
+            "name": "fronts",
+            "data": {"name": "fronts"},
+            "mark": {
+                "type": "line",
+                "interpolate": "step-after",
+                "strokeDash": [4, 3],
+                "color": GREY,
+                "clip": True,
+            },
+            "encoding": {"detail": {"field": "front"}, "order": {"field": "x"}},
+        },
+        {
+            "name": "arrows",
+            "data": {"name": "arrows"},
+            "mark": {"type": "rule", "color": GREY, "strokeWidth": 1.2, "opacity": 0.6, "clip": True},
+            "encoding": {"x2": {"field": "x2"}, "y2": {"field": "y2"}},
+        },
+        {
+            "name": "heads",
+            "data": {"name": "arrows"},
+            "mark": {
+                "type": "point",
+                "shape": "triangle",
+                "filled": True,
+                "size": 55,
+                "color": GREY,
+                "angle": {"expr": _ANGLE},
+                "clip": True,
+            },
+            "encoding": {
+                "x": {"value": {"expr": _MIDDLE.format("x")}},
+                "y": {"value": {"expr": _MIDDLE.format("y")}},
+            },
+        },
+        {
+            "name": "intervals",
+            "mark": {"type": "rule", "strokeWidth": 1.5, "clip": True},
+            "encoding": {
+                "y": {"field": "low", "type": "quantitative", "title": "{y}"},
+                "y2": {"field": "high"},
+                "color": {"field": "kind", "type": "nominal"},
+            },
+        },
+        {
+            "name": "points",
+            "mark": {
+                "type": "point",
+                "filled": True,
+                "opacity": 1,
+                "size": 110,
+                "stroke": "white",
+                "strokeWidth": 1,
+                "clip": True,
+                "tooltip": {"content": "data"},
+            },
+            "encoding": {
+                "color": {"field": "kind", "type": "nominal", "title": None, "scale": "{colours}"},
+                "shape": {"field": "kind", "type": "nominal", "title": None, "scale": "{shapes}"},
+                "description": {"field": "spoken"},
+            },
+        },
+        LABEL_LAYER,
+    ],
+}
+
+
+@dataclass(frozen=True)
+class TradePoint:
+    """A network in the chart. `protocol` says which points may share a Pareto front: one data set, one recipe."""
+
+    label: str
+    kind: str
+    data: str
+    protocol: str
+    values: dict[str, float]
+    errors: dict[str, float] = field(default_factory=dict)
+    """Half the height of the interval around an accuracy: the standard deviation over seeds."""
+    details: tuple[tuple[str, str], ...] = ()
+    n: int | None = None
+    """The number of test images, if known."""
+    network: str = ""
+    twin: str | None = None
+    """The dense network that it is compared with, by its name and options."""
+
+
+def trade_points(results: Sequence[NetworkResult]) -> list[TradePoint]:
+    """The published points first, ours over them."""
+    published = [published_point(row) for row in rows() if row.table in PUBLISHED_TABLES]
+    return published + [our_point(result) for result in results if result.data and result.top1 is not None]
+
+
+def our_point(result: NetworkResult) -> TradePoint:
+    measured = {"top1": result.top1, "top5": result.top5, "macs": result.macs, "params": result.params}
+    for device in (CPU, GPU):
+        timing = result.time(device)
+        measured[device] = timing.ms_per_image if timing else None
+    values = {name: float(value) for name, value in measured.items() if value is not None}
+    errors = {"top1": result.top1_spread} if result.top1_spread is not None else {}
+    twin = None if is_twin(result) else twin_id(result.network).label
+    return TradePoint(
+        label=result.label,
+        kind=DENSE if is_twin(result) else LOW_RANK,
+        data=data_label(result.data),
+        protocol=result.recipe,
+        values=values,
+        errors=errors,
+        details=tuple(_details(result)),
+        n=result.n,
+        network=result.network.label,
+        twin=twin,
+    )
+
+
+def _details(result: NetworkResult) -> Iterable[tuple[str, str]]:
+    yield "recipe", result.recipe
+    yield "seeds", f"{result.seeds}" if result.finished else f"{result.seeds}, not finished"
+    if result.top1_spread is not None:
+        yield "standard deviation over seeds", f"{100 * result.top1_spread:.2f} points"
+    for key, name in {"macs": "MACs", "params": "parameters", CPU: "CPU time", GPU: "GPU time"}.items():
+        if key in result.ratios:
+            yield f"{name} of the dense twin", f"{result.ratios[key]:.3f}"
+
+
+def published_point(row: Published) -> TradePoint:
+    kind = BASELINE if row.network in BASELINES else PAPER
+    kind = AUGMENTED if row.table == "big-picture-augmented" else kind
+    measured = {"top1": row.top1, "top5": row.top5, "macs": row.macs_per_image, "params": row.params}
+    values = {name: float(value) for name, value in measured.items() if value is not None}
+    details = (("table", row.table), ("crops per image", str(row.crops)))
+    protocol = AUGMENTED if kind == AUGMENTED else "published"
+    return TradePoint(row.network, kind, data_label(row.dataset), protocol, values, {}, details)
+
+
+def trade_charts(points: Sequence[TradePoint]) -> list[dict[str, Any]]:
+    """The charts of every data set, recipe, accuracy and cost. Recipes are never mixed in one chart."""
+    found = []
+    for data in dict.fromkeys(point.data for point in sorted(points, key=_published_last)):
+        within = [point for point in points if point.data == data]
+        recipes = dict.fromkeys(point.protocol for point in within if point.kind in (DENSE, LOW_RANK)) or {
+            "": None
+        }
+        for recipe in recipes:
+            chosen = [p for p in within if p.kind not in (DENSE, LOW_RANK) or p.protocol == recipe]
+            for metric in METRICS:
+                for axis in AXES:
+                    shown = [p for p in chosen if metric in p.values and axis in p.values]
+                    if shown:
+                        found.append(trade_chart(shown, axis, metric) | {"data": data, "recipe": recipe})
+    return found
+
+
+def _published_last(point: TradePoint) -> bool:
+    return point.kind not in (DENSE, LOW_RANK)
+
+
+def trade_chart(points: Sequence[TradePoint], axis: str, metric: str, *, error: bool = False) -> dict[str, Any]:
+    """One chart as plain data; with `error`, the share of images that are wrong takes the place of accuracy."""
+    marks = [_row(point, axis, metric, error=error) for point in points]
+    costs = [mark["x"] for mark in marks]
+    accuracies = [(point.values[metric], point.n) for point in points]
+    arrows = _arrows(points, marks)
+    return {
+        "axis": axis,
+        "metric": metric,
+        "x": AXES[axis],
+        "y": METRICS[metric].replace("accuracy", "error") if error else METRICS[metric],
+        "log": min(costs) > 0 and max(costs) / min(costs) > WIDE,
+        "domain": _domain([end for mark in marks for end in (mark["low"], mark["high"])], least_span(accuracies)),
+        "costs": _padded(costs),
+        "points": marks,
+        "arrows": arrows,
+        "labels": label_rows(marks, arrows),
+        "fronts": _fronts(points, marks, -1 if error else 1),
+        "kinds": [kind for kind in KINDS if any(point.kind == kind for point in points)],
+    }
+
+
+def _row(point: TradePoint, axis: str, metric: str, *, error: bool) -> dict[str, Any]:
+    accuracy, reach = point.values[metric], point.errors.get(metric, 0.0)
+    height = 1 - accuracy if error else accuracy
+    cost = si(point.values[axis]) if axis in ("macs", "params") else f"{point.values[axis]:.3g} ms"
+    details = [(METRICS[metric], percent(accuracy)), (AXES[axis], cost), *point.details]
+    spoken = ", ".join([f"{point.label} ({point.kind})", *(f"{name} {value}" for name, value in details)])
+    place = {
+        "x": point.values[axis],
+        "y": height,
+        "low": max(0.0, height - reach),
+        "high": min(1.0, height + reach),
+    }
+    return {"label": point.label, "kind": point.kind, **place, "details": details, "spoken": spoken}
+
+
+def _arrows(points: Sequence[TradePoint], marks: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    """From each dense network that was trained here to the low-rank ones that it is compared with."""
+    both = list(zip(points, marks, strict=True))
+    dense = {(p.network, p.protocol): mark for p, mark in both if p.kind == DENSE}
+    pairs = [(dense.get((p.twin or "", p.protocol)), mark) for p, mark in both if p.kind == LOW_RANK]
+    return [{"x": a["x"], "y": a["y"], "x2": b["x"], "y2": b["y"]} for a, b in pairs if a]
+
+
+def _fronts(
+    points: Sequence[TradePoint], marks: Sequence[dict[str, Any]], sign: int
+) -> list[list[dict[str, Any]]]:
+    """A Pareto front for each protocol with more than one point on it: points of two protocols share none."""
+    found: list[dict[str, Any]] = []
+    for protocol in dict.fromkeys(point.protocol for point in points):
+        mine = [mark for point, mark in zip(points, marks, strict=True) if point.protocol == protocol]
+        front = [mine[i] for i in pareto_front([(as_shown(mark["x"]), sign * mark["y"]) for mark in mine])]
+        if len({(mark["x"], mark["y"]) for mark in front}) > 1:
+            corners = sorted(front, key=lambda mark: mark["x"])
+            found += [{"x": mark["x"], "y": mark["y"], "front": protocol} for mark in corners]
+    return found
+
+
+def least_span(measured: Iterable[tuple[float, int | None]]) -> float:
+    """The least height of an axis, from accuracies and the number of images that each was measured on."""
+    errors = [(accuracy * (1 - accuracy) / n) ** 0.5 for accuracy, n in measured if n]
+    return min(1.0, max([LEAST_SPAN, *(SPAN_ERRORS * error for error in errors)]))
+
+
+def _domain(values: Sequence[float], span: float) -> list[float]:
+    """The ends of an axis of shares: all values with some room, at least `span` apart, within 0 and 1."""
+    low, high = min(values), max(values)
+    room = max(0.12 * (high - low), (span - (high - low)) / 2)
+    top = min(1.0, high + room)
+    return [max(0.0, min(low - room, top - span)), top]
+
+
+def _padded(costs: Sequence[float]) -> dict[str, list[float]]:
+    """The ends of an axis of costs, with room for labels."""
+    low, high = min(costs), max(costs)
+    room = 0.15 * ((high - low) or high or 1.0)
+    return {"linear": [max(0.0, low - room), high + room], "log": [low / 1.4, high * 1.4]}
+
+
+def trade_spec(chart: dict[str, Any]) -> Spec:
+    """The specification of a chart that is written to a file."""
+    kinds = chart["kinds"]
+    scales = {
+        "{x}": chart["x"],
+        "{y}": chart["y"],
+        "{colours}": {"domain": kinds, "range": [KINDS[kind][1] for kind in kinds]},
+        "{shapes}": {"domain": kinds, "range": [KINDS[kind][0] for kind in kinds]},
+    }
+    spec: Spec = filled(SPEC, scales)
+    kind = "log" if chart["log"] else "linear"
+    spec["encoding"]["x"]["scale"] = {"type": kind, "nice": False, "domain": chart["costs"][kind]}
+    spec["encoding"]["y"]["scale"] |= {"domain": chart["domain"]}
+    spec["layer"] = [layer for layer in spec["layer"] if chart[layer.get("data", {"name": "points"})["name"]]]
+    spec["datasets"] = {name: chart[name] for name in ("points", "arrows", "fronts", "labels")}
+    return spec

@@ -1,0 +1,199 @@
+"""What all charts share: colours, the look of axes, placing labels, and writing a chart to a file.
+
+A chart is written down once, as a Vega-Lite specification with its data. The page hands it to Vega in the browser;
+figures go through vl-convert, which runs the same Vega without a browser. Vega-Lite cannot keep labels from
+overlapping, Vega can: `with_labels` adds that to the compiled chart (the page's script does the same).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lowrank_cnn.system.errors import require
+from lowrank_cnn.system.files import write_atomically
+
+Spec = dict[str, Any]
+
+VERSION = "6.4"
+"""Of Vega-Lite."""
+COLOURS = ("#0072b2", "#d55e00", "#339977", "#553300", "#330099", "#003333", "#0000ff")
+"""Distinct on white and to readers with any of the common colour deficiencies."""
+DARK_COLOURS = ("#56b4e9", "#ff9a52", "#559977", "#9977ff", "#ddff00", "#bbffdd", "#77ff99")
+"""The same order, for dark pages."""
+DASHES = ([1, 0], [7, 4], [2, 3], [9, 3, 2, 3])
+"""Networks beyond the last colour begin with the first again, in another dash."""
+
+GREY = "#7d8792"
+"""Of lines that lead the eye, on light and dark pages."""
+
+OFFSETS = (6, 12, 20, 30, 42, 56)
+ANCHORS = ("right", "left", "top", "bottom", "top-right", "bottom-right", "top-left", "bottom-left")
+LABELS: Spec = {
+    "type": "label",
+    "anchor": [anchor for _ in OFFSETS for anchor in ANCHORS],
+    "offset": [offset for offset in OFFSETS for _ in ANCHORS],
+    "size": [{"signal": "width"}, {"signal": "height"}],
+    "sort": {"field": "datum.block", "order": "descending"},
+    "padding": 24,
+}
+"""Vega's label transform: the first free place around a point, from near to far."""
+_SHIFT = OFFSETS[0] + 5
+_PLACE = (
+    "datum.block ? (1 - datum.t) * scale('{0}', datum.{0}) + datum.t * scale('{0}', datum.{0}2) - {1}"
+    " : scale('{0}', datum.{0})"
+)
+LABEL_LAYER: Spec = {
+    "name": "labels",
+    "data": {"name": "labels"},
+    "mark": {
+        "type": "text",
+        "style": "label",
+        "fontSize": {"expr": "datum.block && !datum.t ? 16 : 11.5"},
+        "aria": False,
+        "fillOpacity": {"expr": "datum.block ? 0 : 1"},
+    },
+    "encoding": {
+        "text": {"field": "label"},
+        "x": {"value": {"expr": _PLACE.format("x", _SHIFT)}},
+        "y": {"value": {"expr": _PLACE.format("y", 0)}},
+    },
+}
+"""Labels, and invisible ones that stand on points and lines, so that no label is placed there.
+
+Vega can avoid marks by itself, but needs a browser for it. A label goes to the right of its place first. An
+invisible label is shifted to the left by as much, and so stands on the mark.
+"""
+MOST_LABELS = 60
+"""Charts of more points label none: they would all be lost in the crowd."""
+
+
+def label_rows(points: Sequence[Spec], lines: Sequence[Spec]) -> list[Spec]:
+    """The data of a `LABEL_LAYER`: a label for each point, and what labels keep clear of."""
+    if len(points) > MOST_LABELS:
+        return []
+    on_points = [{"label": "\N{BLACK CIRCLE}", **_from_to(p, p), "t": 0} for p in points]
+    on_lines = [{"label": "\N{BULLET}", **line, "t": step / 20} for line in lines for step in range(4, 17)]
+    labels = [{"label": p["label"], "x": p["x"], "y": p["y"], "block": 0} for p in points]
+    return [*({**block, "block": 1} for block in (*on_points, *on_lines)), *labels]
+
+
+def _from_to(one: Spec, other: Spec) -> Spec:
+    return {"x": one["x"], "y": one["y"], "x2": other["x"], "y2": other["y"]}
+
+
+_AT = "scale('x', datum.datum.x)", "scale('y', datum.datum.y)"
+_FAR = f"!datum.datum.block && abs(datum.x - {_AT[0]}) + abs(datum.y - {_AT[1]}) > 19"
+LEADERS: Spec = {
+    "type": "rule",
+    "name": "leaders",
+    "style": ["leader"],
+    "from": {"data": "labels_marks"},
+    "interactive": False,
+    "encode": {
+        "update": {
+            "x": {"signal": _AT[0]},
+            "y": {"signal": _AT[1]},
+            "x2": {"field": "x"},
+            "y2": {"field": "y"},
+            "strokeWidth": {"value": 0.7},
+            "opacity": {"signal": f"datum.opacity && {_FAR} ? 0.9 : 0"},
+        }
+    },
+}
+"""A line from a point to its label, where that is not beside it."""
+
+
+def looks(names: list[str], *, dark: bool = False) -> Spec:
+    """Scales that give every name its own pair of colour and dash."""
+    colours = DARK_COLOURS if dark else COLOURS
+    return {
+        "color": {"domain": names, "range": [colours[i % len(colours)] for i in range(len(names))]},
+        "dash": {"domain": names, "range": [DASHES[i // len(colours) % len(DASHES)] for i in range(len(names))]},
+    }
+
+
+def theme(*, dark: bool = False) -> Spec:
+    """Vega's config: type, grid and colours that fit the page."""
+    ink, soft, grid = ("#eceff3", "#b3bcc7", "#323a44") if dark else ("#16191d", "#4a525c", "#dfe3e8")
+    text = {"labelColor": soft, "titleColor": soft, "labelFontSize": 12, "titleFontSize": 12}
+    axis = {**text, "gridColor": grid, "domainColor": soft, "tickColor": soft, "titleFontWeight": "normal"}
+    return {
+        "background": None if dark else "white",
+        "font": "system-ui, 'DejaVu Sans', Arial, sans-serif",
+        "view": {"stroke": None},
+        "axis": axis,
+        "legend": {**text, "orient": "bottom", "columns": 3, "labelLimit": 320, "symbolOpacity": 1},
+        "title": {"color": ink, "fontSize": 14, "anchor": "start"},
+        "range": {"category": list(DARK_COLOURS if dark else COLOURS)},
+        "text": {"color": ink},
+        "style": {"label": {"fill": ink}, "leader": {"stroke": soft}},
+    }
+
+
+def with_labels(compiled: Spec) -> Spec:
+    """A compiled chart whose labels keep clear of marks and of each other; far ones get a line to their point."""
+    marks: list[Spec] = []
+    for mark in compiled.get("marks", []):
+        if mark.get("type") == "group":
+            marks.append(with_labels(mark))
+        elif mark.get("name") == "labels_marks":
+            marks += [{**mark, "transform": [LABELS]}, LEADERS]
+        else:
+            marks.append(mark)
+    return {**compiled, "marks": marks}
+
+
+def filled(value: Any, parts: dict[str, Any]) -> Any:
+    """A template with its placeholders replaced."""
+    if isinstance(value, str):
+        return parts.get(value, value)
+    if isinstance(value, dict):
+        return {key: filled(inner, parts) for key, inner in value.items()}
+    return [filled(inner, parts) for inner in value] if isinstance(value, list) else value
+
+
+def compiled(spec: Spec) -> Spec:
+    """The Vega specification of a chart, labels placed."""
+    return with_labels(_vl_convert().vegalite_to_vega(json.dumps(spec), vl_version=VERSION))
+
+
+def save_charts(specs: Sequence[Spec], out: Path) -> Path:
+    """Write charts, one below the other, in the format of the file's name: svg, pdf or png."""
+    drawn = _stacked([_drawn(spec, place) for place, spec in enumerate(specs)])
+    kind = out.suffix.lstrip(".").lower()
+    if kind == "pdf":
+        payload = _vl_convert().svg_to_pdf(drawn)
+    elif kind == "png":
+        payload = _vl_convert().svg_to_png(drawn, scale=2)
+    else:
+        payload = drawn.encode()
+    write_atomically(out, payload)
+    return out
+
+
+def _drawn(spec: Spec, place: int) -> str:
+    """A chart as SVG, the same text every time: Vega numbers the names inside from what it drew before."""
+    picture = _vl_convert().vega_to_svg(compiled({**spec, "config": theme()}))
+    for i, name in enumerate(dict.fromkeys(re.findall(r'id="(\w+)"', picture))):
+        picture = re.sub(rf'(id="|url\(#){name}\b', rf"\g<1>chart{place}-{i}", picture)
+    return picture
+
+
+def _vl_convert() -> Any:
+    return require("vl_convert", extra="plots", purpose="drawing a chart")
+
+
+def _stacked(pictures: Sequence[str]) -> str:
+    """Several SVG pictures as one, from top to bottom."""
+    if len(pictures) == 1:
+        return pictures[0]
+    sizes = [[float(size) for size in re.findall(r' (?:width|height)="([\d.]+)"', p)[:2]] for p in pictures]
+    tops = [sum(height for _, height in sizes[:i]) for i in range(len(pictures))]
+    inner = [p.replace("<svg ", f'<svg y="{top}" ', 1) for p, top in zip(pictures, tops, strict=True)]
+    width, height = max(width for width, _ in sizes), sum(height for _, height in sizes)
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(inner)}</svg>'

@@ -1,0 +1,87 @@
+"""Figures that are charts of the page too: error against cost, training curves, MACs beside time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from lowrank_cnn.paper.published import rows
+from lowrank_cnn.report.charts.curves import curves_spec, training_curves
+from lowrank_cnn.report.charts.layers import layer_charts, layers_spec
+from lowrank_cnn.report.charts.trade import TradePoint, our_point, published_point, trade_chart, trade_spec
+from lowrank_cnn.report.charts.vega import Spec
+from lowrank_cnn.report.datasets import data_label
+from lowrank_cnn.report.figures.options import FigureOptions
+from lowrank_cnn.report.gathering import comparable, gather
+from lowrank_cnn.system.errors import LowRankError
+
+
+@dataclass(frozen=True)
+class TradeFigure:
+    """A figure of the paper: which tables it shows, which error against which cost."""
+
+    title: str
+    tables: tuple[str, ...]
+    family: tuple[str, ...]
+    error: str = "top5"
+    cost: str = "macs"
+    height: int = 340
+
+
+_ILSVRC = ("vgg-ilsvrc", "googlenet-ilsvrc", "big-picture", "big-picture-augmented")
+_BOTH = ("vgg11", "googlenet")
+TRADE_FIGURES = {
+    "vgg": TradeFigure("VGG-11 on ILSVRC", ("vgg-ilsvrc",), ("vgg11",)),
+    "places": TradeFigure("VGG-11 on Places", ("vgg-places",), ("vgg11",)),
+    "googlenet": TradeFigure("GoogLeNet on ILSVRC", ("googlenet-ilsvrc",), ("googlenet",)),
+    "nin": TradeFigure("Network-in-Network on CIFAR-10", ("nin-cifar10",), ("nin",), error="top1"),
+    "big-picture-macs": TradeFigure("Networks on ILSVRC: compute of all crops", _ILSVRC, _BOTH, height=520),
+    "big-picture-params": TradeFigure("Networks on ILSVRC: size", _ILSVRC, _BOTH, cost="params", height=520),
+}
+
+
+def trade_figure(name: str, options: FigureOptions) -> list[Spec]:
+    """The published points with ours on the same data, then a chart for each other data set of ours."""
+    figure = TRADE_FIGURES[name]
+    published = [published_point(row) for row in rows() if row.table in figure.tables]
+    home = published[0].data
+    ours = _ours(figure, options)
+    charts = {home: [*published, *ours.pop(home, [])]} | ours
+    specs = []
+    for data, points in charts.items():
+        shown = [p for p in points if figure.error in p.values and figure.cost in p.values]
+        title = figure.title if data == home else f"The same networks trained here on {data}"
+        spec = trade_spec(trade_chart(shown, figure.cost, figure.error, error=True))
+        specs.append({**spec, "title": title, "height": figure.height})
+    return specs
+
+
+def _ours(figure: TradeFigure, options: FigureOptions) -> dict[str, list[TradePoint]]:
+    """Our networks of the figure's family, by data set; where several recipes trained them, labels name theirs."""
+    results = comparable(gather(options.records)) if options.records else []
+    found: dict[str, list[TradePoint]] = {}
+    for result in results:
+        if result.network.name.startswith(figure.family) and getattr(result, figure.error) is not None:
+            found.setdefault(data_label(result.data), []).append(our_point(result))
+    for data, points in found.items():
+        if len({point.protocol for point in points}) > 1:
+            found[data] = [replace(p, label=f"{p.label} ({p.protocol})") for p in points]
+    return found
+
+
+def curves_figure(name: str, options: FigureOptions) -> list[Spec]:
+    """A chart for each data set and recipe."""
+    if options.records is None:
+        raise LowRankError(f"the figure {name} is of runs: give their folder (--runs runs).")
+    curves = training_curves(gather(options.records))
+    if not curves:
+        raise LowRankError("no run among these has an epoch to show.")
+    panels = groupby(curves, key=lambda curve: (curve["recipe"], curve["data"]))
+    return [curves_spec(f"{recipe} on {data}", list(panel)) for (recipe, data), panel in panels]
+
+
+def timings_figure(_name: str, options: FigureOptions) -> list[Spec]:
+    """The paper's layer timings, then those of the records."""
+    return [
+        layers_spec(chart) for chart in reversed(layer_charts(options.records.timings if options.records else []))
+    ]
