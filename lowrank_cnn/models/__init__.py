@@ -28,7 +28,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def list_models(*, paper: bool = False) -> list[str]:
-    """The names that `create_model` takes, in the paper's order; with `paper`, those of the paper's networks alone.
+    """The names that `create_model` takes, the paper's networks first; with `paper`, those alone.
 
     >>> list_models(paper=True)[-1]
     'nin-c3-lr'
@@ -85,7 +85,7 @@ def create_model(
     family = family_of(name)
     if pool is not None and family is not nin:
         raise LowRankError(f"pool is a choice of the nin networks; {name} has none: leave it out (pool=none).")
-    variant = family.VARIANTS[name]
+    variant, norm = family.VARIANTS[name], norm or getattr(family, "NORM", None)
     classes = family.CLASSES if num_classes is None else num_classes
     first = variant.stride if stride is None else stride
     text = None if scheme is None else str(parse_scheme(scheme))

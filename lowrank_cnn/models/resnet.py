@@ -25,7 +25,7 @@ ALL, LATE = (0, 1, 2, 3, 4), (3, 4)
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of the table: the stem (kernel, stride, pool), blocks per stage, the scheme and the stages it is for."""
+    """A row of the table: the stem (kernel, stride, pool), the scheme and its stages, the blocks of each stage."""
 
     kernel: int
     stride: int
@@ -46,7 +46,7 @@ VARIANTS = {
     "resnet18-small-lr-late": Variant(3, 1, False, "lr", LATE, image=64),
 }
 
-CLASSES = 1000
+CLASSES, NORM = 1000, "batch"
 
 
 class Block(nn.Module):

@@ -149,7 +149,12 @@ def _check_batch(recipe: Recipe, images: int, all_images: int) -> None:
 def augmentation(recipe: Recipe) -> Augment:
     """The part of a recipe that concerns images."""
     return Augment(
-        crop=recipe.crop, pad=recipe.pad, mirror=recipe.mirror, cutout=recipe.cutout, resize=recipe.resize
+        crop=recipe.crop,
+        pad=recipe.pad,
+        mirror=recipe.mirror,
+        cutout=recipe.cutout,
+        resize=recipe.resize,
+        alternate=recipe.alternate_mirror,
     )
 
 

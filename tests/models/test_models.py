@@ -19,8 +19,8 @@ def test_every_network_of_the_paper_is_listed():
         "nin", "nin-c3", "nin-c3-lr",
     ]  # fmt: skip
     assert list_models()[14:] == [
-        "resnet18", "resnet18-lr", "resnet18-lr-late", "resnet18-small", "resnet18-small-lr", "resnet18-small-lr-late",
-        "airbench", "airbench-lr",
+        "resnet18", "resnet18-lr", "resnet18-lr-late", "resnet18-small", "resnet18-small-lr",
+        "resnet18-small-lr-late", "airbench", "airbench-lr",
     ]  # fmt: skip
 
 
