@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.mixing import Mixer
 from lowrank_cnn.train.recipe import Recipe
 
+_FITTED: WeakKeyDictionary[Split, dict[tuple[object, ...], Preprocess]] = WeakKeyDictionary()
+"""Statistics of the splits in use: short runs on one set would spend much of their time to compute them again."""
 EVALUATION_PIXELS = 2**20
 """Size of an evaluation batch: large enough to fill a device, small enough for any."""
 HOLDOUT_SEED = 0
@@ -162,7 +165,11 @@ def preprocessing(split: Split, recipe: Recipe, device: torch.device | str = "cp
     """What the recipe does to every image, fitted to a training split; nothing to data of the user's own."""
     if isinstance(split, DatasetSplit):
         return AsGiven()
-    return fit_preprocess(recipe.preprocess, split, device=device, epsilon=recipe.zca_epsilon)
+    known = _FITTED.setdefault(split, {})
+    key = (recipe.preprocess, recipe.zca_epsilon, str(device))
+    if key not in known:
+        known[key] = fit_preprocess(recipe.preprocess, split, device=device, epsilon=recipe.zca_epsilon)
+    return known[key]
 
 
 def evaluation_batch(split: Split, augment: Augment, world: int = 1) -> int:
