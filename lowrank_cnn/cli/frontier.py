@@ -9,12 +9,14 @@ import typer
 
 from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.options import Bad, Device, Limit, Size
-from lowrank_cnn.cli.show import errors, print_json, print_table
+from lowrank_cnn.cli.show import console, errors, print_json, print_table
 from lowrank_cnn.data import open_data
+from lowrank_cnn.frontier.answering import Answer, add_answers
 from lowrank_cnn.frontier.designs import CANDIDATES, FAMILIES, find_design
+from lowrank_cnn.frontier.picture import draw_frontier
 from lowrank_cnn.frontier.record import Frontier, Row, load_frontier
 from lowrank_cnn.frontier.tracing import MATCHES, Plan, find_family, trace_frontier
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, MissingExtra
 from lowrank_cnn.system.text import si
 from lowrank_cnn.train.settings import parse_settings
 
@@ -100,12 +102,38 @@ def _show(found: Frontier, as_json: bool) -> None:
     """The table for people or programs; the picture lies beside the record."""
     if not found.rows:
         raise LowRankError(f"there is nothing in {found.folder} yet.")
+    answers, picture = add_answers(found), _draw(found)
     if as_json:
-        return print_json({"folder": str(found.folder), "rows": [_entry(found, row) for row in found.rows]})
+        rows = [_entry(found, row) for row in found.rows]
+        told = {"folder": str(found.folder), "picture": str(picture) if picture else None}
+        return print_json({**told, "rows": rows, "answers": found.answers})
     columns = ("design", "MACs", "params", "ms", "of dense", "top-1 %", "n", "s a run")
     lines = [_line(found, row) for row in sorted(found.rows, key=lambda row: row.macs)]
     print_table(f"{found.about['family']} on {found.about['data']['name']}", columns, lines)
+    if answers:
+        columns = ("design", "<question", "<control", "time", "gap", "99% interval", "p", "<verdict")
+        print_table("Questions asked before the runs", columns, [_answer_line(one) for one in answers])
+    if picture:
+        console.print(f"The picture: {picture}", markup=False, soft_wrap=True)
     return None
+
+
+def _draw(found: Frontier) -> Path | None:
+    """The picture, where something is trained; a machine without matplotlib can train all the same."""
+    if not any(row.runs for row in found.rows):
+        return None
+    try:
+        return draw_frontier(found, found.folder / "frontier.svg")
+    except MissingExtra as missing:
+        errors.print(f"There is no picture: {missing}", markup=False, soft_wrap=True)
+        return None
+
+
+def _answer_line(one: Answer) -> tuple[object, ...]:
+    interval = f"{one.low:+.2f} to {one.high:+.2f}"
+    asked = f"{one.question} ({one.margin:+g})"
+    p = f"{one.corrected:.4f}"
+    return one.design, asked, one.control, f"x {one.time:.2f}", f"{one.gap:+.2f}", interval, p, one.verdict
 
 
 def _entry(found: Frontier, row: Row) -> dict[str, object]:

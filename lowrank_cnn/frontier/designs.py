@@ -118,10 +118,13 @@ def find_design(text: str) -> Design:
             raise LowRankError(
                 f"{name!r} is neither a design nor a scheme; {nearest(name, CANDIDATES)}"
             ) from error
+    if not width:
+        return found
     try:
-        return at_width(found, float(width)) if width else found
+        number = float(width)
     except ValueError as error:
         raise LowRankError(f"a width is a number, as in {name}@0.75, not {width!r}.") from error
+    return at_width(found, number)
 
 
 def at_width(design: Design, width: float, matched: str = "") -> Design:
