@@ -1,4 +1,4 @@
-"""Plans carried out: the order, the controls and the resuming, with made-up runs; `lowrank frontier` has real ones."""
+"""Plans carried out: the order, the controls and the resuming, with made-up runs."""
 
 from __future__ import annotations
 
