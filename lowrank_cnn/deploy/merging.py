@@ -67,7 +67,8 @@ def merge(
     - `example_input`: an input (or a tuple of inputs) on which the result is compared with the original. Without
       one, an input of the network's known size is made, or of the size that its first layer suggests.
 
-    Branches that train beside strips (`method.branches`) are folded too. Nothing is merged in a network that no example is known for, that cannot be traced, or that would differ.
+    Branches that train beside strips (`method.branches`) are folded too. Nothing is merged in a network that no
+    example is known for, that cannot be traced, or that would differ.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
     >>> merge(net)[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from lowrank_cnn.frontier.record import Frontier, Row
 from lowrank_cnn.frontier.statistics import RESAMPLES, compare, holm
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.files import UnreadableError, read_json
 
 QUESTIONS = Path(__file__).with_name("questions.json")
 BETTER, FASTER = "better", "faster"
@@ -42,8 +42,8 @@ class Answer:
 def read_questions(path: Path = QUESTIONS) -> dict[str, Any]:
     """The questions of the package, or of another file of the same form."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        return read_json(path)
+    except UnreadableError as error:
         raise LowRankError(f"{path} holds no questions: {error}.") from error
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.checkpoint import write_json
+from lowrank_cnn.system.files import UnreadableError, is_regular, read_json, write_json
+from lowrank_cnn.system.seal import BrokenSealError, sealed, unsealed
 
 KIND, SCHEMA = "frontier", 1
 RECORD, ANSWERS = "frontier.json", "answers.bits"
@@ -118,7 +119,7 @@ class Frontier:
         return next((row for row in self.rows if row.name == name), None)
 
     def save(self) -> None:
-        """Write the record, atomically."""
+        """Write the record with its checksum, in one move."""
         values = {
             "kind": KIND,
             "schema": SCHEMA,
@@ -129,7 +130,7 @@ class Frontier:
             "rows": [asdict(row) for row in self.rows],
             "answers": self.answers,
         }
-        write_json(self.folder / RECORD, values)
+        write_json(self.folder / RECORD, sealed(values))
 
     def here(self) -> int:
         """The number of this machine and these versions among the environments of the record."""
@@ -159,12 +160,16 @@ class Frontier:
 
     def right_answers(self, row: Row) -> Tensor:
         """The answers [runs, images] of a design, as booleans, checked against their checksums."""
-        content = (self.folder / ANSWERS).read_bytes()
+        path = self.folder / ANSWERS
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise LowRankError(f"{path} cannot be read ({error.strerror}).") from error
         found = []
         for run in row.runs:
             packed = content[run.row * self.bytes_per_run : (run.row + 1) * self.bytes_per_run]
             if hashlib.sha256(packed).hexdigest() != run.sha256:
-                raise LowRankError(f"{self.folder / ANSWERS} is damaged: row {run.row} is not what was written.")
+                raise LowRankError(f"{path} is damaged: row {run.row} is not what was written.")
             found.append(unpack(packed, self.images))
         return torch.stack(found)
 
@@ -188,16 +193,18 @@ def load_frontier(folder: str | Path) -> Frontier:
     """Read the record in a folder, or the record itself."""
     folder = Path(folder)
     path, folder = (folder / RECORD, folder) if folder.is_dir() else (folder, folder.parent)
+    if not is_regular(path):
+        raise LowRankError(f"there is no record of a frontier at {path}.")
     try:
-        values = json.loads(path.read_text())
+        values = unsealed(read_json(path))
         if values["kind"] != KIND or values["schema"] != SCHEMA:
             raise KeyError("kind")
         rows = [_read_row(row) for row in values["rows"]]
         about = {key: values[key] for key in ABOUT}
         return Frontier(folder, about, values["images"], rows, values["environments"], values["answers"])
-    except OSError as error:
-        raise LowRankError(f"there is no record of a frontier at {path} ({error.strerror}).") from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (BrokenSealError, UnreadableError) as damage:
+        raise LowRankError(f"{path} is damaged: {damage}.") from damage
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise LowRankError(f"{path} is not the record of a frontier of this version.") from error
 
 

@@ -27,6 +27,7 @@ from lowrank_cnn.frontier.record import Frontier, Row, Run, Try, open_frontier
 from lowrank_cnn.frontier.timing import DENSE, Clock, width_of_time
 from lowrank_cnn.frontier.training import Trainer, input_size
 from lowrank_cnn.system.errors import LowRankError, nearest
+from lowrank_cnn.system.lock import locked
 from lowrank_cnn.train import get_recipe
 from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.launch import resolve_device, resolve_precision
@@ -114,9 +115,9 @@ def trace_frontier(
         "precision": resolve_precision(resolved.precision, place),
         "device": torch.device(place).type,
     }
-    found = open_frontier(Path(out), about, len(data.test))
-    tracer = Tracer(found, builder, data, resolved, place, plan, say)
-    tracer.run()
+    with locked(Path(out)):
+        found = open_frontier(Path(out), about, len(data.test))
+        Tracer(found, builder, data, resolved, place, plan, say).run()
     return found
 
 

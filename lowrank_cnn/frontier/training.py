@@ -47,7 +47,9 @@ class Trainer:
         network = self.builder(design)
         # The test set is met once, at the end.
         recipe = replace(self.recipe, lr=rate * self.recipe.lr, evaluate_every=max(1, self.recipe.epochs))
-        record = fit(network, self.data, recipe, seed=seed, device=self.device, progress=False)
+        # Too short to pay for compiling: that is not even tried.
+        how = {"device": self.device, "compile": False, "progress": False}
+        record = fit(network, self.data, recipe, seed=seed, **how)
         right = right_answers(network, self.data, record.precision)
         del network
         free_memory()

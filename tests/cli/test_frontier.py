@@ -31,7 +31,7 @@ def test_one_command_writes_a_record_and_a_picture(tmp_path: Path):
     found = json.loads(run(*asked, "--json"))
     assert [row["design"] for row in found["rows"]] == ["dense", "lr"]
     assert all(row["ms"] > 0 and len(row["accuracies"]) == 1 for row in found["rows"])
-    assert {"frontier.json", "answers.bits", "frontier.svg"} == {path.name for path in tmp_path.iterdir()}
+    assert {"frontier.json", "answers.bits", "frontier.svg"} <= {path.name for path in tmp_path.iterdir()}
     record = load_frontier(tmp_path)
     for row in record.rows:
         assert row.runs[0].correct == int(record.right_answers(row).sum())

@@ -55,6 +55,11 @@ def test_a_folder_of_another_frontier_is_refused(make_frontier: Callable[..., Fr
 
 def test_what_is_no_record_is_refused(make_frontier: Callable[..., Frontier]):
     found = make_frontier(TWO)
+    whole = (found.folder / RECORD).read_text()
+    for text in (whole.replace('"seed": 2', '"seed": 3', 1), whole[:-20]):
+        (found.folder / RECORD).write_text(text)
+        with pytest.raises(LowRankError, match="is damaged"):
+            load_frontier(found.folder)
     (found.folder / RECORD).write_text('{"kind": "frontier", "schema": 1}')
     with pytest.raises(LowRankError, match="not the record of a frontier"):
         load_frontier(found.folder)
