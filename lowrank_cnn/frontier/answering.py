@@ -48,9 +48,9 @@ def read_questions(path: Path = QUESTIONS) -> dict[str, Any]:
 
 
 def question_set(found: Frontier, questions: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What is asked of this family on these images; None where nothing is."""
-    family, data = found.about["family"], found.about["data"]["name"]
-    return next((one for one in questions["sets"] if (one["family"], one["data"]) == (family, data)), None)
+    """What is asked of this family on these images, by the name of their folder; None where nothing is."""
+    family, data = found.about["family"], found.about["data"]["name"].lower()
+    return next((one for one in questions["sets"] if one["family"] == family and one["data"] in data), None)
 
 
 def answer(
