@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 from lowrank_cnn.method.branches import branch
-from lowrank_cnn.method.converting import convert, copy_with
+from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import Count, count
 from lowrank_cnn.method.layers import FactoredConv2d
+from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.method.selection import stages
 from lowrank_cnn.method.thinning import thin
 from lowrank_cnn.models import create_model
+from lowrank_cnn.models.airbench import PatchConv2d
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.system.errors import LowRankError, nearest
 
@@ -176,10 +178,15 @@ class Builder:
         }
         return {**made, **side, **dict(self.family.options)}
 
-    def _where(self, network: nn.Module, where: str) -> Sequence[str] | None:
+    def _where(self, network: nn.Module, where: str) -> Sequence[str]:
+        """The convs that a scheme is for; never the layer that whitens patches, which is not trained."""
+        found = [
+            [name for name in stage if not isinstance(network.get_submodule(name), PatchConv2d)]
+            for stage in stages(network, self.size)
+        ]
+        found = [stage for stage in found if stage]
         if where == "all":
-            return None
-        found = stages(network, self.size)
+            return [name for stage in found for name in stage]
         if where == "late":
             return [name for stage in found[len(found) // 2 :] for name in stage]
         if where == "wide":

@@ -40,7 +40,7 @@ CLASSES, IMAGE, NORM = 10, 32, "batch"
 
 
 class PatchConv2d(nn.Conv2d):
-    """The first layer. It is of its own kind, so that `thin` and `convert`, which see plain convs, leave it whole.
+    """The first layer. It is of its own kind, so that `thin`, which sees plain layers, leaves it whole.
 
     It has a filter for each principal direction of a patch and one for its negative, which `fit` computes.
     """

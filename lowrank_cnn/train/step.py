@@ -82,15 +82,17 @@ class Step:
         self._update(shown)
         self.sums[3] += 1 - self.halted
 
-    def prepare(self, rate: float, iteration: int, *, done: float = 0.0) -> None:
+    def prepare(self, rate: float, iteration: int, *, epochs: float = 0.0) -> None:
         """Set what changes from step to step: the learning rates and the weight of the moving average.
 
         The average follows quickly at first, so that the random start does not linger in it. Lookahead happens
-        here, between steps, and not in what a CUDA graph repeats; `done` is the share of the run that lies behind.
+        here, between steps, and not in what a CUDA graph repeats; `epochs` are those that lie behind.
         """
         self.optimizer.set_rate(rate)
         if self.recipe.lookahead and iteration and iteration % self.recipe.lookahead == 0:
-            look_ahead(self.weights, self.averages, decay_at(done, self.recipe.lookahead_decay))
+            look_ahead(
+                self.weights, self.averages, decay_at(epochs / self.recipe.epochs, self.recipe.lookahead_decay)
+            )
         if self.recipe.ema:
             self.blend.fill_(1 - min(self.recipe.ema, (1 + iteration) / (10 + iteration)))
 

@@ -163,8 +163,7 @@ class Trainer:
         for module in self.frozen:
             module.eval()
         for images, targets in self.inputs.batches(self.position.epoch, self.position.batch):
-            done = self.iteration / (self.recipe.epochs * self.per_epoch)
-            self.step.prepare(self._rate(self.iteration), self.iteration, done=done)
+            self.step.prepare(self._rate(self.iteration), self.iteration, epochs=self.iteration / self.per_epoch)
             self.update = self.update or self._make_update(images, targets)
             if self.fabric.device.type == "cpu":
                 self.step_start = StepStart.of(self.network, self.fabric.device)
@@ -247,8 +246,7 @@ class Trainer:
             return
         verdict = self.levels.update(watched.rank, done)
         if verdict == "drop":
-            factor = f"{self.recipe.drop_factor:g}"
-            self.progress.say(f"Accuracy has levelled off: the learning rate is divided by {factor}.")
+            self.progress.say(f"Accuracy has levelled off: the rate is divided by {self.recipe.drop_factor:g}.")
         if verdict == "stop":
             self.position.stopped = True
             gain = "a smaller learning rate" if self.recipe.levels else "further training"

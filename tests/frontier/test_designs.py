@@ -14,7 +14,7 @@ from lowrank_cnn.frontier.designs import (
     nearest_width,
     width_of_macs,
 )
-from lowrank_cnn.method.converting import low_rank_layers
+from lowrank_cnn.method.rewriting import low_rank_layers
 from lowrank_cnn.models.airbench import PatchConv2d
 from lowrank_cnn.system.errors import LowRankError
 

@@ -30,11 +30,8 @@ def test_scales_of_norms_are_fixed_and_their_shifts_are_not():
     assert all(norm.bias.requires_grad for norm in norms)
 
 
-@pytest.mark.parametrize("change", ["thin", "convert"])
-def test_the_layer_that_whitens_keeps_a_filter_for_each_direction(change: str):
-    net = lr.create_model("airbench")
-    thin = {"width": 0.5, "input_size": (3, 32, 32)}
-    new = lr.thin(net, **thin) if change == "thin" else lr.convert(net, "lr")
+def test_a_thinner_one_keeps_a_whitening_filter_for_each_direction():
+    new = lr.thin(lr.create_model("airbench"), width=0.5, input_size=(3, 32, 32))
     first = next(m for m in new.modules() if isinstance(m, PatchConv2d))
     assert first.weight.shape == (24, 3, 2, 2)
     assert new.eval()(torch.randn(1, 3, 32, 32)).shape == (1, 10)

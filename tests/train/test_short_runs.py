@@ -33,13 +33,13 @@ def trained(recipe: Recipe, steps: int) -> Step:
     net = network()
     step = Step(net, net, lambda loss: loss.backward(), recipe, CPU)
     for iteration in range(steps):
-        step.prepare(0.1, iteration, done=iteration / steps)
+        step.prepare(0.1, iteration, epochs=iteration / steps)
         step(*batch())
     return step
 
 
 def test_biases_of_norms_learn_by_a_rate_and_a_decay_of_their_own():
-    step = trained(Recipe(momentum=0.9, nesterov=True, weight_decay=0.01, bias_rate=8.0), 5)
+    step = trained(Recipe(epochs=1, momentum=0.9, nesterov=True, weight_decay=0.01, bias_rate=8.0), 5)
     other = network()
     weights, rest = [other[0].weight, other[3].weight], [other[0].bias, other[1].weight, other[3].bias]
     groups = [
@@ -66,13 +66,13 @@ def test_lookahead_blends_into_slow_weights_and_goes_on_from_there():
 
 
 def test_lookahead_happens_every_so_many_steps_of_a_run():
-    plain, slowed = (trained(Recipe(lookahead=k, lookahead_decay=0.5), 4) for k in (0, 2))
+    plain, slowed = (trained(Recipe(epochs=1, lookahead=k, lookahead_decay=0.5), 4) for k in (0, 2))
     assert not plain.averages
     name = "3.weight"
     assert not torch.equal(plain.weights[name], slowed.weights[name])
     # What was blended last, before the third step, is not what the last two steps have made since.
-    again = trained(Recipe(lookahead=2, lookahead_decay=0.5), 2)
-    again.prepare(0.1, 2, done=2 / 4)
+    again = trained(Recipe(epochs=1, lookahead=2, lookahead_decay=0.5), 2)
+    again.prepare(0.1, 2, epochs=2 / 4)
     blended = again.weights[name]
     assert torch.equal(again.averages[name], blended)
     assert decay_at(0.5, 0.8) == pytest.approx(0.1)
