@@ -14,8 +14,9 @@ from lowrank_cnn.data import open_data
 from lowrank_cnn.frontier.answering import Answer, add_answers
 from lowrank_cnn.frontier.designs import CANDIDATES, FAMILIES, find_design
 from lowrank_cnn.frontier.picture import draw_frontier
+from lowrank_cnn.frontier.plan import MATCHES, Plan, find_family
 from lowrank_cnn.frontier.record import Frontier, Row, load_frontier
-from lowrank_cnn.frontier.tracing import MATCHES, Plan, find_family, trace_frontier
+from lowrank_cnn.frontier.tracing import trace_frontier
 from lowrank_cnn.system.errors import LowRankError, MissingExtra
 from lowrank_cnn.system.text import si
 from lowrank_cnn.train.settings import parse_settings
@@ -55,6 +56,9 @@ def frontier_command(
     base: Annotated[
         float, typer.Option(help="Width of the family's network to call 1; less for a miniature.")
     ] = 1.0,
+    teacher: Annotated[
+        str, typer.Option(help="A design that all others learn from as well, such as dense@1.5.")
+    ] = "",
     budget: Annotated[float, typer.Option(help="Begin nothing new after so many seconds.")] = float("inf"),
     device: Device = "auto",
     bad: Bad = "skip",
@@ -83,6 +87,7 @@ def frontier_command(
         compile=compile_,
         repeats=repeats,
         base=base,
+        teacher=teacher,
         budget=budget,
     )
     found = trace_frontier(

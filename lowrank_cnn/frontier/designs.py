@@ -77,6 +77,8 @@ class Design:
         return asdict(self)
 
 
+DENSE = Design("dense")
+"""The family's own network, which all times are held against."""
 CANDIDATES: dict[str, Design] = {
     design.name: design
     for design in (

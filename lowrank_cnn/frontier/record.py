@@ -23,7 +23,7 @@ from lowrank_cnn.system.seal import BrokenSealError, sealed, unsealed
 
 KIND, SCHEMA = "frontier", 1
 RECORD, ANSWERS = "frontier.json", "answers.bits"
-ABOUT = ("family", "network", "recipe", "data", "precision", "device")
+ABOUT = ("family", "network", "recipe", "data", "precision", "device", "teacher")
 """What all runs of a frontier share: going on with another is refused."""
 
 
@@ -200,7 +200,7 @@ def load_frontier(folder: str | Path) -> Frontier:
         if values["kind"] != KIND or values["schema"] != SCHEMA:
             raise KeyError("kind")
         rows = [_read_row(row) for row in values["rows"]]
-        about = {key: values[key] for key in ABOUT}
+        about = {key: values.get(key) for key in ABOUT}
         return Frontier(folder, about, values["images"], rows, values["environments"], values["answers"])
     except (BrokenSealError, UnreadableError) as damage:
         raise LowRankError(f"{path} is damaged: {damage}.") from damage

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.deploy.optimizing import Optimized, optimize
-from lowrank_cnn.frontier.designs import STEP, Builder, Design
+from lowrank_cnn.frontier.designs import DENSE, STEP, Builder, Design
 from lowrank_cnn.frontier.record import Timing
 from lowrank_cnn.system.clock import measure
 
-DENSE = Design("dense")
 REPEATS = 21
 
 

@@ -8,84 +8,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from lowrank_cnn.data import Data
-from lowrank_cnn.frontier.designs import (
-    FAMILIES,
-    Builder,
-    Design,
-    Family,
-    at_width,
-    find_design,
-    width_of_macs,
-)
+from lowrank_cnn.frontier.designs import DENSE, Builder, Design, at_width, find_design, width_of_macs
+from lowrank_cnn.frontier.plan import Plan, find_family
 from lowrank_cnn.frontier.record import Frontier, Row, Run, Try, open_frontier
-from lowrank_cnn.frontier.timing import DENSE, Clock, width_of_time
+from lowrank_cnn.frontier.timing import Clock, width_of_time
 from lowrank_cnn.frontier.training import Trainer, input_size
-from lowrank_cnn.system.errors import LowRankError, nearest
 from lowrank_cnn.system.lock import locked
 from lowrank_cnn.train import get_recipe
 from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.launch import resolve_device, resolve_precision
 from lowrank_cnn.train.recipe import Recipe
 
-MATCHES = ("macs", "time")
 HELD_OUT = 0.1
 """The share of training images that settings are tried on."""
-TUNING_SEED = 1000
-"""Seeds of tries begin here, apart from those of runs."""
+TUNING_SEED, TEACHER_SEED = 1000, 2000
+"""Seeds of tries begin at the first, apart from those of runs."""
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is asked for.
-
-    - `designs`: low-rank candidates by name or scheme; `widths`: those of the dense network, 1 always among them.
-    - `widen`: also each candidate at the width where it costs the dense network's MACs, or time.
-    - `match`: also dense networks that cost each candidate's MACs, and time.
-    - `rates`: factors of the learning rate to try every design with, `tries` seeds each, on held-out images.
-    - `batch`: images in a batch to time inference with; 0 times nothing. `repeats`: runs that a median is of.
-    - `base`: the width of the family's own network that counts as 1: below 1 for a miniature.
-    - `budget`: seconds after which nothing new is begun.
-    """
-
-    designs: tuple[str, ...] = ()
-    widths: tuple[float, ...] = ()
-    widen: tuple[str, ...] = ()
-    match: tuple[str, ...] = MATCHES
-    seeds: int = 8
-    rates: tuple[float, ...] = ()
-    tries: int = 1
-    batch: int = 256
-    compile: bool = True
-    repeats: int = 21
-    base: float = 1.0
-    budget: float = float("inf")
-
-    def __post_init__(self) -> None:
-        for name in (*self.widen, *self.match):
-            if name not in MATCHES:
-                raise LowRankError(f"networks are matched by {' or '.join(MATCHES)}, not {name!r}.")
-        if self.seeds < 0 or self.tries < 1 or self.batch < 0:
-            raise LowRankError("seeds and batch are 0 or more, and tries at least 1.")
-        if any(not 0 < rate < 1000 for rate in self.rates):
-            raise LowRankError("a factor of the learning rate lies above 0 and below 1000.")
-        if not self.batch and "time" in (*self.widen, *self.match):
-            object.__setattr__(self, "widen", tuple(set(self.widen) - {"time"}))
-            object.__setattr__(self, "match", tuple(set(self.match) - {"time"}))
-
-
-def find_family(name: str) -> Family:
-    """A family of the table."""
-    if name not in FAMILIES:
-        raise LowRankError(f"there is no family {name!r}; {nearest(name, FAMILIES)}")
-    return FAMILIES[name]
 
 
 def trace_frontier(
@@ -114,6 +59,7 @@ def trace_frontier(
         "data": {"name": data.name, "train": len(data.train), "test": len(data.test), "digest": data.digest},
         "precision": resolve_precision(resolved.precision, place),
         "device": torch.device(place).type,
+        "teacher": plan.teacher or None,
     }
     with locked(Path(out)):
         found = open_frontier(Path(out), about, len(data.test))
@@ -226,7 +172,7 @@ class Tracer:
         if not self.plan.rates:
             return
         data = self.data.holdout(round(HELD_OUT * len(self.data.train)), 0)
-        trainer = Trainer(self.builder, data, self.recipe, self.device)
+        trainer = self._trainer(data)
         for design in self.designs:
             row = self.found.row(design.name)
             assert row is not None
@@ -251,9 +197,10 @@ class Tracer:
             self.say(f"{design.name}, {rate:g} times the rate: {100 * accuracy:.2f}% of the images held out")
 
     def _train(self) -> None:
-        trainer = Trainer(self.builder, self.data, self.recipe, self.device)
+        if not (left := self._left()):
+            return
+        trainer = self._trainer(self.data)
         walls: list[float] = []
-        left = self._left()
         for number, (seed, design) in enumerate(left):
             self._check_budget()
             line = self._train_one(trainer, design, seed, walls)
@@ -268,6 +215,17 @@ class Tracer:
     def _done(self, design: Design, seed: int) -> bool:
         row = self.found.row(design.name)
         return row is not None and (row.run_of(seed) is not None or seed in row.failed)
+
+    def _trainer(self, data: Data) -> Trainer:
+        """What trains designs on these images; a teacher learns from these alone."""
+        trainer = Trainer(self.builder, data, self.recipe, self.device)
+        if not self.plan.teacher:
+            return trainer
+        self._check_budget()
+        taught = trainer.train(find_design(self.plan.teacher), TEACHER_SEED)
+        share = 100 * float(taught.right.double().mean())
+        self.say(f"The teacher, {self.plan.teacher}: {share:.2f}% in {taught.wall:.1f} s")
+        return replace(trainer, teacher=taught.network)
 
     def _train_one(self, trainer: Trainer, design: Design, seed: int, walls: list[float]) -> str:
         row = self.found.row(design.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,11 +21,12 @@ from lowrank_cnn.train.trained import carried_by
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run: its record, which test images it got right, and the seconds of all of it."""
+    """What came of a run: its record, which test images it got right, the seconds of it all, and the network."""
 
     record: Record
     right: Tensor
     wall: float
+    network: nn.Module
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Trainer:
     data: Data
     recipe: Recipe
     device: str
-    make_teacher: Callable[[], nn.Module] | None = None
-    """For distillation, once `fit` takes a teacher: makes the one that all designs, thin dense too, learn from."""
+    teacher: nn.Module | None = None
+    """A trained network that all designs, thin dense ones too, learn from beside the labels."""
 
     def train(self, design: Design, seed: int, *, rate: float = 1.0) -> Outcome:
         """Train from scratch; `rate` multiplies the learning rate of the recipe."""
@@ -48,12 +48,12 @@ class Trainer:
         # The test set is met once, at the end.
         recipe = replace(self.recipe, lr=rate * self.recipe.lr, evaluate_every=max(1, self.recipe.epochs))
         # Too short to pay for compiling: that is not even tried.
-        how = {"device": self.device, "compile": False, "progress": False}
+        how = {"device": self.device, "compile": False, "progress": False, "teacher": self.teacher}
         record = fit(network, self.data, recipe, seed=seed, **how)
         right = right_answers(network, self.data, record.precision)
-        del network
+        outcome = Outcome(record, right, time.monotonic() - began, network)
         free_memory()
-        return Outcome(record, right, time.monotonic() - began)
+        return outcome
 
 
 @torch.no_grad()

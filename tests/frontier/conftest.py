@@ -32,7 +32,7 @@ def make_frontier(tmp_path: Path) -> Callable[..., Frontier]:
 
     def make(rows: dict[str, tuple[float, float, int]], family: str = "airbench") -> Frontier:
         about = {"family": family, "network": {}, "recipe": {}, "data": {"name": "cifar10"}}
-        about |= {"precision": "fp32", "device": "cpu"}
+        about |= {"precision": "fp32", "device": "cpu", "teacher": None}
         found = Frontier(tmp_path / "frontier", about, IMAGES)
         found.folder.mkdir()
         draw = torch.Generator().manual_seed(0)

@@ -55,7 +55,7 @@ def test_branches_cost_nothing_once_trained():
 
 def test_a_rectified_pair_has_a_norm_and_a_relu_between():
     network = SMALL(CANDIDATES["separable-relu"])
-    pair = network.get_submodule("features.conv1_1")
+    pair = network.get_submodule("features.conv1_2")
     assert [type(m) for m in pair] == [nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.Conv2d]
 
 
