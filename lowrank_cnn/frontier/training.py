@@ -62,7 +62,7 @@ def right_answers(network: nn.Module, data: Data, precision: str) -> Tensor:
     trained = carried_by(network)
     assert trained is not None
     device = next(network.parameters()).device
-    half = precision == "bf16"
+    short = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     loader = make_loader(
         data.test,
         batch_size=evaluation_batch(data.test, trained.augment),
@@ -71,11 +71,11 @@ def right_answers(network: nn.Module, data: Data, precision: str) -> Tensor:
         seed=0,
         device=device,
         train=False,
-        dtype=torch.bfloat16 if half and device.type == "cuda" else torch.float32,
+        dtype=short if short and device.type == "cuda" else torch.float32,
     )
     forward = averaged_views(network.eval(), trained.recipe)
     found = []
-    with torch.autocast(device.type, torch.bfloat16, enabled=half):
+    with torch.autocast(device.type, short, enabled=short is not None):
         for images, labels in loader.epoch(0):
             found.append(forward(images).float().argmax(1) == labels)
     return torch.cat(found).cpu()

@@ -173,9 +173,14 @@ def preprocessing(split: Split, recipe: Recipe, device: torch.device | str = "cp
 
 
 def evaluation_batch(split: Split, augment: Augment, world: int = 1) -> int:
-    """A batch that fills the device, a multiple of the number of processes."""
+    """A batch that fills the device, a multiple of the number of processes.
+
+    All batches are as equal as can be: kernels are chosen for each size of a batch that they meet.
+    """
     _, height, width = input_size(split, augment)
-    return max(1, EVALUATION_PIXELS // (height * width) // world) * world
+    most = max(1, EVALUATION_PIXELS // (height * width) // world)
+    batches = -(-len(split) // (most * world))
+    return max(1, -(-len(split) // (max(1, batches) * world))) * world
 
 
 def input_size(split: Split, augment: Augment) -> tuple[int, int, int]:
