@@ -28,12 +28,13 @@ from lowrank_cnn.models import list_models
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-MOST_NOT_RUN = 9
+MOST_NOT_RUN = 10
 
 SMALLER = {
     "demo": "--epochs 1",
     "train": "--epochs 1 --batch-size 8 --limit 16",
     "evaluate": "--limit 16",
+    "frontier": "--limit 64 --set epochs=1 --set batch_size=32 --set crop=12 --batch 2 --repeats 3 --seeds 1",
     "time": "--repeats 3 --threads 1",
     "plan": "--threads 1",
 }

@@ -16,7 +16,7 @@ from lowrank_cnn.paper.table import AccuracyRow, ExperimentTable
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {"gpu": None, "cpu": "some cores", "torch": "9.9", "commit": "abc", "timm": "1", "torchvision": "2"}
-TO_COME = ("decompose", "depth-flow", "full-run", "input-pipeline", "memory", "tiny-imagenet", "zoo")
+TO_COME = ("decompose", "depth-flow", "frontier", "full-run", "input-pipeline", "memory", "tiny-imagenet", "zoo")
 
 Put = Callable[[str, dict[str, Any]], None]
 
@@ -362,3 +362,32 @@ def test_long_hashes_are_shown_in_twelve_digits(blocks: ModuleType):
         {**ENVIRONMENT, "commit": commit} for commit in ("0123456789ab" * 3 + "+", "0123456789ab+", "fedcba987654")
     ]
     assert "commits 0123456789ab+, fedcba987654." in source("x.json", *known)
+
+
+def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleType, put: Put, tmp_path: Path):
+    from lowrank_cnn.frontier.record import Frontier, Row, Run, Timing
+
+    folder = tmp_path / "frontier" / "cifar10"
+    folder.mkdir(parents=True)
+    about: dict[str, Any] = dict.fromkeys(("network", "recipe", "precision", "device"), "")
+    found = Frontier(folder, {**about, "family": "airbench", "data": {"name": "cifar10"}}, 1000)
+    found.environments.append(ENVIRONMENT)
+    for name, ms in (("dense", 2.0), ("lr", 1.0)):
+        design = {"name": name, "scheme": name, "width": 1.0, "matched": ""}
+        runs = [Run(seed, 900 + seed, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in (1, 2)]
+        found.rows.append(Row(design, 10**6, 10**5, Timing(ms, ms, ms, 2.0, 256, "folded"), runs=runs))
+    answer = {
+        "question": "better",
+        "design": "lr",
+        "control": "dense",
+        "margin": 0.2,
+        "time": 0.5,
+        "verdict": "no",
+    }
+    found.answers = [{**answer, "gap": -1.0, "low": -2.0, "high": 0.0, "p": 1.0, "corrected": 1.0, "runs": [2, 2]}]
+    found.save()
+    text = blocks.TABLES["frontier"]()
+    assert text.index("`lr`") < text.index("`dense`")
+    assert cells(text, "`lr`")[1:] == ["1.00M", "100k", "1.000", "0.50", "90.15 (89.51 to 90.79)", "2", "3.0"]
+    assert cells(text, "`lr` better by +0.2")[-1] == "no"
+    assert "record: `benchmarks/results/frontier/cifar10/frontier.json`" in text

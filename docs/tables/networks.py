@@ -22,7 +22,7 @@ def networks() -> str:
 
     rows: list[list[object]] = []
     with torch.device("meta"):
-        for name in list_models():
+        for name in list_models(paper=True):
             dense = "vgg11-gmp" if name.startswith("vgg11-") else next(iter(family_of(name).VARIANTS))
             net, twin = create_model(name), create_model(dense)
             macs = count(net, net.input_size).macs

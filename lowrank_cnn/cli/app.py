@@ -14,7 +14,19 @@ from lowrank_cnn.cli.show import console, errors
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.version import __version__
 
-COMMANDS = ("models", "audit", "train", "evaluate", "convert", "deploy", "demo", "reproduce", "shrink", "report")
+COMMANDS = (
+    "models",
+    "audit",
+    "train",
+    "evaluate",
+    "convert",
+    "deploy",
+    "demo",
+    "reproduce",
+    "frontier",
+    "shrink",
+    "report",
+)
 """The files of this package that add commands, in the order of the help text."""
 BAD_INPUT = 2
 

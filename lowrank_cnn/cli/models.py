@@ -24,7 +24,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def models_command(as_json: Json = False) -> None:
-    """List the paper's networks with their cost and published accuracy."""
+    """List the networks with their cost; the paper's also with the accuracy it published."""
     rows = [_describe(name) for name in list_models()]
     if as_json:
         return print_json(rows)
@@ -33,7 +33,7 @@ def models_command(as_json: Json = False) -> None:
         (r["network"], r["input"], si(r["macs"]), si(r["params"]), _percent(r["top1"]), _percent(r["top5"]))
         for r in rows
     ]
-    print_table("Networks of the paper", columns, table)
+    print_table("Networks", columns, table)
     return None
 
 

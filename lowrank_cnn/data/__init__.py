@@ -150,6 +150,11 @@ def make_loader(
                 "decode='gpu' (--decode gpu) is for streamed sets: this one is held in memory, decoded."
             )
         return ResidentLoader(split, **options)
+    if augment.alternate and train:
+        raise LowRankError(
+            "images are mirrored in alternation (alternate_mirror) where the set is held in memory: this one is "
+            "not, set alternate_mirror=false."
+        )
     if isinstance(split, DatasetSplit):
         places = {key: options[key] for key in ("batch_size", "seed", "device", "rank", "world", "train")}
         return DatasetLoader(split, **places, workers=workers)

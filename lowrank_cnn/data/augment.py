@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lowrank_cnn.data.types import generator
 from lowrank_cnn.kernels.modules import kernels_run
 from lowrank_cnn.system.errors import LowRankError
 
@@ -19,6 +20,7 @@ class Augment:
     A crop smaller than the (padded) image lies anywhere in training and in the centre in evaluation.
     `resize` first brings the shorter side of every image to that length.
     Padding and cutouts hold zeros after preprocessing, that is, the mean colour.
+    `alternate` mirrors an image every other epoch, half of the images in each, in place of by chance.
     """
 
     crop: int | None = None
@@ -26,6 +28,7 @@ class Augment:
     mirror: bool = True
     cutout: int = 0
     resize: int | None = None
+    alternate: bool = False
 
     def __post_init__(self) -> None:
         for name in ("crop", "resize"):
@@ -94,6 +97,12 @@ def draw_moves(
     top, left = below(padded[0] - window[0] + 1), below(padded[1] - window[1] + 1)
     turned = below(2).bool() & mirror
     return Moves(top, left, turned, below(window[0]), below(window[1]))
+
+
+def alternating(rows: Tensor, *, images: int, seed: int, epoch: int) -> Tensor:
+    """Which of these rows are mirrored in an epoch: a coin for each of the images, turned over every epoch."""
+    coins = torch.randint(0, 2, (images,), generator=generator("mirror", seed)).bool()
+    return coins[rows] ^ bool(epoch % 2)
 
 
 def apply_moves(images: Tensor, rows: Tensor, moves: Moves, *, window: tuple[int, int], cutout: int = 0) -> Tensor:

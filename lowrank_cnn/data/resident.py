@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowrank_cnn.data.augment import (
     Augment,
+    alternating,
     apply_moves,
     centre_crop,
     draw_moves,
@@ -205,6 +206,9 @@ class ResidentLoader:
         padded = (self._images.shape[1], self._images.shape[2])
         order = torch.randperm(len(self._labels), generator=draw)
         moves = draw_moves(len(order), padded=padded, window=self._window, mirror=self.augment.mirror, draw=draw)
+        if self.augment.alternate:
+            turned = alternating(order, images=len(order), seed=self.seed, epoch=epoch)
+            moves = replace(moves, mirror=turned)
         mine = self._mine(start)
         rows, moves = send(order[mine], self.device), moves[mine].to(self.device)
         local = self.batch_size // self.world

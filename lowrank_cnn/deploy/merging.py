@@ -25,6 +25,7 @@ from lowrank_cnn.deploy.examples import example_for
 from lowrank_cnn.deploy.folding import FoldedLinear, channel_axis, fold, fold_error
 from lowrank_cnn.kernels.network_graph import CaptureError, NetworkGraph, capture, layer_kind
 from lowrank_cnn.kernels.patterns import NORMS, Pattern, find_patterns
+from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.layers import FactoredConv2d
 from lowrank_cnn.method.rewriting import copy_with, laid_out_as
@@ -66,7 +67,8 @@ def merge(
     - `example_input`: an input (or a tuple of inputs) on which the result is compared with the original. Without
       one, an input of the network's known size is made, or of the size that its first layer suggests.
 
-    Nothing is merged in a network that no example is known for, that cannot be traced, or that would differ.
+    Branches that train beside strips (`method.branches`) are folded too. Nothing is merged in a network that no
+    example is known for, that cannot be traced, or that would differ.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
     >>> merge(net)[1]
@@ -76,6 +78,7 @@ def merge(
     if layer_kind(model) is not None:
         return _merged_layer(model, chains, norms, example_input)
     example, given = example_for(model, example_input)
+    original, model = model, fold_branches(model)
     try:
         if example is None:
             raise CaptureError("no example input is known to compare the result on: pass example_input")
@@ -85,11 +88,12 @@ def merge(
         seen = _dimensions(model, example)
         found = _Folds(model, captured, seen, chains=chains, norms=norms, given=given)
     except CaptureError as why:
-        return _left_alone(model, str(why), norms=norms)
+        return _left_alone(original, str(why), norms=norms)
     replaced, report = found.all()
     merged = copy_with(model, replaced)
-    if replaced and (reason := objection(merged, model, *example)):
-        return _left_alone(model, f"merged, {reason}", norms=norms)
+    changed = bool(replaced) or model is not original
+    if changed and (reason := objection(merged, original, *example)):
+        return _left_alone(original, f"merged, {reason}", norms=norms)
     told = {row.name for row in report}
     rest = (
         Merging(name, (kind,), reason=_NOT_FED if name in seen else _NOT_RUN)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.operations import macs_of, reason_of
 from lowrank_cnn.system.errors import LowRankError, check_type
@@ -82,13 +83,14 @@ class Count:
 def count(model: nn.Module, input_size: Sequence[int], *, convention: str = "mac") -> Count:
     """Count a model on one image of `input_size` (channels, height, width). The model is left as it was.
 
+    Branches that are folded after training (`method.branches`) count as the layer that they become.
     `convention` is "mac" (convs, linear layers and matrix products in evaluation) or "paper" (as published: one
     more MAC per bias and layer, and the auxiliary heads).
     """
     if convention not in CONVENTIONS:
         raise LowRankError(f"the convention is {' or '.join(CONVENTIONS)}, not {convention!r}.")
     check_type("the model", model, nn.Module)
-    size = _checked(input_size)
+    size, model = _checked(input_size), fold_branches(model)
     paper = convention == "paper"
     book = _Book(biases=paper)
     with _mode(model, training=paper), torch.no_grad(), book.follow(model):

@@ -40,7 +40,7 @@ class _Pending(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.built is None:
             with torch.device("meta"):
-                self.built = _resized(self.layer, x, self.channels)
+                self.built = _resized(self.layer, x, self.channels).train(self.training)
         return self.built(x)
 
 

@@ -1,4 +1,4 @@
-"""The paper's networks, by name. A family is a file: a table of variants and one builder."""
+"""Networks by name: the paper's, and two of today. A family is a file: a table of variants and one builder."""
 
 from __future__ import annotations
 
@@ -7,30 +7,34 @@ from types import ModuleType
 
 from lowrank_cnn.method.init import INITIALISATIONS
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
-from lowrank_cnn.models import googlenet, nin, vgg
+from lowrank_cnn.models import airbench, googlenet, nin, resnet, vgg
 from lowrank_cnn.models.network import Network, Options, TrainingCard
 from lowrank_cnn.models.pretrained import agreed, list_pretrained, load_into, read_pretrained
 from lowrank_cnn.system.errors import LowRankError, check_type, nearest
 from lowrank_cnn.system.provenance import note
 
-FAMILIES: tuple[ModuleType, ...] = (vgg, googlenet, nin)
+PAPER_FAMILIES: tuple[ModuleType, ...] = (vgg, googlenet, nin)
+FAMILIES = (*PAPER_FAMILIES, resnet, airbench)
 _DEFAULTS = {
     **dict.fromkeys(("num_classes", "norm", "stride", "scheme", "dropout", "image_size", "pool")),
     "in_channels": 3,
     "width": 1.0,
     "init": "composite",
 }
-
-
 _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("norm", "pool", "pretrained"), (str, type(None))),
     "init": (str,),
 }
 
 
-def list_models() -> list[str]:
-    """The names that `create_model` takes, in the paper's order."""
-    return [name for family in FAMILIES for name in family.VARIANTS]
+def list_models(*, paper: bool = False) -> list[str]:
+    """The names that `create_model` takes, the paper's networks first; with `paper`, those alone.
+
+    >>> list_models(paper=True)[-1]
+    'nin-c3-lr'
+    """
+    families = PAPER_FAMILIES if paper else FAMILIES
+    return [name for family in families for name in family.VARIANTS]
 
 
 def family_of(name: str) -> ModuleType:
@@ -56,10 +60,10 @@ def create_model(
     init: str = "composite",
     pretrained: str | None = None,
 ) -> Network:
-    """Build a network of the paper, initialised as the paper does.
+    """Build a network by name, initialised as the paper does.
 
     - `width` scales every number of filters, for small machines.
-    - `norm="batch"` puts batch norm before each ReLU.
+    - `norm="batch"` puts batch norm before each ReLU; resnet and airbench networks always have it.
     - `stride` is that of the first conv (2 for the Places networks).
     - `scheme` replaces the variant's own, so that any family takes schemes the paper never tried.
     - `dropout` replaces every dropout rate. The default is the paper's, and 0 where a batch norm follows.
@@ -81,7 +85,7 @@ def create_model(
     family = family_of(name)
     if pool is not None and family is not nin:
         raise LowRankError(f"pool is a choice of the nin networks; {name} has none: leave it out (pool=none).")
-    variant = family.VARIANTS[name]
+    variant, norm = family.VARIANTS[name], norm or getattr(family, "NORM", None)
     classes = family.CLASSES if num_classes is None else num_classes
     first = variant.stride if stride is None else stride
     text = None if scheme is None else str(parse_scheme(scheme))

@@ -17,6 +17,7 @@ from lowrank_cnn.train.launch import resolve_device
 from lowrank_cnn.train.predicting import predict
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.score import Evaluation, check_fits, score
+from lowrank_cnn.train.short_runs import averaged_views
 from lowrank_cnn.train.state import Position
 from lowrank_cnn.train.trained import Trained, carried_by, load_checkpoint, load_pretrained
 
@@ -35,6 +36,8 @@ def evaluate(
     progress: bool = True,
 ) -> Evaluation:
     """Top-1, top-5 and loss on the test images, one centre crop per image, in full precision.
+
+    Where its recipe averages views of an image (`test_mirror`, `test_shift`), so does this.
 
     `model` is a network, what `load_checkpoint` gives, or the path of what it reads. A network that was loaded or
     trained carries how its images are prepared. Any other takes the preprocessing given, or one fitted to the
@@ -64,7 +67,14 @@ def evaluate(
     )
     with ImageProgress("Evaluating", len(data.test), enabled=progress) as shown:
         batches = _relabelled(loader, places.to(place), shown)
-        return score(network, batches, device=place, classes=trained.classes, describe=data.test.describe)
+        return score(
+            network,
+            batches,
+            device=place,
+            forward=averaged_views(network, trained.recipe),
+            classes=trained.classes,
+            describe=data.test.describe,
+        )
 
 
 def _relabelled(loader: Loader, places: Tensor, shown: ImageProgress) -> Iterator[tuple[Tensor, Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.mixing import Mixer
 from lowrank_cnn.train.recipe import Recipe
 
+_FITTED: WeakKeyDictionary[Split, dict[tuple[object, ...], Preprocess]] = WeakKeyDictionary()
+"""Statistics of the splits in use: short runs on one set would spend much of their time to compute them again."""
 EVALUATION_PIXELS = 2**20
 """Size of an evaluation batch: large enough to fill a device, small enough for any."""
 HOLDOUT_SEED = 0
@@ -149,7 +152,12 @@ def _check_batch(recipe: Recipe, images: int, all_images: int) -> None:
 def augmentation(recipe: Recipe) -> Augment:
     """The part of a recipe that concerns images."""
     return Augment(
-        crop=recipe.crop, pad=recipe.pad, mirror=recipe.mirror, cutout=recipe.cutout, resize=recipe.resize
+        crop=recipe.crop,
+        pad=recipe.pad,
+        mirror=recipe.mirror,
+        cutout=recipe.cutout,
+        resize=recipe.resize,
+        alternate=recipe.alternate_mirror,
     )
 
 
@@ -157,13 +165,22 @@ def preprocessing(split: Split, recipe: Recipe, device: torch.device | str = "cp
     """What the recipe does to every image, fitted to a training split; nothing to data of the user's own."""
     if isinstance(split, DatasetSplit):
         return AsGiven()
-    return fit_preprocess(recipe.preprocess, split, device=device, epsilon=recipe.zca_epsilon)
+    known = _FITTED.setdefault(split, {})
+    key = (recipe.preprocess, recipe.zca_epsilon, str(device))
+    if key not in known:
+        known[key] = fit_preprocess(recipe.preprocess, split, device=device, epsilon=recipe.zca_epsilon)
+    return known[key]
 
 
 def evaluation_batch(split: Split, augment: Augment, world: int = 1) -> int:
-    """A batch that fills the device, a multiple of the number of processes."""
+    """A batch that fills the device, a multiple of the number of processes.
+
+    All batches are as equal as can be: kernels are chosen for each size of a batch that they meet.
+    """
     _, height, width = input_size(split, augment)
-    return max(1, EVALUATION_PIXELS // (height * width) // world) * world
+    most = max(1, EVALUATION_PIXELS // (height * width) // world)
+    batches = -(-len(split) // (most * world))
+    return max(1, -(-len(split) // (max(1, batches) * world))) * world
 
 
 def input_size(split: Split, augment: Augment) -> tuple[int, int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lowrank_cnn.train.directory import RunDirectory, recipe_changes
 from lowrank_cnn.train.execution import Compile
 from lowrank_cnn.train.failure import told_out_of_memory
 from lowrank_cnn.train.job import ExecutionOptions, Extras, Job
-from lowrank_cnn.train.launch import batch_norm_over_all, launch
+from lowrank_cnn.train.launch import add_up, batch_norm_over_all, launch
 from lowrank_cnn.train.memory import check_memory
 from lowrank_cnn.train.objective import Loss
 from lowrank_cnn.train.opening import open_for
@@ -34,6 +35,7 @@ from lowrank_cnn.train.remarks import dropout_remarks, remarks
 from lowrank_cnn.train.score import Evaluation, LossEvaluation, check_fits
 from lowrank_cnn.train.trained import Trained
 from lowrank_cnn.train.trainer import Callback, Trainer
+from lowrank_cnn.train.whitening import whiten_first_layer
 
 
 def fit(
@@ -125,6 +127,8 @@ def _train(job: Job, saved: Checkpoint | None, *, tensorboard: bool, checkpoint_
         inputs = job.inputs(saved)
         check_fits(model, inputs.size, None if job.extras.loss else len(job.data.classes), fabric.device)
         check_memory(model, job.data, recipe, inputs.size, fabric.device)
+        if recipe.whiten_first:
+            whiten_first_layer(model, inputs.train, add_up=partial(add_up, fabric))
         for sentence in dropout_remarks(model, recipe, inputs.size):
             shown.say(sentence)
         trainer = Trainer(

@@ -6,7 +6,7 @@ nothing. Weight decay acts on weights alone; biases and norms are left free.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatch
 from typing import Any
 
@@ -24,9 +24,18 @@ _NEWTON_SCHULZ_STEPS = 5
 class Optimizer:
     """The update rule of a recipe over named parameters, with a learning rate for each group of them."""
 
-    def __init__(self, named: dict[str, nn.Parameter], recipe: Recipe, device: torch.device, skip: Tensor) -> None:
+    def __init__(
+        self,
+        named: dict[str, nn.Parameter],
+        recipe: Recipe,
+        device: torch.device,
+        skip: Tensor,
+        *,
+        fast: Collection[str] = (),
+    ) -> None:
+        """`fast` names the parameters that learn by `bias_rate` times the rate."""
         self.named, self.recipe = named, recipe
-        groups = parameter_groups(named, recipe, device)
+        groups = parameter_groups(named, recipe, device, fast=fast)
         self.rates = [(group["lr"], group.pop("factor")) for group in groups]
         self.rules = _rules(groups, recipe, skip)
         for rule in self.rules:
@@ -65,14 +74,21 @@ _CHECKPOINT_NAMES = {
 }
 
 
-def parameter_groups(named: dict[str, nn.Parameter], recipe: Recipe, device: torch.device) -> list[dict[str, Any]]:
-    """Parameters of one weight decay and one share of the learning rate together; frozen ones are left out."""
+def parameter_groups(
+    named: dict[str, nn.Parameter], recipe: Recipe, device: torch.device, *, fast: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """Parameters of one weight decay and one share of the learning rate together; frozen ones are left out.
+
+    What learns faster decays by less at that rate, so that each step takes as much of it as of the weights.
+    """
     factors = layer_factors(named, recipe.layer_decay)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named.items():
         if parameter.requires_grad:
-            decay = recipe.weight_decay if parameter.ndim > 1 else 0.0
-            groups.setdefault((decay, factors[name]), []).append(parameter)
+            decay, factor = (recipe.weight_decay if parameter.ndim > 1 else 0.0), factors[name]
+            if name in fast:
+                decay, factor = recipe.weight_decay / recipe.bias_rate, factor * recipe.bias_rate
+            groups.setdefault((decay, factor), []).append(parameter)
     if not groups:
         raise LowRankError("all weights of the network are frozen: set requires_grad_() on those to train.")
     return [

@@ -12,7 +12,7 @@ from lowrank_cnn.data.pixels import AUTO_AUGMENTS
 from lowrank_cnn.system.errors import LowRankError, check_type, nearest
 from lowrank_cnn.train.settings import read_value
 
-SCHEDULES = ("paper", "poly", "cosine", "constant")
+SCHEDULES = ("paper", "poly", "cosine", "triangle", "constant")
 PREPROCESSING = ("standardize", "whiten")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 OPTIMIZERS = ("sgd", "adamw", "muon")
@@ -61,6 +61,12 @@ _RANGES = {
     "jitter": (0, 1),
     "distill_weight": (0, 1),
     "distill_temperature": (0.1, 100),
+    "lr_start": (0, 1),
+    "lr_end": (0, 1),
+    "bias_rate": (1e-3, _LARGE),
+    "lookahead": (0, _LARGE),
+    "lookahead_decay": (0, 1),
+    "test_shift": (0, _LARGE),
 }
 
 
@@ -83,6 +89,13 @@ class Recipe:
     - `jitter`: how far brightness, contrast and saturation may move.
     - `auto_augment`: none, trivial (TrivialAugment) or rand (RandAugment).
     - `distill_weight`, `distill_temperature`: how much a teacher's answers count, where `fit` is given one.
+    Fields for short runs, which any network can use:
+    - `schedule="triangle"` rises from `lr_start` of the rate over the warm-up and falls to `lr_end` of it.
+    - `bias_rate`: batch norms' biases learn so many times faster, and decay as fast as weights do.
+    - `lookahead`: every so many steps the weights go back towards a slow average, by up to `lookahead_decay`.
+    - `whiten_first`: the first layer whitens patches of the training images, and is not trained.
+    - `alternate_mirror`: an image is mirrored every other epoch, and not by chance.
+    - `test_mirror`, `test_shift`: logits are averaged over mirrored images, and over shifts by so many pixels.
     """
 
     name: str = "custom"
@@ -136,6 +149,16 @@ class Recipe:
     pool: str | None = None
     dropout: float | None = None
     precision: str = "auto"
+    # short runs
+    lr_start: float = 0.0
+    lr_end: float = 0.0
+    bias_rate: float = 1.0
+    lookahead: int = 0
+    lookahead_decay: float = 0.95**5
+    whiten_first: bool = False
+    alternate_mirror: bool = False
+    test_mirror: bool = False
+    test_shift: int = 0
 
     def __post_init__(self) -> None:
         for field, allowed in _ALLOWED.items():
@@ -155,6 +178,10 @@ class Recipe:
             raise LowRankError("early_stop watches held-out training images: set holdout (0.1, say).")
         if self.early_stop and self.levels:
             raise LowRankError("levels ends the run by itself: clear early_stop or levels.")
+        if self.lookahead and self.ema:
+            raise LowRankError("lookahead and ema both average weights: clear one (lookahead=0 or ema=0).")
+        if self.alternate_mirror and not self.mirror:
+            raise LowRankError("alternate_mirror says when images are mirrored: set mirror=true as well.")
         if self.levels and self.drop_epochs:
             raise LowRankError(
                 "levels finds the drops and drop_epochs states them: clear one (drop_epochs= or levels=0)."

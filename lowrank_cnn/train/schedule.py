@@ -23,7 +23,8 @@ def learning_rate(recipe: Recipe, iteration: int, *, per_epoch: int, drops: int 
     """
     warmup = round(min(recipe.warmup, recipe.epochs / 5) * per_epoch)
     total = recipe.epochs * per_epoch
-    ramp = min(1.0, (iteration + 1) / warmup) if warmup else 1.0
+    rises = warmup and recipe.schedule != "triangle"  # which has its own rise
+    ramp = min(1.0, (iteration + 1) / warmup) if rises else 1.0
     return ramp * _base_rate(recipe, iteration, warmup, total) / recipe.drop_factor**drops
 
 
@@ -35,6 +36,8 @@ def _base_rate(recipe: Recipe, iteration: int, warmup: int, total: int) -> float
             return poly_rate(recipe.lr, iteration, total, recipe.power)
         case "cosine":
             return cosine_rate(recipe.lr, max(0, iteration - warmup), total - warmup)
+        case "triangle":
+            return triangle_rate(recipe, iteration, warmup, total)
         case _:
             return recipe.lr
 
@@ -52,6 +55,14 @@ def poly_rate(initial: float, iteration: int, total: int, power: float) -> float
 def cosine_rate(initial: float, iteration: int, total: int) -> float:
     """Half a cosine wave from `initial` to zero at `total`."""
     return initial * (1 + math.cos(math.pi * min(iteration, total) / max(total, 1))) / 2
+
+
+def triangle_rate(recipe: Recipe, iteration: int, peak: int, total: int) -> float:
+    """Up in a straight line to the rate at `peak`, and down in another; both ends are shares of the rate."""
+    if iteration < peak:
+        return recipe.lr * (recipe.lr_start + (1 - recipe.lr_start) * iteration / peak)
+    left = (total - iteration) / max(total - peak, 1)
+    return recipe.lr * (recipe.lr_end + (1 - recipe.lr_end) * max(left, 0.0))
 
 
 def replayed_drops(drop_epochs: tuple[int, ...], epoch: int) -> int:

@@ -22,6 +22,7 @@ from lowrank_cnn.train.objective import Objective, hits
 from lowrank_cnn.train.optimizers import Optimizer
 from lowrank_cnn.train.randomness import generator_states, restore_generators
 from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.short_runs import decay_at, look_ahead, norm_biases
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,11 @@ class Step:
         self.scaler = LossScale(device) if scaled else None
         self.sums = torch.zeros(4, device=device)
         self.parameters = dict(network.named_parameters())
-        self.optimizer = Optimizer(self.parameters, recipe, device, self.skipped)
+        fast = norm_biases(network) if recipe.bias_rate != 1 else set()
+        self.optimizer = Optimizer(self.parameters, recipe, device, self.skipped, fast=fast)
         self.weights = {name: t.detach() for name, t in network.state_dict().items()}
-        self.averages = {name: t.clone() for name, t in self.weights.items()} if recipe.ema else {}
+        averaging = recipe.ema or recipe.lookahead
+        self.averages = {name: t.clone() for name, t in self.weights.items()} if averaging else {}
         self.blend = torch.ones((), device=device)
 
     def __call__(self, images: Tensor, targets: Any) -> None:
@@ -79,13 +82,18 @@ class Step:
         self._update(shown)
         self.sums[3] += 1 - self.halted
 
-    def prepare(self, rate: float, iteration: int) -> None:
-        """Set what changes from step to step: the learning rate and the weight of the moving average.
+    def prepare(self, rate: float, iteration: int, *, epochs: float = 0.0) -> None:
+        """Set what changes from step to step: the learning rates and the weight of the moving average.
 
-        The average follows quickly at first, so that the random start does not linger in it.
+        The average follows quickly at first, so that the random start does not linger in it. Lookahead happens
+        here, between steps, and not in what a CUDA graph repeats; `epochs` are those that lie behind.
         """
         self.optimizer.set_rate(rate)
-        if self.averages:
+        if self.recipe.lookahead and iteration and iteration % self.recipe.lookahead == 0:
+            look_ahead(
+                self.weights, self.averages, decay_at(epochs / self.recipe.epochs, self.recipe.lookahead_decay)
+            )
+        if self.recipe.ema:
             self.blend.fill_(1 - min(self.recipe.ema, (1 + iteration) / (10 + iteration)))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -127,7 +135,7 @@ class Step:
         if self.recipe.clip_norm:
             nn.utils.clip_grads_with_norm_(self.parameters.values(), self.recipe.clip_norm, norm, foreach=True)
         self.optimizer.step()
-        if self.averages:
+        if self.recipe.ema:
             self._average()
 
     def _average(self) -> None:

@@ -26,6 +26,7 @@ from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.record import Epoch, Record
 from lowrank_cnn.train.schedule import LevelOff, learning_rate, replayed_drops
 from lowrank_cnn.train.score import Evaluation, LossEvaluation, score, score_by_loss
+from lowrank_cnn.train.short_runs import averaged_views
 from lowrank_cnn.train.state import Keeper, Position
 from lowrank_cnn.train.step import Step, Tally, copy_into
 
@@ -162,7 +163,7 @@ class Trainer:
         for module in self.frozen:
             module.eval()
         for images, targets in self.inputs.batches(self.position.epoch, self.position.batch):
-            self.step.prepare(self._rate(self.iteration), self.iteration)
+            self.step.prepare(self._rate(self.iteration), self.iteration, epochs=self.iteration / self.per_epoch)
             self.update = self.update or self._make_update(images, targets)
             if self.fabric.device.type == "cpu":
                 self.step_start = StepStart.of(self.network, self.fabric.device)
@@ -245,8 +246,7 @@ class Trainer:
             return
         verdict = self.levels.update(watched.rank, done)
         if verdict == "drop":
-            factor = f"{self.recipe.drop_factor:g}"
-            self.progress.say(f"Accuracy has levelled off: the learning rate is divided by {factor}.")
+            self.progress.say(f"Accuracy has levelled off: the rate is divided by {self.recipe.drop_factor:g}.")
         if verdict == "stop":
             self.position.stopped = True
             gain = "a smaller learning rate" if self.recipe.levels else "further training"
@@ -264,7 +264,7 @@ class Trainer:
             self.network,
             loader.epoch(0),
             device=self.fabric.device,
-            forward=forward,
+            forward=averaged_views(forward, self.recipe),
             add_up=partial(launch.add_up, self.fabric),
             classes=data.classes if details else (),
             describe=data.test.describe if alone else None,  # a process alone meets the images in their order

@@ -11,6 +11,7 @@ from torch import Tensor
 from lowrank_cnn.data import Augment
 from lowrank_cnn.data.augment import (
     Moves,
+    alternating,
     apply_moves,
     centre_crop,
     cut_out,
@@ -116,3 +117,15 @@ def test_windows() -> None:
 def test_impossible_numbers_are_refused(name: str, value: int) -> None:
     with pytest.raises(LowRankError, match=rf"{name}.*{value}"):
         replace(Augment(), **{name: value})
+
+
+def test_alternation_mirrors_every_image_every_other_epoch():
+    rows = torch.randperm(100)
+    first, second, third = (alternating(rows, images=100, seed=3, epoch=epoch) for epoch in (0, 1, 2))
+    assert torch.equal(first, ~second)
+    assert torch.equal(first, third)
+    assert 20 < first.sum() < 80
+    assert not torch.equal(first, alternating(rows, images=100, seed=4, epoch=0))
+    again = torch.empty(100, dtype=torch.bool)
+    again[rows] = first
+    assert torch.equal(again, alternating(torch.arange(100), images=100, seed=3, epoch=0))

@@ -88,3 +88,8 @@ def test_a_forward_with_fixed_widths_is_refused():
 
     with pytest.raises(LowRankError, match="expects fixed widths"):
         thin(Fixed(), width=0.5, input_size=SIZE)
+
+
+def test_maps_of_a_single_pixel_do_not_stop_a_batch_norm():
+    net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.Flatten(), nn.Linear(32, 5))
+    assert thin(net, width=0.5, input_size=(3, 3, 3))[0].out_channels == 16

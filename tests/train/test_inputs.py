@@ -12,11 +12,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from lowrank_cnn.data import open_data
+from lowrank_cnn.data import Augment, ResidentSplit, open_data
 from lowrank_cnn.data.stream import streamed
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train import fit
+from lowrank_cnn.train import fit, inputs
 from lowrank_cnn.train.inputs import held_out
+from lowrank_cnn.train.recipe import Recipe
 
 
 @pytest.mark.parametrize(
@@ -84,3 +85,24 @@ def test_a_gpu_decodes_what_is_trained_on_alone(driver, photographs: Path, monke
     assert [record.data.get("decode") for record in records] == [None, "gpu"]
     for one, other in zip(networks[0].parameters(), networks[1].parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_statistics_of_a_split_are_computed_once(monkeypatch: pytest.MonkeyPatch):
+    calls = []
+    monkeypatch.setattr(inputs, "fit_preprocess", lambda name, *_, **__: calls.append(name) or len(calls))
+    split = ResidentSplit.of(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]))
+    other = ResidentSplit.of(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]))
+    assert inputs.preprocessing(split, Recipe()) == inputs.preprocessing(split, Recipe(lr=0.5)) == 1
+    assert inputs.preprocessing(split, Recipe(preprocess="whiten")) == 2
+    assert inputs.preprocessing(other, Recipe()) == 3
+
+
+def test_batches_to_evaluate_on_are_of_one_size():
+    split = ResidentSplit.of(
+        torch.zeros(10_000, 1, 32, 32, dtype=torch.uint8), torch.zeros(10_000, dtype=torch.int64)
+    )
+    assert inputs.evaluation_batch(split, Augment()) == 1000  # ten of them, and not nine of 1,024 and a rest
+    assert inputs.evaluation_batch(split, Augment(), world=4) == 1000
+    few = split.subset(torch.arange(10))
+    assert inputs.evaluation_batch(few, Augment()) == 10
+    assert inputs.evaluation_batch(few, Augment(), world=4) == 12

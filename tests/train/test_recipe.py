@@ -28,7 +28,7 @@ def test_a_recipe_survives_json(name):
         ({"lr": "inf"}, "lr lies between 0"),
         ({"mirror": "perhaps"}, "mirror wants a value of type bool"),
         ({"drop_epochs": "a,b"}, "drop_epochs wants"),
-        ({"schedule": "linear"}, "schedule is one of paper, poly, cosine, constant"),
+        ({"schedule": "linear"}, "schedule is one of paper, poly, cosine, triangle, constant"),
         ({"dropout": 1}, "dropout lies between 0"),
         ({"batch_size": 0}, "batch_size lies between 1"),
         ({"lr": "nan"}, "lr lies between 0"),

@@ -1,0 +1,75 @@
+"""Accuracy against measured time: what every frontier found, and the questions asked before the runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from tables import form
+from tables.form import NO_RUNS, markdown, source
+
+if TYPE_CHECKING:
+    from lowrank_cnn.frontier.record import Frontier, Row
+
+FOLDER = "frontier"
+
+
+def frontier() -> str:
+    """For each record: its networks by rising time, and the verdicts."""
+    from lowrank_cnn.frontier.record import RECORD, load_frontier
+
+    paths = sorted((form.RESULTS / FOLDER).glob(f"*/{RECORD}"))
+    return "\n".join("".join(_record(load_frontier(path.parent))) for path in paths) or NO_RUNS
+
+
+def questions() -> str:
+    """What was asked, of which networks on which images."""
+    from lowrank_cnn.frontier.answering import read_questions
+
+    asked = read_questions()
+    rows: list[list[object]] = [
+        [one["family"], one["data"], one["seeds"], f"+{one['better_by']}", f"-{one['loss']}"]
+        for one in asked["sets"]
+    ]
+    columns = ["family", "<images", "runs of each", "better: by points", "faster: within points"]
+    designs = ", ".join(f"`{name}`" for name in asked["designs"])
+    told = f"\nWritten on {asked['date']}. Designs: {designs}.\n"
+    return markdown(columns, rows) + told
+
+
+def _record(found: Frontier) -> Iterator[str]:
+    name = f"{FOLDER}/{found.folder.name}/frontier.json"
+    yield f"**{found.about['family']} on {found.about['data']['name']}, {found.images:,} test images**\n\n"
+    columns = ["design", "MACs", "parameters", "ms", "of dense", "top-1 %", "runs", "s a run"]
+    rows = [row for row in found.rows if row.runs]
+    yield markdown(columns, [_line(found, row) for row in sorted(rows, key=_order)])
+    yield "\nMean and 95% interval over seeds; seconds are those of training, without compiling.\n"
+    if found.answers:
+        yield "\n"
+        columns = ["question", "<control", "time", "gap in points", "p, corrected", "<verdict"]
+        yield markdown(columns, [_answer(one) for one in found.answers])
+        yield "\nGaps with their 99% interval over seeds and images.\n"
+    yield source(name, *found.environments)
+
+
+def _order(row: Row) -> tuple[float, int]:
+    return (row.timing.ratio if row.timing else 0.0), row.macs
+
+
+def _line(found: Frontier, row: Row) -> list[object]:
+    from lowrank_cnn.frontier.statistics import seed_interval
+    from lowrank_cnn.system.text import si
+
+    mean, low, high = seed_interval([100 * run.correct / found.images for run in row.runs])
+    seconds = sorted(run.seconds for run in row.runs)
+    times = [f"{row.timing.ms:.3f}", f"{row.timing.ratio:.2f}"] if row.timing else ["", ""]
+    accuracy = f"{mean:.2f} ({low:.2f} to {high:.2f})" if len(row.runs) > 1 else f"{mean:.2f}"
+    name = f"`{row.name}`" + (f", {row.design['matched']}" if row.design["matched"] else "")
+    cost = [si(row.macs), si(row.params), *times]
+    return [name, *cost, accuracy, len(row.runs), f"{seconds[len(seconds) // 2]:.1f}"]
+
+
+def _answer(one: dict[str, Any]) -> list[object]:
+    gap = f"{one['gap']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})"
+    asked = f"`{one['design']}` {one['question']} by {one['margin']:+g}"
+    return [asked, f"`{one['control']}`", f"x {one['time']:.2f}", gap, f"{one['corrected']:.4f}", one["verdict"]]

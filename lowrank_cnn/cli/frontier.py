@@ -1,0 +1,169 @@
+"""The command `lowrank frontier`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lowrank_cnn.cli.models import Json
+from lowrank_cnn.cli.options import Bad, Device, Limit, Size
+from lowrank_cnn.cli.show import console, errors, print_json, print_table
+from lowrank_cnn.data import open_data
+from lowrank_cnn.frontier.answering import Answer, add_answers
+from lowrank_cnn.frontier.designs import CANDIDATES, FAMILIES, find_design
+from lowrank_cnn.frontier.picture import draw_frontier
+from lowrank_cnn.frontier.plan import MATCHES, Plan, find_family
+from lowrank_cnn.frontier.record import Frontier, Row, load_frontier
+from lowrank_cnn.frontier.tracing import trace_frontier
+from lowrank_cnn.system.errors import LowRankError, MissingExtra
+from lowrank_cnn.system.text import si
+from lowrank_cnn.train.settings import parse_settings
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("frontier")(frontier_command)
+
+
+def frontier_command(
+    family: Annotated[str, typer.Argument(help=f"One of {', '.join(FAMILIES)}.")],
+    out: Annotated[Path, typer.Option(help="Folder of the record and the picture; what is done is not repeated.")],
+    data: Annotated[str | None, typer.Option(help="Where the images are; none to show what is done.")] = None,
+    design: Annotated[
+        list[str] | None,
+        typer.Option(help=f"A scheme, or one of {', '.join(CANDIDATES)}; @0.75 sets a width. Repeatable."),
+    ] = None,
+    width: Annotated[list[float] | None, typer.Option(help="A width of the dense network; repeatable.")] = None,
+    widen: Annotated[
+        list[str] | None, typer.Option(help="Designs also at the dense network's macs, or time; repeatable.")
+    ] = None,
+    match: Annotated[
+        list[str] | None,
+        typer.Option(help="Thin dense networks of each design's macs, or time; none for neither."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=0, help="Runs of each network.")] = 8,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Try this factor of the learning rate, on held-out images; repeatable."),
+    ] = None,
+    tries: Annotated[int, typer.Option(min=1, help="Runs of each factor.")] = 1,
+    recipe: Annotated[str | None, typer.Option(help="Another recipe than the family's.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Change the recipe: field=value.")] = None,
+    batch: Annotated[int, typer.Option(min=0, help="Images in a timed batch; 0 times nothing.")] = 256,
+    compile_: Annotated[bool, typer.Option("--compile/--no-compile", help="Let torch.compile compete.")] = True,
+    repeats: Annotated[int, typer.Option(min=3, help="Runs that a median time is of.")] = 21,
+    base: Annotated[
+        float, typer.Option(help="Width of the family's network to call 1; less for a miniature.")
+    ] = 1.0,
+    teacher: Annotated[
+        str, typer.Option(help="A design that all others learn from as well, such as dense@1.5.")
+    ] = "",
+    budget: Annotated[float, typer.Option(help="Begin nothing new after so many seconds.")] = float("inf"),
+    device: Device = "auto",
+    bad: Bad = "skip",
+    limit: Limit = None,
+    image_size: Size = None,
+    as_json: Json = False,
+) -> None:
+    """Train a family over widths and schemes, time every network, and draw accuracy against time.
+
+    One record and one picture hold everything. The command can be killed at any time: started again, it goes on.
+    """
+    find_family(family)
+    for text in design or []:
+        find_design(text)  # refused before images are read
+    if data is None:
+        return _show(load_frontier(out), as_json)
+    plan = Plan(
+        designs=tuple(design or ()),
+        widths=tuple(width or ()),
+        widen=tuple(widen or ()),
+        match=MATCHES if match is None else tuple(name for name in match if name != "none"),
+        seeds=seeds,
+        rates=tuple(rate or ()),
+        tries=tries,
+        batch=batch,
+        compile=compile_,
+        repeats=repeats,
+        base=base,
+        teacher=teacher,
+        budget=budget,
+    )
+    found = trace_frontier(
+        family,
+        open_data(data, bad=bad, limit=limit, image_size=image_size),
+        out,
+        plan,
+        recipe=recipe,
+        settings=parse_settings(settings or []),
+        device=device,
+        say=lambda line: errors.print(line, markup=False, soft_wrap=True),
+    )
+    return _show(found, as_json)
+
+
+def _show(found: Frontier, as_json: bool) -> None:
+    """The table for people or programs; the picture lies beside the record."""
+    if not found.rows:
+        raise LowRankError(f"there is nothing in {found.folder} yet.")
+    answers, picture = add_answers(found), _draw(found)
+    if as_json:
+        rows = [_entry(found, row) for row in found.rows]
+        told = {"folder": str(found.folder), "picture": str(picture) if picture else None}
+        return print_json({**told, "rows": rows, "answers": found.answers})
+    columns = ("design", "MACs", "params", "ms", "of dense", "top-1 %", "n", "s a run")
+    lines = [_line(found, row) for row in sorted(found.rows, key=lambda row: row.macs)]
+    print_table(f"{found.about['family']} on {found.about['data']['name']}", columns, lines)
+    if answers:
+        columns = ("design", "<question", "<control", "time", "gap", "99% interval", "p", "<verdict")
+        print_table("Questions asked before the runs", columns, [_answer_line(one) for one in answers])
+    if picture:
+        console.print(f"The picture: {picture}", markup=False, soft_wrap=True)
+    return None
+
+
+def _draw(found: Frontier) -> Path | None:
+    """The picture, where something is trained; a machine without matplotlib can train all the same."""
+    if not any(row.runs for row in found.rows):
+        return None
+    try:
+        return draw_frontier(found, found.folder / "frontier.svg")
+    except MissingExtra as missing:
+        errors.print(f"There is no picture: {missing}", markup=False, soft_wrap=True)
+        return None
+
+
+def _answer_line(one: Answer) -> tuple[object, ...]:
+    interval = f"{one.low:+.2f} to {one.high:+.2f}"
+    asked = f"{one.question} ({one.margin:+g})"
+    p = f"{one.corrected:.4f}"
+    return one.design, asked, one.control, f"x {one.time:.2f}", f"{one.gap:+.2f}", interval, p, one.verdict
+
+
+def _entry(found: Frontier, row: Row) -> dict[str, object]:
+    timing = row.timing
+    return {
+        "design": row.name,
+        "dense": row.dense,
+        "macs": row.macs,
+        "params": row.params,
+        "ms": timing.ms if timing else None,
+        "of_dense": timing.ratio if timing else None,
+        "accuracies": [run.correct / found.images for run in row.runs],
+        "seconds": [run.seconds for run in row.runs],
+        "failed": row.failed,
+    }
+
+
+def _line(found: Frontier, row: Row) -> tuple[object, ...]:
+    shares = [100 * run.correct / found.images for run in row.runs]
+    mean = sum(shares) / len(shares) if shares else None
+    spread = (
+        (sum((s - mean) ** 2 for s in shares) / (len(shares) - 1)) ** 0.5 if mean and len(shares) > 1 else None
+    )
+    accuracy = "" if mean is None else f"{mean:.2f}" + (f" ± {spread:.2f}" if spread is not None else "")
+    seconds = sorted(run.seconds for run in row.runs)
+    ms = ("", "") if row.timing is None else (f"{row.timing.ms:.3f}", f"{row.timing.ratio:.2f}")
+    took = f"{seconds[len(seconds) // 2]:.1f}" if seconds else ""
+    return row.name, si(row.macs), si(row.params), *ms, accuracy, len(shares), took

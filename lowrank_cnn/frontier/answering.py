@@ -1,0 +1,125 @@
+"""`answer`: the questions that were written down before the runs, answered from a record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lowrank_cnn.frontier.record import Frontier, Row
+from lowrank_cnn.frontier.statistics import RESAMPLES, compare, holm
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.files import UnreadableError, read_json
+
+QUESTIONS = Path(__file__).with_name("questions.json")
+BETTER, FASTER = "better", "faster"
+YES, NO, OPEN = "yes", "no", "undecided"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a record says to one question about one design.
+
+    `gap` is the design's accuracy less the control's, in points, with its interval; `time` the design's time as a
+    share of the control's. `p` is for a gap above `margin`, and `corrected` the same among all questions asked.
+    """
+
+    question: str
+    design: str
+    control: str
+    margin: float
+    time: float
+    gap: float
+    low: float
+    high: float
+    p: float
+    corrected: float
+    verdict: str
+    runs: tuple[int, int]
+
+
+def read_questions(path: Path = QUESTIONS) -> dict[str, Any]:
+    """The questions of the package, or of another file of the same form."""
+    try:
+        return read_json(path)
+    except UnreadableError as error:
+        raise LowRankError(f"{path} holds no questions: {error}.") from error
+
+
+def question_set(found: Frontier, questions: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What is asked of this family on these images, by the name of their folder; None where nothing is."""
+    family, data = found.about["family"], found.about["data"]["name"].lower()
+    return next((one for one in questions["sets"] if one["family"] == family and one["data"] in data), None)
+
+
+def answer(
+    found: Frontier, questions: Mapping[str, Any] | None = None, *, resamples: int = RESAMPLES
+) -> list[Answer]:
+    """Every question that a record can answer, corrected for all of them together.
+
+    A verdict is yes where the corrected p is below alpha, no where the interval lies below the margin, and
+    undecided else. The controls are dense networks of the record: the thinnest that takes at least as long.
+    """
+    questions = questions or read_questions()
+    asked = question_set(found, questions)
+    if asked is None:
+        return []
+    share, tolerance = questions["time_share"], questions["timing"]["tolerance"]
+    answers = []
+    for row in found.rows:
+        if row.dense or row.name.partition("@")[0] not in questions["designs"] or not row.runs or not row.timing:
+            continue
+        for question, margin, factor in (
+            (BETTER, asked["better_by"], 1 - tolerance),
+            (FASTER, -asked["loss"], 1 / share),
+        ):
+            control = _control(found, factor * row.timing.ratio)
+            if control is not None:
+                answers.append(_compared(found, question, margin, row, control, questions["alpha"], resamples))
+    return _corrected(answers, questions["alpha"])
+
+
+def _control(found: Frontier, least: float) -> Row | None:
+    """The dense network of the least time that is at least this share of the full one's."""
+    dense = [row for row in found.rows if row.dense and row.runs and row.timing and row.timing.ratio >= least]
+    return min(dense, key=lambda row: row.timing.ratio if row.timing else 0.0, default=None)
+
+
+def _compared(
+    found: Frontier, question: str, margin: float, row: Row, control: Row, alpha: float, resamples: int
+) -> Answer:
+    ours, theirs = found.right_answers(row), found.right_answers(control)
+    gap = compare(ours, theirs, margin=margin, alpha=alpha, resamples=resamples)
+    assert row.timing is not None
+    assert control.timing is not None
+    return Answer(
+        question=question,
+        design=row.name,
+        control=control.name,
+        margin=margin,
+        time=row.timing.ratio / control.timing.ratio,
+        gap=gap.points,
+        low=gap.low,
+        high=gap.high,
+        p=gap.p,
+        corrected=gap.p,
+        verdict=OPEN,
+        runs=(len(ours), len(theirs)),
+    )
+
+
+def _corrected(answers: list[Answer], alpha: float) -> list[Answer]:
+    judged = []
+    for one, p in zip(answers, holm([one.p for one in answers]), strict=True):
+        verdict = YES if p < alpha else NO if one.high < one.margin else OPEN
+        judged.append(replace(one, corrected=p, verdict=verdict))
+    return judged
+
+
+def add_answers(found: Frontier, *, resamples: int = RESAMPLES) -> list[Answer]:
+    """Answer, and keep the answers in the record."""
+    answers = answer(found, resamples=resamples)
+    found.answers = [asdict(one) for one in answers]
+    found.save()
+    return answers

@@ -1,0 +1,228 @@
+"""What is compared, as data: families, designs of their convs, and how a design becomes a network.
+
+A design is a dense network of a family at some width, with its convs rewritten by a scheme everywhere or in some
+stages. Thin dense networks are designs as well, with the scheme `dense`: they are the controls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowrank_cnn.method.branches import branch
+from lowrank_cnn.method.converting import convert
+from lowrank_cnn.method.counting import Count, count
+from lowrank_cnn.method.layers import FactoredConv2d
+from lowrank_cnn.method.rewriting import copy_with
+from lowrank_cnn.method.scheme import parse_scheme
+from lowrank_cnn.method.selection import stages
+from lowrank_cnn.method.thinning import thin
+from lowrank_cnn.models import create_model
+from lowrank_cnn.models.airbench import PatchConv2d
+from lowrank_cnn.models.network import Network
+from lowrank_cnn.system.errors import LowRankError, nearest
+
+MULTIPLE = 16
+"""Widths are such that every layer has a multiple of so many filters."""
+STEP = 1 / 32
+"""Widths that are searched for are multiples of this."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A dense network and the recipe that all its designs are trained by."""
+
+    network: str
+    recipe: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+FAMILIES = {
+    "airbench": Family("airbench", "cifar10-fast"),
+    "nin": Family("nin", "nin-modern", (("pool", "average"),)),
+    "vgg11": Family("vgg11-gmp", "modern"),
+    "resnet18": Family("resnet18-small", "tiny-fast"),
+}
+
+
+@dataclass(frozen=True)
+class Design:
+    """A way to build a network of a family.
+
+    - `where`: the stages that the scheme is for: `all`, `late` (the second half of them), or `wide` (those with at
+      least half of the most filters).
+    - `between`: a batch norm and a ReLU stand between the halves of a separable pair.
+    - `branches`: strips train beside a 1x1 conv and the identity, which are folded into them afterwards.
+    - `matched`: what its width was chosen by: "macs" or "time", and of which design.
+    """
+
+    name: str
+    scheme: str = "dense"
+    width: float = 1.0
+    where: str = "all"
+    between: bool = False
+    branches: bool = False
+    matched: str = ""
+
+    @property
+    def dense(self) -> bool:
+        return self.scheme == "dense"
+
+    def to_dict(self) -> dict[str, Any]:
+        """In values that JSON can hold."""
+        return asdict(self)
+
+
+DENSE = Design("dense")
+"""The family's own network, which all times are held against."""
+CANDIDATES: dict[str, Design] = {
+    design.name: design
+    for design in (
+        # the paper's
+        Design("lr", "lr"),
+        Design("lr-join", "lr-join"),
+        Design("wfull", "mixture(kx1=3, 1xk=3, kxk=2, join)"),
+        Design("separable", "separable"),
+        Design("mixture", "mixture(kx1=3, 1xk=3, kxk=2)"),
+        # longer strips: a 7x1 costs less than a 3x3
+        Design("strips5", "mixture(5x1, 1x5)"),
+        Design("strips7", "mixture(7x1, 1x7)"),
+        # fewer spatial filters
+        Design("lr-1x1", "mixture(kx1, 1xk, 1x1)"),
+        Design("strips5-1x1", "mixture(5x1, 1x5, 1x1)"),
+        Design("third-kxk", "mixture(kxk, 1x1=2)"),
+        # beyond a linear pair
+        Design("separable-relu", "separable", between=True),
+        # low rank where maps are small or filters many
+        Design("lr-late", "lr", where="late"),
+        Design("lr-wide", "lr", where="wide"),
+        # more to learn with, nothing more to run
+        Design("lr-branches", "lr", branches=True),
+        Design("strips5-branches", "mixture(5x1, 1x5)", branches=True),
+    )
+}
+
+
+def find_design(text: str) -> Design:
+    """A design by the name of a candidate, or by a scheme; `@0.75` behind it sets the width.
+
+    >>> find_design("lr-late@1.5")
+    Design(name='lr-late@1.5', scheme='lr', width=1.5, where='late', between=False, branches=False, matched='')
+    """
+    name, _, width = text.partition("@")
+    found = CANDIDATES.get(name)
+    if found is None:
+        try:
+            found = Design(name, str(parse_scheme(name)))
+        except LowRankError as error:
+            raise LowRankError(
+                f"{name!r} is neither a design nor a scheme; {nearest(name, CANDIDATES)}"
+            ) from error
+    if not width:
+        return found
+    try:
+        number = float(width)
+    except ValueError as error:
+        raise LowRankError(f"a width is a number, as in {name}@0.75, not {width!r}.") from error
+    return at_width(found, number)
+
+
+def at_width(design: Design, width: float, matched: str = "") -> Design:
+    """The same design, wider or thinner."""
+    if not 0 < width <= 4:
+        raise LowRankError(f"a width lies above 0 and up to 4, not {width:g}.")
+    base = design.name.partition("@")[0]
+    return replace(design, name=base if width == 1 else f"{base}@{width:g}", width=width, matched=matched)
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Builds the designs of one family for images of one size and a number of classes."""
+
+    family: Family
+    size: tuple[int, int, int]
+    classes: int
+    norm: str | None = "batch"
+    base: float = 1.0
+
+    def __call__(self, design: Design) -> nn.Module:
+        """The network with fresh weights, by torch's generator as it stands."""
+        dense = create_model(self.family.network, **self._options())
+        network: nn.Module = dense
+        if design.width != 1:
+            network = thin(dense, width=design.width, input_size=self.size, multiple=MULTIPLE)
+        if not design.dense:
+            network = convert(network, design.scheme, where=self._where(network, design.where))
+        if design.between:
+            network = rectified_between(network)
+        if isinstance(network, Network):
+            network.settle()  # what is particular to the family, of the layers that are new
+        return branch(network) if design.branches else network
+
+    def count(self, design: Design) -> Count:
+        """The cost for one image, as the network runs once it is trained."""
+        with torch.device("meta"):
+            return count(self(design), self.size)
+
+    def _options(self) -> dict[str, Any]:
+        channels, height, width = self.size
+        side = {"image_size": height} if height == width else {}
+        made = {
+            "num_classes": self.classes,
+            "in_channels": channels,
+            "norm": self.norm,
+            "dropout": 0.0,
+            "width": self.base,
+        }
+        return {**made, **side, **dict(self.family.options)}
+
+    def _where(self, network: nn.Module, where: str) -> Sequence[str]:
+        """The convs that a scheme is for; never the layer that whitens patches, which is not trained."""
+        found = [
+            [name for name in stage if not isinstance(network.get_submodule(name), PatchConv2d)]
+            for stage in stages(network, self.size)
+        ]
+        found = [stage for stage in found if stage]
+        if where == "all":
+            return [name for stage in found for name in stage]
+        if where == "late":
+            return [name for stage in found[len(found) // 2 :] for name in stage]
+        if where == "wide":
+            widths = {name: _filters(network, name) for stage in found for name in stage}
+            return [name for name, filters in widths.items() if 2 * filters > max(widths.values())]
+        raise LowRankError(f"where is all, late or wide, not {where!r}.")
+
+
+def _filters(network: nn.Module, name: str) -> int:
+    return network.get_submodule(name).out_channels  # type: ignore[return-value]
+
+
+def rectified_between(network: nn.Module) -> nn.Module:
+    """A copy whose separable pairs have a batch norm and a ReLU between their halves: no longer linear."""
+    replaced: dict[nn.Module, nn.Module] = {}
+    for module in network.modules():
+        if isinstance(module, FactoredConv2d):
+            first, second = module.children()
+            filters: int = first.out_channels  # type: ignore[assignment]
+            replaced[module] = nn.Sequential(first, nn.BatchNorm2d(filters), nn.ReLU(inplace=True), second)
+    if not replaced:
+        raise LowRankError("a ReLU stands between the halves of a separable pair, and this network has none.")
+    return copy_with(network, replaced)
+
+
+def width_of_macs(builder: Builder, design: Design, macs: float) -> float:
+    """The width, a multiple of `STEP`, at which a design costs nearest to so many multiply-accumulates."""
+    return nearest_width(lambda width: builder.count(at_width(design, width)).macs, macs)
+
+
+def nearest_width(cost: Callable[[float], float], target: float) -> float:
+    """Bisect a cost that rises with the width, over multiples of `STEP` up to 4."""
+    low, high = 1, round(4 / STEP)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cost(middle * STEP) < target else (low, middle)
+    return min((low, high), key=lambda n: abs(cost(n * STEP) - target)) * STEP

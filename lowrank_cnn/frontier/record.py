@@ -1,0 +1,231 @@
+"""The record of a frontier: one JSON file, and beside it one file with the right and wrong answers of every run.
+
+The answers are packed, one bit for each test image in the order of the set, and each run has a row of as many
+bytes. A run's entry in the record says which row is its own, and the checksum of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.system.environment import environment
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.files import UnreadableError, is_regular, read_json, write_json
+from lowrank_cnn.system.seal import BrokenSealError, sealed, unsealed
+
+KIND, SCHEMA = "frontier", 1
+RECORD, ANSWERS = "frontier.json", "answers.bits"
+ABOUT = ("family", "network", "recipe", "data", "precision", "device", "teacher")
+"""What all runs of a frontier share: going on with another is refused."""
+
+
+@dataclass
+class Run:
+    """One trained network: its seed, how many answers were right, and where they are.
+
+    `seconds` are those of training without compiling, by the median speed of its epochs; `wall` is everything.
+    """
+
+    seed: int
+    correct: int
+    row: int
+    sha256: str
+    seconds: float
+    wall: float
+    images_per_second: float
+    train_accuracy: float
+    environment: int
+
+
+@dataclass
+class Timing:
+    """Milliseconds of a batch through `optimize`, and of the dense network that took turns with it.
+
+    `choice` is the variant that was fastest. `tries` has all of them.
+    """
+
+    ms: float
+    low: float
+    high: float
+    reference_ms: float
+    batch: int
+    choice: str
+    tries: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """The time as a share of the dense network's in the same turns, which clocks of a day do not change."""
+        return self.ms / self.reference_ms
+
+
+@dataclass
+class Try:
+    """One setting tried on held-out images: the factor of the learning rate, and the accuracy of each seed."""
+
+    rate: float
+    accuracies: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Row:
+    """A design: what it costs, what it takes, and its runs. `failed` are the seeds whose loss was not finite."""
+
+    design: dict[str, Any]
+    macs: int
+    params: int
+    timing: Timing | None = None
+    rate: float = 1.0
+    tries: list[Try] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.design["name"]
+
+    @property
+    def dense(self) -> bool:
+        return self.design["scheme"] == "dense"
+
+    def run_of(self, seed: int) -> Run | None:
+        return next((run for run in self.runs if run.seed == seed), None)
+
+
+@dataclass
+class Frontier:
+    """Everything that a frontier found, and the folder it lives in."""
+
+    folder: Path
+    about: dict[str, Any]
+    images: int
+    rows: list[Row] = field(default_factory=list)
+    environments: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """Verdicts on the questions, as `statistics` finds them."""
+
+    @property
+    def bytes_per_run(self) -> int:
+        return -(-self.images // 8)
+
+    def row(self, name: str) -> Row | None:
+        return next((row for row in self.rows if row.name == name), None)
+
+    def save(self) -> None:
+        """Write the record with its checksum, in one move."""
+        values = {
+            "kind": KIND,
+            "schema": SCHEMA,
+            **self.about,
+            "images": self.images,
+            "answers_file": {"name": ANSWERS, "bytes_per_run": self.bytes_per_run},
+            "environments": self.environments,
+            "rows": [asdict(row) for row in self.rows],
+            "answers": self.answers,
+        }
+        write_json(self.folder / RECORD, sealed(values))
+
+    def here(self) -> int:
+        """The number of this machine and these versions among the environments of the record."""
+        known = environment()
+        same = [i for i, one in enumerate(self.environments) if _without_date(one) == _without_date(known)]
+        if not same:
+            self.environments.append(known)
+        return same[0] if same else len(self.environments) - 1
+
+    def add_answers(self, right: Tensor) -> tuple[int, str]:
+        """Append a row of right and wrong answers, on disk before this returns: its number and its checksum.
+
+        Rows behind those that the record knows were left by a process that was killed, and are written over.
+        """
+        if len(right) != self.images:
+            raise LowRankError(f"{len(right)} answers are not those of {self.images} test images.")
+        row, packed = sum(len(r.runs) for r in self.rows), pack(right)
+        path = self.folder / ANSWERS
+        path.touch()
+        with path.open("r+b") as file:
+            file.truncate(row * self.bytes_per_run)
+            file.seek(0, os.SEEK_END)
+            file.write(packed)
+            file.flush()
+            os.fsync(file.fileno())
+        return row, hashlib.sha256(packed).hexdigest()
+
+    def right_answers(self, row: Row) -> Tensor:
+        """The answers [runs, images] of a design, as booleans, checked against their checksums."""
+        path = self.folder / ANSWERS
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise LowRankError(f"{path} cannot be read ({error.strerror}).") from error
+        found = []
+        for run in row.runs:
+            packed = content[run.row * self.bytes_per_run : (run.row + 1) * self.bytes_per_run]
+            if hashlib.sha256(packed).hexdigest() != run.sha256:
+                raise LowRankError(f"{path} is damaged: row {run.row} is not what was written.")
+            found.append(unpack(packed, self.images))
+        return torch.stack(found)
+
+
+def pack(right: Tensor) -> bytes:
+    """Booleans as bits, the first in the highest bit of the first byte."""
+    bits = torch.zeros(-(-len(right) // 8) * 8, dtype=torch.uint8)
+    bits[: len(right)] = right.to(torch.uint8).cpu()
+    powers = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
+    return bytes((bits.view(-1, 8) * powers).sum(1).to(torch.uint8).tolist())
+
+
+def unpack(packed: bytes, images: int) -> Tensor:
+    """The inverse of `pack`."""
+    values = torch.tensor(list(packed), dtype=torch.uint8)
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8)
+    return ((values[:, None] >> shifts) & 1).flatten()[:images].bool()
+
+
+def load_frontier(folder: str | Path) -> Frontier:
+    """Read the record in a folder, or the record itself."""
+    folder = Path(folder)
+    path, folder = (folder / RECORD, folder) if folder.is_dir() else (folder, folder.parent)
+    if not is_regular(path):
+        raise LowRankError(f"there is no record of a frontier at {path}.")
+    try:
+        values = unsealed(read_json(path))
+        if values["kind"] != KIND or values["schema"] != SCHEMA:
+            raise KeyError("kind")
+        rows = [_read_row(row) for row in values["rows"]]
+        about = {key: values.get(key) for key in ABOUT}
+        return Frontier(folder, about, values["images"], rows, values["environments"], values["answers"])
+    except (BrokenSealError, UnreadableError) as damage:
+        raise LowRankError(f"{path} is damaged: {damage}.") from damage
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise LowRankError(f"{path} is not the record of a frontier of this version.") from error
+
+
+def _read_row(values: dict[str, Any]) -> Row:
+    timing = Timing(**values["timing"]) if values["timing"] else None
+    runs, tries = [Run(**run) for run in values["runs"]], [Try(**one) for one in values["tries"]]
+    return Row(**{**values, "timing": timing, "runs": runs, "tries": tries})
+
+
+def open_frontier(folder: Path, about: dict[str, Any], images: int) -> Frontier:
+    """The frontier in a folder, to go on with, or a new one; another one there is refused."""
+    if not (folder / RECORD).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        return Frontier(folder, about, images)
+    found = load_frontier(folder)
+    plain = json.loads(json.dumps(about))
+    differ = [key for key in ABOUT if found.about[key] != plain[key]]
+    if differ:
+        raise LowRankError(f"{folder} holds a frontier with another {' and '.join(differ)}: choose another --out.")
+    return found
+
+
+def _without_date(known: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in known.items() if key != "date"}

@@ -1,0 +1,135 @@
+"""Strips that train beside branches, which are folded into them exactly once training is over.
+
+A strip sees its pixels along one axis alone. In training a 1x1 conv over the same input and, where shapes allow,
+the identity stand beside it, each with a batch norm of its own, and their outputs are added, as RepVGG does for
+squares (Ding et al. 2021). In evaluation all of them are one linear map, whose weights lie within the strip: the
+branches cost nothing to run. `merge` puts that one layer in their place.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.kernels import composite_conv2d
+from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.system.errors import LowRankError
+
+
+class BranchedConv2d(nn.Module):
+    """A composite beside a 1x1 conv and the identity, each behind its own batch norm.
+
+    In training the branches run, and batch statistics are theirs. In evaluation the folded composite runs.
+    """
+
+    def __init__(self, strips: CompositeConv2d) -> None:
+        super().__init__()
+        if reason := unbranchable(strips):
+            raise LowRankError(f"branches cannot be folded into this layer: {reason}.")
+        channels, filters = strips.in_channels, strips.out_channels
+        self.strips = strips
+        self.strips_norm = nn.BatchNorm2d(filters)
+        self.point = nn.Conv2d(channels, filters, 1, stride=strips.stride, bias=False)
+        self.point_norm = nn.BatchNorm2d(filters)
+        same = channels == filters and strips.stride == (1, 1)
+        self.identity_norm = nn.BatchNorm2d(filters) if same else None
+
+    @property
+    def in_channels(self) -> int:
+        return self.strips.in_channels
+
+    @property
+    def out_channels(self) -> int:
+        return self.strips.out_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            weights, bias = self.folded_weights()
+            sides = self.strips.group_padding
+            return composite_conv2d(x, weights, bias, stride=self.strips.stride, padding=sides)
+        y = self.strips_norm(self.strips(x)) + self.point_norm(self.point(x))
+        return y if self.identity_norm is None else y + self.identity_norm(x)
+
+    def folded_weights(self) -> tuple[list[Tensor], Tensor]:
+        """The weights and the bias of the one composite that the branches are in evaluation."""
+        scale, bias = _affine(self.strips_norm)
+        weights = [
+            weight * part.view(-1, 1, 1, 1)
+            for weight, part in zip(self.strips.weights, self.strips.by_group(scale), strict=True)
+        ]
+        if self.strips.bias is not None:
+            bias = bias + scale * self.strips.bias
+        point_scale, point_bias = _affine(self.point_norm)
+        centre = self.point.weight[:, :, 0, 0] * point_scale[:, None]
+        bias = bias + point_bias
+        if self.identity_norm is not None:
+            identity_scale, identity_bias = _affine(self.identity_norm)
+            centre, bias = centre + torch.diag(identity_scale), bias + identity_bias
+        first, folded = 0, []
+        for weight in weights:
+            taps = torch.zeros_like(weight)
+            taps[:, :, weight.shape[2] // 2, weight.shape[3] // 2] = centre[first : first + len(weight)]
+            folded.append(weight + taps)
+            first += len(weight)
+        return folded, bias
+
+    @torch.no_grad()
+    def folded(self) -> CompositeConv2d:
+        """The composite that runs in place of the branches, with a bias."""
+        strips = self.strips
+        layer = CompositeConv2d(
+            strips.in_channels, strips.composite, stride=strips.stride, padding=strips.padding, bias=True
+        ).to(strips.weights[0])
+        weights, bias = self.folded_weights()
+        for target, weight in zip(layer.weights, weights, strict=True):
+            target.copy_(weight)
+        layer.bias.copy_(bias)  # type: ignore[union-attr]
+        return layer.train(self.training)
+
+
+def _affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+    """A batch norm in evaluation as scale and shift."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+    return scale, norm.bias - norm.running_mean * scale
+
+
+def unbranchable(layer: CompositeConv2d) -> str:
+    """Why branches could not be folded into a composite; empty where they can."""
+    if layer.channel_groups > 1 or layer.dilation != (1, 1) or layer.padding_mode != "zeros":
+        return "it has channel groups, dilation or padding other than zeros"
+    height, width = layer.composite.kernel
+    centred = ((height // 2, height // 2), (width // 2, width // 2))
+    if any(g.height % 2 == 0 or g.width % 2 == 0 for g in layer.composite.groups) or layer.padding != centred:
+        return "its filters have no centre on the pixel that they are for"
+    return ""
+
+
+def branch(model: nn.Module) -> nn.Module:
+    """A copy of `model` whose composites train with branches; what cannot be folded exactly stays as it is.
+
+    >>> net = nn.Sequential(CompositeConv2d(4, [(3, 1, 2), (1, 3, 2)]))
+    >>> type(branch(net)[0]).__name__
+    'BranchedConv2d'
+    """
+    found = [m for m in model.modules() if isinstance(m, CompositeConv2d) and not unbranchable(m)]
+    if not found:
+        raise LowRankError("the network has no composite that branches could be folded into.")
+    return copy.deepcopy(model, {id(layer): _branched(layer) for layer in found})
+
+
+def _branched(layer: CompositeConv2d) -> BranchedConv2d:
+    new = BranchedConv2d(copy.deepcopy(layer))
+    weight = layer.weights[0]
+    return new.to(weight.device, weight.dtype).train(layer.training)
+
+
+def fold_branches(model: nn.Module) -> nn.Module:
+    """A copy with each branched layer as the composite that it is in evaluation; without any, the model itself."""
+    branched = [m for m in model.modules() if isinstance(m, BranchedConv2d)]
+    if not branched:
+        return model
+    return copy.deepcopy(model, {id(layer): layer.folded() for layer in branched})

@@ -1,0 +1,121 @@
+"""ResNet-18 (He et al. 2015), dense and low-rank: not in the paper, but what its method meets today.
+
+Filters come in multiples of sixteen at every width, which the kernels of every engine like, so that networks of
+different widths can be compared by their time. Batch norm is part of the design: there is no variant without.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lowrank_cnn.method.layers import build_conv
+from lowrank_cnn.method.scheme import Scheme, parse_scheme
+from lowrank_cnn.models.network import GlobalAveragePool, Network, Options
+from lowrank_cnn.system.errors import LowRankError
+
+FILTERS = (64, 128, 256, 512)
+"""Filters of the four stages. Each later stage halves the maps in its first block."""
+MULTIPLE = 16
+ALL, LATE = (0, 1, 2, 3, 4), (3, 4)
+"""Stages that take the scheme; 0 is the stem."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the table: the stem (kernel, stride, pool), the scheme and its stages, the blocks of each stage."""
+
+    kernel: int
+    stride: int
+    pool: bool
+    scheme: str = "dense"
+    where: tuple[int, ...] = ALL
+    blocks: tuple[int, ...] = (2, 2, 2, 2)
+    image: int = 224
+
+
+# The small ones keep the size of the maps in their stem: for images of 32 to 64 pixels.
+VARIANTS = {
+    "resnet18": Variant(7, 2, True),
+    "resnet18-lr": Variant(7, 2, True, "lr"),
+    "resnet18-lr-late": Variant(7, 2, True, "lr", LATE),
+    "resnet18-small": Variant(3, 1, False, image=64),
+    "resnet18-small-lr": Variant(3, 1, False, "lr", image=64),
+    "resnet18-small-lr-late": Variant(3, 1, False, "lr", LATE, image=64),
+}
+
+CLASSES, NORM = 1000, "batch"
+
+
+class Block(nn.Module):
+    """Two 3x3 convs and the input added to what they give; a 1x1 conv fits the input where the shapes differ."""
+
+    def __init__(self, channels: int, filters: int, stride: int, scheme: Scheme) -> None:
+        super().__init__()
+        self.conv1 = build_conv(channels, filters, 3, scheme, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(filters)
+        self.relu1 = nn.ReLU(inplace=True)
+        self.conv2 = build_conv(filters, filters, 3, scheme, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(filters)
+        self.shortcut = _shortcut(channels, filters, stride)
+        self.relu2 = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu1(self.norm1(self.conv1(x)))
+        return self.relu2(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+class ResNet(Network):
+    def __init__(self, variant: Variant, options: Options) -> None:
+        super().__init__(options.size_or(variant.image))
+        scheme = options.scheme_or(variant.scheme)
+        if scheme.to not in (None, 1.0):
+            raise LowRankError("a residual network adds maps of equal width, which embed changes: use lr-join.")
+        filters = [_sixteens(options, count) for count in FILTERS]
+        schemes = [scheme if stage in variant.where else parse_scheme("dense") for stage in ALL]
+        self.stem = _stem(variant, options, filters[0], schemes[0])
+        self.stages = nn.Sequential()
+        channels = filters[0]
+        for stage, (count, blocks) in enumerate(zip(filters, variant.blocks, strict=True), start=1):
+            strides = [1 if stage == 1 else 2] + [1] * (blocks - 1)
+            parts = [
+                Block(before, count, stride, schemes[stage])
+                for before, stride in zip([channels] + [count] * (blocks - 1), strides, strict=True)
+            ]
+            self.stages.add_module(f"stage{stage}", nn.Sequential(*parts))
+            channels = count
+        self.pool = GlobalAveragePool()
+        self.classes = nn.Linear(channels, options.num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check_input(x)
+        return self.classes(self.pool(self.stages(self.stem(x))))
+
+
+def _sixteens(options: Options, count: int) -> int:
+    return max(1, round(count * options.width / MULTIPLE)) * MULTIPLE
+
+
+def _stem(variant: Variant, options: Options, filters: int, scheme: Scheme) -> nn.Sequential:
+    kernel = variant.kernel
+    conv = build_conv(
+        options.in_channels, filters, kernel, scheme, stride=options.stride, padding=kernel // 2, bias=False
+    )
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        conv=conv, norm=nn.BatchNorm2d(filters), relu=nn.ReLU(inplace=True)
+    )
+    if variant.pool:
+        layers["pool"] = nn.MaxPool2d(3, 2, padding=1)
+    return nn.Sequential(layers)
+
+
+def _shortcut(channels: int, filters: int, stride: int) -> nn.Module:
+    if channels == filters and stride == 1:
+        return nn.Identity()
+    conv = nn.Conv2d(channels, filters, 1, stride=stride, bias=False)
+    return nn.Sequential(OrderedDict(conv=conv, norm=nn.BatchNorm2d(filters)))
+
+
+build = ResNet

@@ -1,0 +1,52 @@
+"""A frontier of two designs with made-up answers, and small images to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowrank_cnn.data import Data, ResidentSplit
+from lowrank_cnn.frontier.record import Frontier, Row, Run, Timing
+
+IMAGES = 1003
+
+
+@pytest.fixture
+def squares() -> Data:
+    """Two kinds of grey squares of 12 pixels."""
+
+    def split(n: int) -> ResidentSplit:
+        labels = torch.arange(n) % 2
+        images = torch.randint(0, 90, (n, 1, 12, 12), generator=torch.Generator().manual_seed(n))
+        return ResidentSplit.of((images + 150 * labels[:, None, None, None]).to(torch.uint8), labels)
+
+    return Data("squares", ("dark", "bright"), split(64), split(20))
+
+
+@pytest.fixture
+def make_frontier(tmp_path: Path) -> Callable[..., Frontier]:
+    """A record of designs by name, each with a share of right answers, a time and a number of runs."""
+
+    def make(rows: dict[str, tuple[float, float, int]], family: str = "airbench") -> Frontier:
+        about = {"family": family, "network": {}, "recipe": {}, "data": {"name": "cifar10"}}
+        about |= {"precision": "fp32", "device": "cpu", "teacher": None}
+        found = Frontier(tmp_path / "frontier", about, IMAGES)
+        found.folder.mkdir()
+        draw = torch.Generator().manual_seed(0)
+        hard = torch.rand(IMAGES, generator=draw)
+        for name, (share, ratio, runs) in rows.items():
+            scheme = "dense" if name.startswith("dense") else "lr"
+            row = Row({"name": name, "scheme": scheme, "width": 1.0}, int(1e6 * ratio), int(1e5 * ratio))
+            row.timing = Timing(ratio, ratio, ratio, 1.0, 256, "folded")
+            found.rows.append(row)
+            for seed in range(1, runs + 1):
+                right = hard + 0.05 * torch.randn(IMAGES, generator=draw) < share
+                place, checksum = found.add_answers(right)
+                row.runs.append(Run(seed, int(right.sum()), place, checksum, 3.0, 4.0, 1e4, 0.9, found.here()))
+        found.save()
+        return found
+
+    return make

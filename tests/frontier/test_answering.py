@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+
+import pytest
+
+from lowrank_cnn.frontier.answering import NO, YES, add_answers, answer, read_questions
+from lowrank_cnn.frontier.designs import CANDIDATES, FAMILIES
+from lowrank_cnn.frontier.record import Frontier, load_frontier
+
+
+def test_the_questions_name_families_and_designs_that_exist():
+    questions = read_questions()
+    assert datetime.date.fromisoformat(questions["date"])
+    assert set(questions["designs"]) == set(CANDIDATES)
+    assert {one["family"] for one in questions["sets"]} <= set(FAMILIES)
+    assert questions["alpha"] == 0.01
+
+
+def test_a_design_is_held_against_the_thin_network_that_takes_as_long(make_frontier: Callable[..., Frontier]):
+    found = make_frontier(
+        {"dense": (0.93, 1.0, 8), "dense@0.7": (0.8, 0.7, 8), "dense@0.5": (0.7, 0.5, 8), "lr": (0.88, 0.5, 8)}
+    )
+    better, faster = answer(found, resamples=2000)
+    assert (better.question, better.control, better.time) == ("better", "dense@0.5", 1.0)
+    assert (faster.question, faster.control) == ("faster", "dense@0.7")
+    assert faster.time == pytest.approx(0.5 / 0.7)
+    assert better.verdict == faster.verdict == YES
+    assert better.corrected >= better.p
+    assert better.runs == (8, 8)
+
+
+def test_what_loses_is_said(make_frontier: Callable[..., Frontier]):
+    found = make_frontier({"dense": (0.93, 1.0, 8), "dense@0.5": (0.9, 0.5, 8), "lr": (0.7, 0.5, 8)})
+    assert [one.verdict for one in answer(found, resamples=2000)] == [NO, NO]
+
+
+def test_what_was_not_asked_is_not_judged(make_frontier: Callable[..., Frontier]):
+    found = make_frontier({"dense": (0.9, 1.0, 2), "lr-new": (0.9, 0.5, 2)})
+    assert answer(found) == []
+    assert answer(make_other(found)) == []
+
+
+def make_other(found: Frontier) -> Frontier:
+    return Frontier(found.folder, {**found.about, "family": "vgg11"}, found.images, found.rows)
+
+
+def test_answers_are_kept_in_the_record(make_frontier: Callable[..., Frontier]):
+    found = make_frontier({"dense": (0.93, 1.0, 4), "lr": (0.88, 0.5, 4)})
+    add_answers(found, resamples=500)
+    assert [one["design"] for one in load_frontier(found.folder).answers] == ["lr", "lr"]

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.frontier.designs import (
+    CANDIDATES,
+    FAMILIES,
+    Builder,
+    Design,
+    at_width,
+    find_design,
+    nearest_width,
+    width_of_macs,
+)
+from lowrank_cnn.method.rewriting import low_rank_layers
+from lowrank_cnn.models.airbench import PatchConv2d
+from lowrank_cnn.system.errors import LowRankError
+
+SMALL = Builder(FAMILIES["airbench"], (1, 12, 12), 5, base=0.25)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_every_candidate_can_be_built_counted_and_run(name: str):
+    design = CANDIDATES[name]
+    network = SMALL(design)
+    assert network(torch.randn(2, 1, 12, 12)).shape == (2, 5)
+    assert SMALL.count(design).macs != SMALL.count(Design("dense")).macs
+    assert any(isinstance(m, PatchConv2d) for m in network.modules())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_dense_network_and_a_thinner_one(family: str):
+    builder = Builder(FAMILIES[family], (3, 32, 32), 10)
+    dense, half, low_rank = (
+        builder.count(design).macs for design in (Design("dense"), Design("h", width=0.5), find_design("lr"))
+    )
+    assert half < 0.45 * dense
+    assert low_rank < 0.8 * dense
+
+
+def test_late_and_wide_are_parts_of_a_network():
+    builder = Builder(FAMILIES["resnet18"], (3, 32, 32), 10)
+    with torch.device("meta"):
+        late, wide = (low_rank_layers(builder(CANDIDATES[name])) for name in ("lr-late", "lr-wide"))
+    assert {name.split(".")[1] for name in late} == {"stage3", "stage4"}
+    assert {name.split(".")[1] for name in wide} == {"stage4"}
+
+
+def test_branches_cost_nothing_once_trained():
+    plain, branched = (SMALL.count(CANDIDATES[name]) for name in ("lr", "lr-branches"))
+    assert branched.macs == plain.macs
+
+
+def test_a_rectified_pair_has_a_norm_and_a_relu_between():
+    network = SMALL(CANDIDATES["separable-relu"])
+    pair = network.get_submodule("features.conv1_2")
+    assert [type(m) for m in pair] == [nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.Conv2d]
+
+
+def test_designs_are_found_by_name_by_scheme_and_with_a_width():
+    assert find_design("lr") is CANDIDATES["lr"]
+    assert find_design("strips5@0.5").width == 0.5
+    assert find_design("mixture(kx1, 1x1)@2").scheme == "mixture(kx1, 1x1)"
+    assert at_width(find_design("lr@2"), 1.0).name == "lr"
+    for text, sentence in (
+        ("lrr", "neither a design nor a scheme"),
+        ("lr@wide", "width is a number"),
+        ("lr@9", "up to 4"),
+    ):
+        with pytest.raises(LowRankError, match=sentence):
+            find_design(text)
+
+
+def test_a_width_is_found_at_which_a_design_costs_as_much():
+    assert nearest_width(lambda width: width**2, 0.25) == 0.5
+    dense = SMALL.count(Design("dense")).macs
+    width = width_of_macs(SMALL, CANDIDATES["lr"], dense)
+    assert 1.3 < width < 2.5
+    assert SMALL.count(at_width(CANDIDATES["lr"], width)).macs == pytest.approx(dense, rel=0.2)

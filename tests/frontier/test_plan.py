@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+
+from lowrank_cnn.frontier.plan import Plan
+from lowrank_cnn.system.errors import LowRankError
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [({"match": ("size",)}, "macs or time"), ({"seeds": -1}, "0 or more"), ({"rates": (0.0,)}, "learning rate")],
+)
+def test_a_plan_that_makes_no_sense_is_refused(wrong: dict, sentence: str):
+    with pytest.raises(LowRankError, match=sentence):
+        Plan(**wrong)
+
+
+def test_without_a_clock_nothing_is_matched_by_time():
+    plan = Plan(batch=0, widen=("time", "macs"))
+    assert plan.match == plan.widen == ("macs",)
+
+
+def test_a_teacher_that_is_no_design_is_refused():
+    assert Plan(teacher="dense@1.5").teacher == "dense@1.5"
+    with pytest.raises(LowRankError, match="width is a number"):
+        Plan(teacher="dense@wide")

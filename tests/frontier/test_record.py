@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowrank_cnn.frontier.record import ANSWERS, RECORD, Frontier, load_frontier, open_frontier, pack, unpack
+from lowrank_cnn.system.errors import LowRankError
+
+TWO = {"dense": (0.9, 1.0, 2), "lr": (0.8, 0.5, 3)}
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40))
+def test_answers_come_back_as_they_were_packed(right: list[bool]):
+    packed = pack(torch.tensor(right))
+    assert len(packed) == -(-len(right) // 8)
+    assert unpack(packed, len(right)).tolist() == right
+
+
+def test_a_record_reads_back_as_it_was(make_frontier: Callable[..., Frontier]):
+    found = make_frontier(TWO)
+    again = load_frontier(found.folder)
+    assert again == found
+    answers = again.right_answers(again.rows[1])
+    assert answers.sum(1).tolist() == [run.correct for run in found.rows[1].runs]
+
+
+def test_answers_that_were_changed_on_disk_are_refused(make_frontier: Callable[..., Frontier]):
+    found = make_frontier(TWO)
+    path = found.folder / ANSWERS
+    content = bytearray(path.read_bytes())
+    content[3 * found.bytes_per_run + 5] ^= 4
+    path.write_bytes(bytes(content))
+    assert found.right_answers(found.rows[0]).shape == (2, found.images)
+    with pytest.raises(LowRankError, match="row 3 is not what was written"):
+        found.right_answers(found.rows[1])
+
+
+def test_answers_of_a_run_that_never_came_into_the_record_are_written_over(make_frontier: Callable[..., Frontier]):
+    found = make_frontier(TWO)
+    lost = torch.ones(found.images, dtype=torch.bool)
+    assert found.add_answers(lost) == found.add_answers(lost)
+    assert (found.folder / ANSWERS).stat().st_size == 6 * found.bytes_per_run
+
+
+def test_a_folder_of_another_frontier_is_refused(make_frontier: Callable[..., Frontier]):
+    found = make_frontier(TWO)
+    assert open_frontier(found.folder, found.about, found.images) == found
+    with pytest.raises(LowRankError, match="another family and recipe"):
+        open_frontier(found.folder, {**found.about, "family": "nin", "recipe": {"lr": 1}}, found.images)
+
+
+def test_what_is_no_record_is_refused(make_frontier: Callable[..., Frontier]):
+    found = make_frontier(TWO)
+    whole = (found.folder / RECORD).read_text()
+    for text in (whole.replace('"seed": 2', '"seed": 3', 1), whole[:-20]):
+        (found.folder / RECORD).write_text(text)
+        with pytest.raises(LowRankError, match="is damaged"):
+            load_frontier(found.folder)
+    (found.folder / RECORD).write_text('{"kind": "frontier", "schema": 1}')
+    with pytest.raises(LowRankError, match="not the record of a frontier"):
+        load_frontier(found.folder)
+    with pytest.raises(LowRankError, match="no record of a frontier"):
+        load_frontier(found.folder / "elsewhere")

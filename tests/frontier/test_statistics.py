@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowrank_cnn.frontier.statistics import compare, holm, resampled_gaps, seed_interval, student_t
+
+
+def answers(runs: int, share: float, seed: int, *, noise: float = 0.1) -> torch.Tensor:
+    hard = torch.rand(2000, generator=torch.Generator().manual_seed(0))  # the same images for all
+    draw = torch.Generator().manual_seed(seed)
+    offsets = 0.02 * torch.randn(runs, 1, generator=draw)  # some runs are luckier than others
+    return hard + noise * torch.randn(runs, 2000, generator=draw) + offsets < share
+
+
+def by_hand(ours: torch.Tensor, theirs: torch.Tensor, resamples: int) -> torch.Tensor:
+    """The plain bootstrap: draw images, then runs, and average."""
+    draw = torch.Generator().manual_seed(5)
+    found = []
+    for _ in range(resamples):
+        images = torch.randint(0, ours.shape[1], (ours.shape[1],), generator=draw)
+        means = []
+        for side in (ours, theirs):
+            runs = torch.randint(0, len(side), (len(side),), generator=draw)
+            means.append(side[runs][:, images].double().mean())
+        found.append(100 * (means[0] - means[1]))
+    return torch.stack(found)
+
+
+def test_resampling_spreads_as_the_plain_bootstrap_does():
+    ours, theirs = answers(12, 0.9, 1), answers(12, 0.88, 2)
+    fast, plain = resampled_gaps(ours, theirs, resamples=4000, seed=0), by_hand(ours, theirs, 400)
+    assert fast.mean() == pytest.approx(float(plain.mean()), abs=0.2)
+    # Twelve runs in the plain bootstrap show 11/12 of the variance between runs.
+    assert float(plain.std()) == pytest.approx(float(fast.std()), rel=0.15)
+
+
+def test_images_met_by_both_tell_more_than_images_of_each():
+    ours, theirs = answers(8, 0.9, 1, noise=0.01), answers(8, 0.9, 2, noise=0.01)
+    shuffled = theirs[:, torch.randperm(2000)]
+    paired, apart = (resampled_gaps(ours, b, resamples=2000, seed=0).std() for b in (theirs, shuffled))
+    assert paired < 0.9 * apart
+
+
+def test_a_gap_that_is_there_is_found_and_one_that_is_not_is_not():
+    same = compare(answers(16, 0.9, 1), answers(16, 0.9, 2), margin=0.0, alpha=0.01)
+    assert same.low < 0 < same.high
+    assert same.p > 0.01
+    better = compare(answers(16, 0.95, 1), answers(16, 0.85, 2), margin=0.2, alpha=0.01)
+    assert better.low > 0.2
+    assert better.p < 0.001
+    assert better.points == pytest.approx(10, abs=2.5)
+
+
+def test_runs_of_one_seed_alone_can_be_compared():
+    gap = compare(answers(1, 0.95, 1), answers(1, 0.9, 2), margin=0.0, alpha=0.01)
+    assert gap.low < gap.points < gap.high
+
+
+def test_holms_correction_is_that_of_the_example():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+@pytest.mark.parametrize(("freedom", "right"), [(1, 12.706), (2, 4.303), (3, 3.182), (7, 2.365), (30, 2.042)])
+def test_students_t_is_that_of_the_tables(freedom: int, right: float):
+    assert student_t(0.975, freedom) == pytest.approx(right, abs=0.005)
+
+
+def test_an_interval_over_seeds_holds_the_mean():
+    mean, low, high = seed_interval([1.0, 2.0, 3.0])
+    assert (mean, high - mean) == (2.0, pytest.approx(4.303 / 3**0.5, abs=1e-3))
+    assert low < mean
+    assert seed_interval([5.0]) == (5.0, 5.0, 5.0)

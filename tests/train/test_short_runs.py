@@ -1,0 +1,114 @@
+"""Fast biases, Lookahead and views of test images: each against the same thing written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.recipes import get_recipe
+from lowrank_cnn.train.schedule import learning_rate
+from lowrank_cnn.train.short_runs import averaged_views, decay_at, look_ahead
+from lowrank_cnn.train.step import Step
+
+CPU = torch.device("cpu")
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 1)]
+    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(8, 3, 6, 6, generator=draw), torch.arange(8) % 5
+
+
+def trained(recipe: Recipe, steps: int) -> Step:
+    net = network()
+    step = Step(net, net, lambda loss: loss.backward(), recipe, CPU)
+    for iteration in range(steps):
+        step.prepare(0.1, iteration, epochs=iteration / steps)
+        step(*batch())
+    return step
+
+
+def test_biases_of_norms_learn_by_a_rate_and_a_decay_of_their_own():
+    step = trained(Recipe(epochs=1, momentum=0.9, nesterov=True, weight_decay=0.01, bias_rate=8.0), 5)
+    other = network()
+    weights, rest = [other[0].weight, other[3].weight], [other[0].bias, other[1].weight, other[3].bias]
+    groups = [
+        {"params": weights, "weight_decay": 0.01},
+        {"params": rest, "weight_decay": 0.0},
+        {"params": [other[1].bias], "lr": 0.8, "weight_decay": 0.01 / 8},
+    ]
+    plain = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
+    for _ in range(5):
+        plain.zero_grad()
+        images, labels = batch()
+        F.cross_entropy(other(images), labels).backward()
+        plain.step()
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(step.weights[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_lookahead_blends_into_slow_weights_and_goes_on_from_there():
+    weights = {"w": torch.tensor([4.0]), "seen": torch.tensor(7)}
+    slow = {"w": torch.tensor([0.0]), "seen": torch.tensor(0)}
+    look_ahead(weights, slow, decay=0.75)
+    assert slow["w"].item() == weights["w"].item() == 1.0
+    assert slow["seen"] == 7
+
+
+def test_lookahead_happens_every_so_many_steps_of_a_run():
+    plain, slowed = (trained(Recipe(epochs=1, lookahead=k, lookahead_decay=0.5), 4) for k in (0, 2))
+    assert not plain.averages
+    name = "3.weight"
+    assert not torch.equal(plain.weights[name], slowed.weights[name])
+    # What was blended last, before the third step, is not what the last two steps have made since.
+    again = trained(Recipe(epochs=1, lookahead=2, lookahead_decay=0.5), 2)
+    again.prepare(0.1, 2, epochs=2 / 4)
+    blended = again.weights[name]
+    assert torch.equal(again.averages[name], blended)
+    assert decay_at(0.5, 0.8) == pytest.approx(0.1)
+
+
+def test_lookahead_and_a_moving_average_exclude_each_other():
+    with pytest.raises(LowRankError, match="both average weights"):
+        Recipe(lookahead=5, ema=0.9)
+
+
+def test_a_triangle_rises_to_its_peak_and_falls_to_its_end():
+    recipe = Recipe(schedule="triangle", lr=2.0, epochs=10, warmup=2.0, lr_start=0.2, lr_end=0.1)
+    rates = [learning_rate(recipe, i, per_epoch=10) for i in range(101)]
+    assert rates[0] == pytest.approx(0.4)
+    assert rates[10] == pytest.approx(0.4 + 0.8)
+    assert max(rates) == rates[20] == pytest.approx(2.0)
+    assert rates[60] == pytest.approx(2.0 - 0.9)
+    assert rates[100] == pytest.approx(0.2)
+
+
+def test_views_of_an_image_are_averaged():
+    images = torch.randn(3, 1, 4, 4)
+
+    def corner(x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, 0, 0]
+
+    torch.testing.assert_close(averaged_views(corner, Recipe())(images), images[:, :, 0, 0])
+    both = averaged_views(corner, Recipe(test_mirror=True))(images)
+    torch.testing.assert_close(both, (images[:, :, 0, 0] + images[:, :, 0, 3]) / 2)
+    shifted = averaged_views(corner, Recipe(test_shift=1))(images)
+    # The border is reflected, so that up and left of the corner stands what is down and right of it.
+    torch.testing.assert_close(shifted, (images[:, :, 0, 0] + images[:, :, 1, 1]) / 2)
+
+
+def test_the_short_recipe_says_what_airbench_found_for_a_mean_loss():
+    recipe = get_recipe("cifar10-fast")
+    per_step = 1024 * (1 + 1 / (1 - recipe.momentum))  # airbench's rates are for sums, and apart from momentum
+    assert recipe.lr == pytest.approx(11.5 * 1024 / per_step, rel=1e-3)
+    assert recipe.weight_decay * recipe.lr == pytest.approx(0.0153 * 1024 / per_step, rel=1e-3)
