@@ -43,7 +43,7 @@ WAYS = ("weights", "sensitivity", "refitted", "both")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", required=True, help="CIFAR-10.")
     parser.add_argument("--network", default="nin")
     parser.add_argument("--scheme", default="separable")

@@ -152,7 +152,7 @@ def examine(foreign: Foreign) -> Outcome:
         outcome.cells["built"] = f"not here: {_first_line(error)}"
         return outcome
     size = tuple(inputs[0].shape[1:])
-    x = inputs[0] if len(inputs) == 1 else inputs
+    x: Any = inputs[0] if len(inputs) == 1 else inputs
     transforms: dict[str, Callable[[], str]] = {
         "counted": lambda: _counted(model, inputs, size),
         "converted": lambda: _converted(lr.convert(model, "lr"), inputs, right),
@@ -162,7 +162,7 @@ def examine(foreign: Foreign) -> Outcome:
         "merged": lambda: _off(lr.merge(model, example_input=x), inputs, right),
         "planned": lambda: _off(lr.plan(model, x, cache=False, repeats=3), inputs, right),
         "optimised": lambda: _off(lr.optimize(model, x, compile=False, cache=False, repeats=3), inputs, right),
-        "exported": lambda: _exported(model, x, inputs, right),
+        "exported": lambda: _exported(model, size, inputs, right),
     }
     for what, run in transforms.items():
         outcome.cells[what] = _answer(run)
@@ -226,10 +226,10 @@ def _converted(new: nn.Module, inputs: tuple[Any, ...], right: Any) -> str:
     return f"{len(conversion.changed)} layers" if all(same) else f"{_WRONG} shapes"
 
 
-def _exported(model: nn.Module, x: Any, inputs: tuple[Any, ...], right: Any) -> str:
+def _exported(model: nn.Module, size: tuple[int, ...], inputs: tuple[Any, ...], right: Any) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "net.onnx"
-        lr.export(model, path, x)
+        lr.export(model, path, input_size=size)
         return _off(lr.load(path), inputs, right)
 
 

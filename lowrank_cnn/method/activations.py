@@ -63,7 +63,7 @@ def relative_error(given: Tensor, right: Tensor) -> float:
 def seen(model: nn.Module, layer: nn.Module, batches: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Input and output of one layer for each batch; of a layer that runs several times, all of its runs."""
     found: list[tuple[Tensor, Tensor]] = []
-    hook = layer.register_forward_hook(lambda _module, inputs, output: found.append((inputs[0].detach(), output)))
+    hook = layer.register_forward_hook(lambda _module, inputs, output: found.append((inputs[0].detach(), output)))  # type: ignore[arg-type]
     try:
         with evaluating(model):
             for batch in batches:

@@ -83,7 +83,7 @@ class CompositeConv2d(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.jit.is_scripting():
+        if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
             return self._by_torch(input)
         else:  # noqa: RET505  TorchScript leaves out what it cannot compile in an `else` alone
             return self._dispatched(input)
@@ -243,12 +243,14 @@ class FactoredConv2d(nn.Sequential):
     @property
     def kernel_size(self) -> Pair:
         """The kernel of the dense conv that the chain stands for."""
-        height, width = (max(stage.kernel_size[axis] for stage in self) for axis in (0, 1))  # type: ignore[index]
+        stages: list[Any] = list(self)
+        height, width = (max(stage.kernel_size[axis] for stage in stages) for axis in (0, 1))
         return height, width
 
     @property
     def stride(self) -> Pair:
-        height, width = (math.prod(stage.stride[axis] for stage in self) for axis in (0, 1))  # type: ignore[index]
+        stages: list[Any] = list(self)
+        height, width = (math.prod(stage.stride[axis] for stage in stages) for axis in (0, 1))
         return height, width
 
 

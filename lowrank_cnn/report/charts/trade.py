@@ -270,7 +270,7 @@ def _arrows(points: Sequence[TradePoint], marks: Sequence[dict[str, Any]]) -> li
 
 def _fronts(
     points: Sequence[TradePoint], marks: Sequence[dict[str, Any]], sign: int
-) -> list[list[dict[str, Any]]]:
+) -> list[dict[str, Any]]:
     """A Pareto front for each protocol with more than one point on it: points of two protocols share none."""
     found: list[dict[str, Any]] = []
     for protocol in dict.fromkeys(point.protocol for point in points):
