@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -50,7 +51,7 @@ def lasting_output() -> Iterator[LastingStream]:
     before = sys.stdout, sys.stderr
     out, err = LastingStream(sys.stdout), LastingStream(sys.stderr)
     for stream in before:
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
     try:
