@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import lowrank_cnn as lr
+from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recipes import get_recipe
@@ -112,3 +117,29 @@ def test_the_short_recipe_says_what_airbench_found_for_a_mean_loss():
     per_step = 1024 * (1 + 1 / (1 - recipe.momentum))  # airbench's rates are for sums, and apart from momentum
     assert recipe.lr == pytest.approx(11.5 * 1024 / per_step, rel=1e-3)
     assert recipe.weight_decay * recipe.lr == pytest.approx(0.0153 * 1024 / per_step, rel=1e-3)
+
+
+def test_a_run_with_all_of_it_resumes_to_the_same_weights(tmp_path: Path):
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 255, (40, 3, 12, 12), generator=draw).to(torch.uint8)
+    split = ResidentSplit.of(images, torch.arange(40) % 10)
+    data = Data("noise", tuple("abcdefghij"), split, split)
+    recipe = get_recipe("cifar10-fast", epochs=4, batch_size=8, crop=12, lookahead=3)
+
+    def run(out: Path, **how: Any) -> nn.Module:
+        torch.manual_seed(0)
+        net = lr.create_model("airbench-lr", width=0.25)
+        lr.fit(net, data, recipe, out=out, device="cpu", progress=False, **how)
+        return net
+
+    def stop(row: Any, _: nn.Module) -> None:
+        if row.epoch == 2:
+            raise KeyboardInterrupt
+
+    whole = run(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", callbacks=[stop], checkpoint_every=0.0)
+    resumed = run(tmp_path / "cut", resume=True)
+    for (name, one), other in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+    assert not whole.features.patches.weight.requires_grad  # type: ignore[union-attr]
