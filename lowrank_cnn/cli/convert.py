@@ -67,7 +67,7 @@ def convert_command(
     source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm)
     size = source.size(parse_size(input_text))
     chosen = _where(where, stage, source.network, size)
-    budget = {"macs": macs, "params": params, "latency": latency}
+    budget: dict[str, Any] = {"macs": macs, "params": params, "latency": latency}
     with told_if_low_rank(source.network):
         new = convert(
             source.network, scheme, where=chosen, input_size=size, allow_costlier=allow_costlier, **budget
@@ -101,7 +101,7 @@ def decompose_command(
     source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm)
     size = source.size(parse_size(input_text))
     chosen = _where(where, stage, source.network, size)
-    budget = {"energy": energy, "macs": macs, "params": params, "latency": latency}
+    budget: dict[str, Any] = {"energy": energy, "macs": macs, "params": params, "latency": latency}
     seen = _images(images, source, size) if images else None
     with told_if_low_rank(source.network):
         new = decompose(
@@ -133,7 +133,7 @@ def _images(place: str, source: Source, size: tuple[int, ...]) -> Tensor:
     from lowrank_cnn.data import Augment, fit_preprocess, make_loader, open_data
 
     trained = source.trained
-    options = {"image_size": trained.square if trained else size[1], "channels": size[0]}
+    options: dict[str, Any] = {"image_size": trained.size_option if trained else size[1], "channels": size[0]}
     data = open_data(place, limit=IMAGES, **options)
     preprocess = trained.preprocess if trained else fit_preprocess("standardize", data.train)
     augment = trained.augment if trained else Augment()

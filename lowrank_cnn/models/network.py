@@ -40,7 +40,7 @@ class Options:
             unset = label == "image_size" and value is None
             if not unset and (not isinstance(value, int) or value < 1):
                 raise LowRankError(f"{label} must be a positive whole number, not {value!r}.")
-            if not unset and value > most:
+            if value is not None and value > most:
                 raise LowRankError(f"{label} is at most {most:,}, not {value:,}.")
         if not isinstance(self.width, int | float) or not 0 < self.width <= WIDEST:
             raise LowRankError(f"width must be positive and at most {WIDEST}, not {self.width!r}.")
@@ -149,7 +149,7 @@ class FlattenSized(nn.Module):
         self.size, self.image = size, image
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.jit.is_scripting():
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             self._check(x)
         return x.flatten(1)
 
