@@ -7,7 +7,7 @@ The network has the weights that come with the package. Every way keeps the same
 - weights: ranks by squared weights, filters nearest in weight;
 - sensitivity: ranks by what the output keeps on the images, filters nearest in weight;
 - refitted: ranks by squared weights, layers refitted to activations on the images;
-- both: what `decompose(..., images=...)` does.
+- both: ranks by what the output keeps with refitted layers, then refitted: `decompose(..., images=...)`.
 
 The error is the squared difference of the outputs over their square, on test images that nothing was fitted to;
 top-1 is on the same images, without fine-tuning.
@@ -28,7 +28,7 @@ from lowrank_cnn.data import make_loader, open_data
 from lowrank_cnn.method.activations import outputs, relative_error
 from lowrank_cnn.method.budget import Budget, within
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.decomposing import decompose, fit_layer, refitted
+from lowrank_cnn.method.decomposing import fit_layer, refitted
 from lowrank_cnn.method.ranks import curves_of
 from lowrank_cnn.method.rewriting import rewrite
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
@@ -77,7 +77,8 @@ def measure(
     scheme, size = parse_scheme(text), tuple(test[0].shape[1:])
     convs, kept = select(net, scheme)
     right, dense = outputs(net, test), count(net, size).macs
-    measured = measured_keeps(net, convs, scheme, few, refitting=False)
+    blind = measured_keeps(net, convs, scheme, few, refitting=False)
+    seeing = measured_keeps(net, convs, scheme, few)
     rows = [{"way": "dense", "share": 1.0, "macs": 1.0, "error": 0.0, "top1": _top1(right, labels)}]
 
     def chosen(share: float, keeps: dict | None) -> dict[str, Scheme]:
@@ -92,10 +93,10 @@ def measure(
         return new
 
     makers: dict[str, Callable[[float], nn.Module]] = {
-        "weights": lambda share: decompose(net, scheme, macs=share, input_size=size),
-        "sensitivity": lambda share: plain(chosen(share, measured)),
+        "weights": lambda share: plain(chosen(share, None)),
+        "sensitivity": lambda share: plain(chosen(share, blind)),
         "refitted": lambda share: plain(chosen(share, None), refit=True),
-        "both": lambda share: decompose(net, scheme, macs=share, input_size=size, images=few),
+        "both": lambda share: plain(chosen(share, seeing), refit=True),
     }
     for share in shares:
         for way in WAYS:

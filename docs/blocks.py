@@ -48,6 +48,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu-speed": cpu.cpu_speed,
     "cpu-filtered": cpu.cpu_filtered,
     "decompose": decompose.decompose,
+    "decompose-aware": decompose.decompose_aware,
     "depth-flow": depth.depth_flow,
     "frontier": frontier.frontier,
     "frontier-questions": frontier.questions,

@@ -16,7 +16,17 @@ from lowrank_cnn.paper.table import AccuracyRow, ExperimentTable
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {"gpu": None, "cpu": "some cores", "torch": "9.9", "commit": "abc", "timm": "1", "torchvision": "2"}
-TO_COME = ("decompose", "depth-flow", "frontier", "full-run", "input-pipeline", "memory", "tiny-imagenet", "zoo")
+TO_COME = (
+    "decompose",
+    "decompose-aware",
+    "depth-flow",
+    "frontier",
+    "full-run",
+    "input-pipeline",
+    "memory",
+    "tiny-imagenet",
+    "zoo",
+)
 
 Put = Callable[[str, dict[str, Any]], None]
 

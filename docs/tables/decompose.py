@@ -32,6 +32,27 @@ def decompose() -> str:
     return markdown(columns, rows) + note + source("decompose.json", found["environment"])
 
 
+def decompose_aware() -> str:
+    """The error of a decomposed network by weights alone, and with a few images: a row per way."""
+    if not recorded("decompose_aware.json"):
+        return NO_RUNS
+    found = record("decompose_aware.json")
+    shares = list(dict.fromkeys(row["share"] for row in found["rows"] if row["way"] != "dense"))
+    lines = {(row["way"], row["share"]): row for row in found["rows"]}
+    rows: list[list[object]] = []
+    for way in dict.fromkeys(way for way, _ in lines if way != "dense"):
+        own = [lines[way, share] for share in shares]
+        rows.append([way, *(f"{row['error']:.3f} ({row['top1']:.1%})" for row in own)])
+    columns = ["", *(f"at {share:g} of the MACs" for share in shares)]
+    dense = lines["dense", 1.0]["top1"]
+    note = (
+        f"\nRelative squared error of the outputs of `{found['network']}`, and top-1 without fine-tuning, on "
+        f"{found['test']:,} test images; dense: {dense:.1%}.\nScheme `{found['scheme']}`; {found['images']} "
+        "training images to fit to, without their labels.\n"
+    )
+    return markdown(columns, rows) + note + source("decompose_aware.json", found["environment"])
+
+
 def _accuracy(line: dict[str, Any] | None) -> str:
     """Of the test set where it was looked at, else of the images held out."""
     if line is None:

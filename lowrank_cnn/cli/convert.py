@@ -133,7 +133,7 @@ def _images(place: str, source: Source, size: tuple[int, ...]) -> Tensor:
     from lowrank_cnn.data import Augment, fit_preprocess, make_loader, open_data
 
     trained = source.trained
-    options = {"image_size": trained.size_option if trained else size[1], "channels": size[0]}
+    options: dict[str, Any] = {"image_size": trained.size_option if trained else size[1], "channels": size[0]}
     data = open_data(place, limit=IMAGES, **options)
     preprocess = trained.preprocess if trained else fit_preprocess("standardize", data.train)
     augment = trained.augment if trained else Augment()

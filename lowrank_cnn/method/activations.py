@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +64,11 @@ def relative_error(given: Tensor, right: Tensor) -> float:
 def seen(model: nn.Module, layer: nn.Module, batches: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Input and output of one layer for each batch; of a layer that runs several times, all of its runs."""
     found: list[tuple[Tensor, Tensor]] = []
-    hook = layer.register_forward_hook(lambda _module, inputs, output: found.append((inputs[0].detach(), output)))  # type: ignore[arg-type]
+
+    def keep(_module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        found.append((inputs[0].detach(), output))
+
+    hook = layer.register_forward_hook(keep)
     try:
         with evaluating(model):
             for batch in batches:

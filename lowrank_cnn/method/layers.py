@@ -83,7 +83,7 @@ class CompositeConv2d(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return self._by_torch(input)
         else:  # noqa: RET505  TorchScript leaves out what it cannot compile in an `else` alone
             return self._dispatched(input)
@@ -243,15 +243,13 @@ class FactoredConv2d(nn.Sequential):
     @property
     def kernel_size(self) -> Pair:
         """The kernel of the dense conv that the chain stands for."""
-        stages: list[Any] = list(self)
-        height, width = (max(stage.kernel_size[axis] for stage in stages) for axis in (0, 1))
-        return height, width
+        stages: Any = self
+        return max(stage.kernel_size[0] for stage in stages), max(stage.kernel_size[1] for stage in stages)
 
     @property
     def stride(self) -> Pair:
-        stages: list[Any] = list(self)
-        height, width = (math.prod(stage.stride[axis] for stage in stages) for axis in (0, 1))
-        return height, width
+        stages: Any = self
+        return math.prod(stage.stride[0] for stage in stages), math.prod(stage.stride[1] for stage in stages)
 
 
 def build_conv(

@@ -67,7 +67,7 @@ def select(
         if reason:
             kept.append(Kept(name, type(conv).__name__, reason))
         else:
-            chosen[name] = conv
+            chosen[name] = conv  # type: ignore[assignment]
     if not chosen:
         raise NothingToConvertError(f"nothing can be converted: {_summary(kept)}.")
     return chosen, tuple(kept)
@@ -166,7 +166,7 @@ def _selector(where: Where, convs: Mapping[str, nn.Module]) -> Callable[[str, _C
     if where is None:
         return lambda name, conv: not _why_not(conv)
     if callable(where):
-        return lambda name, conv: bool(where(name, conv))
+        return lambda name, conv: bool(where(name, conv))  # type: ignore[arg-type]
     wanted = _several(where)
     patterns = [item for item in wanted if isinstance(item, str)]
     kernels = [(item, item) if isinstance(item, int) else item for item in wanted if not isinstance(item, str)]

@@ -149,7 +149,7 @@ class FlattenSized(nn.Module):
         self.size, self.image = size, image
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             self._check(x)
         return x.flatten(1)
 

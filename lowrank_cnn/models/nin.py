@@ -46,7 +46,7 @@ class NiN(Network):
         self.pool = GlobalAveragePool()
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             self.check_input(x)
         return self.pool(self.features(x))
 

@@ -48,7 +48,7 @@ class VGG(Network):
         self.head = _head(scheme.out_filters(options.filters(variant.last)), variant, options)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             self.check_input(x)
         return self.head(self.features(x))
 

@@ -99,6 +99,16 @@ def test_weights_that_were_fitted_are_trained_ones_and_fresh_ones_are_not(lowran
     assert told == (command == "convert")
 
 
+def test_a_trained_network_is_fitted_to_images_of_its_data(lowrank, tmp_path, monkeypatch, squares):
+    monkeypatch.setattr("lowrank_cnn.data.open_data", squares)
+    run, file = tmp_path / "run", tmp_path / "net.safetensors"
+    lowrank("train", "nin", "--data", "squares", *SMALL, "--out", run)
+    done = lowrank("decompose", run, "--scheme", "separable(m=1)", "--images", "squares", "--json", "--out", file)
+    assert done.exit_code == 0, done.exception
+    assert all(0 <= row["error"] < 1 for row in json.loads(done.output)["fitted"])
+    assert lowrank("evaluate", file, "--data", "squares", "--device", "cpu").exit_code == 0
+
+
 def test_names_are_printed_as_they_are(lowrank, tmp_path, monkeypatch):
     pytest.importorskip("PIL.Image")
     answers = [[("[bold]cat", 0.75)], [(":dog:", 0.5)]]
