@@ -217,8 +217,7 @@ def _check_smallest() -> Finding:
 
 def _check_separable_rank() -> Finding:
     """The text calls sf a rank-1 model; each of its 3x3 kernels sums one rank-1 product per channel between."""
-    pair = build_conv(64, 64, 3, "separable")
-    first, second = (stage.weight for stage in pair.children() if isinstance(stage, nn.Conv2d))
+    first, second = (m.weight for m in build_conv(64, 64, 3, "separable").modules() if isinstance(m, nn.Conv2d))
     with torch.no_grad():
         kernels = torch.einsum("dmxy,mcyw->dcxw", second.double(), first.double())
     rank = int(torch.linalg.matrix_rank(kernels[0, 0]))

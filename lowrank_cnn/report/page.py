@@ -11,7 +11,7 @@ from typing import Any
 
 from lowrank_cnn.paper.auditing import audit, summary
 from lowrank_cnn.report.cards import cards
-from lowrank_cnn.report.charts import curves, layers, trade, vega
+from lowrank_cnn.report.charts import curves, layers, trade, trade_spec, vega
 from lowrank_cnn.report.files import read_records, require_records
 from lowrank_cnn.report.gathering import gather
 from lowrank_cnn.report.paper_runs import accuracies, layer_times
@@ -27,6 +27,9 @@ from lowrank_cnn.report.tables import (
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError, require
 from lowrank_cnn.system.files import write_atomically
+
+SCRIPTS = ("vega/vega.js", "base.js", "drawing.js", "trade.js", "curves.js", "page.js")
+"""In the order in which the page runs them."""
 
 
 def write_report(run_paths: Sequence[str | Path], out: str | Path) -> Path:
@@ -53,7 +56,7 @@ def render(records: Records) -> str:
     """The page as text."""
     results, here = gather(records), environment()
     findings = audit(accuracies(records.runs), layer_times(records.timings))
-    style, script = _asset("page.css"), _asset("vega/vega.js") + "\n" + _asset("page.js")
+    style, script = _asset("page.css"), "\n".join(map(_asset, SCRIPTS))
     return _template().render(
         policy=_policy(style, script),
         style=style,
@@ -78,11 +81,11 @@ def _chart_data(records: Records, results: Sequence[NetworkResult]) -> dict[str,
         "trade": trade.trade_charts(trade.trade_points(results)),
         "curves": curves.training_curves(results),
         "layers": layers.layer_charts(records.timings),
-        "specs": {"trade": trade.SPEC, "curves": curves.SPEC, "layers": layers.SPEC},
+        "specs": {"trade": trade_spec.SPEC, "curves": curves.SPEC, "layers": layers.SPEC},
         "labels": {"transform": vega.LABELS, "leaders": vega.LEADERS},
         "themes": {"light": vega.theme(), "dark": vega.theme(dark=True)},
         "looks": {"light": vega.COLOURS, "dark": vega.DARK_COLOURS, "dashes": vega.DASHES},
-        "kinds": trade.KINDS,
+        "kinds": trade_spec.KINDS,
         "measures": curves.MEASURES,
         "axes": trade.AXES,
     }

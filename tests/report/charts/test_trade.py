@@ -5,16 +5,14 @@ import pytest
 
 from lowrank_cnn.paper.published import rows
 from lowrank_cnn.report.charts.trade import (
-    DENSE,
     LEAST_SPAN,
-    LOW_RANK,
     least_span,
     published_point,
     trade_chart,
     trade_charts,
     trade_points,
-    trade_spec,
 )
+from lowrank_cnn.report.charts.trade_spec import DENSE, LOW_RANK, trade_spec
 from lowrank_cnn.report.gathering import gather
 from lowrank_cnn.report.records import Records
 

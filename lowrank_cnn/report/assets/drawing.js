@@ -1,0 +1,120 @@
+// ---- Drawing: the specifications come with the page; here they get their data, size and scales.
+
+const isDark = () => {
+  const chosen = document.documentElement.dataset.theme;
+  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+};
+const theme = (print) => (isDark() && !print ? "dark" : "light");
+
+function fill(value, parts) {
+  if (typeof value === "string") return value in parts ? parts[value] : value;
+  if (Array.isArray(value)) return value.map((inner) => fill(inner, parts));
+  if (value && typeof value === "object") return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, fill(v, parts)]));
+  return value;
+}
+
+// Vega-Lite cannot place labels; Vega can.
+function withLabels(vega) {
+  const { transform, leaders } = DATA.labels;
+  vega.marks = vega.marks.flatMap((mark) => {
+    if (mark.type === "group") return [withLabels(mark)];
+    return mark.name === "labels_marks" ? [{ ...mark, transform: [transform] }, leaders] : [mark];
+  });
+  return vega;
+}
+
+function makeView(spec, options) {
+  const vega = withLabels(compile(spec, { config: DATA.themes[options.print ? "light" : theme()] }).spec);
+  return new View(parse(vega, null, { ast: true }), { expr: expressionInterpreter, renderer: "svg", ...options });
+}
+
+// As wide as it is told, axes and legend included.
+const sized = (spec, width) => ({ ...spec, width, autosize: { type: "fit", contains: "padding" } });
+
+async function draw(figure, spec, title, rows) {
+  hideTip();
+  const box = html("div", { class: "plot" });
+  figure.replaceChildren(box);
+  const view = makeView(sized(spec, Math.max(240, figure.clientWidth)), { container: box });
+  await view.tooltip(onHover).runAsync();
+  for (const mark of box.querySelectorAll(".points_marks path, .bars_marks path")) makeReadable(mark);
+  const bar = html("div", { class: "downloads" });
+  figure.append(bar);
+  button(bar, "PNG", () => savePicture(spec, title));
+  button(bar, "CSV", () => save(`${title}.csv`, new Blob([csv(rows)], { type: "text/csv" })));
+  return view;
+}
+
+// Details on focus as on hover.
+function makeReadable(mark) {
+  const datum = mark.__data__?.datum;
+  if (!datum?.details) return;
+  mark.setAttribute("tabindex", "0");
+  const show = () => {
+    const box = mark.getBoundingClientRect();
+    showTip(datum.label, datum.details, (box.left + box.right) / 2, (box.top + box.bottom) / 2);
+    showAgain = show;
+  };
+  mark.addEventListener("focus", show);
+  mark.addEventListener("blur", hideTip);
+}
+
+async function savePicture(spec, title) {
+  const view = makeView(sized(spec, 900), { renderer: "none", print: true });
+  const address = await view.toImageURL("png", 2);
+  save(`${title}.png`, blobOf(address));
+}
+
+function blobOf(address) {
+  const [head, body] = address.split(",");
+  const bytes = Uint8Array.from(atob(body), (letter) => letter.charCodeAt(0));
+  return new Blob([bytes], { type: head.slice(5).split(";")[0] });
+}
+
+function save(name, blob) {
+  const address = URL.createObjectURL(blob);
+  html("a", { href: address, download: name.replace(/[^\w.-]+/g, "-") }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 1000);
+}
+
+const quoted = (value) => `"${String(value ?? "").replaceAll('"', '""')}"`;
+function csv(rows) {
+  const names = unique(rows.flatMap((row) => Object.keys(row))).filter((name) => name !== "details" && name !== "spoken");
+  return [names.map(quoted), ...rows.map((row) => names.map((name) => quoted(row[name])))].map((line) => line.join(",")).join("\n");
+}
+
+// ---- Zoom: drag over a chart; the range goes into the address.
+
+function zoomable(figure, view, key, reset, redraw) {
+  const box = figure.querySelector(".plot");
+  const [left, top] = view.origin();
+  const area = { width: view.width(), height: view.height() };
+  const inside = (event) => {
+    const outer = box.getBoundingClientRect();
+    return [event.clientX - outer.left - left, event.clientY - outer.top - top];
+  };
+  let from = null;
+  const band = html("div", { class: "band", hidden: "" });
+  box.append(band);
+  box.addEventListener("pointerdown", (event) => { [from] = inside(event); });
+  box.addEventListener("pointermove", (event) => {
+    if (from === null) return;
+    const [to] = inside(event);
+    band.hidden = Math.abs(to - from) < 6;
+    band.style.left = `${left + Math.min(from, to)}px`;
+    band.style.width = `${Math.abs(to - from)}px`;
+    band.style.top = `${top}px`;
+    band.style.height = `${area.height}px`;
+  });
+  box.addEventListener("pointerup", (event) => {
+    if (from === null) return;
+    const ends = [from, inside(event)[0]].map((x) => Math.min(Math.max(x, 0), area.width)).sort((a, b) => a - b);
+    from = null;
+    band.hidden = true;
+    if (ends[1] - ends[0] < 6) return;
+    choose({ [key]: ends.map((x) => view.scale("x").invert(x).toPrecision(4)).join("~") });
+    redraw();
+  });
+  if (state[key]) button(figure.querySelector(".downloads"), reset, () => { choose({ [key]: "" }); redraw(); });
+}
+const range = (text) => { const ends = text.split("~").map(Number); return ends.length === 2 && ends.every(Number.isFinite) ? ends : null; };

@@ -1,0 +1,43 @@
+// ---- Accuracy against cost.
+
+const tradeOf = (...keys) => DATA.trade.filter((chart) => keys.every((key) => chart[key] === state[key]));
+
+function tradeSpec(chart, scale, zoom) {
+  const parts = {
+    "{x}": chart.x, "{y}": chart.y,
+    "{colours}": { domain: chart.kinds, range: chart.kinds.map((kind) => DATA.kinds[kind][1]) },
+    "{shapes}": { domain: chart.kinds, range: chart.kinds.map((kind) => DATA.kinds[kind][0]) },
+  };
+  const spec = fill(DATA.specs.trade, parts);
+  spec.encoding.x.scale = { type: scale, nice: false, domain: zoom ?? chart.costs[scale] };
+  spec.encoding.y.scale.domain = chart.domain;
+  spec.layer = spec.layer.filter((layer) => chart[layer.data?.name ?? "points"].length);
+  spec.datasets = { points: chart.points, arrows: chart.arrows, fronts: chart.fronts, labels: chart.labels };
+  return spec;
+}
+
+function offerTrade() {
+  const box = at("trade-choices");
+  const again = () => { choose({ zoom: "" }); offerTrade(); };
+  const others = () => { choose({ scale: "" }); again(); };
+  box.replaceChildren();
+  choices(box, "Data", "data", pairs(unique(DATA.trade.map((chart) => chart.data))), others);
+  choices(box, "Recipe", "recipe", pairs(unique(tradeOf("data").map((chart) => chart.recipe))), again);
+  const metrics = unique(tradeOf("data", "recipe").map((chart) => chart.metric));
+  choices(box, "Accuracy", "metric", metrics.map((m) => [m, { top1: "top-1", top5: "top-5" }[m]]), again);
+  const axes = Object.keys(DATA.axes).map((axis) => tradeOf("data", "recipe", "metric").find((c) => c.axis === axis)).filter(Boolean);
+  const timed = axes.filter((chart) => chart.points.some((p) => p.kind.endsWith("here")));
+  const names = { GPU: "GPU time", CPU: "CPU time", macs: "MACs", params: "parameters" };
+  choices(box, "Against", "axis", (timed.length ? timed : axes).map((chart) => [chart.axis, names[chart.axis]]), others);
+  const [chart] = tradeOf("data", "recipe", "metric", "axis");
+  if (!state.scale) state.scale = chart.log ? "log" : "linear";
+  choices(box, "Axis", "scale", pairs(["linear", "log"]), again);
+  drawTrade();
+}
+
+async function drawTrade() {
+  const [chart] = tradeOf("data", "recipe", "metric", "axis");
+  const scale = Math.min(...chart.points.map((p) => p.x)) > 0 ? state.scale : "linear";
+  const view = await draw(figureOf("trade"), tradeSpec(chart, scale, range(state.zoom)), `${chart.data} ${chart.axis}`, chart.points);
+  zoomable(figureOf("trade"), view, "zoom", "Whole axis", drawTrade);
+}
