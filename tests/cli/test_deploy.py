@@ -100,7 +100,7 @@ def test_export_writes_the_packages_own_weights(output_of, tmp_path):
     ("arguments", "says"),
     [
         (["time", "nin", "--batch", "0"], "batch must be positive"),
-        (["time", "nin", "--repeats", "1"], "3 runs at least"),
+        (["time", "nin", "--repeats", "1"], "at least 3 runs"),
         (["time", "nin", "--threads", "0"], "number of threads is positive"),
         (["time", "nin", "--device", "gpu"], "no device 'gpu'"),
         (["plan", "nin", "--device", "gpu"], "no device 'gpu'"),
