@@ -14,7 +14,8 @@ from lowrank_cnn.models import create_model
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.system.provenance import notes
 
-_BASELINES = ("vgg11-gmp", "vgg11", "googlenet", "nin")
+_BASELINES = ("vgg11-gmp", "vgg11", "googlenet", "nin", "resnet18-small", "resnet18", "airbench")
+"""Dense networks; where one's name begins with another's, the longer comes first."""
 
 
 def baseline_of(name: str) -> str:

@@ -71,6 +71,9 @@ def test_a_merged_network_costs_what_it_did_before_it_was_converted():
         ("vgg11-gmp-lr-2x", "vgg11-gmp"),
         ("googlenet-lr-conv1", "googlenet"),
         ("nin-c3-lr", "nin"),
+        ("resnet18-lr-late", "resnet18"),
+        ("resnet18-small-lr", "resnet18-small"),
+        ("airbench-lr", "airbench"),
     ],
 )
 def test_a_networks_twin_is_its_familys_dense_baseline(name: str, twin: str):
@@ -81,7 +84,7 @@ def test_a_networks_twin_is_its_familys_dense_baseline(name: str, twin: str):
 
 def test_dense_networks_have_no_twin_and_converted_ones_do():
     dense = [name for name in list_models() if dense_twin(create_model(name, width=0.05)) is None]
-    assert dense == ["vgg11", "vgg11-gmp", "googlenet", "nin"]
+    assert dense == ["vgg11", "vgg11-gmp", "googlenet", "nin", "resnet18", "resnet18-small", "airbench"]
     assert dense_twin(nn.Conv2d(3, 4, 3)) is None
     converted = convert(create_model("nin", width=0.05), "lr")
     assert dense_twin(converted).config == converted.config

@@ -46,7 +46,7 @@ def test_what_is_not_given_keeps_its_value():
 
 
 def test_notes_survive_copies_and_files():
-    net = convert(nn.Sequential(nn.Conv2d(4, 32, 3)), "lr-join")
+    net = convert(nn.Sequential(nn.Conv2d(16, 32, 3)), "lr-join")
     file = io.BytesIO()
     torch.save(net, file)
     file.seek(0)
