@@ -68,8 +68,8 @@ def decompose(
 
     >>> from lowrank_cnn.system.provenance import notes
     >>> new = decompose(nn.Sequential(nn.Conv2d(16, 32, 5)), energy=0.5)
-    >>> [row.energy > 0.5 for row in notes(new).decomposition]
-    [True]
+    >>> all(row.energy > 0.5 for row in notes(new).decomposition)
+    True
     """
     scheme = parse_scheme(scheme)
     _check(scheme)

@@ -85,8 +85,8 @@ def audit(accuracies: Accuracies | None = None, measured: Sequence[LayerTimes] =
     marked as not tested.
 
     Example:
-        >>> [finding.subject for finding in audit() if finding.verdict == UNREPRODUCIBLE][:1]
-        ['vgg11-gmp-lr-lde']
+        >>> next(finding.subject for finding in audit() if finding.verdict == UNREPRODUCIBLE)
+        'vgg11-gmp-lr-lde'
     """
     ours = accuracies or {}
     figures = [finding for row in rows() for finding in _check_row(row, ours)]
