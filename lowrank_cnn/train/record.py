@@ -47,7 +47,7 @@ class Record:
     `watched` says whose accuracy the history shows: the images held out of training, or the test set.
     `changes` are the fields of the recipe that were changed when an interrupted run was taken up again.
     `result["details"]` says more of the test images (`EvaluationDetails.to_dict`): `per_class` accuracies, the
-    `confusion` matrix, rows the true classes (None beyond 200 classes), the `most_confused` pairs, the `worst` images,
+    `confusion` matrix by true class (None beyond 200 classes), the `most_confused` pairs, the `worst` images,
     and `calibration` by bins of confidence with its expected error. `data["digest"]` is the identity of the
     images, `data["val_split"]` the share of them that was taken for testing.
     `begun_from` names the trained weights that the network had before the run; empty where it had none.
