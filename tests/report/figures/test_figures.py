@@ -63,7 +63,7 @@ def test_no_network_of_the_big_picture_goes_unnamed(name: str, tmp_path: Path):
 def test_formats_by_the_name_of_the_file(kind: str, tmp_path: Path):
     one, two = (draw_figure("nin", tmp_path / f"{n}.{kind}").read_bytes() for n in "ab")
     assert one.startswith({"svg": b"<svg", "pdf": b"%PDF", "png": b"\x89PNG"}[kind])
-    assert sorted(one.split(b"\n")) == sorted(two.split(b"\n"))  # a PDF lists its objects in any order
+    assert kind == "pdf" or one == two  # a PDF lists its objects in any order
 
 
 def test_records_join_the_published_points(records: Records, tmp_path: Path):
