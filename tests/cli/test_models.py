@@ -89,7 +89,7 @@ def test_audit_says_where_runs_test_nothing(tmp_path):
     others = str(Path(__file__).parents[2] / "benchmarks" / "results" / "cifar10" / "modern-equal-compute")
     (tmp_path / "damaged.json").write_text("{")
     done = lowrank("audit", "--runs", others, "--runs", str(tmp_path))
-    assert "No accuracy is tested by the 3 runs in" in done.stderr
+    assert "No accuracy is tested by these 3 runs" in done.stderr
     assert "damaged.json" in done.stderr
     (tmp_path / "damaged.json").unlink()
     for empty in ("nowhere", str(tmp_path)):
