@@ -25,6 +25,7 @@ MOVED = {
     "errors": "system.errors",
     "evaluation": "train.evaluation",
     "init": "method.init",
+    "kernels.fuse": "kernels.fusing",
     "layers": "method.layers",
     "paper.audit": "paper.auditing",
     "paper.reproduce": "paper.reproducing",

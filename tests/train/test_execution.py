@@ -125,7 +125,7 @@ def test_a_compiled_run_is_the_run_without(driver, monkeypatch):
 @pytest.mark.parametrize("name", ["nin-c3-lr", "vgg11-gmp-lr-join", "googlenet-lr"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_our_layers_have_no_graph_break(name, fused):
-    from lowrank_cnn.kernels.fuse import fuse
+    from lowrank_cnn.kernels.fusing import fuse
 
     net = create_model(name, num_classes=5, width=0.1, norm="batch").train()
     x = torch.randn(2, 3, 64, 64)

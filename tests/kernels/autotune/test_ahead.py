@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import composite_conv2d, composite_reference, forced, tracing
 from lowrank_cnn.kernels.autotune.ahead import surveyed
-from lowrank_cnn.kernels.fuse import fuse
+from lowrank_cnn.kernels.fusing import fuse
 from lowrank_cnn.kernels.mode import survey, surveying
 from lowrank_cnn.models import create_model
 

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import composite_conv2d_with_statistics, composite_reference, forced
-from lowrank_cnn.kernels.conv import gather, launch, statistics, stem, tiled
+from lowrank_cnn.kernels.conv import gather, launch, result_statistics, stem, tiled
 from lowrank_cnn.kernels.conv.hopper_plan import HopperTile, part_count
 from lowrank_cnn.kernels.conv.pack import pack_rows
 from lowrank_cnn.kernels.conv.plans import KernelPlan
@@ -73,12 +73,14 @@ def test_of_the_hopper_kernel(monkeypatch, hopper_model, size, groups, stride, p
     packed = pack_rows(weights, x.dtype)
     y = emulated.launch_hopper(problem, x, packed, bias, tile, None, None, made)
     assert made[0].sum(0).eq(y.numel() // y.shape[1]).all()
-    assert all(close(ours, right) for ours, right in zip(statistics.launch_merge(made), moments(y), strict=True))
+    assert all(
+        close(ours, right) for ours, right in zip(result_statistics.launch_merge(made), moments(y), strict=True)
+    )
 
 
 def test_a_large_mean_leaves_the_variance_its_digits():
     y = (1000 + torch.randn(4, 40, 30, 30, device=DEVICE)).contiguous(memory_format=torch.channels_last)
-    found = statistics.launch_merge(statistics.launch_parts(y))
+    found = result_statistics.launch_merge(result_statistics.launch_parts(y))
     assert all(
         torch.linalg.vector_norm(ours - right) <= 1e-5 * torch.linalg.vector_norm(right)
         for ours, right in zip(found, moments(y), strict=True)
@@ -87,13 +89,13 @@ def test_a_large_mean_leaves_the_variance_its_digits():
 
 def test_many_parts_are_merged_in_turns():
     """More than one program merges at once: each leaves a part."""
-    parts = torch.rand(3, statistics.MERGED + 7, 5, device=DEVICE)
+    parts = torch.rand(3, result_statistics.MERGED + 7, 5, device=DEVICE)
     parts[0] = parts[0].mul(9).round()
     n, mean, squares = parts.double()
     total = n.sum(0)
     middle = (n * mean).sum(0) / total
     spread = (squares + n * (mean - middle) ** 2).sum(0)
-    found = statistics.launch_merge(parts)
+    found = result_statistics.launch_merge(parts)
     assert torch.allclose(found[0].double(), middle, rtol=1e-5)
     assert torch.allclose(found[1].double(), spread / total, rtol=1e-5)
 

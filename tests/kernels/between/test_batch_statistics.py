@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels.between import statistics as ours
+from lowrank_cnn.kernels.between import batch_statistics as ours
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5

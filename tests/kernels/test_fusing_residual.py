@@ -1,4 +1,4 @@
-"""Hand-written networks whose convs, norms, sums, activations and pools are fused for training."""
+"""Hand-written residual networks whose convs, norms, sums, activations and pools are fused."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowrank_cnn.kernels import forced
-from lowrank_cnn.kernels.modules import FusedNorm, FusedPool, NormedConv
+from lowrank_cnn.kernels.fused_neighbours import FusedNorm, NormedConv
+from lowrank_cnn.kernels.fusing import fuse
 from lowrank_cnn.method.converting import convert
-from lowrank_cnn.train.fused import fused_to_train
-from lowrank_cnn.train.graph_fused import fused_by_graph
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -76,7 +75,7 @@ def results(run: nn.Module, of: nn.Module, x: Tensor) -> list[Tensor]:
 
 def test_every_norm_of_a_residual_network_is_fused():
     net = network()
-    twin = fused_by_graph(net)
+    twin = fuse(net)
     assert twin is not None
     norms = {name: part for name, part in twin.named_modules() if isinstance(part, FusedNorm)}
     assert len(norms) == sum(isinstance(part, nn.BatchNorm2d) for part in net.modules())
@@ -92,7 +91,7 @@ def test_every_norm_of_a_residual_network_is_fused():
 def test_the_copy_computes_the_same(scheme):
     net = network() if scheme is None else convert(network(), scheme)
     net = net.double().train()
-    twin, x = fused_by_graph(net), images().cpu().double()
+    twin, x = fuse(net), images().cpu().double()
     assert any(isinstance(part, NormedConv) for part in twin.modules())
     before = copy.deepcopy(net.state_dict())
     right = results(net, net, x)
@@ -108,7 +107,7 @@ def test_the_kernels_compute_the_same(kind):
     net = convert(network(activation=kind()), "lr").to(DEVICE).train()
     exact, x = copy.deepcopy(net).double(), images()
     right = results(exact, exact, x.double())
-    twin = fused_by_graph(net)
+    twin = fuse(net)
     with forced("on"):
         found = results(twin, net, x)
     for a, b in zip(found, right, strict=True):
@@ -120,48 +119,36 @@ def test_the_kernels_compute_the_same(kind):
 def test_the_kernels_pass_through_the_compiler():
     pytest.importorskip("triton")
     net, x = network().to(DEVICE), images(2)
-    twin = fused_by_graph(net)
+    twin = fuse(net)
     with forced("on"):
         right = results(twin, net, x)
         found = results(torch.compile(twin, backend="aot_eager", fullgraph=True), net, x)
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(found, right, strict=True))
 
 
-def test_training_takes_the_fused_copy():
-    net, said = network(), []
-    twin = fused_to_train(net, (3, 32, 32), said.append)
-    assert not said
-    assert any(isinstance(part, FusedPool) for part in twin.modules())
-    assert net.training
-    assert not any(isinstance(part, NormedConv) for part in net.modules())
-
-
-class Branches(Residual):
-    """A forward that looks at values, which no graph can hold."""
+class LooksAtValues(Residual):
+    """A forward that no graph can hold."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if x.mean() < 1e9 else -x)
 
 
-def test_what_cannot_be_captured_is_fused_by_its_modules():
+def test_what_cannot_be_captured_is_fused_part_by_part():
     torch.manual_seed(0)
-    said: list[str] = []
-    twin = fused_to_train(Branches(), (3, 32, 32), said.append)
+    net, said = LooksAtValues().double().train(), []
+    twin, x = fuse(net, say=said.append), images().cpu().double()
     assert len(said) == 1
-    assert said[0].startswith("Convs and norms are not fused: ")
-    assert not any(isinstance(part, NormedConv) for part in twin.modules())
-    assert any(isinstance(part, FusedPool) for part in twin.modules())
+    assert said[0].startswith("Layers are fused one by one: ")
+    assert type(twin) is LooksAtValues
+    assert isinstance(twin.layers, torch.fx.GraphModule)
+    assert sum(isinstance(part, NormedConv) for part in twin.modules()) == 7  # all convs of the blocks
+    assert all(torch.allclose(a, b) for a, b in zip(results(twin, net, x), results(net, net, x), strict=True))
 
 
-class Forgets(Residual):
-    """Reads a norm's weight besides calling the norm: a fused layer could lose part of its gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.bn1.weight.sum()
-
-
-def test_a_norm_whose_weight_is_read_elsewhere_still_learns_all():
-    torch.manual_seed(0)
-    net, x = Forgets(), images().cpu()
-    found, right = (results(part, net, x) for part in (fused_to_train(net, (3, 32, 32), pytest.fail), net))
-    assert all((a - b).norm() <= 1e-4 * b.norm() for a, b in zip(found, right, strict=True))
+def test_a_norm_before_its_activation_is_fused_without_a_conv():
+    """As in DenseNet and pre-activation ResNets: norm -> ReLU -> conv."""
+    net = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Flatten()).double()
+    twin, x = fuse(net), torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    assert isinstance(twin.get_submodule("0"), FusedNorm)
+    assert isinstance(twin.get_submodule("2"), NormedConv)
+    assert all(torch.allclose(a, b) for a, b in zip(results(twin, net, x), results(net, net, x), strict=True))

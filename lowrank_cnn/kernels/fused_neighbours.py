@@ -6,9 +6,6 @@ know, and where torch.export traces, for what it takes down must run anywhere.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from math import prod
-from operator import index
 from typing import Any
 
 import torch
@@ -16,14 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowrank_cnn.kernels.activation import activate, canonical, parsed
-from lowrank_cnn.kernels.mode import asked_for, mode, survey
+from lowrank_cnn.kernels.gpu import kernels_take
+from lowrank_cnn.kernels.network_graph import is_plain
 from lowrank_cnn.kernels.problem import Pair
-from lowrank_cnn.system.memory import is_out_of_memory
 
-TYPES = (torch.bfloat16, torch.float16, torch.float32)
-LARGEST = 2**30
-"""The kernels count values in 32 bits."""
-_ABLE: dict[torch.device, bool] = {}
 WIDEST = 15
 """Rows or columns of the largest window: a place in it fits in a byte."""
 MOST_CHANNELS = 33
@@ -64,7 +57,7 @@ class FusedNorm(nn.Module):
         if not (self.takes(x) and (residual is None or _alike(residual, x))):
             y = self._by_torch(x, residual)
             return (y, y) if self.twice else y
-        from lowrank_cnn.kernels.between.statistics import batch_norm_statistics
+        from lowrank_cnn.kernels.between.batch_statistics import batch_norm_statistics
 
         norm = self.norm
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
@@ -121,7 +114,7 @@ class NormedConv(nn.Module):
         y, mean, variance = gathers(x)
         if mean is None or not (self.norm.takes(y) and (residual is None or _alike(residual, y))):
             return self.norm(y, residual)
-        from lowrank_cnn.kernels.between.statistics import batch_norm_track
+        from lowrank_cnn.kernels.between.batch_statistics import batch_norm_track
 
         norm = self.norm.norm
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
@@ -186,54 +179,6 @@ class FusedResponseNorm(nn.Module):
         return f"{self.size}, alpha={self.alpha}, beta={self.beta}, k={self.k}"
 
 
-def kernels_take(x: Tensor) -> bool:
-    """Whether the kernels between convs are to run, and can take such maps."""
-    # index() makes numbers of sizes that torch.compile holds open: the answer is for one size.
-    asked = tuple(map(index, x.shape)), x.dtype, x.device
-    if torch.compiler.is_compiling():
-        from lowrank_cnn.kernels.between.while_tracing import takes_while_tracing
-        from lowrank_cnn.kernels.tracing import exporting
-
-        return not exporting() and takes_while_tracing(*asked)
-    return not torch.compiler.is_exporting() and takes(*asked)
-
-
-def takes(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """The same, asked with plain values."""
-    return len(shape) == 4 and dtype in TYPES and 0 < prod(shape) <= LARGEST and kernels_run(device)
-
-
-def kernels_run(device: torch.device) -> bool:
-    """Whether kernels are wanted on a device, and Triton can build and launch them there."""
-    if mode() == "off" or survey() is not None or not (device.type == "cuda" or asked_for()):
-        return False
-    return _able(device)
-
-
-def _able(device: torch.device) -> bool:
-    """Whether Triton can build and launch a kernel here: without a C compiler, say, it cannot."""
-    if device not in _ABLE:
-        try:
-            _ABLE[device] = _is_recent(device) and _runs(device)
-        except Exception as error:  # whatever the reason, torch's own operations remain
-            if is_out_of_memory(error):
-                return False  # now; later there may be some
-            _ABLE[device] = False
-    return _ABLE[device]
-
-
-def _is_recent(device: torch.device) -> bool:
-    recent = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
-    return recent and find_spec("triton") is not None
-
-
-def _runs(device: torch.device) -> bool:
-    from lowrank_cnn.kernels.between.statistics import launch_statistics
-
-    launch_statistics(torch.zeros(2, 8, 2, 2, device=device), None, None, 0.1, 1e-5)
-    return True
-
-
 def _alike(residual: Tensor, x: Tensor) -> bool:
     """Whether a residual can be added to maps in a kernel: it is of their size and type."""
     return residual.shape == x.shape and residual.dtype == x.dtype
@@ -242,38 +187,6 @@ def _alike(residual: Tensor, x: Tensor) -> bool:
 def _several(x: Tensor) -> bool:
     """Whether there is more than one value per channel; torch refuses to normalise a single one."""
     return x.numel() > x.shape[1]
-
-
-def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
-    """Whether a module does what its kind does and nothing else: no forward of its own, no hooks."""
-    if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in vars(module):
-        return False
-    return not has_hooks(module)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its forward."""
-    forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
-
-
-def activation_of(module: nn.Module | None) -> str | None:
-    """The name of a plain activation that kernels can fuse, or None for any other module."""
-    if isinstance(module, nn.LeakyReLU) and is_plain(module, nn.LeakyReLU):
-        return canonical(f"leaky_relu:{module.negative_slope}")
-    if isinstance(module, nn.GELU) and module.approximate != "none":
-        return None
-    kinds = {nn.ReLU: "relu", nn.SiLU: "silu", nn.GELU: "gelu", nn.Hardswish: "hardswish"}
-    return next((name for kind, name in kinds.items() if is_plain(module, kind)), None)
-
-
-def fused_norm(norm: nn.Module, following: nn.Module | None) -> FusedNorm | None:
-    """A plain batch norm with the ReLU that follows it as one layer, or None for anything else."""
-    if type(norm) is not nn.BatchNorm2d or not is_plain(norm, nn.BatchNorm2d):
-        return None
-    if not isinstance(following, nn.ReLU) or not is_plain(following, nn.ReLU):
-        return None
-    return FusedNorm(norm, "relu", inplace=following.inplace)
 
 
 def fused_pool(module: nn.Module) -> FusedPool | None:
@@ -294,6 +207,11 @@ def fused_response_norm(module: nn.Module) -> FusedResponseNorm | None:
     if not 0 < module.size <= MOST_CHANNELS or module.alpha < 0 or module.k < 0:
         return None
     return FusedResponseNorm(size=module.size, alpha=module.alpha, beta=module.beta, k=module.k)
+
+
+def fused_neighbour(module: nn.Module) -> FusedPool | FusedResponseNorm | None:
+    """A max-pool or a response norm as a layer that uses the kernels; None for anything else."""
+    return fused_pool(module) or fused_response_norm(module)
 
 
 def _pair(value: Any) -> Pair:

@@ -11,14 +11,13 @@ last step alone (`batch_norm_track`).
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank_cnn.kernels.device_guard import on_its_device
+from lowrank_cnn.kernels import gpu
+from lowrank_cnn.kernels.gpu import on_its_device
 from lowrank_cnn.kernels.problem import pixels_last
 from lowrank_cnn.kernels.tiles import lanes_of, power_above
 
@@ -185,17 +184,10 @@ def share_out(
     """
     values, lanes = values or VALUES, lanes_of(channels)
     block = values // lanes
-    wanted = min(PARTS, max(1, _programs(device, RESIDENT.get(values, 3)) // -(-channels // lanes)))
+    wanted = min(PARTS, max(1, gpu.multiprocessors(device) * RESIDENT.get(values, 3) // -(-channels // lanes)))
     blocks = -(-pixels // block)
     rounds = -(-blocks // wanted)
     return lanes, block, rounds, -(-blocks // rounds)
-
-
-@lru_cache(maxsize=64)
-def _programs(device: torch.device, resident: int) -> int:
-    if device.type != "cuda":
-        return 2 * resident
-    return resident * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @torch.library.custom_op("lowrank::batch_norm_statistics", mutates_args=("running_mean", "running_var", "tracked"))
