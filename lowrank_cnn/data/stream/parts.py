@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, stack
 from lowrank_cnn.data.images.framing import Framing, ScaledCrop, frame_image
-from lowrank_cnn.data.readers.store import ImageStore
+from lowrank_cnn.data.readers.image_store import ImageStore
 from lowrank_cnn.data.types import generator
 
 TOO_MANY = "too many images are bad"

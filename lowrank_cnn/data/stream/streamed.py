@@ -17,7 +17,7 @@ from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, decode_im
 from lowrank_cnn.data.images.framing import Framing
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, to_unit
 from lowrank_cnn.data.readers.decoding import sample_rows
-from lowrank_cnn.data.readers.store import ImageStore, fingerprint_of_rows
+from lowrank_cnn.data.readers.image_store import ImageStore, fingerprint_of_rows
 from lowrank_cnn.data.stream.gpu_decode import check_framing, decode_parts, find_decoder
 from lowrank_cnn.data.stream.lanes import WINDOW, epoch_lanes, lane_count, rank_range
 from lowrank_cnn.data.stream.parts import BatchPart, EpochParts, Trouble, trouble_of

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.kernels import forced
 from lowrank_cnn.kernels.modules import FusedNorm, FusedPool, NormedConv
 from lowrank_cnn.method.converting import convert
-from lowrank_cnn.train.fused import fused_to_train
-from lowrank_cnn.train.graph_fused import fused_by_graph
+from lowrank_cnn.models import create_model
+from lowrank_cnn.train import Recipe, Record, fit
+from lowrank_cnn.train.fusing import fused_by_graph, fused_to_train
+from lowrank_cnn.train.job import Job
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -165,3 +168,107 @@ def test_a_norm_whose_weight_is_read_elsewhere_still_learns_all():
     net, x = Forgets(), images().cpu()
     found, right = (results(part, net, x) for part in (fused_to_train(net, (3, 32, 32), pytest.fail), net))
     assert all((a - b).norm() <= 1e-4 * b.norm() for a, b in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("name", ["nin-c3-lr", "vgg11-gmp-lr-join", "googlenet-lr"])
+def test_a_network_is_fused_and_shares_all_it_learns(name):
+    network = create_model(name, num_classes=5, width=0.1, norm="batch").train()
+    modes = [module.training for module in network.modules()]
+    said: list[str] = []
+    twin = fused_to_train(network, (3, 64, 64), said.append)
+    assert not said
+    assert twin is not network
+    assert {id(p) for p in twin.parameters()} == {id(p) for p in network.parameters()}
+    assert [module.training for module in network.modules()] == modes
+
+
+class ReadsItsConv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head((self.conv(x) * self.conv.weight.norm()).mean(dim=(2, 3)))
+
+
+class TurnsAround(nn.Sequential):
+    """A Sequential by its class, but not by its order."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 5, 1), nn.ReLU())
+        self.block = nn.Sequential(nn.Conv2d(5, 5, 1), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block[0](-self.block[1](self[0](x))).mean(dim=(2, 3))
+
+
+@pytest.mark.parametrize("make", [ReadsItsConv, TurnsAround])
+def test_a_network_that_fusing_would_change_stays_as_it_is(make):
+    network, said = make(), []
+    assert fused_to_train(network, (3, 8, 8), said.append) is network
+    assert len(said) == 1
+    assert "not fused" in said[0]
+
+
+class NotANumber(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x).mean(dim=(2, 3)) * (1.0 if isinstance(self.conv, nn.Conv2d) else float("nan"))
+
+
+class ReadsItsConvInTraining(ReadsItsConv):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.training else self.head(self.conv(x).mean(dim=(2, 3)))
+
+
+@pytest.mark.parametrize("make", [NotANumber, ReadsItsConvInTraining])
+def test_neither_numbers_that_are_none_nor_training_alone_are_overlooked(make):
+    network, said = make(), []
+    assert fused_to_train(network, (3, 8, 8), said.append) is network
+    assert len(said) == 1
+
+
+def test_the_look_leaves_no_trace():
+    network = create_model("googlenet-lr", num_classes=5, width=0.1, norm="batch").eval()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    drawn = torch.get_rng_state()
+    assert fused_to_train(network, (3, 64, 64), pytest.fail) is not network
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+
+
+def whole_run(name: str, monkeypatch: pytest.MonkeyPatch, *, fused: bool, **options) -> tuple[nn.Module, Record]:
+    """A short run with dropout, batch norm and a moving average, its layers fused as they would be on a GPU."""
+    place = Job.laid_out
+
+    def fusing(job: Job, size: tuple[int, int, int]) -> nn.Module:
+        placed = place(job, size)
+        return fused_to_train(placed, size, pytest.fail) if fused else placed
+
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 255, (48, 3, 16, 16), generator=draw, dtype=torch.uint8)
+    split = ResidentSplit.of(images, torch.arange(48) % 4)
+    recipe = Recipe(batch_size=16, epochs=2, lr=0.05, ema=0.9, dropout=0.25, norm="batch")
+    torch.manual_seed(1)
+    network = create_model(name, num_classes=4, width=0.1, norm="batch", stride=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "laid_out", fusing)
+        record = fit(
+            network, Data("noise", tuple("abcd"), split, split), recipe, progress=False, device="cpu", **options
+        )
+    return network, record
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint_activations": True}], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", ["nin-c3-lr", "googlenet-lr", "vgg11-gmp-lr-join"])
+def test_a_run_with_fused_layers_is_the_run_without(name, options, monkeypatch):
+    plain, one = whole_run(name, monkeypatch, fused=False)
+    fused, other = whole_run(name, monkeypatch, fused=True, **options)
+    assert list(plain.state_dict()) == list(fused.state_dict())
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(fused.state_dict()[key], value, rtol=1e-3, atol=1e-4, msg=key)
+    assert other.result["loss"] == pytest.approx(one.result["loss"], rel=1e-3)
+    assert [row["accuracy"] for row in other.history] == [row["accuracy"] for row in one.history]
