@@ -83,7 +83,7 @@ def plan_command(
     from lowrank_cnn.method.counting import count
     from lowrank_cnn.models.twins import dense_twin
     from lowrank_cnn.system.clock import torch_threads
-    from lowrank_cnn.train.launch import resolve_device
+    from lowrank_cnn.train.fabric import resolve_device
 
     source = find_model(model, into=into, width=width, norm=norm, scheme=scheme)
     device = resolve_device(device)

@@ -15,7 +15,7 @@ from lowrank_cnn.cli.options import Bad, ClassNames, DataPath, Device, Into, Lim
 from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
 from lowrank_cnn.cli.source import build_for, find_into, is_ours, is_path
 from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.data.readers.options import parse_image_size
+from lowrank_cnn.data.readers.read_options import parse_image_size
 from lowrank_cnn.models import list_models, list_pretrained
 from lowrank_cnn.system.errors import LowRankError, nearest
 from lowrank_cnn.train.details import EvaluationDetails

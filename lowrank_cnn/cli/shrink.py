@@ -9,7 +9,7 @@ import typer
 
 from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.show import console, print_json
-from lowrank_cnn.data.shrink import shrink
+from lowrank_cnn.data.shrinking import shrink
 
 
 def add_to(app: typer.Typer) -> None:

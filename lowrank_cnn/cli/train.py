@@ -37,10 +37,10 @@ from lowrank_cnn.models.rebuild import entry_description
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import si
 from lowrank_cnn.train import Interrupted, Recipe, Record, fit, get_recipe
+from lowrank_cnn.train.determinism import seed_generators
 from lowrank_cnn.train.directory import RunDirectory
-from lowrank_cnn.train.launch import resolve_device, resolve_precision
+from lowrank_cnn.train.fabric import resolve_device, resolve_precision
 from lowrank_cnn.train.opening import as_network_wants
-from lowrank_cnn.train.randomness import seed_generators
 from lowrank_cnn.train.recipes import RECIPES
 from lowrank_cnn.train.score import TOP_FIVE
 from lowrank_cnn.train.settings import parse_settings

@@ -76,7 +76,7 @@ def time_model(
     Our own networks are held against their family's dense baseline (see `dense_twin`) unless `twin` is given.
     `runtime` is "torch", or "onnx" for ONNX Runtime on the CPU; the time is the median of `repeats` runs.
     """
-    from lowrank_cnn.train.launch import resolve_device
+    from lowrank_cnn.train.fabric import resolve_device
 
     size = _checked(model, input_size, batch, device, runtime)
     device = "cpu" if runtime == "onnx" else resolve_device(device)

@@ -21,8 +21,8 @@ from lowrank_cnn.frontier.timing import Clock, width_of_time
 from lowrank_cnn.frontier.training import Trainer, input_size
 from lowrank_cnn.system.lock import locked
 from lowrank_cnn.train import get_recipe
+from lowrank_cnn.train.fabric import resolve_device, resolve_precision
 from lowrank_cnn.train.failure import NotFiniteError
-from lowrank_cnn.train.launch import resolve_device, resolve_precision
 from lowrank_cnn.train.recipe import Recipe
 
 HELD_OUT = 0.1

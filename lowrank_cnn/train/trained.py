@@ -18,7 +18,7 @@ from lowrank_cnn.models.pretrained import read_pretrained
 from lowrank_cnn.models.rebuild import entry_description, rebuild
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note, notes
-from lowrank_cnn.train.checkpoint import Checkpoint, Store, read_checkpoint, read_state
+from lowrank_cnn.train.checkpoint import Checkpoint, CheckpointStore, read_checkpoint, read_state
 from lowrank_cnn.train.inputs import augmentation
 from lowrank_cnn.train.recipe import Recipe
 
@@ -110,7 +110,7 @@ def classes_of(path: str | Path) -> int | None:
 
 
 def _newest(path: Path) -> Path:
-    stem = Store(path).newest() if path.is_dir() else path.with_suffix("")
+    stem = CheckpointStore(path).newest() if path.is_dir() else path.with_suffix("")
     if stem is None:
         raise LowRankError(f"{path} holds no checkpoint.")
     return stem
@@ -163,7 +163,7 @@ def _read(path: Path, best: bool) -> Checkpoint:
             )
         return read_checkpoint(path.with_suffix(""))
     passed_over: list[str] = []
-    checkpoint = Store(path).latest(passed_over.append, kind="best" if best else "step")
+    checkpoint = CheckpointStore(path).latest(passed_over.append, kind="best" if best else "step")
     if checkpoint is None:
         raise LowRankError(f"{path} holds no checkpoint.")
     if passed_over:

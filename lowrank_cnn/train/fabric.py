@@ -129,7 +129,7 @@ def add_up(fabric: Fabric, tensor: Tensor) -> Tensor:
     return fabric.all_reduce(tensor.clone(), reduce_op="sum")  # type: ignore[return-value]
 
 
-def gather(fabric: Fabric, tensor: Tensor) -> list[Tensor]:
+def gather_tensors(fabric: Fabric, tensor: Tensor) -> list[Tensor]:
     """A tensor of equal shape from every process, in main memory."""
     if fabric.world_size == 1:
         return [tensor.cpu()]
@@ -145,8 +145,8 @@ def gather_objects(fabric: Fabric, value: Any) -> list[Any]:
     return found
 
 
-def agree(fabric: Fabric, wish: int) -> int:
+def agree_on(fabric: Fabric, wish: int) -> int:
     """The largest wish of any process, so that all of them do the same thing at the same step."""
     if fabric.world_size == 1:
         return wish
-    return max(int(other) for other in gather(fabric, torch.tensor([wish])))
+    return max(int(other) for other in gather_tensors(fabric, torch.tensor([wish])))

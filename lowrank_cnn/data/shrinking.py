@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, decode_image, read_header, resize_shorter
-from lowrank_cnn.data.readers.options import ReadOptions
+from lowrank_cnn.data.readers.image_store import ImageStore
+from lowrank_cnn.data.readers.read_options import ReadOptions
 from lowrank_cnn.data.readers.sources import open_source
-from lowrank_cnn.data.readers.store import ImageStore
 from lowrank_cnn.data.stream.streamed import StreamedSplit
 from lowrank_cnn.data.types import Problems, generator
 from lowrank_cnn.system.errors import LowRankError, require

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowrank_cnn.data import open_data
-from lowrank_cnn.data.readers.options import parse_image_size
+from lowrank_cnn.data.readers.read_options import parse_image_size
 from lowrank_cnn.system.errors import LowRankError
 
 

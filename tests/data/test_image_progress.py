@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from lowrank_cnn.data import progress
-from lowrank_cnn.data.progress import ImageProgress
+from lowrank_cnn.data import image_progress
+from lowrank_cnn.data.image_progress import ImageProgress
 
 
 class Terminal(io.StringIO):
@@ -26,7 +26,7 @@ def test_short_work_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
 def test_it_can_be_switched_off_and_only_the_first_process_shows_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], enabled: bool, rank: str
 ) -> None:
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(image_progress, "QUIET_SECONDS", 0.0)
     monkeypatch.setenv("RANK", rank)
     with ImageProgress("Decoding images", 100, enabled=enabled) as shown:
         shown.advance(1)
@@ -34,7 +34,7 @@ def test_it_can_be_switched_off_and_only_the_first_process_shows_it(
 
 
 def test_a_log_gets_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(image_progress, "QUIET_SECONDS", 0.0)
     with ImageProgress("Decoding images", 1000) as shown:
         for _ in range(3):
             shown.advance(10)
@@ -42,7 +42,7 @@ def test_a_log_gets_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(image_progress, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     with ImageProgress("Decoding images", 40) as shown:
         shown.advance(30)

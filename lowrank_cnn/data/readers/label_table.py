@@ -21,7 +21,7 @@ _TRAIN = ("", "train", "training")
 _MOST_BYTES = 2**28
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """A line of the table: where the image lies, what it shows, and whether it is to train on."""
 
     path: str
@@ -77,7 +77,7 @@ def renamed(classes: Sequence[str], names: dict[str, str], path: Path) -> tuple[
     return shown
 
 
-def _read(path: Path) -> list[Row]:
+def _read(path: Path) -> list[TableRow]:
     lines = list(csv.reader(_text(path).splitlines()))
     header = [name.strip().lower() for name in lines[0]] if lines else []
     places = [_column(header, names) for names in (_PATH_COLUMNS, _LABEL_COLUMNS, _SPLIT_COLUMNS)]
@@ -94,7 +94,7 @@ def _read(path: Path) -> list[Row]:
         if len(line) <= max(place for place in places if place is not None) or not line[at_label].strip():
             raise LowRankError(f"line {number} of {path} has no path or no label.")
         split = line[at_split].strip().lower() if at_split is not None else ""
-        rows.append(Row(line[at_path].strip(), line[at_label].strip(), split in _TRAIN))
+        rows.append(TableRow(line[at_path].strip(), line[at_label].strip(), split in _TRAIN))
     if not any(row.train for row in rows):
         raise LowRankError(f"{path} lists no image to train on.")
     return rows
@@ -104,7 +104,7 @@ def _column(header: Sequence[str], names: Iterable[str]) -> int | None:
     return next((header.index(name) for name in names if name in header), None)
 
 
-def _store(path: Path, rows: list[Row], classes: Sequence[str], problems: Problems) -> FolderStore:
+def _store(path: Path, rows: list[TableRow], classes: Sequence[str], problems: Problems) -> FolderStore:
     number = {name: index for index, name in enumerate(classes)}
     there = []
     for row in rows:

@@ -17,25 +17,24 @@ from lowrank_cnn.method.counting import count
 from lowrank_cnn.models.twins import dense_cost
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.checkpoint import Checkpoint
-from lowrank_cnn.train.determinism import changed_conditions, conditions, keep_threads, repeatable
+from lowrank_cnn.train.determinism import changed_conditions, conditions, keep_threads, repeatable, seed_generators
 from lowrank_cnn.train.directory import RunDirectory, recipe_changes
 from lowrank_cnn.train.execution import Compile
+from lowrank_cnn.train.fabric import add_up, batch_norm_over_all, launch
 from lowrank_cnn.train.failure import told_out_of_memory
 from lowrank_cnn.train.job import ExecutionOptions, Extras, Job
-from lowrank_cnn.train.launch import add_up, batch_norm_over_all, launch
-from lowrank_cnn.train.memory import check_memory
+from lowrank_cnn.train.memory_check import check_memory
 from lowrank_cnn.train.objective import Loss
 from lowrank_cnn.train.opening import open_for
 from lowrank_cnn.train.progress import Charts, Lines, Live, Progress
-from lowrank_cnn.train.randomness import seed_generators
 from lowrank_cnn.train.recipe import Recipe, changed
 from lowrank_cnn.train.recipes import get_recipe
 from lowrank_cnn.train.record import Record
 from lowrank_cnn.train.remarks import dropout_remarks, remarks
 from lowrank_cnn.train.score import Evaluation, LossEvaluation, check_fits
+from lowrank_cnn.train.short_runs import whiten_first_layer
 from lowrank_cnn.train.trained import Trained
 from lowrank_cnn.train.trainer import Callback, Trainer
-from lowrank_cnn.train.whitening import whiten_first_layer
 
 
 def fit(
@@ -134,7 +133,7 @@ def _train(job: Job, saved: Checkpoint | None, *, tensorboard: bool, checkpoint_
         trainer = Trainer(
             fabric,
             model,
-            job.ways(inputs.size, saved),
+            job.step_builder(inputs.size, saved),
             inputs,
             recipe,
             job.record(inputs),
@@ -155,7 +154,7 @@ def _resume(trainer: Trainer, checkpoint: Checkpoint | None, shown: Progress) ->
     if checkpoint:
         changes = recipe_changes(checkpoint.state["recipe"], trainer.recipe)
         changes |= changed_conditions(checkpoint.state.get("conditions", {}), conditions(trainer.fabric))
-        trainer.restore(checkpoint)
+        trainer.state.restore(checkpoint)
         position = trainer.position
         for field, (before, now) in changes.items():
             shown.say(f"From here on, {field} is {now}; it was {before}.")
@@ -193,7 +192,7 @@ def _run(trainer: Trainer, progress: Progress) -> None:
 
 
 def _close(trainer: Trainer, status: str) -> None:
-    trainer.update_record()
+    trainer.state.update_record()
     trainer.record.status = status
     if trainer.directory and trainer.fabric.is_global_zero:
         trainer.directory.write_record(trainer.record)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lowrank_cnn.data import Problems
-from lowrank_cnn.data.readers.table import open_table, read_class_names, renamed
+from lowrank_cnn.data.readers.label_table import open_table, read_class_names, renamed
 from lowrank_cnn.system.errors import LowRankError
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lowrank_cnn.cli.shrink import add_to
 from lowrank_cnn.data import StreamedSplit, open_data
-from lowrank_cnn.data.shrink import shrink, shrunk
+from lowrank_cnn.data.shrinking import shrink, shrunk
 from lowrank_cnn.system.errors import LowRankError
 
 Photo = Callable[..., bytes]
