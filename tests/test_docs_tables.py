@@ -375,7 +375,7 @@ def test_long_hashes_are_shown_in_twelve_digits(blocks: ModuleType):
 
 
 def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleType, put: Put, tmp_path: Path):
-    from lowrank_cnn.frontier.record import Frontier, Row, Run, Timing
+    from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, SeedRun
 
     folder = tmp_path / "frontier" / "cifar10"
     folder.mkdir(parents=True)
@@ -384,8 +384,8 @@ def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleTy
     found.environments.append(ENVIRONMENT)
     for name, ms in (("dense", 2.0), ("lr", 1.0)):
         design = {"name": name, "scheme": name, "width": 1.0, "matched": ""}
-        runs = [Run(seed, 900 + seed, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in (1, 2)]
-        found.rows.append(Row(design, 10**6, 10**5, Timing(ms, ms, ms, 2.0, 256, "folded"), runs=runs))
+        runs = [SeedRun(seed, 900 + seed, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in (1, 2)]
+        found.rows.append(DesignRow(design, 10**6, 10**5, DesignTime(ms, ms, ms, 2.0, 256, "folded"), runs=runs))
     answer = {
         "question": "better",
         "design": "lr",
