@@ -12,11 +12,11 @@ from lowrank_cnn.cli.options import Bad, Device, Limit, Size
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
 from lowrank_cnn.data import open_data
 from lowrank_cnn.frontier.answering import Answer, add_answers
-from lowrank_cnn.frontier.designs import CANDIDATES, FAMILIES, find_design
-from lowrank_cnn.frontier.picture import draw_frontier
-from lowrank_cnn.frontier.plan import MATCHES, Plan, find_family
-from lowrank_cnn.frontier.record import Frontier, Row, load_frontier
+from lowrank_cnn.frontier.designs import CANDIDATES, FAMILIES, find_design, find_family
+from lowrank_cnn.frontier.plan import MATCHES, FrontierPlan
+from lowrank_cnn.frontier.record import DesignRow, Frontier, load_frontier
 from lowrank_cnn.frontier.tracing import trace_frontier
+from lowrank_cnn.report.figures.frontier import draw_frontier
 from lowrank_cnn.system.errors import LowRankError, MissingExtra
 from lowrank_cnn.system.text import si
 from lowrank_cnn.train.settings import parse_settings
@@ -45,7 +45,7 @@ def frontier_command(
     seeds: Annotated[int, typer.Option(min=0, help="Runs of each network.")] = 8,
     rate: Annotated[
         list[float] | None,
-        typer.Option(help="Try this factor of the learning rate, on held-out images; repeatable."),
+        typer.Option(help="RateTry this factor of the learning rate, on held-out images; repeatable."),
     ] = None,
     tries: Annotated[int, typer.Option(min=1, help="Runs of each factor.")] = 1,
     recipe: Annotated[str | None, typer.Option(help="Another recipe than the family's.")] = None,
@@ -75,7 +75,7 @@ def frontier_command(
         find_design(text)  # refused before images are read
     if data is None:
         return _show(load_frontier(out), as_json)
-    plan = Plan(
+    plan = FrontierPlan(
         designs=tuple(design or ()),
         widths=tuple(width or ()),
         widen=tuple(widen or ()),
@@ -141,7 +141,7 @@ def _answer_line(one: Answer) -> tuple[object, ...]:
     return one.design, asked, one.control, f"x {one.time:.2f}", f"{one.gap:+.2f}", interval, p, one.verdict
 
 
-def _entry(found: Frontier, row: Row) -> dict[str, object]:
+def _entry(found: Frontier, row: DesignRow) -> dict[str, object]:
     timing = row.timing
     return {
         "design": row.name,
@@ -156,7 +156,7 @@ def _entry(found: Frontier, row: Row) -> dict[str, object]:
     }
 
 
-def _line(found: Frontier, row: Row) -> tuple[object, ...]:
+def _line(found: Frontier, row: DesignRow) -> tuple[object, ...]:
     shares = [100 * run.correct / found.images for run in row.runs]
     mean = sum(shares) / len(shares) if shares else None
     spread = (

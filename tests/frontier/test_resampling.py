@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowrank_cnn.frontier.statistics import compare, holm, resampled_gaps, seed_interval, student_t
+from lowrank_cnn.frontier.resampling import compare, resampled_gaps
 
 
 def answers(runs: int, share: float, seed: int, *, noise: float = 0.1) -> torch.Tensor:
@@ -55,21 +55,3 @@ def test_a_gap_that_is_there_is_found_and_one_that_is_not_is_not():
 def test_runs_of_one_seed_alone_can_be_compared():
     gap = compare(answers(1, 0.95, 1), answers(1, 0.9, 2), margin=0.0, alpha=0.01)
     assert gap.low < gap.points < gap.high
-
-
-def test_holms_correction_is_that_of_the_example():
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.9, 0.8]) == [1.0, 1.0]
-    assert holm([]) == []
-
-
-@pytest.mark.parametrize(("freedom", "right"), [(1, 12.706), (2, 4.303), (3, 3.182), (7, 2.365), (30, 2.042)])
-def test_students_t_is_that_of_the_tables(freedom: int, right: float):
-    assert student_t(0.975, freedom) == pytest.approx(right, abs=0.005)
-
-
-def test_an_interval_over_seeds_holds_the_mean():
-    mean, low, high = seed_interval([1.0, 2.0, 3.0])
-    assert (mean, high - mean) == (2.0, pytest.approx(4.303 / 3**0.5, abs=1e-3))
-    assert low < mean
-    assert seed_interval([5.0]) == (5.0, 5.0, 5.0)

@@ -2,23 +2,20 @@ import math
 from statistics import stdev
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lowrank_cnn.models import list_models
-from lowrank_cnn.paper.claims import ACCURACY_CLAIMS
-from lowrank_cnn.paper.published import published
-from lowrank_cnn.paper.statistics import (
+from lowrank_cnn.paper.claims import (
+    ACCURACY_CLAIMS,
+    COST_CLAIMS,
     FAILS,
     HOLDS,
     UNDECIDED,
     Scores,
     answer_claims,
-    pooled_deviation,
     rank_agreement,
     standard_error,
-    t95,
 )
+from lowrank_cnn.paper.published import published
 
 VGG = [name for name in list_models() if name.startswith("vgg")]
 
@@ -148,19 +145,11 @@ def test_an_order_of_equals_says_nothing():
     assert (found.alike, found.rank_correlation) == (0, None)
 
 
-@given(st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=4), max_size=5))
-def test_pooled_deviation_lies_between_those_of_the_networks(runs):
-    deviation, freedom = pooled_deviation(runs)
-    alone = [stdev(values) for values in runs if len(values) > 1]
-    assert freedom == sum(len(values) - 1 for values in runs)
-    if deviation is None:
-        assert not alone
-    else:
-        assert min(alone) - 1e-9 <= deviation <= max(alone) + 1e-9
-
-
-def test_students_t_falls_to_the_normal_distributions():
-    values = [t95(freedom) for freedom in range(1, 200)]
-    assert values == sorted(values, reverse=True)
-    assert t95(30) == pytest.approx(2.042, abs=0.0005)
-    assert t95(1) == pytest.approx(12.706, abs=0.001)
+def test_a_cost_claim_rounds_as_the_text_does():
+    (claim,) = (c for c in COST_CLAIMS if c.text == "nin-c3: 26% less compute")
+    assert claim.value(74, 100) == pytest.approx(26)
+    assert claim.holds(26.4)
+    assert not claim.holds(26.6)
+    (over,) = (c for c in COST_CLAIMS if c.at_least)
+    assert over.holds(75.1)
+    assert not over.holds(75.0)
