@@ -164,7 +164,7 @@ class _OnnxRunner:
         return self.network(self.image)
 
     def macs(self) -> dict[str, int]:
-        from lowrank_cnn.deploy.runtime import node_macs
+        from lowrank_cnn.deploy.engines.onnx import node_macs
 
         return node_macs(self.path)
 
@@ -174,7 +174,7 @@ class _OnnxRunner:
         for _ in range(repeats + 1):
             profiled(self.image)
         times: dict[str, list[float]] = defaultdict(list)
-        for event in json.loads(Path(profiled.session.end_profiling()).read_text()):
+        for event in json.loads(Path(profiled.runner.session.end_profiling()).read_text()):
             if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
                 name = event["name"].removesuffix("_kernel_time").removeprefix("fused ")
                 times[name].append(event["dur"] / 1000)

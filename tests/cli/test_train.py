@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.deploy.runtime import node_macs
+from lowrank_cnn.deploy.engines.onnx import node_macs
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes

@@ -1,0 +1,128 @@
+"""What every engine gives: a file's inputs and outputs by name, its metadata, and a call with arrays."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.system.errors import LowRankError, first_line
+from lowrank_cnn.system.files import LARGEST_JSON, read_regular, write_json
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+EXTRA = "lowrank_cnn.json"
+"""The part of a file of torch's that holds its metadata."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input or output: its name, its shape with names ("batch") or None for axes of any length, its dtype."""
+
+    name: str
+    shape: tuple[int | str | None, ...]
+    dtype: str = "float32"
+
+    @property
+    def array_dtype(self) -> str:
+        """The dtype of its arrays: numpy has no bfloat16, so that goes in and out as float32."""
+        return "float32" if self.dtype == "bfloat16" else self.dtype
+
+    def takes(self, array: ndarray) -> bool:
+        """Whether an array has the dimensions that are fixed here."""
+        pairs = zip(array.shape, self.shape, strict=False)
+        fits = all(not isinstance(wanted, int) or size == wanted for size, wanted in pairs)
+        return array.ndim == len(self.shape) and fits
+
+    def __str__(self) -> str:
+        return "x".join(str(size or "any") for size in self.shape) or "a number"
+
+
+class Runner(ABC):
+    """A network's file in an engine, on the CPU. An engine fills the attributes, and runs checked arrays."""
+
+    engine: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    metadata: dict[str, str]
+
+    @abstractmethod
+    def __init__(self, path: Path, *, threads: int = 0) -> None: ...
+
+    @abstractmethod
+    def _run(self, inputs: dict[str, ndarray]) -> dict[str, ndarray]: ...
+
+    def __call__(self, inputs: ndarray | Mapping[str, ndarray]) -> dict[str, ndarray]:
+        """The outputs by name. A network of one input takes an array alone."""
+        named = dict(inputs) if isinstance(inputs, Mapping) else {self.inputs[0].name: inputs}
+        self._check(named)
+        try:
+            return self._run(named)
+        except LowRankError:
+            raise
+        except Exception as error:  # each engine has its own family of errors
+            raise LowRankError(f"{self.engine} cannot run this file: {first_line(error)}.") from error
+
+    def _check(self, inputs: Mapping[str, ndarray]) -> None:
+        """Refuse in a sentence what the engine would refuse in its own words."""
+        names = [port.name for port in self.inputs]
+        if set(names) != set(inputs):
+            raise LowRankError(f"this file takes {', '.join(names)}, not {', '.join(inputs)}.")
+        for port in self.inputs:
+            array = inputs[port.name]
+            if not port.takes(array):
+                given = "x".join(map(str, array.shape)) or "a number"
+                raise LowRankError(f"this file takes {port.name} of {port}, not of {given}.")
+            if str(array.dtype) != port.array_dtype:
+                raise LowRankError(f"this file takes {port.name} in {port.array_dtype}, not in {array.dtype}.")
+
+
+def write_beside(path: Path, metadata: Mapping[str, str]) -> None:
+    """Keep metadata in a JSON file beside a file that has no place for it."""
+    write_json(_beside(path), dict(metadata))
+
+
+def read_beside(path: Path) -> dict[str, str]:
+    """What `write_beside` kept; empty where there is no such file or it is damaged."""
+    try:
+        return parse_metadata(read_regular(_beside(path), most=LARGEST_JSON))
+    except OSError:
+        return {}
+
+
+def parse_metadata(text: str | bytes) -> dict[str, str]:
+    """Metadata that a file keeps as one piece of JSON; empty where it is absent or damaged."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def as_tensor(port: Port, inputs: Mapping[str, ndarray]) -> Tensor:
+    """An input as torch takes it."""
+    return torch.from_numpy(inputs[port.name]).to(getattr(torch, port.dtype))
+
+
+def as_array(tensor: Tensor) -> ndarray:
+    """An output as numpy holds it."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def ports_from(text: str | None) -> tuple[Port, ...]:
+    """Inputs or outputs that a file keeps as JSON, where its format does not name them."""
+    try:
+        return tuple(Port(row["name"], tuple(row["shape"]), row["dtype"]) for row in json.loads(text or ""))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ()
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.json")
