@@ -50,6 +50,13 @@ class ByGroup(nn.Module):
         return torch.cat(parts, dim=-3) if len(parts) > 1 else parts[0]
 
 
+class GroupsApart(ByGroup):
+    """The same step by step: a runtime fuses a conv with the activation right behind it, and has its own pools."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return torch.cat([self.epilogue.in_order(conv(x)) for conv in self.convs], dim=-3)
+
+
 def groups_apart(model: nn.Module) -> nn.Module:
     """A copy in which the groups of every composite are rectified and pooled before they are concatenated.
 
@@ -67,7 +74,7 @@ def groups_apart(model: nn.Module) -> nn.Module:
         *front, last = _stages(block.layer)
         convs = _split(last) if isinstance(last, CompositeConv2d) and len(last.weights) > 1 else []
         if convs and block.epilogue and not block.epilogue.adds:
-            made[pattern.name] = Staged(front, ByGroup(convs, block.epilogue)).eval()
+            made[pattern.name] = Staged(front, GroupsApart(convs, block.epilogue)).eval()
             patterns.append(pattern)
     return rewritten(captured, patterns, lambda pattern: made[pattern.name]).eval() if patterns else model
 
