@@ -16,7 +16,7 @@ MOVED = {
     "count": "method.counting",
     "data.streamed": "data.stream.streamed",
     "decompose": "method.decomposing",
-    "demo": "cli.demonstration",
+    "demo": "cli.demo",
     "deploy.export": "deploy.exporting",
     "deploy.merge": "deploy.merging",
     "deploy.optimize": "deploy.optimizing",
