@@ -81,6 +81,17 @@ def load_command(name: str) -> TyperCommand:
     return command
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+]
+
+
 def build() -> typer.Typer:
     """The application with all its commands."""
     app = typer.Typer(
@@ -92,14 +103,8 @@ def build() -> typer.Typer:
     )
 
     @app.callback(invoke_without_command=True, epilog=_EPILOG)
-    def show_help(
-        context: typer.Context,
-        version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-    ) -> None:
+    def show_help(context: typer.Context, version: Version = False) -> None:
         """Cheaper convolutional networks: low-rank filters learned from scratch, and the time they save."""
-        if version:
-            print(__version__)
-            raise typer.Exit
         if context.invoked_subcommand is None:
             print(context.get_help())
 
