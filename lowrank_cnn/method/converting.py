@@ -82,6 +82,8 @@ def convert(
     scheme = parse_scheme(scheme)
     if scheme.name == "embed":
         raise LowRankError("embed changes the number of channels that the next layer expects: use lr-join.")
+    if scheme.name == "exact":
+        raise LowRankError("exact counts the filters of one layer: use mixture, or apply learned shapes.")
     if init != "composite" and not callable(init):
         raise LowRankError(f'init is "composite" or a function that fills a replacement, not {init!r}.')
     budget = Budget.of(macs=macs, params=params, latency=latency)

@@ -157,7 +157,7 @@ def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
         return "it shares its weight with another layer"
     if conv._forward_hooks or conv._forward_pre_hooks or conv._backward_hooks:
         return "it carries hooks, which would be lost"
-    several = scheme.name not in ("dense", "separable", "channel")
+    several = scheme.name not in ("dense", "separable", "channel", "learned")
     if several and isinstance(conv, _ConvNd) and conv.out_channels // conv.groups < len(scheme.shapes):
         return f"it has too few filters for the scheme {scheme}"
     return ""

@@ -14,6 +14,7 @@ from torch import nn
 from lowrank_cnn.data.dataset import AsGiven, loader_batch
 from lowrank_cnn.data.types import Decode
 from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.settling import settle
 from lowrank_cnn.models.twins import dense_cost
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.checkpoint import Checkpoint
@@ -202,8 +203,8 @@ def _result(trainer: Trainer, evaluation: Evaluation | LossEvaluation) -> dict[s
     position, recipe = trainer.position, trainer.recipe
     cost = dense = None
     with contextlib.suppress(LowRankError):
-        cost = count(trainer.network, trainer.inputs.size)
-        dense = dense_cost(trainer.network, trainer.inputs.size)
+        network = settle(trainer.network, trainer.inputs.size)
+        cost, dense = count(network, trainer.inputs.size), dense_cost(network, trainer.inputs.size)
     seconds = sum(row["seconds"] for row in position.history)
     speeds = sorted(row["images_per_second"] for row in position.history)
     return {

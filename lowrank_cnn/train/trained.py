@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.data import Augment, Preprocess, preprocess_from_dict
 from lowrank_cnn.data.stream.streamed import frame
+from lowrank_cnn.method.settling import has_learned, settle
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.files import Stored, is_exported, read_card, read_weights
 from lowrank_cnn.models.network import TrainingCard
@@ -96,7 +97,8 @@ def load_checkpoint(path: str | Path, *, best: bool = False, network: nn.Module 
     except RuntimeError as error:
         raise LowRankError(f"the weights in {path} are not those of {state['model']['name']}.") from error
     note(network, begun_from=Path(path).name)
-    return _trained(network, checkpoint.part("preprocess"), state)
+    trained = _trained(network, checkpoint.part("preprocess"), state)
+    return replace(trained, network=settle(network, trained.input_size)) if has_learned(network) else trained
 
 
 def classes_of(path: str | Path) -> int | None:
