@@ -16,9 +16,9 @@ WAYS = ("dense, torch.compile", "dense, optimize", "thin, torch.compile", "thin,
 TRAINING = {"dense, optimize": "dense, fit", "thin, optimize": "thin, fit", "low-rank, optimize": "low-rank, fit"}
 
 
-NOTE = """Milliseconds, 224x224, bf16; in brackets the ratio to dense by the compiler. Thin: the dense network of the
-same MACs, its widths in multiples of 16. Compiler: torch.compile with freezing as a CUDA graph, none of our kernels.
-Ours: `lr.optimize` or `lr.fit`. Median of calls in turns, one process per row.
+NOTE = """Milliseconds, 224x224, bf16; in brackets the ratio to dense by the compiler. Thin: the dense network of
+the same MACs, its widths in multiples of 16. Compiler: torch.compile with freezing as a CUDA graph, none of our
+kernels. Ours: `lr.optimize` or `lr.fit`. Median of calls in turns, one process per row.
 """
 
 

@@ -28,9 +28,9 @@ from lowrank_cnn.method.shape_choice import ShapeChooser, ShapeCosts, check_reac
 from lowrank_cnn.method.shape_network import mac_costs, shape_network, time_costs
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import write_json
+from lowrank_cnn.train.fabric import resolve_device
+from lowrank_cnn.train.fitting import fit
 from lowrank_cnn.train.inputs import augmentation, input_size
-from lowrank_cnn.train.launch import resolve_device
-from lowrank_cnn.train.loop import fit
 from lowrank_cnn.train.opening import open_for
 from lowrank_cnn.train.recipe import Recipe, changed
 from lowrank_cnn.train.recipes import get_recipe
@@ -122,7 +122,9 @@ def learn_shapes(
     """
     budget = Budget.of(macs=macs, latency=latency)
     if budget is None or budget.share == 1:
-        raise LowRankError("learn_shapes needs a budget below 1: macs=0.4 or latency=0.5, as a share of the dense.")
+        raise LowRankError(
+            "learn_shapes needs a budget below 1: macs=0.4 or latency=0.5, as a share of the dense."
+        )
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     recipe = recipe if epochs is None else changed(recipe, {"epochs": epochs})
     if recipe.epochs < 2:

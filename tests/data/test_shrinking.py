@@ -1,17 +1,13 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 from PIL import Image
-from typer.testing import CliRunner
 
-from lowrank_cnn.cli.shrink import add_to
 from lowrank_cnn.data import StreamedSplit, open_data
 from lowrank_cnn.data.shrinking import shrink, shrunk
 from lowrank_cnn.system.errors import LowRankError
@@ -86,13 +82,3 @@ def test_what_cannot_be_meant_is_refused(folder: Path, tmp_path: Path) -> None:
         shrink(folder, tmp_path / "small", quality=101)
     with pytest.raises(LowRankError, match="nothing to shrink"):
         shrink("digits", tmp_path / "small")
-
-
-def test_the_command_says_what_it_wrote(folder: Path, tmp_path: Path) -> None:
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    add_to(app)
-    arguments = ["shrink", str(folder), str(tmp_path / "small"), "--side", "20"]
-    assert "Left out of train: 1 undecodable image" in CliRunner().invoke(app, arguments).output.replace("\n", " ")
-    said = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
-    assert said["bytes"] > 0
