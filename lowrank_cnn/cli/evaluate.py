@@ -48,7 +48,9 @@ def evaluate_command(
     limit: Limit = None,
     image_size: Size = None,
     class_names: ClassNames = None,
-    every_class: Annotated[bool, typer.Option("--per-class", help="Print the accuracy of every class.")] = False,
+    every_class: Annotated[
+        bool, typer.Option("--per-class", help="Print every class, and the worst images.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure accuracy on test images.
@@ -152,7 +154,7 @@ def _print_answers(files: list[Path], answers: Sequence[Ranking | None], as_json
 
 
 def _print_details(details: EvaluationDetails, *, every_class: bool) -> None:
-    """Print the pairs confused most and the calibration; with `every_class`, also the accuracy of each class."""
+    """Print the pairs confused most and the calibration; with `every_class`, also classes and worst images."""
     if every_class:
         known = sorted((row for row in details.per_class() if row["n"]), key=lambda row: row["accuracy"])
         rows = [(row["class"], f"{row['accuracy']:.1%}", f"{row['n']:,}") for row in known]
@@ -163,6 +165,12 @@ def _print_details(details: EvaluationDetails, *, every_class: bool) -> None:
     ]
     if pairs:
         print_table("Most confused", ("class", "<taken for", "images", "of the class"), pairs)
+    if every_class and details.worst:
+        wrong = [
+            (image.image, image.true, image.predicted, f"{image.probability:.1%}")
+            for image in details.worst[:_SHOWN_PAIRS]
+        ]
+        print_table("Most wrong", ("image", "<class", "<taken for", "probability"), wrong)
     error = details.calibration_error
     console.print(f"Confidence and accuracy differ by {error:.1%} on average (calibration).", markup=False)
 
