@@ -9,14 +9,13 @@ from pathlib import Path
 
 import click
 import pytest
-from typer.main import get_command
 
 import lowrank_cnn
-from lowrank_cnn.cli.app import build
+from lowrank_cnn.cli.app import COMMANDS, load_command
 
 PACKAGE = Path(lowrank_cnn.__file__).parent
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
-COMMAND = re.compile(r"lowrank ([a-z]+)((?: [^`'\"]*)?)")
+EXAMPLE = re.compile(r"lowrank ([a-z]+)((?: [^`'\"]*)?)")
 FOREIGN = {"--short", "--porcelain", "--untracked-files", "--presets"}
 """Options of git and of the benchmarks, which messages name too."""
 
@@ -34,34 +33,30 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def options(command: click.Command) -> set[str]:
-    found = {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}
-    for child in getattr(command, "commands", {}).values():
-        found |= options(child)
-    return found
+    return {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}
 
 
-ROOT = get_command(build())
-COMMANDS: dict[str, click.Command] = ROOT.commands  # type: ignore[attr-defined]
+OPTIONS = {name: options(load_command(name)) for name in COMMANDS}
+ALL = set().union(*OPTIONS.values()) | {"--version"}
 OWN: dict[str, set[str]] = {}
-"""Options by the file of the package `cli` that adds the command."""
-for command in COMMANDS.values():
-    assert command.callback is not None
-    OWN.setdefault(command.callback.__module__.rpartition(".")[2], set()).update(options(command))
+"""Options by the file of the package `cli` that has the command."""
+for name, entry in COMMANDS.items():
+    OWN.setdefault(entry.module, set()).update(OPTIONS[name])
 
 
 def unknown_options(text: str, known: set[str]) -> set[str]:
     """Options that are not known, and those in an example of a command that are not its own."""
     missing = set()
-    for name, rest in COMMAND.findall(text):
-        if name in COMMANDS:
-            missing |= set(OPTION.findall(rest)) - options(COMMANDS[name])
+    for name, rest in EXAMPLE.findall(text):
+        if name in OPTIONS:
+            missing |= set(OPTION.findall(rest)) - OPTIONS[name]
             text = text.replace(f"lowrank {name}{rest}", "")
     return missing | set(OPTION.findall(text)) - known - FOREIGN
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_every_option_that_is_named_exists(path: Path) -> None:
-    known = OWN.get(path.stem, options(ROOT)) if path.parent.name == "cli" else options(ROOT)
+    known = OWN.get(path.stem, ALL) if path.parent.name == "cli" else ALL
     found = {f"{path.name}:{line}": names for line, text in texts(path) if (names := unknown_options(text, known))}
     assert found == {}
 
