@@ -20,6 +20,7 @@ from lowrank_cnn.cli.options import (
     PackageWeights,
     Size,
     TrainedModel,
+    Trusted,
     Workers,
 )
 from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
@@ -49,6 +50,7 @@ def evaluate_command(
     image_size: Size = None,
     class_names: ClassNames = None,
     every_class: Annotated[bool, typer.Option("--per-class", help="Print the accuracy of every class.")] = False,
+    trusted: Trusted = False,
     as_json: Json = False,
 ) -> None:
     """Measure accuracy on test images.
@@ -74,7 +76,7 @@ def evaluate_command(
     shared = {"bad": bad, "limit": limit, "class_names": class_names, "progress": not as_json}
     reading = partial(open_data, data, only_test=True, **shared)
     images = reading(image_size=image_size)
-    trained = load_pretrained(model, pretrained) if pretrained else _find(model, best, images, into)
+    trained = load_pretrained(model, pretrained) if pretrained else _find(model, best, images, into, trusted)
     if isinstance(trained, Trained):
         images = _as_in_training(trained, images, image_size, reading)
     result = evaluate(trained, images, device=device, workers=workers, progress=not as_json)
@@ -98,6 +100,7 @@ def predict_command(
     pretrained: PackageWeights = None,
     into: Into = None,
     device: Device = "auto",
+    trusted: Trusted = False,
     as_json: Json = False,
 ) -> None:
     """Classify image files.
@@ -118,8 +121,8 @@ def predict_command(
     if is_ours(model) and not pretrained:
         raise LowRankError(_guessing(model))
     trained = load_pretrained(model, pretrained) if pretrained else model
-    if into and not pretrained:
-        trained = load_checkpoint(model, network=find_into(into, model))
+    if (into or trusted) and not pretrained:
+        trained = load_checkpoint(model, network=find_into(into, model), trusted=trusted)
     files = [path for image in images for path in (files_below(image) if image.is_dir() else [image])]
     answers = predict(trained, files, top=top, device=device, bad="skip")
     failed = [path for path, answer in zip(files, answers, strict=True) if answer is None]
@@ -185,7 +188,7 @@ def _find(model: str, best: bool, images: Data, into: str | None) -> Trained | t
         raise LowRankError(
             f"{model} is neither a checkpoint nor a network's name; {nearest(model, list_models())}"
         )
-    trained = load_checkpoint(model, best=best, network=find_into(into, model))
+    trained = load_checkpoint(model, best=best, network=find_into(into, model), trusted=trusted)
     _tell_how_far(model, best=best)
     return trained
 

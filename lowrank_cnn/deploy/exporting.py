@@ -150,7 +150,9 @@ def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = Fal
     _check_suffix(path)
     check_trusted(path, trusted)
     runner = open_engine(path, trusted=trusted)
-    network = getattr(runner, "module", None) or EngineModel(runner)  # torch's own formats are modules already
+    # Torch's own formats are modules already; a file that prepares its images takes other values than they do.
+    network = getattr(runner, "module", None) if "pixels" not in runner.metadata else None
+    network = EngineModel(runner) if network is None else network
     return attach_metadata(network, runner.metadata)
 
 
