@@ -70,9 +70,7 @@ def time_command(
     for text in models:
         if is_engine_file(text):
             if scheme is not None or device not in ("cpu", "auto"):
-                raise LowRankError(
-                    f"{text} is timed as it is, on the CPU: --scheme and --device are for networks."
-                )
+                raise LowRankError(f"{text} is timed as it is on the CPU, without --scheme and --device.")
             how: dict[str, Any] = {"batch": batch, "threads": threads, "repeats": repeats, "trusted": trusted}
             timings.append(time_file(text, parse_size(input_text), **how))
             continue
@@ -144,7 +142,7 @@ def plan_command(
         return print_json({**where, **fast.report.to_dict(), "plans": [plan.to_dict() for plan in plans]})
     for plan in plans:
         _print_plan(source.name, plan)
-    _print_variants(fast.report)
+    print_variants(fast.report)
     if (held := where.get("twin")) is not None:
         console.print(f" The dense network at its fastest ({held['choice']}): {held['twin_ms']:.2f} ms, in turns.")
         time, share = held["ms"] / held["twin_ms"], macs / held["macs"]
@@ -265,7 +263,7 @@ def _print_timing(timing: Any) -> None:
         console.print(f" That is {time:.3f} of its time, for {macs:.3f} of its MACs.")
 
 
-def _print_variants(report: Any) -> None:
+def print_variants(report: Any) -> None:
     rows = [(name, _ms(time), _spread(time)) for name, time in report.times.items()]
     print_table("The whole network", ("variant", "ms", "quartiles"), rows)
     for name, why in report.failed.items():

@@ -170,7 +170,7 @@ def _print_details(details: EvaluationDetails, *, every_class: bool) -> None:
     console.print(f"Confidence and accuracy differ by {error:.1%} on average (calibration).", markup=False)
 
 
-def _find(model: str, best: bool, images: Data, into: str | None) -> Trained | torch.nn.Module:
+def _find(model: str, best: bool, images: Data, into: str | None, trusted: bool) -> Trained | torch.nn.Module:
     """The trained network at a path, or an untrained one by name, whose accuracy is that of guessing."""
     import torch
 

@@ -51,7 +51,7 @@ Norm = Annotated[
 ]
 Trusted = Annotated[
     bool,
-    typer.Option("--trusted", help="Read a .pt2 or .ts, which can run code stored in it.", rich_help_panel=NETWORK),
+    typer.Option("--trusted", help="Read a .pt2 or .ts, whose code may run.", rich_help_panel=NETWORK),
 ]
 Stride = Annotated[int | None, typer.Option(help="Stride of the first conv.", rich_help_panel=NETWORK)]
 Settings = Annotated[

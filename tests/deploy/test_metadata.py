@@ -1,4 +1,4 @@
-"""Exported files carry classes and the preparation of images: evaluate and predict take them as they take the run."""
+"""Exported files carry classes and the preparation of images: evaluate and predict take them like the run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ def pixels(count: int, seed: int = 0) -> torch.Tensor:
 
 def trained(preprocess: Standardize | Whiten | None = None, **recipe: object) -> Trained:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)).eval()
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+    ).eval()
     prepare = preprocess or Standardize(torch.tensor([120.0, 110.0, 100.0]), torch.tensor([60.0, 50.0, 70.0]))
-    return Trained(net, prepare, Recipe(**recipe), CLASSES, SIZE)
+    return Trained(net.eval(), prepare, Recipe(**recipe), CLASSES, SIZE)
 
 
 def data() -> Data:
