@@ -20,6 +20,7 @@ from lowrank_cnn.cli.options import (
     PackageWeights,
     Size,
     TrainedModel,
+    Trusted,
     Workers,
 )
 from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
@@ -51,6 +52,7 @@ def evaluate_command(
     every_class: Annotated[
         bool, typer.Option("--per-class", help="Print every class, and the worst images.")
     ] = False,
+    trusted: Trusted = False,
     as_json: Json = False,
 ) -> None:
     """Measure accuracy on test images.
@@ -76,7 +78,7 @@ def evaluate_command(
     shared = {"bad": bad, "limit": limit, "class_names": class_names, "progress": not as_json}
     reading = partial(open_data, data, only_test=True, **shared)
     images = reading(image_size=image_size)
-    trained = load_pretrained(model, pretrained) if pretrained else _find(model, best, images, into)
+    trained = load_pretrained(model, pretrained) if pretrained else _find(model, best, images, into, trusted)
     if isinstance(trained, Trained):
         images = _as_in_training(trained, images, image_size, reading)
     result = evaluate(trained, images, device=device, workers=workers, progress=not as_json)
@@ -100,6 +102,7 @@ def predict_command(
     pretrained: PackageWeights = None,
     into: Into = None,
     device: Device = "auto",
+    trusted: Trusted = False,
     as_json: Json = False,
 ) -> None:
     """Classify image files.
@@ -120,8 +123,8 @@ def predict_command(
     if is_ours(model) and not pretrained:
         raise LowRankError(_guessing(model))
     trained = load_pretrained(model, pretrained) if pretrained else model
-    if into and not pretrained:
-        trained = load_checkpoint(model, network=find_into(into, model))
+    if (into or trusted) and not pretrained:
+        trained = load_checkpoint(model, network=find_into(into, model), trusted=trusted)
     files = [path for image in images for path in (files_below(image) if image.is_dir() else [image])]
     answers = predict(trained, files, top=top, device=device, bad="skip")
     failed = [path for path, answer in zip(files, answers, strict=True) if answer is None]
@@ -175,7 +178,7 @@ def _print_details(details: EvaluationDetails, *, every_class: bool) -> None:
     console.print(f"Confidence and accuracy differ by {error:.1%} on average (calibration).", markup=False)
 
 
-def _find(model: str, best: bool, images: Data, into: str | None) -> Trained | torch.nn.Module:
+def _find(model: str, best: bool, images: Data, into: str | None, trusted: bool) -> Trained | torch.nn.Module:
     """The trained network at a path, or an untrained one by name, whose accuracy is that of guessing."""
     import torch
 
@@ -193,7 +196,7 @@ def _find(model: str, best: bool, images: Data, into: str | None) -> Trained | t
         raise LowRankError(
             f"{model} is neither a checkpoint nor a network's name; {nearest(model, list_models())}"
         )
-    trained = load_checkpoint(model, best=best, network=find_into(into, model))
+    trained = load_checkpoint(model, best=best, network=find_into(into, model), trusted=trusted)
     _tell_how_far(model, best=best)
     return trained
 

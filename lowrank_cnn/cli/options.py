@@ -14,7 +14,7 @@ MODEL_HELP = (
     "A network's name (`lowrank models`), timm:NAME, torchvision:NAME, an exported .safetensors, a run's "
     "directory, or path.py:function, which runs your file and calls that function (num_classes is passed on)."
 )
-TRAINED_HELP = "A run's directory, a checkpoint, an exported .safetensors, or a network's name."
+TRAINED_HELP = "A run's directory, a checkpoint, an exported file (.onnx, .safetensors, ...), or a network's name."
 
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 TrainedModel = Annotated[str, typer.Argument(help=TRAINED_HELP)]
@@ -48,6 +48,10 @@ Width = Annotated[
 ]
 Norm = Annotated[
     str | None, typer.Option(help="batch, for batch norm in one of our networks.", rich_help_panel=NETWORK)
+]
+Trusted = Annotated[
+    bool,
+    typer.Option("--trusted", help="Read a .pt2 or .ts, whose code may run.", rich_help_panel=NETWORK),
 ]
 Stride = Annotated[int | None, typer.Option(help="Stride of the first conv.", rich_help_panel=NETWORK)]
 Settings = Annotated[

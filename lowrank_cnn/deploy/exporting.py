@@ -34,7 +34,10 @@ from lowrank_cnn.deploy.candidates import in_layers
 from lowrank_cnn.deploy.engines import ENGINES, check_trusted, engine_of, open_engine
 from lowrank_cnn.deploy.engines.request import Axes, Call, ExportRequest, free_axes
 from lowrank_cnn.deploy.metadata import PreparedNetwork, attach_metadata, metadata_of
+from lowrank_cnn.deploy.optimized import Optimized
+from lowrank_cnn.deploy.optimizing import reoptimize
 from lowrank_cnn.deploy.parity import checked_outputs, parity
+from lowrank_cnn.deploy.planning import objection_on
 from lowrank_cnn.deploy.runtime import EngineModel
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.models.files import Stored, dtype_of, read_weights, write_weights
@@ -87,6 +90,7 @@ def export(
       of the size that the network sees, [N, C, H, W] (True, "nchw") or [N, H, W, C] ("nhwc"). Scaling an image to
       that size stays outside.
 
+    What `optimize` gave goes to a .safetensors with what was chosen, and `load` makes it again without measuring.
     A file of a trained network says how its images are prepared and what its classes are: `evaluate` and `predict`
     take it as they take the run.
 
@@ -102,7 +106,7 @@ def export(
     if not path.parent.is_dir():
         raise LowRankError(f"there is no directory {path.parent} to write {path.name} into.")
     if path.suffix == ".safetensors":
-        return _write_weights(path, stored)
+        return _write_weights(path, _as_given(stored))
     names = {"inputs": input_names, "outputs": output_names}
     network, request = _request(stored, example_input, dynamic, names, preprocess)
     return write_request(path, replace(request, opset=opset), network)
@@ -146,11 +150,15 @@ def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = Fal
     if not path.is_file():
         raise LowRankError(f"there is no file {path}.")
     if path.suffix == ".safetensors":
-        return read_weights(path, into=into).network.eval()
+        stored = read_weights(path, into=into)
+        network = stored.network.eval()
+        return network if stored.optimized is None else reoptimize(network, stored.optimized)
     _check_suffix(path)
     check_trusted(path, trusted)
     runner = open_engine(path, trusted=trusted)
-    network = getattr(runner, "module", None) or EngineModel(runner)  # torch's own formats are modules already
+    # Torch's own formats are modules already; a file that prepares its images takes other values than they do.
+    network = getattr(runner, "module", None) if "pixels" not in runner.metadata else None
+    network = EngineModel(runner) if network is None else network
     return attach_metadata(network, runner.metadata)
 
 
@@ -166,6 +174,16 @@ def _check_suffix(path: Path) -> None:
     if path.suffix not in ENGINES:
         known = ", ".join([*ENGINES, ".safetensors"])
         raise LowRankError(f"a network's file ends in one of {known}, not in {path.suffix!r}.")
+
+
+def _as_given(stored: Stored) -> Stored:
+    """What a file of weights holds of an optimised network: the network before, and what was chosen for it."""
+    made = stored.network
+    if not isinstance(made, Optimized) or made.given is None:
+        return stored
+    if reason := objection_on(made, made.given, made.example):
+        raise LowRankError(f"the network was changed since it was optimised ({reason}): optimise it again.")
+    return replace(stored, network=made.given, optimized=made.chosen)
 
 
 def _write_weights(path: Path, stored: Stored) -> Exported:

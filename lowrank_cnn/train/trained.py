@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,13 +80,18 @@ class Trained:
         return self
 
 
-def load_checkpoint(path: str | Path, *, best: bool = False, network: nn.Module | None = None) -> Trained:
+def load_checkpoint(
+    path: str | Path, *, best: bool = False, network: nn.Module | None = None, trusted: bool = False
+) -> Trained:
     """The trained network of a run: its directory (the last weights, or the best), or one checkpoint file.
 
-    An exported .safetensors will do as well, where what was exported was trained. The network is built anew from
+    An exported file will do as well, where what was exported was trained; a .pt2 or .ts needs `trusted`, since
+    reading it can run code stored in it. The network is built anew from
     its name and options, and converted as it was; one that `create_model` does not know is passed in, as it was
     before any conversion, or converted. Where the run kept a moving average of the weights, that is loaded.
     """
+    if Path(path).is_file() and Path(path).suffix not in ("", ".json", ".safetensors"):
+        return _graph(Path(path), trusted)
     if is_exported(Path(path)):
         return _exported(Path(path), network)
     checkpoint = _read(Path(path), best)
@@ -153,6 +159,18 @@ def _exported(path: Path, network: nn.Module | None) -> Trained:
         raise LowRankError(
             f"{path} holds weights, but not which classes they tell apart and how images are prepared for them: "
             f"export it from the run that trained it (lowrank export RUN {path.name})."
+        )
+    return trained
+
+
+def _graph(path: Path, trusted: bool) -> Trained:
+    """A trained network out of an .onnx, .pt2 or other graph, run by the engine of the file."""
+    # The room that runs such files lies above this one, so it is imported when a file asks for it.
+    trained = carried_by(importlib.import_module("lowrank_cnn.deploy").load(path, trusted=trusted))
+    if trained is None:
+        raise LowRankError(
+            f"{path} does not say which classes it tells apart and how images are prepared for it: export it from "
+            f"the run that trained it (lowrank export RUN {path.name})."
         )
     return trained
 
