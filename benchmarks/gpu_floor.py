@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from benchmarks.gpu_clock import milliseconds
-from lowrank_cnn.kernels.fuse import FusedComposite, fuse
+from lowrank_cnn.kernels.fused_conv import FusedComposite
+from lowrank_cnn.kernels.fusing import fuse
 from lowrank_cnn.kernels.problem import Problem, describe
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.network import Network
@@ -62,9 +63,10 @@ def layers(name: str, batch: int) -> tuple[list[Problem], list[Work]]:
     problems: list[Problem] = []
     work: list[Work] = []
     with torch.device("meta"):
-        net = fuse(made(name).eval())
+        given = made(name).eval()
+        net = fuse(given)
         with _watched(net, problems, work), torch.no_grad():
-            net(torch.empty((batch, *net.input_size)))  # type: ignore[misc]
+            net(torch.empty((batch, *given.input_size)))  # type: ignore[misc]
     return problems, work
 
 
@@ -78,8 +80,7 @@ def floor_ms(work: list[Work], limit: Limits, mode: str) -> float:
 @contextmanager
 def _watched(net: nn.Module, problems: list[Problem], work: list[Work]) -> Iterator[None]:
     def conv(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        options = {"stride": layer.stride, "padding": layer.padding, "relu": layer.relu, "pool": layer.pool}
-        problem = replace(describe(inputs[0], list(layer.weights), **options), dtype=torch.bfloat16)
+        problem = replace(describe(inputs[0], list(layer.weights), **layer.options), dtype=torch.bfloat16)
         problems.append(problem)
         work.append(_conv_work(problem))
 

@@ -8,7 +8,8 @@ without our kernels. Images are 224 x 224 in bf16, channels_last. All ways of on
 process, and each call pays for copying its input, as a user's would.
 
 Child processes first run every row side by side to fill the compilers' caches on disk; what they measure is thrown
-away. Then each row is measured by one process alone on the device.
+away. Then each row is measured by one process alone on the device. The record is written after each way, so that a
+run that is killed keeps what it has measured.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,11 +55,13 @@ SIZE = (3, 224, 224)
 CLASSES = 1000
 TRAIN_IMAGES, TRAIN_BATCH, EPOCHS = 4096, 256, 4
 
+Found = dict[str, Any]
+
 
 def main() -> None:
     options = _arguments()
     if options.child:
-        print(json.dumps(_row(options.child, options)), flush=True)
+        _measure_row(options.child, options, lambda found: print(json.dumps(found), flush=True))
         return
     began = time.monotonic()
     rows = [row for row in ROWS if any(fnmatch(row, f"*{asked}") for asked in options.only.split(","))]
@@ -67,10 +71,11 @@ def main() -> None:
     run: dict[str, Any] = {"environment": environment(), "rows": []}
     before = earlier_runs(options.out, KIND)
     for row in rows:
-        found = _child(row, options, os.environ.get("LOWRANK_CACHE"), options.limit)
-        run["rows"].append(found)
-        print(_line(found), flush=True)
-        write_runs(options.out, KIND, [*before, run])
+        run["rows"].append({"row": row})
+        for found in _measured(row, options):
+            run["rows"][-1] = found
+            write_runs(options.out, KIND, [*before, run])
+        print(_line(run["rows"][-1]), flush=True)
     print(f"{time.monotonic() - began:.0f} s in all")
 
 
@@ -109,19 +114,26 @@ def _started(row: str, options: argparse.Namespace, cache: str | None, modes: st
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **extra})
 
 
-def _child(row: str, options: argparse.Namespace, cache: str | None, limit: float) -> dict[str, Any]:
-    child = _started(row, options, cache, options.modes)
-    try:
-        text, _ = child.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        return {"row": row, "failed": f"took more than {limit:.0f} s"}
-    lines = [line for line in text.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if lines else {"row": row, "failed": f"exit code {child.returncode}"}
+def _measured(row: str, options: argparse.Namespace) -> Iterator[Found]:
+    """What a process of its own has measured so far, after each way; at the end also why it stopped early."""
+    child = _started(row, options, os.environ.get("LOWRANK_CACHE"), options.modes)
+    began, timer = time.monotonic(), threading.Timer(options.limit, child.kill)
+    timer.start()
+    found: Found = {"row": row}
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith("{"):
+            found = json.loads(line)
+            yield found
+    timer.cancel()
+    if child.wait():
+        late = time.monotonic() - began >= options.limit
+        why = f"took more than {options.limit:.0f} s" if late else f"exit code {child.returncode}"
+        yield {**found, "failed": why}
 
 
-def _row(row: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything about one network and scheme."""
+def _measure_row(row: str, options: argparse.Namespace, tell: Callable[[Found], None]) -> None:
+    """Everything about one network and scheme, told whenever it has grown."""
     name, scheme = row.split("/")
     torch.manual_seed(0)
     dense = created(name)
@@ -133,18 +145,21 @@ def _row(row: str, options: argparse.Namespace) -> dict[str, Any]:
         macs["thin"] = lr.count(networks["thin"], SIZE).macs
     except lr.LowRankError as error:
         print(f"no thin rival: {error}", file=sys.stderr)
-    found: dict[str, Any] = {"row": row, "macs": macs}
-    parts: dict[str, Callable[[], Any]] = {
+    found: Found = {"row": row, "macs": macs}
+    parts: dict[str, Callable[[], Iterator[Found]]] = {
         "inference": lambda: _inference(networks, 256, options.repeats),
         "batch1": lambda: _inference(networks, 1, options.repeats),
         "training": lambda: _training(networks),
     }
     for mode in options.modes.split(","):
         try:
-            found[mode] = parts[mode]()
+            for part in parts[mode]():
+                found[mode] = part
+                tell(found)
         except Exception as error:  # one mode that fails leaves the others
-            found[mode] = {"failed": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"}
-    return found
+            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            found[mode] = {**found.get(mode, {}), "failed": why}
+            tell(found)
 
 
 def created(name: str) -> nn.Module:
@@ -156,13 +171,13 @@ def created(name: str) -> nn.Module:
     return reparameterize(import_module("timm").create_model(model))
 
 
-def _inference(networks: dict[str, nn.Module], batch: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds of one batch by every way, in turns, and how exact each is."""
+def _inference(networks: dict[str, nn.Module], batch: int, repeats: int) -> Iterator[Found]:
+    """How each network was optimised and how exact it is; last, the time of a batch by every way, in turns."""
     x = torch.randn((batch, *SIZE), device="cuda", dtype=torch.bfloat16).contiguous(
         memory_format=torch.channels_last
     )
     ways: dict[str, Callable[[Tensor], Tensor]] = {}
-    report: dict[str, Any] = {"tuning_seconds": {}, "choice": {}, "error": {}, "failed": {}}
+    report: Found = {"tuning_seconds": {}, "choice": {}, "error": {}, "refused": {}, "variants": {}}
     for kind, network in networks.items():
         ready = _deployed(network)
         if kind != "low-rank":
@@ -171,13 +186,14 @@ def _inference(networks: dict[str, nn.Module], batch: int, repeats: int) -> dict
         fast = lr.optimize(ready, x)
         report["tuning_seconds"][kind] = time.perf_counter() - began
         report["choice"][kind] = fast.report.choice
-        report["failed"][kind] = fast.report.failed
-        report.setdefault("variants", {})[kind] = {name: time.ms for name, time in fast.report.times.items()}
+        report["refused"][kind] = fast.report.failed
+        report["variants"][kind] = {name: time.ms for name, time in fast.report.times.items()}
         report["error"][kind] = _error(fast, network, x)
         ways[f"{kind}, optimize"] = fast
+        yield report
     with torch.no_grad():
         times = measure({way: lambda run=run: run(x) for way, run in ways.items()}, repeats=repeats, cuda=True)
-    return report | {"ms": {way: asdict(sample) for way, sample in times.items()}}
+    yield report | {"ms": {way: asdict(sample) for way, sample in times.items()}}
 
 
 def _deployed(network: nn.Module) -> nn.Module:
@@ -216,7 +232,7 @@ def _error(fast: nn.Module, network: nn.Module, x: Tensor) -> dict[str, float]:
     return {kind: float((y - exact).norm() / exact.norm()) for kind, y in (("ours", ours), ("torch", plain))}
 
 
-def _training(networks: dict[str, nn.Module]) -> dict[str, Any]:
+def _training(networks: dict[str, nn.Module]) -> Iterator[Found]:
     """Milliseconds of a step within `fit`, input included: the median epoch after the first.
 
     A run of ten minutes or more measures by itself whether compiling pays; these short ones are told.
@@ -228,7 +244,7 @@ def _training(networks: dict[str, nn.Module]) -> dict[str, Any]:
     split = ResidentSplit.of(images, labels)
     data = Data("random", names, split, split.subset(torch.arange(256)))
     recipe = lr.get_recipe("modern", batch_size=TRAIN_BATCH, crop=SIZE[1], pad=0, cutout=0, ema=0.0)
-    found: dict[str, Any] = {}
+    found: Found = {}
     for kind, network in networks.items():
         ways: dict[str, tuple[str, dict[str, Any]]] = {
             "fit": ("auto", {"compile": False}),
@@ -245,7 +261,7 @@ def _training(networks: dict[str, nn.Module]) -> dict[str, Any]:
             found[f"{kind}, {way}"] = {"ms": median(ms), "low": ms[0], "high": ms[-1], "runs": len(ms)}
             torch._dynamo.reset()
             torch.cuda.empty_cache()
-    return {"ms": found}
+            yield {"ms": found}
 
 
 def _line(found: dict[str, Any]) -> str:

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from benchmarks.gpu_floor import made
 from lowrank_cnn.deploy.candidates import CANDIDATES
 from lowrank_cnn.deploy.planning import plan
-from lowrank_cnn.kernels.fuse import FusedComposite, freeze, fuse
+from lowrank_cnn.kernels.fused_conv import FusedComposite
+from lowrank_cnn.kernels.fusing import freeze, fuse
 from lowrank_cnn.kernels.mode import for_graphs, forced
 from lowrank_cnn.models.network import Network
 
@@ -108,7 +109,7 @@ def with_cudnn(model: nn.Module, *, padded: bool) -> nn.Module:
     twin = fuse(model)
     for parent in list(twin.modules()):
         for name, child in parent.named_children():
-            if not isinstance(child, FusedComposite) or not child.relu or child.bias is None:
+            if not isinstance(child, FusedComposite) or child.activation != "relu" or child.bias is None:
                 continue
             ragged = -child.weights[0].shape[1] % 8
             parent._modules[name] = TorchConv(child) if ragged and not padded else CudnnConv(child, ragged)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from lowrank_cnn.data import open_data
+from lowrank_cnn.data.augment import scaled
 from lowrank_cnn.data.images.decode import crop_at, decode_image, resize_shorter
-from lowrank_cnn.data.images.framing import Framing, frame_by_pillow, frame_by_simplejpeg, frame_by_torch, framer
+from lowrank_cnn.data.images.framing import Framing, frame_image
 from lowrank_cnn.data.stream.gpu_decode import Decoder as GpuDecoder
 from lowrank_cnn.data.stream.gpu_decode import find_decoder
 from lowrank_cnn.system.errors import LowRankError
@@ -72,16 +73,13 @@ def decoders() -> Iterator[tuple[str, Decoder]]:
 def ways() -> Iterator[tuple[str, Decoder]]:
     """Decode, scale to a shorter side of 256, crop 224, mirror."""
     yield "Pillow, whole image scaled", whole_then_crop
-    yield "Pillow, window scaled", lambda data: frame_by_pillow(data, FRAMING, 3, DRAWS)
+    yield "Pillow, window scaled", window_by_pillow
     if jpeg_ := found("simplejpeg"):
-        yield "simplejpeg, window scaled by Pillow", partial(window_by_pillow, jpeg_)
-        cut = partial(frame_by_simplejpeg, otherwise=frame_by_pillow)
-        yield "simplejpeg cut out at the right scale, else Pillow", lambda data: cut(data, FRAMING, 3, DRAWS)
-    fast = " with simplejpeg" if found("simplejpeg") else ""
-    yield f"torch, whole image scaled{fast}", lambda data: frame_by_torch(data, FRAMING, 3, DRAWS)
+        yield "simplejpeg, window scaled by Pillow", partial(window_of_array, jpeg_)
+    yield "torch, whole image scaled", whole_by_torch
     if cv2 := found("cv2"):
         yield "OpenCV, not antialiased", partial(scaled_by_opencv, cv2)
-    yield "chosen here", lambda data: framer()(data, FRAMING, 3, DRAWS)
+    yield "chosen here", lambda data: frame_image(data, FRAMING, 3, DRAWS)
 
 
 def whole_then_crop(data: bytes) -> bytes:
@@ -91,13 +89,28 @@ def whole_then_crop(data: bytes) -> bytes:
     return crop_at(image, top, left, 224, 224, fill=(0, 0, 0)).tobytes()
 
 
-def window_by_pillow(jpeg_: Any, data: bytes) -> bytes:
+def window_by_pillow(data: bytes) -> bytes:
+    return FRAMING(decode_image(data, channels=3, at_least=256), DRAWS).tobytes()
+
+
+def window_of_array(jpeg_: Any, data: bytes) -> bytes:
     """Pillow keeps four bytes per pixel, so that it has to copy what it is given."""
     from PIL import Image
 
     pixels = jpeg_.decode_jpeg(data, "RGB")
     size = pixels.shape[1], pixels.shape[0]
     return FRAMING(Image.frombuffer("RGB", size, pixels, "raw", "RGB", 0, 1), DRAWS).tobytes()
+
+
+def whole_by_torch(data: bytes) -> bytes:
+    """Every pixel scaled by torch, which has vectorised loops for it on x86."""
+    image = decode_image(data, channels=3, at_least=256)
+    pixels = as_array(bytearray(image.tobytes())).reshape(image.height, image.width, 3)
+    whole = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+    size = scaled(image.height, image.width, 256)
+    whole = torch.nn.functional.interpolate(whole, size, mode="bilinear", antialias=True)[0]
+    top, left = FRAMING.corner(*size, DRAWS)
+    return whole[:, top : top + 224, left : left + 224].flip(2).permute(1, 2, 0).contiguous().numpy().tobytes()
 
 
 def scaled_by_opencv(cv2: Any, data: bytes) -> bytes:
@@ -127,7 +140,7 @@ def difference(decoder: GpuDecoder, images: list[bytes]) -> float:
     return float(torch.stack(apart).mean())
 
 
-def as_array(data: bytes) -> Any:
+def as_array(data: bytes | bytearray) -> Any:
     import numpy as np
 
     return np.frombuffer(data, np.uint8)

@@ -29,7 +29,7 @@ from lowrank_cnn.system.memory import is_out_of_memory
 from lowrank_cnn.train.fused import fused_to_train
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recompute import recomputed
-from lowrank_cnn.train.step import Step
+from lowrank_cnn.train.step import TrainingStep
 
 STEPS = 2
 """Of which the most is taken, after two more in which libraries choose their algorithms."""
@@ -88,7 +88,7 @@ def peak(net: nn.Module, forward: nn.Module, batch: int, image: int, device: tor
     def pull(loss: Tensor) -> None:
         loss.backward()
 
-    step = Step(net, run, pull, Recipe(lr=1e-4), device)
+    step = TrainingStep(net, run, pull, Recipe(lr=1e-4), device)
     images, labels = batch_of(batch, image, device)
     step.prepare(1e-4, 0)
     with for_graphs():  # layers are chosen as in a run, which records its step

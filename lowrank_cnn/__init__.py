@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, build_conv
     from lowrank_cnn.method.scheme import Scheme, parse_scheme
     from lowrank_cnn.method.selection import stages
+    from lowrank_cnn.method.settling import LearnedShapes, load_shapes
     from lowrank_cnn.method.spec import Composite, FilterGroup
     from lowrank_cnn.method.thinning import thin
     from lowrank_cnn.models import Network, create_model, list_models, list_pretrained
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from lowrank_cnn.system.provenance import Notes, notes
     from lowrank_cnn.train import fit, get_recipe
     from lowrank_cnn.train.evaluation import evaluate, predict
+    from lowrank_cnn.train.learning_shapes import learn_shapes
     from lowrank_cnn.train.trained import load_pretrained
 
 # Every public name is loaded when it is first used, so that `import lowrank_cnn` does not wait for torch.
@@ -47,6 +49,7 @@ _HOMES = {
     "method.layers": ["CompositeConv2d", "FactoredConv2d", "build_conv"],
     "method.scheme": ["Scheme", "parse_scheme"],
     "method.selection": ["stages"],
+    "method.settling": ["LearnedShapes", "load_shapes"],
     "method.spec": ["Composite", "FilterGroup"],
     "method.thinning": ["thin"],
     "models": ["Network", "create_model", "list_models", "list_pretrained"],
@@ -55,6 +58,7 @@ _HOMES = {
     "system.provenance": ["Notes", "notes"],
     "train": ["fit", "get_recipe"],
     "train.evaluation": ["evaluate", "predict"],
+    "train.learning_shapes": ["learn_shapes"],
     "train.trained": ["load_pretrained"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -78,6 +82,7 @@ __all__ = [
     "Count",
     "FactoredConv2d",
     "FilterGroup",
+    "LearnedShapes",
     "LowRankError",
     "MissingExtra",
     "Network",
@@ -96,10 +101,12 @@ __all__ = [
     "fit",
     "get_recipe",
     "init_",
+    "learn_shapes",
     "list_models",
     "list_pretrained",
     "load",
     "load_pretrained",
+    "load_shapes",
     "merge",
     "notes",
     "open_data",

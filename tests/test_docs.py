@@ -20,9 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lowrank_cnn.cli import demonstration as demo
 from lowrank_cnn.cli import main
-from lowrank_cnn.data import open_data
 from lowrank_cnn.deploy.timing import time_model
 from lowrank_cnn.models import list_models
 
@@ -82,8 +80,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     for cache in ("XDG_CACHE_HOME", "LOWRANK_CACHE"):
         monkeypatch.setenv(cache, str(tmp_path / "cache"))
-    monkeypatch.setattr(demo, "open_data", partial(open_data, limit=80))
-    monkeypatch.setattr(demo, "time_model", partial(time_model, repeats=3))
+    monkeypatch.setattr("lowrank_cnn.deploy.timing.time_model", partial(time_model, repeats=3))
     before = set(sys.modules)
     yield tmp_path
     for path in tmp_path.glob("*.py"):

@@ -375,7 +375,7 @@ def test_long_hashes_are_shown_in_twelve_digits(blocks: ModuleType):
 
 
 def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleType, put: Put, tmp_path: Path):
-    from lowrank_cnn.frontier.record import Frontier, Row, Run, Timing
+    from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, SeedRun
 
     folder = tmp_path / "frontier" / "cifar10"
     folder.mkdir(parents=True)
@@ -384,8 +384,8 @@ def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleTy
     found.environments.append(ENVIRONMENT)
     for name, ms in (("dense", 2.0), ("lr", 1.0)):
         design = {"name": name, "scheme": name, "width": 1.0, "matched": ""}
-        runs = [Run(seed, 900 + seed, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in (1, 2)]
-        found.rows.append(Row(design, 10**6, 10**5, Timing(ms, ms, ms, 2.0, 256, "folded"), runs=runs))
+        runs = [SeedRun(seed, 900 + seed, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in (1, 2)]
+        found.rows.append(DesignRow(design, 10**6, 10**5, DesignTime(ms, ms, ms, 2.0, 256, "folded"), runs=runs))
     answer = {
         "question": "better",
         "design": "lr",
@@ -401,3 +401,17 @@ def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleTy
     assert cells(text, "`lr`")[1:] == ["1.00M", "100k", "1.000", "0.50", "90.15 (89.51 to 90.79)", "2", "3.0"]
     assert cells(text, "`lr` better by +0.2")[-1] == "no"
     assert "record: `benchmarks/results/frontier/cifar10/frontier.json`" in text
+
+
+def test_foreign_networks_on_a_gpu_appear_with_their_record(blocks: ModuleType, put: Put):
+    assert blocks.TABLES["gpu-models"]() == ""
+    times = {"dense, torch.compile": {"ms": 2.0}, "dense, fit": {"ms": 1.9}, "low-rank, fit": {"ms": 1.0}}
+    row = {"row": "torchvision:resnet18/lr", "macs": {"dense": 100, "low-rank": 33}}
+    whole = {**row, "training": {"ms": {**times, "low-rank, fit, compiled": {"ms": 0.5}}}}
+    cut = {**row, "training": {"ms": {"dense, torch.compile": {"ms": 3.0}}}, "inference": {"choice": {}}}
+    put("gpu_models.json", {"runs": [{"environment": ENVIRONMENT, "rows": [row]} for row in (whole, cut)]})
+    text = blocks.TABLES["gpu-models"]()
+    assert text.startswith("## Networks of torchvision and timm on a GPU\n\n### Training step, batch 256\n")
+    expected = ["0.330", "2.00 (1.00)", "1.90 (0.95)", "not measured", "not measured", "0.50 (0.25)"]
+    assert cells(text, "`resnet18`, `lr`")[1:] == expected
+    assert "inference" not in text

@@ -9,7 +9,7 @@ from tables import form
 from tables.form import NO_RUNS, markdown, source
 
 if TYPE_CHECKING:
-    from lowrank_cnn.frontier.record import Frontier, Row
+    from lowrank_cnn.frontier.record import DesignRow, Frontier
 
 FOLDER = "frontier"
 
@@ -52,15 +52,15 @@ def _record(found: Frontier) -> Iterator[str]:
     yield source(name, *found.environments)
 
 
-def _order(row: Row) -> tuple[float, int]:
+def _order(row: DesignRow) -> tuple[float, int]:
     return (row.timing.ratio if row.timing else 0.0), row.macs
 
 
-def _line(found: Frontier, row: Row) -> list[object]:
-    from lowrank_cnn.frontier.statistics import seed_interval
+def _line(found: Frontier, row: DesignRow) -> list[object]:
+    from lowrank_cnn.system.statistics import mean_interval
     from lowrank_cnn.system.text import si
 
-    mean, low, high = seed_interval([100 * run.correct / found.images for run in row.runs])
+    mean, low, high = mean_interval([100 * run.correct / found.images for run in row.runs])
     seconds = sorted(run.seconds for run in row.runs)
     times = [f"{row.timing.ms:.3f}", f"{row.timing.ratio:.2f}"] if row.timing else ["", ""]
     accuracy = f"{mean:.2f} ({low:.2f} to {high:.2f})" if len(row.runs) > 1 else f"{mean:.2f}"

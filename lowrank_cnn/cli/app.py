@@ -1,36 +1,114 @@
-"""Put the commands together, run one, and turn every way in which it ends into an exit code."""
+"""Find the command that was typed, run it, and turn every way in which it ends into an exit code.
+
+Modules of commands are imported when their command is used, and torch when it begins to work: help and completion
+answer at once.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer import rich_utils
+from typer.core import TyperCommand, TyperGroup
 
 from lowrank_cnn.cli import INTERRUPTED
 from lowrank_cnn.cli.output import lasting_output
-from lowrank_cnn.cli.show import console, errors
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.version import __version__
 
-COMMANDS = (
-    "models",
-    "audit",
-    "train",
-    "evaluate",
-    "convert",
-    "deploy",
-    "demo",
-    "reproduce",
-    "frontier",
-    "shrink",
-    "report",
-)
-"""The files of this package that add commands, in the order of the help text."""
 BAD_INPUT = 2
+_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+_EPILOG = "Try: [bold]lowrank demo[/], [bold]lowrank models[/], [bold]lowrank count vgg11-gmp-lr[/]."
 
-_EPILOG = """Try: [bold]lowrank models[/], [bold]lowrank count vgg11-gmp-lr[/], [bold]lowrank audit[/]."""
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of `lowrank --help`: the module with the function `NAME_command`, the panel, the first sentence."""
+
+    module: str
+    panel: str
+    summary: str
+
+
+COMMANDS = {
+    "demo": Entry("demo", "Start", "Train a dense network and its low-rank twin on digits, and compare them."),
+    "models": Entry("models", "Start", "List the networks with their cost and published accuracy."),
+    "count": Entry("models", "Start", "Count multiply-accumulates, parameters and memory, layer by layer."),
+    "recipes": Entry("models", "Train", "List the training recipes."),
+    "train": Entry("train", "Train", "Train a network, from scratch or from trained weights."),
+    "evaluate": Entry("evaluate", "Train", "Measure accuracy on test images."),
+    "predict": Entry("evaluate", "Train", "Classify image files."),
+    "report": Entry("report", "Train", "Write one HTML page about training runs and timings."),
+    "shrink": Entry("shrink", "Train", "Store large photographs at the size that training needs."),
+    "convert": Entry("convert", "Convert", "Rewrite the convolutions of any network with low-rank filters."),
+    "decompose": Entry("convert", "Convert", "Approximate trained convolutions by low-rank filters."),
+    "time": Entry("deploy", "Deploy", "Time networks layer by layer, beside their dense twins."),
+    "plan": Entry("deploy", "Deploy", "Find the fastest way to run a network on this machine."),
+    "export": Entry("deploy", "Deploy", "Write a network as ONNX, .pt2 or .safetensors, and check the file."),
+    "audit": Entry("audit", "Paper", "Compare every published figure and claim with what this code computes."),
+    "reproduce": Entry("reproduce", "Paper", "Train the paper's networks and compare their accuracy."),
+    "frontier": Entry("frontier", "Paper", "Train a family over widths and schemes: accuracy against time."),
+    "figure": Entry("report", "Paper", "Draw a figure of the paper."),
+}
+
+
+class LazyGroup(TyperGroup):
+    """A group that lists its commands from the table above and imports only the one that is used."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name, entry in COMMANDS.items():
+            self.add_command(TyperCommand(name, help=entry.summary, rich_help_panel=entry.panel))
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and load_command(str(name)), rest
+
+
+def load_command(name: str) -> TyperCommand:
+    """Import the module of a command and build the command from its function."""
+    entry = COMMANDS[name]
+    function = getattr(import_module(f"lowrank_cnn.cli.{entry.module}"), f"{name}_command")
+    app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
+    app.command(name, context_settings=_SETTINGS)(function)
+    command = typer.main.get_command(app)
+    assert isinstance(command, TyperCommand)
+    return command
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+]
+
+
+def build() -> typer.Typer:
+    """The application with all its commands."""
+    app = typer.Typer(
+        name="lowrank",
+        cls=LazyGroup,
+        context_settings=_SETTINGS,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
+
+    @app.callback(invoke_without_command=True, epilog=_EPILOG)
+    def show_help(context: typer.Context, version: Version = False) -> None:
+        """Cheaper convolutional networks: low-rank filters learned from scratch, and the time they save."""
+        if context.invoked_subcommand is None:
+            print(context.get_help())
+
+    return app
 
 
 def run(arguments: list[str] | None = None) -> int:
@@ -56,41 +134,22 @@ def _run(arguments: list[str] | None) -> int:
     except MemoryError:
         return _fail("there is not enough memory: use a smaller --batch-size or --limit.")
     except Exception as error:
-        if not hasattr(error, "format_message"):  # which errors of usage have
+        if not hasattr(error, "format_message"):  # only usage errors have it
             raise
         return _show_usage_error(error)
 
 
-def build() -> typer.Typer:
-    """The application with all its commands."""
-    app = typer.Typer(
-        name="lowrank", pretty_exceptions_enable=False, rich_markup_mode="rich", add_completion=False
-    )
-
-    @app.callback(invoke_without_command=True, epilog=_EPILOG)
-    def show_help(
-        context: typer.Context,
-        version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-    ) -> None:
-        """Cheaper convolutional networks: low-rank filters learned from scratch, and the time they save."""
-        if version:
-            print(__version__)
-            raise typer.Exit
-        if context.invoked_subcommand is None:
-            print(context.get_help())
-
-    for command in COMMANDS:
-        import_module(f"lowrank_cnn.cli.{command}").add_to(app)
-    return app
-
-
 def _show_usage_error(error: Any) -> int:
-    """An unknown option, say, with the usage of the command, as typer shows it."""
+    """Print an unknown option, say, with the usage of the command, as typer does."""
+    from typer import rich_utils
+
     rich_utils.rich_format_error(error)
     return int(getattr(error, "exit_code", BAD_INPUT))
 
 
 def _fail(sentence: str, *, code: int = BAD_INPUT) -> int:
+    from lowrank_cnn.cli.show import console, errors
+
     console.file.flush()
     errors.print(f"lowrank: {sentence}", markup=False, soft_wrap=True)
     return code

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-import typer
-
-from lowrank_cnn.cli.models import Json
-from lowrank_cnn.cli.report import Runs
+from lowrank_cnn.cli.options import Json, Runs
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
-from lowrank_cnn.paper.auditing import (
-    CONTRADICTED,
-    MISSED,
-    REPRODUCED,
-    UNDECIDED,
-    UNREPRODUCIBLE,
-    UNTESTED,
-    Finding,
-    audit,
-    summary,
-)
-from lowrank_cnn.report.files import read_records, require_records
-from lowrank_cnn.report.paper_runs import accuracies, layer_times
-from lowrank_cnn.report.records import Records
 
-_SHORT = {
-    REPRODUCED: "reproduced",
-    CONTRADICTED: "contradicted",
-    UNREPRODUCIBLE: "not reproducible",
-    MISSED: "not reached",
-    UNDECIDED: "undecided",
-    UNTESTED: "not tested",
-}
-_DISAGREE = (CONTRADICTED, UNREPRODUCIBLE, MISSED)
+if TYPE_CHECKING:
+    from lowrank_cnn.paper.auditing import Finding
+    from lowrank_cnn.report.records import Records
+
 _TITLES = {
     "vgg-ilsvrc": "VGG on ILSVRC",
     "vgg-places": "VGG on Places",
@@ -43,48 +23,57 @@ _TITLES = {
 }
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command("audit")(audit_command)
-
-
 def audit_command(runs: Runs = None, as_json: Json = False) -> None:
-    """Compare every published figure and claim with what this code counts and, with --runs, what it trained."""
-    if runs:
-        records = read_records(runs)
-        require_records(runs, records)
-        findings = audit(accuracies(records.runs), layer_times(records.timings))
-        _print_skipped(records, findings)
-    else:
-        findings = audit()
+    """Compare every published figure and claim with what this code computes.
+
+    With --runs, trained accuracies and measured times are compared too.
+
+    Examples:
+
+      lowrank audit
+      lowrank audit --json
+      lowrank audit --runs runs
+    """
+    from lowrank_cnn.paper.auditing import CONTRADICTED, MISSED, UNREPRODUCIBLE, audit, summary
+
+    findings = _audit_runs(runs) if runs else audit()
     if as_json:
         return print_json([finding.to_dict() for finding in findings])
-    _print_claims(
-        "Claims of the text that disagree", [f for f in findings if _is_claim(f) and f.verdict in _DISAGREE]
-    )
+    claims = [finding for finding in findings if finding.table == "text"]
+    disagree = (CONTRADICTED, UNREPRODUCIBLE, MISSED)
+    _print_claims("Claims of the text that disagree", [f for f in claims if f.verdict in disagree])
     for table, rows in groupby(findings, key=lambda finding: finding.table):
         if table != "text":
             _print_counts(_TITLES[table], list(rows))
     console.print(" = : the code counts the published figure exactly. A number: what it counts instead.\n")
     _print_accuracies([f for f in findings if f.quantity.startswith("top") and f.computed])
-    _print_claims("Other claims", [f for f in findings if _is_claim(f) and f.verdict not in _DISAGREE])
+    _print_claims("Other claims", [f for f in claims if f.verdict not in disagree])
     notes = [(f.subject, f.note) for f in findings if f.note and f.quantity in ("macs", "params")]
     print_table("Notes", ("network", "<"), notes)
     print_table("In sum", ("verdict", "figures and claims"), list(summary(findings).items()))
     return None
 
 
+def _audit_runs(runs: Runs) -> list[Finding]:
+    from lowrank_cnn.paper.auditing import audit
+    from lowrank_cnn.report.files import read_records, require_records
+    from lowrank_cnn.report.paper_runs import accuracies, layer_times
+
+    records = read_records(runs or [])
+    require_records(runs or [], records)
+    findings = audit(accuracies(records.runs), layer_times(records.timings))
+    _print_skipped(records, findings)
+    return findings
+
+
 def _print_skipped(records: Records, findings: list[Finding]) -> None:
-    """Name the files that could not be read, and say so if no run tests a published accuracy."""
+    """Name the files that could not be read, and say if no run tests a published accuracy."""
     for problem in records.skipped:
         errors.print(f"Skipped {problem.path}: {problem.reason}", markup=False, soft_wrap=True)
     if not any(f.computed for f in findings if f.quantity.startswith("top")):
         why = "none finished training a published network by the paper's recipe on its images"
         line = f"No accuracy is tested by these {len(records.runs)} runs: {why}."
         errors.print(line, markup=False, soft_wrap=True)
-
-
-def _is_claim(finding: Finding) -> bool:
-    return finding.table == "text"
 
 
 def _print_counts(title: str, findings: list[Finding]) -> None:
@@ -98,16 +87,23 @@ def _print_counts(title: str, findings: list[Finding]) -> None:
 
 
 def _print_accuracies(findings: list[Finding]) -> None:
-    """What the runs given say about the published accuracies."""
+    """The published accuracies beside those of the runs."""
     if findings:
-        rows = [(f.subject, f.quantity, f.published, f.computed, _SHORT[f.verdict], f.note) for f in findings]
+        rows = [(f.subject, f.quantity, f.published, f.computed, _short(f.verdict), f.note) for f in findings]
         print_table("Accuracies, trained", ("network", "<", "published", "here", "<verdict", "<note"), rows)
 
 
 def _ours(finding: Finding) -> str:
+    from lowrank_cnn.paper.auditing import REPRODUCED
+
     return "=" if finding.verdict == REPRODUCED else finding.computed
 
 
 def _print_claims(title: str, findings: list[Finding]) -> None:
-    rows = [(f.subject, f.published, f.computed, _SHORT[f.verdict], f.note) for f in findings]
+    rows = [(f.subject, f.published, f.computed, _short(f.verdict), f.note) for f in findings]
     print_table(title, ("claim", "stated", "here", "<verdict", "<note"), rows)
+
+
+def _short(verdict: str) -> str:
+    """A verdict without its reason: `not reached by the runs here` -> `not reached`."""
+    return re.split(r" by | from |:", verdict)[0]

@@ -8,42 +8,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from torch import Tensor, nn
 
-from lowrank_cnn.cli.models import Json
-from lowrank_cnn.cli.options import Input, Into, Model, Norm, Pretrained, Width
+from lowrank_cnn.cli.options import Input, Into, Json, Model, Norm, Pretrained, Width
 from lowrank_cnn.cli.show import print_json, print_table
-from lowrank_cnn.cli.source import Source, find_model, parse_size
-from lowrank_cnn.method.converting import Cost, conversion_costs, convert, told_if_low_rank
-from lowrank_cnn.method.decomposing import decompose
-from lowrank_cnn.method.rewriting import Conversion
-from lowrank_cnn.method.selection import stages
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.system.text import si
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from lowrank_cnn.cli.source import Source
     from lowrank_cnn.deploy.exporting import Exported
+    from lowrank_cnn.method.converting import Cost
 
 Where = Annotated[
     list[str] | None,
     typer.Option(help="Name, prefix or pattern of the layers, or a kernel as 3x3; repeatable."),
 ]
 Stage = Annotated[
-    list[int] | None, typer.Option(help="The convs of one stage, counted from 1 by map size; repeatable.")
+    list[int] | None,
+    typer.Option(help="The convs of one stage, counted from 1 by map size; repeatable."),
 ]
-Macs = Annotated[float | None, typer.Option(help="Within this share of the MACs.")]
-Params = Annotated[float | None, typer.Option(help="Within this share of the parameters.")]
-Latency = Annotated[float | None, typer.Option(help="Within this share of the time, measured here.")]
-Costlier = Annotated[bool, typer.Option("--allow-costlier", help="Rewrite also layers that do not get cheaper.")]
+Macs = Annotated[float | None, typer.Option(help="Keep at most this share of the MACs.")]
+Params = Annotated[float | None, typer.Option(help="Keep at most this share of the parameters.")]
+Latency = Annotated[float | None, typer.Option(help="Keep at most this share of the time, measured here.")]
+Costlier = Annotated[bool, typer.Option("--allow-costlier", help="Also rewrite layers that do not get cheaper.")]
 Out = Annotated[Path | None, typer.Option(help="Write the network: .safetensors, .onnx or .pt2.")]
 IMAGES = 128
-"""Images that `--images` takes: more change little."""
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("convert")(convert_command)
-    app.command("decompose")(decompose_command)
+"""Images that `--images` uses: more change little."""
 
 
 def convert_command(
@@ -63,7 +56,19 @@ def convert_command(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Rewrite the spatial convolutions of any network by a scheme, with fresh weights."""
+    """Rewrite the convolutions of any network with low-rank filters.
+
+    The rewritten layers have fresh weights and need training. `lowrank decompose` keeps trained weights.
+
+    Examples:
+
+      lowrank convert vgg11-gmp --scheme lr
+      lowrank convert model.py:make --input 3x32x32 --scheme lr-join --out net.safetensors
+      lowrank convert torchvision:resnet18 --stage 2 --stage 3 --macs 0.5
+    """
+    from lowrank_cnn.cli.source import find_model, parse_size
+    from lowrank_cnn.method.converting import convert, told_if_low_rank
+
     source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm)
     size = source.size(parse_size(input_text))
     chosen = _where(where, stage, source.network, size)
@@ -72,7 +77,7 @@ def convert_command(
         new = convert(
             source.network, scheme, where=chosen, input_size=size, allow_costlier=allow_costlier, **budget
         )
-    # Fresh weights know nothing of classes: of the source, a file then keeps the size of images alone.
+    # Fresh weights have learned no classes: the file keeps only the image size of the source.
     _finish(replace(source, trained=None), source.network, new, size, out, as_json)
 
 
@@ -86,7 +91,8 @@ def decompose_command(
     params: Params = None,
     latency: Latency = None,
     images: Annotated[
-        str | None, typer.Option(help="Fit to what layers give on a few training images of this data set too.")
+        str | None,
+        typer.Option(help="Also fit the layers' outputs on a few training images of this data set."),
     ] = None,
     allow_costlier: Costlier = False,
     input_text: Input = None,
@@ -97,7 +103,19 @@ def decompose_command(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Replace trained convolutions by the low-rank filters nearest to them."""
+    """Approximate trained convolutions by low-rank filters.
+
+    Each layer becomes the low-rank filters nearest to its weights. Fine-tune the result to recover accuracy.
+
+    Examples:
+
+      lowrank decompose runs/photos --macs 0.5 --out small.safetensors
+      lowrank decompose nin --pretrained cifar10 --energy 0.9
+    """
+    from lowrank_cnn.cli.source import find_model, parse_size
+    from lowrank_cnn.method.converting import told_if_low_rank
+    from lowrank_cnn.method.decomposing import decompose
+
     source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm)
     size = source.size(parse_size(input_text))
     chosen = _where(where, stage, source.network, size)
@@ -119,6 +137,8 @@ def decompose_command(
 def _finish(
     source: Source, before: nn.Module, new: nn.Module, size: tuple[int, ...], out: Path | None, as_json: bool
 ) -> None:
+    from lowrank_cnn.method.converting import conversion_costs
+
     costs = conversion_costs(before, new, size)
     if out is not None:
         export_source(source, new, out, size)
@@ -129,7 +149,7 @@ def _finish(
 
 
 def _images(place: str, source: Source, size: tuple[int, ...]) -> Tensor:
-    """A few training images as the network sees them: prepared as it was trained, or standardised."""
+    """A few training images, preprocessed as in training, or standardised."""
     from lowrank_cnn.data import Augment, fit_preprocess, make_loader, open_data
 
     trained = source.trained
@@ -145,7 +165,7 @@ def _images(place: str, source: Source, size: tuple[int, ...]) -> Tensor:
 def export_source(
     source: Source, network: nn.Module, path: Path, size: tuple[int, ...], *, overwrite: bool = False
 ) -> Exported:
-    """Write a network made from a source, with what is known of its classes and images."""
+    """Write a network made from a source, with its classes and preprocessing if they are known."""
     from lowrank_cnn.deploy import export
 
     model = network if source.trained is None else replace(source.trained, network=network)
@@ -155,7 +175,9 @@ def export_source(
 def _where(
     patterns: list[str] | None, numbers: list[int] | None, network: nn.Module, size: tuple[int, ...]
 ) -> Any:
-    """Patterns as they are, a kernel written 3x3 as a pair, and the layers of stages; None for no choice."""
+    """The argument `where` of `convert`: patterns, kernels such as 3x3 as pairs, and the layers of stages."""
+    from lowrank_cnn.method.selection import stages
+
     items = [tuple(map(int, p.split("x"))) if re.fullmatch(r"\d+x\d+", p) else p for p in patterns or []]
     found = stages(network, size) if numbers else ()
     for number in numbers or []:
@@ -168,6 +190,8 @@ def _where(
 def _conversion_json(
     source: Source, size: tuple[int, ...], new: nn.Module, costs: tuple[Cost, ...]
 ) -> dict[str, Any]:
+    from lowrank_cnn.method.rewriting import Conversion
+
     report = notes(new).conversion or Conversion()
     return {
         "model": source.name,
@@ -179,6 +203,8 @@ def _conversion_json(
 
 
 def _print_conversion(source: Source, size: tuple[int, ...], new: nn.Module, costs: tuple[Cost, ...]) -> None:
+    from lowrank_cnn.method.rewriting import Conversion
+
     report = notes(new).conversion or Conversion()
     kept = {row.name: f"{row.energy:.1%}" for row in notes(new).decomposition}
     rows = [

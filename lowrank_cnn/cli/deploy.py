@@ -4,48 +4,51 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import correlation
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 import typer
 
 from lowrank_cnn.cli.convert import export_source
-from lowrank_cnn.cli.models import Json
-from lowrank_cnn.cli.options import Input, Into, Model, Norm, Pretrained, Width
+from lowrank_cnn.cli.options import MODEL_HELP, Device, Input, Into, Json, Model, Norm, Pretrained, Scheme, Width
 from lowrank_cnn.cli.show import console, print_json, print_table, status_line
-from lowrank_cnn.cli.source import MODEL_HELP, find_model, parse_size
-from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.system.text import si
 
-Batch = Annotated[int, typer.Option(help="Images at a time.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")]
-Threads = Annotated[int | None, typer.Option(help="Threads on the CPU; all cores if not given.")]
+if TYPE_CHECKING:
+    import torch
 
-
-def add_to(app: typer.Typer) -> None:
-    app.command("time")(time_command)
-    app.command("plan")(plan_command)
-    app.command("export")(export_command)
+Batch = Annotated[int, typer.Option(help="Images per batch.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; by default all cores.")]
 
 
 def time_command(
     models: Annotated[list[str], typer.Argument(help=MODEL_HELP)],
-    scheme: Annotated[str | None, typer.Option(help="Convert first; the network itself is then the twin.")] = None,
+    scheme: Annotated[str | None, typer.Option(help="Convert first; compare with the network as it was.")] = None,
     batch: Batch = 1,
-    device: Device = "cpu",
+    device: Device = "auto",
     threads: Threads = None,
-    runtime: Annotated[Literal["torch", "onnx"], typer.Option(help="torch, or onnx for ONNX Runtime.")] = "torch",
-    repeats: Annotated[int, typer.Option(help="Runs, of which the median counts.")] = 15,
+    runtime: Annotated[Literal["torch", "onnx"], typer.Option(help="torch, or onnx (on the CPU).")] = "torch",
+    repeats: Annotated[int, typer.Option(help="Runs per median.")] = 15,
     input_text: Input = None,
     width: Width = None,
     norm: Norm = None,
     into: Into = None,
     as_json: Json = False,
 ) -> None:
-    """Time networks and their layers beside their MACs and their dense twins."""
+    """Time networks layer by layer, beside their dense twins.
+
+    A network and its twin run in turns, so that both see the same state of the machine.
+
+    Examples:
+
+      lowrank time nin-c3-lr --batch 16
+      lowrank time vgg11-gmp-lr --device cpu --threads 1
+      lowrank time model.py:make --scheme lr --input 3x32x32 --runtime onnx
+    """
+    from lowrank_cnn.cli.source import find_model, parse_size
     from lowrank_cnn.deploy.timing import time_model
+    from lowrank_cnn.system.environment import environment
 
     options = {"batch": batch, "device": device, "threads": threads, "runtime": runtime, "repeats": repeats}
     timings = []
@@ -65,25 +68,37 @@ def time_command(
 
 def plan_command(
     model: Model,
-    scheme: Annotated[str | None, typer.Option(help="Convert first, with fresh weights.")] = None,
+    scheme: Scheme = None,
     batch: Batch = 1,
-    device: Device = "cpu",
+    device: Device = "auto",
     threads: Threads = None,
     compile_: Annotated[bool, typer.Option("--compile", help="Try torch.compile too.")] = False,
     cache: Annotated[bool, typer.Option(help="Keep measured times for the next plan.")] = True,
-    twin: Annotated[bool, typer.Option(help="Hold it against the dense network at its own fastest.")] = True,
+    twin: Annotated[bool, typer.Option(help="Compare with the dense network, optimised in the same way.")] = True,
     input_text: Input = None,
     width: Width = None,
     norm: Norm = None,
     into: Into = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the ways to run each layer on this machine, and the network as a whole."""
+    """Find the fastest way to run a network on this machine.
+
+    It measures every way to run each layer, and then the whole network. In Python: `lr.optimize`.
+
+    Examples:
+
+      lowrank plan nin-c3-lr
+      lowrank plan model.py:make --scheme lr --input 3x32x32 --batch 16
+    """
+    import torch
+
+    from lowrank_cnn.cli.source import find_model, parse_size
     from lowrank_cnn.deploy import optimize
     from lowrank_cnn.method.counting import count
     from lowrank_cnn.models.twins import dense_twin
     from lowrank_cnn.system.clock import torch_threads
-    from lowrank_cnn.train.launch import resolve_device
+    from lowrank_cnn.system.environment import environment
+    from lowrank_cnn.train.fabric import resolve_device
 
     source = find_model(model, into=into, width=width, norm=norm, scheme=scheme)
     device = resolve_device(device)
@@ -115,7 +130,7 @@ def plan_command(
 
 
 def _beside(fast: Any, rival: Any, image: torch.Tensor) -> dict[str, Any]:
-    """Both at their fastest, now in turns: optimised one after the other, they met different moments."""
+    """Time both optimised networks in turns: their own times were taken one after the other."""
     from lowrank_cnn.system.clock import measure
 
     times = measure({"ours": lambda: fast(image), "rival": lambda: rival(image)}, cuda=image.is_cuda)
@@ -125,7 +140,7 @@ def _beside(fast: Any, rival: Any, image: torch.Tensor) -> dict[str, Any]:
 def export_command(
     model: Model,
     path: Annotated[Path, typer.Argument(help="A file ending in .onnx, .pt2 or .safetensors.")],
-    scheme: Annotated[str | None, typer.Option(help="Convert first, with fresh weights.")] = None,
+    scheme: Scheme = None,
     merged: Annotated[bool, typer.Option("--merge", help="Fold batch norms into the layers before them.")] = False,
     chains: Annotated[
         bool, typer.Option("--merge-chains", help="Merge basis + join and separable pairs into dense convs too.")
@@ -138,10 +153,18 @@ def export_command(
     into: Into = None,
     as_json: Json = False,
 ) -> None:
-    """Write a network for other programs, compared with the original on random images.
+    """Write a network as ONNX, .pt2 or .safetensors, and check the file.
 
-    A .safetensors of a trained network can be evaluated like the run it comes from.
+    The file is run on random images and compared with the network. A .safetensors of a trained network can be
+    evaluated like the run it comes from.
+
+    Examples:
+
+      lowrank export nin-c3-lr net.onnx --pretrained cifar10
+      lowrank export runs/photos net.onnx --merge
+      lowrank export model.py:make net.pt2 --scheme lr --input 3x32x32
     """
+    from lowrank_cnn.cli.source import find_model, parse_size
     from lowrank_cnn.deploy import merge
     from lowrank_cnn.method.counting import count
 
@@ -167,7 +190,9 @@ def export_command(
 
 
 def _image_for(network: torch.nn.Module, size: tuple[int, ...]) -> torch.Tensor:
-    """Random images of a size, of the network's own precision."""
+    """Random images in the network's own precision."""
+    import torch
+
     from lowrank_cnn.models.files import dtype_of
 
     return torch.randn(2, *size, generator=torch.Generator().manual_seed(0)).to(dtype_of(network))

@@ -5,42 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
-from lowrank_cnn.cli.models import Json
-from lowrank_cnn.cli.options import Bad, ClassNames, DataPath, Device, Into, Limit, Size, Workers
+from lowrank_cnn.cli.options import (
+    Bad,
+    ClassNames,
+    DataPath,
+    Device,
+    Into,
+    Json,
+    Limit,
+    PackageWeights,
+    Size,
+    TrainedModel,
+    Workers,
+)
 from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
-from lowrank_cnn.cli.source import build_for, find_into, is_ours, is_path
-from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.data.readers.options import parse_image_size
-from lowrank_cnn.models import list_models, list_pretrained
 from lowrank_cnn.system.errors import LowRankError, nearest
-from lowrank_cnn.train.details import EvaluationDetails
-from lowrank_cnn.train.evaluation import evaluate, how_far, match_classes, predict
-from lowrank_cnn.train.predicting import Ranking, files_below
-from lowrank_cnn.train.score import TOP_FIVE
-from lowrank_cnn.train.trained import Trained, load_checkpoint, load_pretrained
 
-TRAINED_HELP = "A run's directory, a checkpoint, an exported .safetensors, or a network's name."
-Weights = Annotated[
-    str | None, typer.Option("--pretrained", help="Take the package's own weights of a network: cifar10.")
-]
+if TYPE_CHECKING:
+    import torch
+
+    from lowrank_cnn.data import Data
+    from lowrank_cnn.train.details import EvaluationDetails
+    from lowrank_cnn.train.predicting import Ranking
+    from lowrank_cnn.train.trained import Trained
+
 _SHOWN_PAIRS = 5
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command("evaluate")(evaluate_command)
-    app.command("predict")(predict_command)
-
-
 def evaluate_command(
-    model: Annotated[str, typer.Argument(help=TRAINED_HELP)],
+    model: TrainedModel,
     data: DataPath,
-    best: Annotated[bool, typer.Option("--best", help="The best weights of a run, not the last.")] = False,
-    pretrained: Weights = None,
+    best: Annotated[bool, typer.Option("--best", help="Use the best weights of a run, not the last.")] = False,
+    pretrained: PackageWeights = None,
     into: Into = None,
     device: Device = "auto",
     workers: Workers = 0,
@@ -51,13 +51,24 @@ def evaluate_command(
     every_class: Annotated[bool, typer.Option("--per-class", help="Print the accuracy of every class.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure top-1 and top-5 accuracy on the test images, and say which classes are mixed up.
+    """Measure accuracy on test images.
 
-    A folder without train/ will do, and images of some of the network's classes.
-    Example: lowrank evaluate runs/photos --data photos
+    Prints top-1 and top-5 accuracy, the classes confused most and the calibration. The folder needs no train/,
+    and may have images of only some of the network's classes.
+
+    Examples:
+
+      lowrank evaluate runs/photos --data photos
+      lowrank evaluate nin-c3-lr --pretrained cifar10 --data uoft-cs/cifar10 --per-class
     """
+    from lowrank_cnn.cli.source import is_path
+    from lowrank_cnn.data import open_data
+    from lowrank_cnn.train.evaluation import evaluate
+    from lowrank_cnn.train.score import TOP_FIVE
+    from lowrank_cnn.train.trained import Trained, load_pretrained
+
     if pretrained and best:
-        raise LowRankError("--best is for runs; of the package's own weights there is one version.")
+        raise LowRankError("--best is for runs: the package has one version of its own weights.")
     if pretrained and is_path(model):
         raise LowRankError(f"{model} has weights of its own: --pretrained is for networks by name.")
     shared = {"bad": bad, "limit": limit, "class_names": class_names, "progress": not as_json}
@@ -81,19 +92,29 @@ def evaluate_command(
 
 
 def predict_command(
-    model: Annotated[str, typer.Argument(help=TRAINED_HELP)],
+    model: TrainedModel,
     images: Annotated[list[Path], typer.Argument(help="Image files, and folders of them.")],
     top: Annotated[int, typer.Option(help="How many classes to name for each image.")] = 3,
-    pretrained: Weights = None,
+    pretrained: PackageWeights = None,
     into: Into = None,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Say what is on images, with the likeliest classes and their probabilities.
+    """Classify image files.
 
-    An image that cannot be read does not keep the others from being answered; the exit code is then 1.
-    Example: lowrank predict runs/photos holiday.jpg more-photos/
+    Prints the likeliest classes and their probabilities. If an image cannot be read, the others are still
+    classified, and the exit code is 1.
+
+    Examples:
+
+      lowrank predict runs/photos holiday.jpg
+      lowrank predict nin-c3-lr --pretrained cifar10 holiday.jpg --top 5
     """
+    from lowrank_cnn.cli.source import find_into, is_ours
+    from lowrank_cnn.train.evaluation import predict
+    from lowrank_cnn.train.predicting import files_below
+    from lowrank_cnn.train.trained import load_checkpoint, load_pretrained
+
     if is_ours(model) and not pretrained:
         raise LowRankError(_guessing(model))
     trained = load_pretrained(model, pretrained) if pretrained else model
@@ -103,7 +124,7 @@ def predict_command(
     answers = predict(trained, files, top=top, device=device, bad="skip")
     failed = [path for path, answer in zip(files, answers, strict=True) if answer is None]
     if failed and len(failed) == len(files):
-        predict(trained, failed[:1], device=device)  # which says what is wrong with it
+        predict(trained, failed[:1], device=device)  # raises an error that names the problem
     if not pretrained:
         _tell_how_far(model)
     _print_answers(files, answers, as_json)
@@ -131,7 +152,7 @@ def _print_answers(files: list[Path], answers: Sequence[Ranking | None], as_json
 
 
 def _print_details(details: EvaluationDetails, *, every_class: bool) -> None:
-    """The pairs that are confused most and the calibration; with `every_class`, all accuracies."""
+    """Print the pairs confused most and the calibration; with `every_class`, also the accuracy of each class."""
     if every_class:
         known = sorted((row for row in details.per_class() if row["n"]), key=lambda row: row["accuracy"])
         rows = [(row["class"], f"{row['accuracy']:.1%}", f"{row['n']:,}") for row in known]
@@ -147,7 +168,13 @@ def _print_details(details: EvaluationDetails, *, every_class: bool) -> None:
 
 
 def _find(model: str, best: bool, images: Data, into: str | None) -> Trained | torch.nn.Module:
-    """The trained network that a path stands for, or the untrained one of a name: what guessing gives."""
+    """The trained network at a path, or an untrained one by name, whose accuracy is that of guessing."""
+    import torch
+
+    from lowrank_cnn.cli.source import build_for, find_into, is_ours
+    from lowrank_cnn.models import list_models
+    from lowrank_cnn.train.trained import load_checkpoint
+
     if is_ours(model):
         errors.print(_guessing(model), markup=False, soft_wrap=True)
         torch.manual_seed(0)
@@ -164,20 +191,27 @@ def _find(model: str, best: bool, images: Data, into: str | None) -> Trained | t
 
 
 def _tell_how_far(model: str, *, best: bool = False) -> None:
-    """Weights of a run that did not come to its end look like any others: say what they are."""
+    """Warn if the weights are those of an unfinished run."""
+    from lowrank_cnn.train.evaluation import how_far
+
     if words := how_far(model, best=best):
         line = f"These are the weights of {model} {words}, not those of a finished run."
         errors.print(line, markup=False, soft_wrap=True)
 
 
 def _guessing(name: str) -> str:
-    """What is wrong with a network of ours by its name alone, and where trained weights are."""
+    """The sentence for a network by name alone: it is untrained, and these are places of trained weights."""
+    from lowrank_cnn.models import list_pretrained
+
     places = ["a run's directory", *(f"--pretrained {data}" for known, data in list_pretrained() if known == name)]
     return f"{name} by name has fresh weights, which can only guess: for trained ones give {' or '.join(places)}."
 
 
 def _as_in_training(trained: Trained, images: Data, asked: str | None, reopen: Callable[..., Data]) -> Data:
-    """Training brought its images to one size, and to grey or colour: the same is done here."""
+    """Bring test images to the size and the channels that training used."""
+    from lowrank_cnn.data.readers.read_options import parse_image_size
+    from lowrank_cnn.train.evaluation import match_classes
+
     fits = images.test.size == trained.image if trained.image else images.test.channels == trained.channels
     if fits or (asked is not None and parse_image_size(asked) != tuple(trained.image[1:])):
         return images

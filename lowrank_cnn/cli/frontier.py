@@ -3,79 +3,83 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowrank_cnn.cli.models import Json
-from lowrank_cnn.cli.options import Bad, Device, Limit, Size
+from lowrank_cnn.cli.options import Bad, Device, Json, Limit, Settings, Size
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
-from lowrank_cnn.data import open_data
-from lowrank_cnn.frontier.answering import Answer, add_answers
-from lowrank_cnn.frontier.designs import CANDIDATES, FAMILIES, find_design
-from lowrank_cnn.frontier.picture import draw_frontier
-from lowrank_cnn.frontier.plan import MATCHES, Plan, find_family
-from lowrank_cnn.frontier.record import Frontier, Row, load_frontier
-from lowrank_cnn.frontier.tracing import trace_frontier
 from lowrank_cnn.system.errors import LowRankError, MissingExtra
 from lowrank_cnn.system.text import si
-from lowrank_cnn.train.settings import parse_settings
 
-
-def add_to(app: typer.Typer) -> None:
-    app.command("frontier")(frontier_command)
+if TYPE_CHECKING:
+    from lowrank_cnn.frontier.answering import Answer
+    from lowrank_cnn.frontier.record import DesignRow, Frontier
 
 
 def frontier_command(
-    family: Annotated[str, typer.Argument(help=f"One of {', '.join(FAMILIES)}.")],
-    out: Annotated[Path, typer.Option(help="Folder of the record and the picture; what is done is not repeated.")],
-    data: Annotated[str | None, typer.Option(help="Where the images are; none to show what is done.")] = None,
+    family: Annotated[str, typer.Argument(help="airbench, nin, vgg11 or resnet18.")],
+    out: Annotated[Path, typer.Option(help="Folder of record and picture; finished runs are not repeated.")],
+    data: Annotated[str | None, typer.Option(help="The images; without them, show what is finished.")] = None,
     design: Annotated[
         list[str] | None,
-        typer.Option(help=f"A scheme, or one of {', '.join(CANDIDATES)}; @0.75 sets a width. Repeatable."),
+        typer.Option(help="A scheme, or a design (lr-late, strips5, ...); @0.75 sets a width. Repeatable."),
     ] = None,
     width: Annotated[list[float] | None, typer.Option(help="A width of the dense network; repeatable.")] = None,
     widen: Annotated[
-        list[str] | None, typer.Option(help="Designs also at the dense network's macs, or time; repeatable.")
+        list[str] | None, typer.Option(help="Also widen designs to the dense network's macs, or time; repeatable.")
     ] = None,
     match: Annotated[
         list[str] | None,
-        typer.Option(help="Thin dense networks of each design's macs, or time; none for neither."),
+        typer.Option(help="Add thin dense networks with each design's macs, or time; none for neither."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=0, help="Runs of each network.")] = 8,
     rate: Annotated[
         list[float] | None,
-        typer.Option(help="Try this factor of the learning rate, on held-out images; repeatable."),
+        typer.Option(help="RateTry this factor of the learning rate, on held-out images; repeatable."),
     ] = None,
     tries: Annotated[int, typer.Option(min=1, help="Runs of each factor.")] = 1,
     recipe: Annotated[str | None, typer.Option(help="Another recipe than the family's.")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="Change the recipe: field=value.")] = None,
+    settings: Settings = None,
     batch: Annotated[int, typer.Option(min=0, help="Images in a timed batch; 0 times nothing.")] = 256,
     compile_: Annotated[bool, typer.Option("--compile/--no-compile", help="Let torch.compile compete.")] = True,
-    repeats: Annotated[int, typer.Option(min=3, help="Runs that a median time is of.")] = 21,
+    repeats: Annotated[int, typer.Option(min=3, help="Runs per median time.")] = 21,
     base: Annotated[
         float, typer.Option(help="Width of the family's network to call 1; less for a miniature.")
     ] = 1.0,
     teacher: Annotated[
-        str, typer.Option(help="A design that all others learn from as well, such as dense@1.5.")
+        str, typer.Option(help="A design that teaches all others (distillation), such as dense@1.5.")
     ] = "",
-    budget: Annotated[float, typer.Option(help="Begin nothing new after so many seconds.")] = float("inf"),
+    budget: Annotated[float, typer.Option(help="Start no new run after this many seconds.")] = float("inf"),
     device: Device = "auto",
     bad: Bad = "skip",
     limit: Limit = None,
     image_size: Size = None,
     as_json: Json = False,
 ) -> None:
-    """Train a family over widths and schemes, time every network, and draw accuracy against time.
+    """Train a family over widths and schemes: accuracy against time.
 
-    One record and one picture hold everything. The command can be killed at any time: started again, it goes on.
+    Every network is trained and timed; one record and one picture hold the results. A command that was killed
+    continues when it is started again.
+
+    Examples:
+
+      lowrank frontier airbench --data uoft-cs/cifar10 --design lr --design lr-join --out runs/frontier
+      lowrank frontier airbench --out runs/frontier
     """
+    from lowrank_cnn.data import open_data
+    from lowrank_cnn.frontier.designs import find_design, find_family
+    from lowrank_cnn.frontier.plan import MATCHES, FrontierPlan
+    from lowrank_cnn.frontier.record import load_frontier
+    from lowrank_cnn.frontier.tracing import trace_frontier
+    from lowrank_cnn.train.settings import parse_settings
+
     find_family(family)
     for text in design or []:
-        find_design(text)  # refused before images are read
+        find_design(text)  # refuse it before images are read
     if data is None:
         return _show(load_frontier(out), as_json)
-    plan = Plan(
+    plan = FrontierPlan(
         designs=tuple(design or ()),
         widths=tuple(width or ()),
         widen=tuple(widen or ()),
@@ -104,7 +108,9 @@ def frontier_command(
 
 
 def _show(found: Frontier, as_json: bool) -> None:
-    """The table for people or programs; the picture lies beside the record."""
+    """Print the table, as text or JSON, and draw the picture beside the record."""
+    from lowrank_cnn.frontier.answering import add_answers
+
     if not found.rows:
         raise LowRankError(f"there is nothing in {found.folder} yet.")
     answers, picture = add_answers(found), _draw(found)
@@ -124,7 +130,9 @@ def _show(found: Frontier, as_json: bool) -> None:
 
 
 def _draw(found: Frontier) -> Path | None:
-    """The picture, where something is trained; a machine without matplotlib can train all the same."""
+    """Draw the picture if something is trained. Without the drawing library, training works all the same."""
+    from lowrank_cnn.report.figures.frontier import draw_frontier
+
     if not any(row.runs for row in found.rows):
         return None
     try:
@@ -141,7 +149,7 @@ def _answer_line(one: Answer) -> tuple[object, ...]:
     return one.design, asked, one.control, f"x {one.time:.2f}", f"{one.gap:+.2f}", interval, p, one.verdict
 
 
-def _entry(found: Frontier, row: Row) -> dict[str, object]:
+def _entry(found: Frontier, row: DesignRow) -> dict[str, object]:
     timing = row.timing
     return {
         "design": row.name,
@@ -156,7 +164,7 @@ def _entry(found: Frontier, row: Row) -> dict[str, object]:
     }
 
 
-def _line(found: Frontier, row: Row) -> tuple[object, ...]:
+def _line(found: Frontier, row: DesignRow) -> tuple[object, ...]:
     shares = [100 * run.correct / found.images for run in row.runs]
     mean = sum(shares) / len(shares) if shares else None
     spread = (

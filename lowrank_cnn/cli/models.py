@@ -1,30 +1,32 @@
-"""Commands about networks and their cost: models, count."""
+"""Commands about what there is and what it costs: models, count, recipes."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
+from lowrank_cnn.cli.options import Input, Into, Json, Model, Norm, Stride, Width
 from lowrank_cnn.cli.show import console, print_json, print_table
-from lowrank_cnn.cli.source import INTO_HELP, MODEL_HELP, find_model, is_ours, parse_size
-from lowrank_cnn.method.counting import Count, count
-from lowrank_cnn.models import create_model, list_models
-from lowrank_cnn.models.network import Network
-from lowrank_cnn.paper.published import published
 from lowrank_cnn.system.text import si
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("models")(models_command)
-    app.command("count")(count_command)
+if TYPE_CHECKING:
+    from lowrank_cnn.method.counting import Count
+    from lowrank_cnn.models.network import Network
 
 
 def models_command(as_json: Json = False) -> None:
-    """List the networks with their cost; the paper's also with the accuracy it published."""
+    """List the networks with their cost and published accuracy.
+
+    Accuracies are the paper's: on CIFAR-10 for NiN, on ILSVRC for VGG and GoogLeNet.
+
+    Examples:
+
+      lowrank models
+      lowrank models --json
+    """
+    from lowrank_cnn.models import list_models
+
     rows = [_describe(name) for name in list_models()]
     if as_json:
         return print_json(rows)
@@ -38,18 +40,30 @@ def models_command(as_json: Json = False) -> None:
 
 
 def count_command(
-    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    input_text: Annotated[str | None, typer.Option("--input", help="Image size, as 3x224x224.")] = None,
+    model: Model,
+    input_text: Input = None,
     convention: Annotated[str, typer.Option(help="mac, or paper (biases and auxiliary heads count).")] = "mac",
     scheme: Annotated[str | None, typer.Option(help="A scheme in place of the network's own.")] = None,
-    width: Annotated[float | None, typer.Option(help="Scale the number of filters.")] = None,
-    norm: Annotated[str | None, typer.Option(help="batch, for batch norm.")] = None,
-    stride: Annotated[int | None, typer.Option(help="Stride of the first conv.")] = None,
+    width: Width = None,
+    norm: Norm = None,
+    stride: Stride = None,
     num_classes: Annotated[int | None, typer.Option("--classes", help="Number of classes.")] = None,
-    into: Annotated[str | None, typer.Option(help=INTO_HELP)] = None,
+    into: Into = None,
     as_json: Json = False,
 ) -> None:
-    """Count multiply-accumulates, parameters and activation memory, per layer and in total."""
+    """Count multiply-accumulates, parameters and memory, layer by layer.
+
+    Counts are exact; nothing is computed or allocated for networks by name.
+
+    Examples:
+
+      lowrank count vgg11-gmp-lr
+      lowrank count nin --scheme lr-join --input 3x32x32
+      lowrank count torchvision:resnet18 --scheme lr
+    """
+    from lowrank_cnn.cli.source import find_model, is_ours, parse_size
+    from lowrank_cnn.method.counting import count
+
     asked = parse_size(input_text)
     options = {"width": width, "norm": norm, "stride": stride, "num_classes": num_classes}
     if is_ours(model):
@@ -65,7 +79,33 @@ def count_command(
     return None
 
 
-def _describe(name: str) -> dict:
+def recipes_command(as_json: Json = False) -> None:
+    """List the training recipes.
+
+    Any field can be changed: `lowrank train ... --set lr=0.05 --set cutout=8`.
+
+    Examples:
+
+      lowrank recipes
+      lowrank recipes --json
+    """
+    from lowrank_cnn.train import RECIPES
+
+    if as_json:
+        return print_json({name: recipe.to_dict() for name, recipe in RECIPES.items()})
+    columns = ("recipe", "epochs", "batch", "lr", "<schedule", "weight decay", "<images", "<norm")
+    rows = [
+        (r.name, r.epochs, r.batch_size, r.lr, r.schedule, r.weight_decay, r.preprocess, r.norm or "none")
+        for r in RECIPES.values()
+    ]
+    print_table("Recipes", columns, rows)
+    return None
+
+
+def _describe(name: str) -> dict[str, Any]:
+    from lowrank_cnn.method.counting import count
+    from lowrank_cnn.paper.published import published
+
     net = _build(name, None)
     cost, row = count(net, net.input_size), published().get(name)
     return {
@@ -79,7 +119,11 @@ def _describe(name: str) -> dict:
 
 
 def _build(name: str, size: tuple[int, ...] | None, **options: Any) -> Network:
-    """A network without storage, whose input has as many channels as the size says."""
+    """Build a network without storage, with as many input channels as the size has."""
+    import torch
+
+    from lowrank_cnn.models import create_model
+
     given = {key: value for key, value in options.items() if value is not None}
     with torch.device("meta"):
         return create_model(name, in_channels=size[0] if size else 3, **given)
@@ -96,11 +140,11 @@ def _print_count(name: str, result: Count) -> None:
     print_table(f"{name}, {size}, convention {result.convention}", columns, [*rows, total])
     if result.unsupported:
         calls = ", ".join(f"{operation} ({times})" for operation, times in result.unsupported)
-        console.print(f" Not counted, since their cost is not known: {calls}.", markup=False)
+        console.print(f" Not counted, because their cost is unknown: {calls}.", markup=False)
 
 
-def _mib(item) -> str:
-    """Memory of the activations; the heading has the unit."""
+def _mib(item: Any) -> str:
+    """Memory of the activations; the column's heading has the unit."""
     return f"{item.activation_bytes / 2**20:.2f}"
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options that several commands share, with one default each."""
 
 from __future__ import annotations
 
@@ -7,17 +7,55 @@ from typing import Annotated, Literal
 
 import typer
 
-from lowrank_cnn.cli.source import INTO_HELP, MODEL_HELP
+NETWORK, IMAGES, TRAINING = "Network", "Images", "Training"
+"""Panels that group the options in help texts."""
+
+MODEL_HELP = (
+    "A network's name (`lowrank models`), timm:NAME, torchvision:NAME, an exported .safetensors, a run's "
+    "directory, or path.py:function, which runs your file and calls that function (num_classes is passed on)."
+)
+TRAINED_HELP = "A run's directory, a checkpoint, an exported .safetensors, or a network's name."
 
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
-Into = Annotated[str | None, typer.Option(help=INTO_HELP)]
-Input = Annotated[str | None, typer.Option("--input", help="Image size, as 3x224x224.")]
+TrainedModel = Annotated[str, typer.Argument(help=TRAINED_HELP)]
+Into = Annotated[
+    str | None,
+    typer.Option(
+        help="For weights of your own network: that network before conversion, as path.py:function.",
+        rich_help_panel=NETWORK,
+    ),
+]
+Input = Annotated[str | None, typer.Option("--input", help="Image size, as 3x224x224.", rich_help_panel=NETWORK)]
 Pretrained = Annotated[
     str | None,
-    typer.Option(help="Trained weights: cifar10, ours; default or a name of theirs for timm and torchvision."),
+    typer.Option(
+        help="Trained weights: cifar10 for ours; default or a name for timm and torchvision.",
+        rich_help_panel=NETWORK,
+    ),
 ]
-Width = Annotated[float | None, typer.Option(help="Scale the filters of one of our networks.")]
-Norm = Annotated[str | None, typer.Option(help="batch, for one of our networks.")]
+PackageWeights = Annotated[
+    str | None,
+    typer.Option(
+        "--pretrained", help="Use the weights that come with the package: cifar10.", rich_help_panel=NETWORK
+    ),
+]
+Scheme = Annotated[
+    str | None,
+    typer.Option(help="Convert the network by this scheme first, with fresh weights.", rich_help_panel=NETWORK),
+]
+Width = Annotated[
+    float | None, typer.Option(help="Scale the number of filters of one of our networks.", rich_help_panel=NETWORK)
+]
+Norm = Annotated[
+    str | None, typer.Option(help="batch, for batch norm in one of our networks.", rich_help_panel=NETWORK)
+]
+Stride = Annotated[int | None, typer.Option(help="Stride of the first conv.", rich_help_panel=NETWORK)]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Change a field of the recipe, as field=value; repeatable.", rich_help_panel=TRAINING
+    ),
+]
 
 DataPath = Annotated[
     str,
@@ -25,22 +63,61 @@ DataPath = Annotated[
         "--data",
         help="A folder of images (CLASS/* or train/CLASS/*), a .csv of paths and labels, a folder of parquet "
         "shards, a Hub repository, or digits.",
+        rich_help_panel=IMAGES,
     ),
 ]
-TestPath = Annotated[str | None, typer.Option("--test", help="Other images to test on, named as --data is.")]
+TestPath = Annotated[
+    str | None, typer.Option("--test", help="Other images to test on, named as --data is.", rich_help_panel=IMAGES)
+]
 ValSplit = Annotated[
-    float | None, typer.Option(help="Share of each class to test on, where --data has no test images.")
+    float | None,
+    typer.Option(help="Share of each class to test on, if --data has no test images.", rich_help_panel=IMAGES),
 ]
 ClassNames = Annotated[
-    Path | None, typer.Option(help="File with a class folder and the name to show for it in each line.")
+    Path | None,
+    typer.Option(
+        help="File with a class folder and the name to show for it in each line.", rich_help_panel=IMAGES
+    ),
 ]
-Channels = Annotated[int | None, typer.Option(help="Read images as grey (1) or in colour (3).")]
-Bad = Annotated[Literal["skip", "refuse"], typer.Option(help="What to do with images that cannot be used.")]
-Limit = Annotated[int | None, typer.Option(help="Use at most so many images of each split.")]
-Size = Annotated[str | None, typer.Option(help="Bring every image to this square (64), or to 48x64.")]
-Workers = Annotated[int, typer.Option(help="Processes that decode images, where these are streamed.")]
+Channels = Annotated[
+    int | None, typer.Option(help="Read images as grey (1) or in colour (3).", rich_help_panel=IMAGES)
+]
+Bad = Annotated[
+    Literal["skip", "refuse"],
+    typer.Option(help="What to do with images that cannot be used.", rich_help_panel=IMAGES),
+]
+Missing = Annotated[
+    Literal["skip", "refuse"], typer.Option(help="What to do if a shard is missing.", rich_help_panel=IMAGES)
+]
+Limit = Annotated[
+    int | None, typer.Option(help="Use at most this many images of each split.", rich_help_panel=IMAGES)
+]
+Size = Annotated[
+    str | None, typer.Option(help="Resize every image to this square (64), or to 48x64.", rich_help_panel=IMAGES)
+]
+Workers = Annotated[int, typer.Option(help="Processes that decode streamed images.", rich_help_panel=IMAGES)]
 Decode = Annotated[
     Literal["cpu", "gpu"],
-    typer.Option(help="What decodes streamed images to train on; gpu needs CUDA and torchvision."),
+    typer.Option(
+        help="Where streamed training images are decoded; gpu needs CUDA and torchvision.", rich_help_panel=IMAGES
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")]
+Compile = Annotated[
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Train through torch.compile; by default where that is faster.",
+        rich_help_panel=TRAINING,
+    ),
+]
+Recompute = Annotated[
+    bool,
+    typer.Option(
+        "--checkpoint-activations",
+        help="Save memory: recompute activations in the backward pass.",
+        rich_help_panel=TRAINING,
+    ),
+]
+Runs = Annotated[list[Path] | None, typer.Option("--runs", help="Folders or files of records; repeatable.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

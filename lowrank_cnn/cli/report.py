@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowrank_cnn.cli.models import Json
+from lowrank_cnn.cli.options import Json, PackageWeights, Runs
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
-from lowrank_cnn.report.figures import FIGURES, FigureOptions, draw_figure
-from lowrank_cnn.report.figures.charts import TRADE_FIGURES
-from lowrank_cnn.report.files import read_records, require_records
-from lowrank_cnn.report.gathering import comparable, gather
-from lowrank_cnn.report.page import found_in, write_page
-from lowrank_cnn.report.records import Records
 from lowrank_cnn.system.errors import LowRankError
 
-Runs = Annotated[list[Path] | None, typer.Option("--runs", help="Folders or files of records; repeatable.")]
-Weights = Annotated[
-    str | None, typer.Option("--pretrained", help="Take the package's own weights of the network: cifar10.")
-]
+if TYPE_CHECKING:
+    from lowrank_cnn.report.records import Records
 
 DEFAULT_RUNS = Path("runs")
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command("report")(report_command)
-    app.command("figure")(figure_command)
-
-
 def report_command(
     runs: Annotated[
-        list[Path] | None, typer.Argument(help="Folders or files of records; the folder runs if none.")
+        list[Path] | None, typer.Argument(help="Folders or files of records; by default the folder runs.")
     ] = None,
     out: Annotated[Path, typer.Option("-o", "--out", help="The page to write.")] = Path("report.html"),
     as_json: Json = False,
 ) -> None:
-    """Write one page about training runs and timings: tables, charts, the audit. It needs no network."""
+    """Write one HTML page about training runs and timings.
+
+    The page holds tables, charts and the audit in one file, and loads nothing from the network.
+
+    Examples:
+
+      lowrank report
+      lowrank report runs -o report.html
+    """
+    from lowrank_cnn.report.files import read_records, require_records
+    from lowrank_cnn.report.page import found_in, write_page
+
     paths = runs or [DEFAULT_RUNS]
     records = read_records(paths)
     if not as_json:
@@ -62,12 +60,25 @@ def figure_command(
     model: Annotated[
         str | None, typer.Option(help="A network by name; untrained unless --pretrained is given.")
     ] = None,
-    pretrained: Weights = None,
+    pretrained: PackageWeights = None,
     checkpoint: Annotated[Path | None, typer.Option(help="A run's folder or one of its checkpoints.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of an untrained network and of random images.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Draw a figure of the paper, from published figures, records or a network."""
+    """Draw a figure of the paper.
+
+    Figures are drawn from published numbers, from records of runs, or from a network.
+
+    Examples:
+
+      lowrank figure
+      lowrank figure vgg -o vgg.svg
+      lowrank figure filters --model nin-c3-lr --pretrained cifar10 -o filters.svg
+    """
+    from lowrank_cnn.report.figures import FigureOptions, draw_figure
+    from lowrank_cnn.report.figures.charts import TRADE_FIGURES
+    from lowrank_cnn.report.files import read_records
+
     if name is None:
         return _list_figures(as_json)
     records = read_records(runs) if runs else None
@@ -84,7 +95,9 @@ def figure_command(
 
 
 def _print_left_out(records: Records) -> None:
-    """A plot of error against cost shows choices; what was trained by a recipe of its own is none."""
+    """Name the runs that a plot of error against cost omits: nothing else was trained by their recipe."""
+    from lowrank_cnn.report.gathering import comparable, gather
+
     entries = [entry for entry in gather(records) if entry.runs]
     shown = comparable(entries)
     left = dict.fromkeys(f"{entry.label} by {entry.recipe}" for entry in entries if entry not in shown)
@@ -94,6 +107,8 @@ def _print_left_out(records: Records) -> None:
 
 
 def _list_figures(as_json: bool) -> None:
+    from lowrank_cnn.report.figures import FIGURES
+
     if as_json:
         return print_json([{"figure": n, "shows": k.shows, "takes": k.takes} for n, k in FIGURES.items()])
     rows = [(name, kind.shows, kind.takes) for name, kind in FIGURES.items()]

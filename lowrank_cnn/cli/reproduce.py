@@ -5,58 +5,70 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowrank_cnn.cli.models import Json
-from lowrank_cnn.cli.options import Decode
-from lowrank_cnn.cli.show import console, errors, print_json, print_table
-from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.paper.experiments import EXPERIMENTS, lines
-from lowrank_cnn.paper.reproducing import first_process, reproduce
-from lowrank_cnn.paper.table import NOT_BEGUN, AccuracyRow, Comparison, ExperimentTable, build_table
-from lowrank_cnn.report import write_report
+from lowrank_cnn.cli.options import (
+    Bad,
+    Compile,
+    Decode,
+    Device,
+    Json,
+    Limit,
+    Missing,
+    Recompute,
+    Settings,
+    Workers,
+)
+from lowrank_cnn.cli.show import console, errors, first_process, print_json, print_table
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import si
-from lowrank_cnn.train import Interrupted
-from lowrank_cnn.train.settings import parse_settings
+
+if TYPE_CHECKING:
+    from lowrank_cnn.data import Data
+    from lowrank_cnn.paper.table import AccuracyRow, Comparison, ExperimentTable
 
 MEASURES = {"top1": "top-1", "top5": "top-5", "overfit": "over-fitting"}
-Choice = Literal["skip", "refuse"]
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("reproduce")(reproduce_command)
 
 
 def reproduce_command(
-    experiment: Annotated[str, typer.Argument(help=f"One of {', '.join(EXPERIMENTS)}.")],
-    out: Annotated[Path, typer.Option(help="Directory of the runs; finished ones are not repeated.")],
-    data: Annotated[str | None, typer.Option(help="Where its images are.")] = None,
-    table: Annotated[bool, typer.Option("--table", help="Train nothing: the table of what is finished.")] = False,
-    parts: Annotated[list[str] | None, typer.Option("--part", help="A part of it alone; repeatable.")] = None,
-    networks: Annotated[list[str] | None, typer.Option("--network", help="A network alone; repeatable.")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Runs of each network.")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="Change the recipe: field=value.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
-    compile_: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="Compile the networks; else where it is faster.")
+    experiment: Annotated[str, typer.Argument(help="cifar10, tiny-imagenet, ilsvrc or places.")],
+    out: Annotated[Path, typer.Option(help="Directory of the runs; finished runs are not repeated.")],
+    data: Annotated[str | None, typer.Option(help="The images, named as for `lowrank train`.")] = None,
+    table: Annotated[bool, typer.Option("--table", help="Only print the table of finished runs.")] = False,
+    parts: Annotated[list[str] | None, typer.Option("--part", help="Only this part; repeatable.")] = None,
+    networks: Annotated[list[str] | None, typer.Option("--network", help="Only this network; repeatable.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Runs of each network; by default as in the experiment.")
     ] = None,
-    recompute: Annotated[bool, typer.Option("--checkpoint-activations", help="Save memory; slower.")] = False,
-    workers: Annotated[int, typer.Option(help="Processes that decode images, where these are streamed.")] = 0,
+    settings: Settings = None,
+    device: Device = "auto",
+    compile_: Compile = None,
+    recompute: Recompute = False,
+    workers: Workers = 0,
     decode: Decode = "cpu",
-    limit: Annotated[int | None, typer.Option(help="Use at most so many images of each split.")] = None,
-    bad: Annotated[Choice, typer.Option(help="What to do with images that cannot be used.")] = "skip",
-    missing: Annotated[Choice, typer.Option(help="What to do where a shard is missing.")] = "refuse",
+    limit: Limit = None,
+    bad: Bad = "skip",
+    missing: Missing = "refuse",
     weights: Annotated[bool, typer.Option(help="Keep the weights of finished runs.")] = True,
-    progress: Annotated[bool, typer.Option("--progress", help="A line for every epoch.")] = False,
+    progress: Annotated[bool, typer.Option("--progress", help="Print a line for every epoch.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train the paper's networks over several seeds and hold their accuracy against the published one.
+    """Train the paper's networks and compare their accuracy.
 
-    Started several times with one directory, the processes share the runs out among themselves.
+    Each network is trained with several seeds and compared with the published accuracy. Processes started with
+    the same directory share the runs among themselves.
+
+    Examples:
+
+      lowrank reproduce cifar10 --data uoft-cs/cifar10 --out runs/cifar10
+      lowrank reproduce cifar10 --out runs/cifar10 --table
     """
+    from lowrank_cnn.paper.experiments import lines
+    from lowrank_cnn.paper.table import build_table
+    from lowrank_cnn.train.settings import parse_settings
+
     chosen = {"parts": tuple(parts or ()), "networks": tuple(networks or ()), "seeds": seeds}
     lines(experiment, chosen["parts"], chosen["networks"])  # refuses unknown names before images are read
     if table and not out.is_dir():
@@ -69,10 +81,10 @@ def reproduce_command(
         how |= {"compile": "auto" if compile_ is None else compile_, "checkpoint_activations": recompute}
         changes = {"settings": parse_settings(settings or []), "keep_weights": weights}
         found = _reproduce(experiment, images, out, **chosen, **changes, **how)
-        # All that is finished is shown, whoever trained it; what is missing, of what was asked for alone.
+        # Show everything that is finished, whoever trained it, but name as missing only what was asked for.
         found = replace(found, missing=build_table(experiment, out, **chosen).missing)
     if first_process():
-        if not (parts or networks):  # what is kept is the table of everything
+        if not (parts or networks):  # the saved table is that of everything
             found.save(out)
         _show(found, out, as_json)
 
@@ -80,10 +92,15 @@ def reproduce_command(
 def _open(data: str | None, **options: Any) -> Data:
     if data is None:
         raise LowRankError("training needs images: give --data, or --table to see what is finished.")
+    from lowrank_cnn.data import open_data
+
     return open_data(data, **options)
 
 
 def _reproduce(experiment: str, images: Data, out: Path, **options: Any) -> ExperimentTable:
+    from lowrank_cnn.paper.reproducing import reproduce
+    from lowrank_cnn.train import Interrupted
+
     def say(line: str) -> None:
         if first_process():
             errors.print(line, markup=False, soft_wrap=True)
@@ -94,12 +111,14 @@ def _reproduce(experiment: str, images: Data, out: Path, **options: Any) -> Expe
     try:
         return reproduce(experiment, images, out, say=say, **options)
     except Interrupted as farewell:
-        say("Stopped, and all is saved: the same command goes on from here.")
+        say("Stopped and saved: the same command continues from here.")
         raise typer.Exit(farewell.exit_code) from farewell
 
 
 def _show(table: ExperimentTable, out: Path, as_json: bool) -> None:
-    """The table for people or programs, and the page about all runs beside it."""
+    """Print the table, as text or JSON, and write the page about all runs beside it."""
+    from lowrank_cnn.report import write_report
+
     page = write_report([out], out / "report.html") if table.rows else None
     if as_json:
         return print_json(table.to_dict() | {"report": str(page) if page else None})
@@ -116,10 +135,12 @@ def _show(table: ExperimentTable, out: Path, as_json: bool) -> None:
 
 
 def _print_missing(table: ExperimentTable) -> None:
-    waiting = [run for run, stands in table.missing.items() if stands == NOT_BEGUN]
-    for run, stands in table.missing.items():
+    from lowrank_cnn.paper.table import NOT_BEGUN
+
+    waiting = [run for run, state in table.missing.items() if state == NOT_BEGUN]
+    for run, state in table.missing.items():
         if run not in waiting:
-            errors.print(f"{run}: {stands}", markup=False, soft_wrap=True)
+            errors.print(f"{run}: {state}", markup=False, soft_wrap=True)
     if waiting:
         errors.print(f"Not begun: {len(waiting)} runs, the first {waiting[0]}.", markup=False, soft_wrap=True)
 

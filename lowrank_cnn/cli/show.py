@@ -1,9 +1,10 @@
-"""How the command prints: tables that fit 80 columns, JSON, and numbers a person can read."""
+"""How the command prints: tables that fit 80 columns, JSON, and a status line."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SafeConsole(Console):
-    """A console that shows control characters in text as escapes: names of classes and files are not ours."""
+    """A console that escapes control characters, which names of classes and files may contain."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*(printable(each) if isinstance(each, str) else each for each in objects), **options)
@@ -32,8 +33,8 @@ errors = SafeConsole(stderr=True, highlight=False)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table with its first column to the left and numbers to the right; a heading `<name` goes left too."""
-    # Names of files and classes are shown as they are: rich would read markup in them.
+    """Print a table: the first column and those headed `<name` are left-aligned, the others right-aligned."""
+    # Text objects, because rich would read markup in names of files and classes.
     table = Table(title=Text(printable(title), "bold"), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 0))
     for index, heading in enumerate(columns):
         left = index == 0 or heading.startswith("<")
@@ -45,12 +46,17 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
 
 @contextlib.contextmanager
 def status_line() -> Iterator[Callable[[str], Callable[[str], None]]]:
-    """One line on a terminal for what is under way, of whom and what; in the end it is gone.
+    """Show the current step on one line of the terminal, and remove the line at the end.
 
-    It is drawn when told and never by itself: a thread that turns a wheel would show in what is measured.
+    The line is redrawn only when the text changes: a spinner's thread would disturb what is being timed.
     """
     with Live(console=errors, auto_refresh=False, transient=True) as live:
         yield lambda whose: lambda what: live.update(Text(printable(f" {whose}, {what} ...")), refresh=True)
+
+
+def first_process() -> bool:
+    """Whether this process prints for all processes that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def print_json(value: object) -> None:
@@ -60,7 +66,7 @@ def print_json(value: object) -> None:
 
 
 def print_problems(data: Data) -> None:
-    """What was left out of the images, and why."""
+    """Print which images were left out, and why."""
     for name, split in (("train", data.train), ("test", data.test)):
         if split.problems:
             console.print(f"Left out of {name}: {split.problems}", markup=False)

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from lowrank_cnn.cli.models import Json
+from lowrank_cnn.cli.options import Json, Missing, Workers
 from lowrank_cnn.cli.show import console, print_json
-from lowrank_cnn.data.shrink import shrink
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("shrink")(shrink_command)
 
 
 def shrink_command(
     source: Annotated[str, typer.Argument(help="A folder of images or shards, or a Hub repository.")],
-    out: Annotated[Path, typer.Argument(help="Folder of the new shards; those that are there are kept.")],
+    out: Annotated[Path, typer.Argument(help="Folder of the new shards; shards that exist are kept.")],
     side: Annotated[int, typer.Option(help="The shorter side of the stored images.")] = 256,
-    quality: Annotated[int, typer.Option(help="Of their JPEGs, up to 100.")] = 95,
-    workers: Annotated[int, typer.Option(help="Processes that share the work.")] = 0,
-    missing: Annotated[Literal["skip", "refuse"], typer.Option(help="Where a shard is missing.")] = "refuse",
+    quality: Annotated[int, typer.Option(help="JPEG quality, up to 100.")] = 95,
+    workers: Workers = 0,
+    missing: Missing = "refuse",
     as_json: Json = False,
 ) -> None:
-    """Store large photographs at the size that training needs, so that epochs decode fewer pixels."""
+    """Store large photographs at the size that training needs.
+
+    Every epoch then decodes fewer pixels.
+
+    Examples:
+
+      lowrank shrink photos small
+      lowrank shrink photos small --side 128 --quality 90
+    """
+    from lowrank_cnn.data.shrinking import shrink
+
     problems = shrink(source, out, side=side, quality=quality, workers=workers, missing=missing)
     size = sum(path.stat().st_size for path in out.glob("*.parquet"))
     if as_json:

@@ -1,4 +1,4 @@
-"""Where a command takes its network from: our own names, timm, torchvision, a file of the user's, a run."""
+"""Find the network that a command names: one of ours, timm, torchvision, the user's own file, a run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,6 @@ from lowrank_cnn.system.provenance import note, notes
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data
     from lowrank_cnn.train.trained import Trained
-
-MODEL_HELP = (
-    "A network's name (`lowrank models`), timm:NAME, torchvision:NAME, an exported .safetensors, a run's "
-    "directory, or path.py:function, which runs that file of yours and calls the function (with num_classes, if "
-    "it takes that)."
-)
-INTO_HELP = "For weights of a network that is not ours: that network, unconverted, as path.py:function."
 
 DEFAULT = "default"
 """The trained weights that timm and torchvision choose themselves."""

@@ -3,90 +3,94 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lowrank_cnn.cli.config import Config, config_recipe
-from lowrank_cnn.cli.models import Json
 from lowrank_cnn.cli.options import (
+    NETWORK,
+    TRAINING,
     Bad,
     Channels,
     ClassNames,
+    Compile,
     DataPath,
     Decode,
     Device,
     Into,
+    Json,
     Limit,
     Model,
     Pretrained,
+    Recompute,
+    Settings,
     Size,
+    Stride,
     TestPath,
     ValSplit,
+    Width,
     Workers,
 )
-from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
-from lowrank_cnn.cli.source import build_for, check_model, is_path
-from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.models.rebuild import entry_description
+from lowrank_cnn.cli.show import console, errors, first_process, print_json, print_problems, print_table
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import si
-from lowrank_cnn.train import Interrupted, Recipe, Record, fit, get_recipe
-from lowrank_cnn.train.directory import RunDirectory
-from lowrank_cnn.train.launch import resolve_device, resolve_precision
-from lowrank_cnn.train.opening import as_network_wants
-from lowrank_cnn.train.randomness import seed_generators
-from lowrank_cnn.train.recipes import RECIPES
-from lowrank_cnn.train.score import TOP_FIVE
-from lowrank_cnn.train.settings import parse_settings
 
-
-def add_to(app: typer.Typer) -> None:
-    app.command("train")(train_command)
+if TYPE_CHECKING:
+    from lowrank_cnn.data import Data
+    from lowrank_cnn.train import Recipe, Record
 
 
 def train_command(
     context: typer.Context,
     model: Model,
     data: DataPath,
-    recipe: Annotated[str, typer.Option(help=f"One of {', '.join(RECIPES)}.")] = "modern",
+    recipe: Annotated[
+        str, typer.Option(help="A training recipe: `lowrank recipes` lists them.", rich_help_panel=TRAINING)
+    ] = "modern",
     scheme: Annotated[
-        str | None, typer.Option(help="A scheme for one of our networks; any other is converted.")
+        str | None,
+        typer.Option(help="A scheme for one of our networks; any other is converted.", rich_help_panel=NETWORK),
     ] = None,
-    width: Annotated[float | None, typer.Option(help="Scale the number of filters.")] = None,
-    norm: Annotated[str | None, typer.Option(help="batch, or none; else as the recipe says.")] = None,
-    stride: Annotated[int | None, typer.Option(help="Stride of the first conv.")] = None,
+    width: Width = None,
+    norm: Annotated[
+        str | None, typer.Option(help="batch or none; by default as in the recipe.", rich_help_panel=NETWORK)
+    ] = None,
+    stride: Stride = None,
     pretrained: Pretrained = None,
     into: Into = None,
-    epochs: Annotated[int | None, typer.Option(help="Epochs to train at most.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Images per step, over all processes.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate at the start.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Any field of the recipe, as field=value; repeatable.")
+    epochs: Annotated[int | None, typer.Option(help="Epochs to train at most.", rich_help_panel=TRAINING)] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Images per step, over all processes.", rich_help_panel=TRAINING)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights, data order, and dropout.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Directory of the run: checkpoints and record.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    lr: Annotated[float | None, typer.Option(help="Learning rate at the start.", rich_help_panel=TRAINING)] = None,
+    settings: Settings = None,
+    seed: Annotated[
+        int, typer.Option(help="Seed of weights, data order, and dropout.", rich_help_panel=TRAINING)
+    ] = 0,
+    out: Annotated[Path | None, typer.Option(help="Directory for checkpoints and the record.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")] = False,
     device: Device = "auto",
-    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
-    compile_: Annotated[
-        bool | None,
-        typer.Option("--compile/--no-compile", help="Train through torch.compile; else where it is faster."),
+    precision: Annotated[
+        str | None, typer.Option(help="auto, fp32, bf16 or fp16.", rich_help_panel=TRAINING)
     ] = None,
-    recompute: Annotated[
-        bool, typer.Option("--checkpoint-activations", help="Compute maps twice instead of keeping them.")
-    ] = False,
+    compile_: Compile = None,
+    recompute: Recompute = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write scalars into --out.")] = False,
     checkpoint_every: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 30.0,
     workers: Workers = 0,
     decode: Decode = "cpu",
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="The same bits in every run, on the CPU or one GPU; slower.")
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Same bits in every run, on the CPU or one GPU; slower.",
+            rich_help_panel=TRAINING,
+        ),
     ] = False,
     test: TestPath = None,
     val_split: ValSplit = None,
@@ -98,14 +102,27 @@ def train_command(
     as_json: Json = False,
     config: Config = None,
 ) -> None:
-    """Train a network from scratch, or go on with the weights of one; under torchrun, on all of its processes.
+    """Train a network, from scratch or from trained weights.
 
-    Example: lowrank train nin-c3-lr --data photos --image-size 64 --out runs/photos
+    A run can be killed at any time and resumed. Under torchrun, all its processes train together.
+
+    Examples:
+
+      lowrank train nin-c3-lr --data digits --recipe digits --width 0.25 --out runs/first
+      lowrank train vgg11-gmp-lr --data photos --image-size 64 --out runs/photos
+      lowrank train torchvision:resnet18 --pretrained default --scheme lr-join --data photos --out runs/resnet
+      lowrank train nin-c3-lr --data photos --out runs/photos --resume
     """
+    from lowrank_cnn.cli.source import build_for, check_model, is_path
+    from lowrank_cnn.data import open_data
+    from lowrank_cnn.train import fit
+    from lowrank_cnn.train.determinism import seed_generators
+    from lowrank_cnn.train.opening import as_network_wants
+
     frequent = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "norm": norm, "precision": precision}
     resolved = _resolve(recipe, config_recipe(context), frequent, settings or [])
     options = {"scheme": scheme, "width": width, "stride": stride, "pretrained": pretrained}
-    # Trained weights, and networks that are not ours, know their norm and pool; else the recipe says them.
+    # The recipe chooses norm and pool, except for trained weights and for networks that are not ours.
     own = {"norm": norm, **options} if pretrained or is_path(model) else {**resolved.network(), **options}
     reading = partial(
         open_data,
@@ -120,7 +137,7 @@ def train_command(
         progress=not as_json,
     )
     seed_generators(seed)
-    check_model(model, **own)  # all that can be wrong is checked before the images are read, which may be many
+    check_model(model, **own)  # before the images are read, which may take long
     _check_place(out, resume, device, resolved.precision)
     images = reading()
     seed_generators(seed)
@@ -148,13 +165,16 @@ def train_command(
             checkpoint_every=checkpoint_every,
         )
     _print_result(record, out, as_json)
-    if out and not as_json and _first_process():
+    if out and not as_json and first_process():
         hint = _next_command(record, out, data, into or model)
         console.print(f"The run is in {out}: try `{hint}`", markup=False, soft_wrap=True)
 
 
 def _resolve(name: str, file: dict[str, Any], frequent: dict[str, Any], settings: list[str]) -> Recipe:
-    """The recipe with what the file of --config and then the options say; --set has the last word."""
+    """The recipe with the fields that --config, then the options, then --set change."""
+    from lowrank_cnn.train import get_recipe
+    from lowrank_cnn.train.settings import parse_settings
+
     resolved = get_recipe(name, **(file | _given(frequent) | parse_settings(settings)))
     if resolved.epochs < 1:
         raise LowRankError("0 epochs train nothing: `lowrank evaluate` measures a network as it is.")
@@ -166,7 +186,10 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_place(out: Path | None, resume: bool, device: str, precision: str) -> None:
-    """Refuse a device that is not there and a directory in use."""
+    """Refuse a device that does not exist and a directory in use."""
+    from lowrank_cnn.train.directory import RunDirectory
+    from lowrank_cnn.train.fabric import resolve_device, resolve_precision
+
     resolve_precision(precision, resolve_device(device))
     if resume and out is None:
         raise LowRankError("there is nothing to resume without the directory of a run: give --out.")
@@ -176,7 +199,9 @@ def _check_place(out: Path | None, resume: bool, device: str, precision: str) ->
 
 @contextlib.contextmanager
 def _leaving_politely() -> Iterator[None]:
-    """Answer Ctrl-C as a shell expects, once the run has saved its state."""
+    """After Ctrl-C, exit with the usual code once the run has saved its state."""
+    from lowrank_cnn.train import Interrupted
+
     try:
         yield
     except Interrupted as farewell:
@@ -184,19 +209,16 @@ def _leaving_politely() -> Iterator[None]:
         raise typer.Exit(farewell.exit_code) from farewell
 
 
-def _first_process() -> bool:
-    """Whether this process speaks for all that torchrun started."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _next_command(record: Record, out: Path, data: str, source: str) -> str:
-    """How to evaluate the run; it holds no code, so that a network that is not ours is named again."""
+    """The command that evaluates the run. A run holds no code, so --into names a network that is not ours."""
+    from lowrank_cnn.models.rebuild import entry_description
+
     ours = entry_description(record.model)["model"] is not None
     return shlex.join(["lowrank", "evaluate", str(out), "--data", data, *([] if ours else ["--into", source])])
 
 
 def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str) -> None:
-    if not _first_process():
+    if not first_process():
         return
     fields = "  ".join(f"{field}={value}" for field, value in recipe.to_dict().items())
     console.print(f"Recipe: {fields}", markup=False)
@@ -204,19 +226,21 @@ def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str) -> N
     size = f"{data.train.size[1]}x{data.train.size[2]} pixels" if data.train.size else "of many sizes"
     console.print(f"Images: {data.name}, {counts}, {len(data.classes)} classes, {size}", markup=False)
     if held := data.details.get("val_split"):
-        console.print(f"There are no test images: {held['share']:.0%} of each class are held back (--val-split).")
+        console.print(f"There are no test images: {held['share']:.0%} of each class are held out (--val-split).")
     if data.details.get("sized_by"):
-        console.print("Images are brought to the size that the network is for; --image-size sets another.")
+        console.print("Images are resized to the size that the network is for; --image-size sets another.")
     if remark:
         console.print(remark, markup=False)
     print_problems(data)
     if out is None:
-        console.print("Nothing is kept of this run: --out gives it a directory.", markup=False)
+        console.print("This run is not saved: give --out to keep checkpoints and the record.", markup=False)
 
 
 def _print_result(record: Record, out: Path | None, as_json: bool) -> None:
+    from lowrank_cnn.train.score import TOP_FIVE
+
     r = record.result
-    if not _first_process():
+    if not first_process():
         return
     if as_json:
         print_json({"model": record.model["name"], "out": str(out) if out else None, **r})

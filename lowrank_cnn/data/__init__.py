@@ -13,8 +13,8 @@ from lowrank_cnn.data.augment import Augment
 from lowrank_cnn.data.dataset import AsGiven, DatasetLoader, DatasetSplit
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, fit_preprocess
 from lowrank_cnn.data.preprocess import preprocess_from_dict as _preprocess_from_dict
-from lowrank_cnn.data.readers.options import RESIDENT_BYTES, ReadOptions, parse_image_size
 from lowrank_cnn.data.readers.parquet import Missing
+from lowrank_cnn.data.readers.read_options import RESIDENT_BYTES, ReadOptions, parse_image_size
 from lowrank_cnn.data.readers.sources import open_source
 from lowrank_cnn.data.resident import ResidentLoader, ResidentSplit
 from lowrank_cnn.data.stream.streamed import StreamedLoader, StreamedSplit, decode_rate

@@ -2,49 +2,53 @@
 
 | suffix       | holds                                                    | read back by `load` as           |
 |--------------|----------------------------------------------------------|----------------------------------|
-| .onnx        | the graph and the weights, for any batch size            | a module that runs onnxruntime   |
-| .pt2         | a `torch.export` program, for any batch size             | a module, if the file is trusted |
+| .onnx        | the graph and the weights                                | a module that runs onnxruntime   |
+| .pt2         | a `torch.export` program                                 | a module, if the file is trusted |
+| .ts          | TorchScript, a trace                                     | a module, if the file is trusted |
 | .safetensors | the weights, how to build the network around them, and   | the network itself, to train on  |
 |              | its images' size, classes and preparation, where known   |                                  |
 
-`load` also reads the directory of a training run, or one of its checkpoints. The first two formats are compared
-with the network on random inputs before the file appears. Composites stay 2-D convs side by side, so the saving in
-multiply-accumulates is kept; in .onnx each group is rectified and pooled before all are concatenated, which lets a
-runtime fuse those steps. A file is written whole or not at all.
+`deploy.engines` has a row for every format but the last; all of them carry classes and preparation too.
+`load` also reads the directory of a training run, or one of its checkpoints. A graph runs in its engine and is
+compared with the network, output by output, before the file appears. Composites stay 2-D convs side by side, so
+the saving in multiply-accumulates is kept. A file is written whole or not at all.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import importlib
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.candidates import groups_apart, in_layers
-from lowrank_cnn.deploy.names import name_nodes, without_traces
-from lowrank_cnn.deploy.runtime import OnnxModel
+from lowrank_cnn.deploy.candidates import in_layers
+from lowrank_cnn.deploy.engines import ENGINES, check_trusted, engine_of, open_engine
+from lowrank_cnn.deploy.engines.request import Axes, Call, ExportRequest, free_axes
+from lowrank_cnn.deploy.metadata import PreparedNetwork, attach_metadata, metadata_of
+from lowrank_cnn.deploy.parity import checked_outputs, parity
+from lowrank_cnn.deploy.runtime import EngineModel
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.models.files import Stored, dtype_of, read_weights, write_weights
-from lowrank_cnn.system.compare import ROUNDED, difference, is_finite
-from lowrank_cnn.system.errors import LowRankError, first_line, require
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path, replacing
 from lowrank_cnn.system.provenance import note, notes
-from lowrank_cnn.train.trained import Trained, load_checkpoint
+from lowrank_cnn.train.trained import Trained, load_checkpoint, trained_of
 
-_TOLERANCE = 1e-3
+Layout = Literal["nchw", "nhwc"]
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The file, its size, and its largest difference from the network on random inputs, relative to the output."""
+    """The file, its size, and its largest difference from the network, relative to the output where that is."""
 
     path: str
     bytes: int
@@ -60,29 +64,69 @@ def export(
     path: str | Path,
     *,
     input_size: Sequence[int] | None = None,
+    example_input: Any = None,
+    dynamic: Sequence[str] | Mapping[str, Mapping[int, str]] = ("batch",),
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    opset: int | None = None,
+    preprocess: bool | Layout = False,
     overwrite: bool = False,
 ) -> Exported:
     """Write `model`, as it is in evaluation, in the format that the suffix of `path` names.
 
-    `input_size` is (channels, height, width) of an image; our own networks know theirs, and so does what
-    `load_checkpoint` gives, of which a .safetensors keeps the classes too, and how its images are prepared: such a
-    file can be evaluated as its run can. Image sizes other than this one are for .safetensors alone: a graph is
-    traced for one size and any batch.
+    - `input_size`: (channels, height, width) of an image. Our own networks know theirs, and so does what
+      `load_checkpoint` gives.
+    - `example_input`: for a network that takes anything else: a tensor, a tuple of inputs, or a dictionary of
+      keywords. A tuple may end in a dictionary of keywords. The outputs may be a tensor, a tuple, a list, a
+      dictionary or a dataclass; each tensor in them gets a name ("logits", "hidden_states_0").
+    - `dynamic`: the axes of any length: "batch", "height", "width" (of volumes "depth", of series "length"). ()
+      fixes all. {"image": {0: "batch"}} names axes by input.
+    - `input_names`, `output_names`: in place of the names of arguments and keys.
+    - `opset`: of .onnx.
+    - `preprocess`: put the preparation of images into the graph, for a trained network. It then takes uint8 images
+      of the size that the network sees, [N, C, H, W] (True, "nchw") or [N, H, W, C] ("nhwc"). Scaling an image to
+      that size stays outside.
+
+    A file of a trained network says how its images are prepared and what its classes are: `evaluate` and `predict`
+    take it as they take the run.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+    >>> export(net, "net.onnx", input_size=(3, 32, 32), dynamic=("batch", "height", "width"))  # doctest: +SKIP
     """
     path = as_path(path)
-    write = _writer(path)
+    if path.suffix != ".safetensors":
+        _check_suffix(path)
     stored = model.stored(input_size) if isinstance(model, Trained) else _stored(model, input_size)
     if path.exists() and not overwrite:
         raise LowRankError(f"{path} exists; overwrite=True (--overwrite) replaces it.")
     if not path.parent.is_dir():
         raise LowRankError(f"there is no directory {path.parent} to write {path.name} into.")
+    if path.suffix == ".safetensors":
+        return _write_weights(path, stored)
+    names = {"inputs": input_names, "outputs": output_names}
+    network, request = _request(stored, example_input, dynamic, names, preprocess)
+    return write_request(path, replace(request, opset=opset), network)
+
+
+def write_request(path: Path, request: ExportRequest, network: nn.Module) -> Exported:
+    """Write what is asked for, run it in its engine, compare it with the network, and move it to its place."""
+    module, _, writer = engine_of(path)
+    write = getattr(importlib.import_module(f"lowrank_cnn.deploy.engines.{module}"), writer)
     try:
-        with replacing(path) as temporary:
-            error = write(temporary, stored)
-            temporary.chmod(0o644)  # safetensors writes for its owner alone
-    except SafetensorError as failure:
-        raise LowRankError(f"{path} could not be written ({failure}).") from failure
-    return Exported(str(path), path.stat().st_size, error)
+        folder = Path(tempfile.mkdtemp(prefix=".tmp-", dir=path.parent))
+    except OSError as error:
+        raise LowRankError(f"{path} could not be written ({error.strerror or error}).") from error
+    try:
+        written = write(folder, path.stem, request)
+        error = parity(written, request, network)
+        size = 0
+        for file in sorted(folder.iterdir(), key=lambda file: file == written):  # the one that names others last
+            with replacing(path.with_name(file.name)) as temporary:
+                size += file.stat().st_size
+                file.replace(temporary)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Exported(str(path), size, error)
 
 
 def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = False) -> nn.Module:
@@ -92,7 +136,7 @@ def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = Fal
 
     - `into`: for the weights of a network that is not one of ours, that network, as it was before any conversion;
       it is left as it is.
-    - `trusted`: needed for .pt2, which torch reads by evaluating expressions and, in places, by unpickling.
+    - `trusted`: needed for .pt2 and .ts, which torch reads by running parts of them.
     """
     path = as_path(path)
     if path.is_dir() or (path.suffix in ("", ".json", ".safetensors") and path.with_suffix(".json").is_file()):
@@ -101,27 +145,13 @@ def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = Fal
         return trained.network.eval()
     if not path.is_file():
         raise LowRankError(f"there is no file {path}.")
-    if path.suffix == ".onnx":
-        return OnnxModel(path)
     if path.suffix == ".safetensors":
         return read_weights(path, into=into).network.eval()
-    if path.suffix != ".pt2":
-        raise LowRankError(_formats(path))
-    if not trusted:
-        raise LowRankError(
-            f"reading {path.name} can run code stored in it: say trusted=True for a file of your own."
-        )
-    return _load_program(path)
-
-
-def _load_program(path: Path) -> nn.Module:
-    try:
-        module = torch.export.load(path).module()
-    except Exception as error:  # torch has no error of its own for a file that it did not write
-        raise LowRankError(f"{path} is not a torch.export program: {first_line(error)}") from error
-    for part in module.modules():  # it has no eval() of its own, and was exported from evaluation
-        part.training = False
-    return module
+    _check_suffix(path)
+    check_trusted(path, trusted)
+    runner = open_engine(path, trusted=trusted)
+    network = getattr(runner, "module", None) or EngineModel(runner)  # torch's own formats are modules already
+    return attach_metadata(network, runner.metadata)
 
 
 def _stored(model: nn.Module, input_size: Sequence[int] | None) -> Stored:
@@ -132,92 +162,85 @@ def _stored(model: nn.Module, input_size: Sequence[int] | None) -> Stored:
     return replace(stored, card=carried.card, preprocess=dict(carried.preprocess)) if carried else stored
 
 
-def _writer(path: Path) -> Callable[[Path, Stored], float | None]:
-    writers = {".onnx": _write_onnx, ".pt2": _write_program, ".safetensors": write_weights}
-    if path.suffix not in writers:
-        raise LowRankError(_formats(path))
-    return writers[path.suffix]
+def _check_suffix(path: Path) -> None:
+    if path.suffix not in ENGINES:
+        known = ", ".join([*ENGINES, ".safetensors"])
+        raise LowRankError(f"a network's file ends in one of {known}, not in {path.suffix!r}.")
 
 
-def _formats(path: Path) -> str:
-    return f"a network's file ends in .onnx, .pt2 or .safetensors, not in {path.suffix!r}."
+def _write_weights(path: Path, stored: Stored) -> Exported:
+    try:
+        with replacing(path) as temporary:
+            write_weights(temporary, stored)
+            temporary.chmod(0o644)  # safetensors writes for its owner alone
+    except SafetensorError as failure:
+        raise LowRankError(f"{path} could not be written ({failure}).") from failure
+    return Exported(str(path), path.stat().st_size, None)
 
 
-def _write_onnx(path: Path, stored: Stored) -> float:
-    require("onnxscript", extra="onnx", purpose="writing ONNX")
-    require("onnxruntime", extra="onnx", purpose="checking the written ONNX")
-    dtype = dtype_of(stored.network)
-    if dtype not in (torch.float32, torch.float16):
-        raise LowRankError(f"onnxruntime has no convolutions in {dtype}: export model.float().")
-    program = _program(replace(stored, network=groups_apart(in_layers(stored.network).eval())))
-    with _quiet():
-        onnx = torch.onnx.export(
-            program, dynamo=True, verbose=False, input_names=["image"], output_names=["output"]
+def _request(
+    stored: Stored, example: Any, dynamic: Any, names: dict[str, Sequence[str] | None], preprocess: bool | Layout
+) -> tuple[nn.Module, ExportRequest]:
+    """What is asked of a writer, and the network that the file is compared with, both on the CPU."""
+    network = copy.deepcopy(stored.network).eval().cpu()
+    layout: Layout | None = "nchw" if preprocess is True else preprocess or None
+    if layout:
+        network, example = _prepared(replace(stored, network=network), layout, example)
+    example = _images(stored) if example is None else example
+    call = Call.of(network, example, names["inputs"])
+    call = call.replaced({name: tensor.detach().cpu() for name, tensor in call.tensors.items()})
+    found = checked_outputs(network, call)
+    outputs = _output_names(found, call.names, names["outputs"])
+    axes = free_axes(call, dynamic)
+    results = dict(zip(outputs, found.values(), strict=True))
+    metadata = metadata_of(stored, pixels=layout) | {
+        "inputs": _described(call.tensors, axes),
+        "outputs": _described(results, {name: {} for name in results}, fixed=not any(axes.values())),
+    }
+    return network, ExportRequest(in_layers(network).eval(), call, outputs, axes, metadata=metadata)
+
+
+def _prepared(stored: Stored, layout: Layout, example: Any) -> tuple[nn.Module, Tensor]:
+    """A trained network that prepares its images itself, and uint8 images of the size that it then takes."""
+    trained = trained_of(stored)
+    if layout not in ("nchw", "nhwc"):
+        raise LowRankError(f"preprocess is True, 'nchw' or 'nhwc', not {layout!r}.")
+    if trained is None or example is not None:
+        raise LowRankError(
+            "preprocess is for a trained network of images, which knows how they are prepared: give a run, or "
+            "what load or fit made, and no example_input."
         )
-    assert onnx is not None
-    name_nodes(onnx.model.graph)
-    onnx.save(str(path), external_data=False)
-    return _checked(OnnxModel(path), stored)
+    whole = trained.image if trained.preprocess.to_dict().keys() != {"mean", "std"} else trained.input_size
+    drawn = torch.randint(0, 256, (2, *whole), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    network = PreparedNetwork(trained, layout).eval()
+    return network, drawn.permute(0, 2, 3, 1).contiguous() if layout == "nhwc" else drawn
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what the exporter says about itself and packages that it looks for."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def _write_program(path: Path, stored: Stored) -> float:
-    torch.export.save(_program(stored), path)
-    return _checked(torch.export.load(path).module(), stored)
-
-
-def _program(stored: Stored) -> torch.export.ExportedProgram:
-    x = _images(stored, batch=2)
-    network = in_layers(stored.network).eval()
-    batch = {0: torch.export.Dim("batch", min=1)}
-    try:
-        return without_traces(torch.export.export(network, (x,), dynamic_shapes=(batch,)))
-    except LowRankError:
-        raise
-    except Exception as error:  # whatever a forward does that cannot be traced
-        name = type(network).__name__
-        raise LowRankError(f"torch.export cannot trace {name}: {first_line(error)}") from error
-
-
-@torch.no_grad()
-def _checked(written: nn.Module, stored: Stored) -> float:
-    """The largest relative difference between file and network, for several batches; too large is an error."""
-    network = copy.deepcopy(stored.network).eval()
-    worst = 0.0
-    for batch in (1, 3):
-        x = _images(stored, batch=batch)
-        expected = network(x)
-        if not isinstance(expected, Tensor):
-            kind = type(expected).__name__
-            raise LowRankError(f"the network gives a {kind}, not a tensor: export a module that gives one output.")
-        given = written(x).to(expected)
-        worst = max(worst, difference(given, expected))
-    if not worst <= (_TOLERANCE if dtype_of(stored.network).itemsize > 2 else ROUNDED):
-        if not is_finite(expected):
-            raise LowRankError("the network gives NaN or infinite values on random images: nothing was written.")
-        raise LowRankError(f"the exported network differs from the original by {worst:.1e}: nothing was written.")
-    return worst
-
-
-def _images(stored: Stored, *, batch: int) -> Tensor:
+def _images(stored: Stored) -> Tensor:
     if stored.input_size is None:
-        raise LowRankError("say the size of the images (channels, height, width) that the network takes.")
-    network = stored.network
-    device = next((tensor.device for tensor in chain(network.parameters(), network.buffers())), None)
-    x = torch.randn(batch, *stored.input_size, generator=torch.Generator().manual_seed(batch))
-    return x.to(device, dtype_of(network))
+        raise LowRankError(
+            "say the size of the images (channels, height, width) that the network takes, or give example_input."
+        )
+    drawn = torch.randn(2, *stored.input_size, generator=torch.Generator().manual_seed(2))
+    return drawn.to(dtype_of(stored.network))
+
+
+def _output_names(
+    found: Mapping[str, Tensor], inputs: Sequence[str], asked: Sequence[str] | None
+) -> tuple[str, ...]:
+    if asked is None:
+        return tuple(f"output_{name}" if name in inputs else name for name in found)
+    if len(asked) != len(found) or len({*asked, *inputs}) != len(asked) + len(inputs):
+        raise LowRankError(
+            f"the network gives {len(found)} outputs ({', '.join(found)}): give as many different output_names."
+        )
+    return tuple(asked)
+
+
+def _described(tensors: Mapping[str, Tensor], axes: Axes, *, fixed: bool = True) -> str:
+    """Names, shapes and types for formats that keep none; of results with free axes, no lengths."""
+    rows = []
+    for name, tensor in tensors.items():
+        shape = [axes[name].get(axis, size if fixed else None) for axis, size in enumerate(tensor.shape)]
+        rows.append({"name": name, "shape": shape, "dtype": str(tensor.dtype).removeprefix("torch.")})
+    return json.dumps(rows)

@@ -23,7 +23,7 @@ from lowrank_cnn.deploy.network_plan import GIVEN
 from lowrank_cnn.deploy.optimized import FORMATS, Form, Optimized, OptimizeReport
 from lowrank_cnn.deploy.plan_cache import Cache, network_key
 from lowrank_cnn.deploy.planning import check_ready, objection_on, plan, silent
-from lowrank_cnn.kernels.fuse import fuse_neighbours
+from lowrank_cnn.kernels.fusing import fuse_neighbours
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.kernels.network_graph import CaptureError
 from lowrank_cnn.system.clock import Sample, measure

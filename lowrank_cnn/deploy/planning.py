@@ -146,7 +146,7 @@ def _unplanned(given: nn.Module, x: Tensor, where: tuple[Any, str], reason: str,
 
 def _with_neighbours(network: nn.Module, given: nn.Module, x: Tensor) -> nn.Module | None:
     """On a GPU: pools and response norms by the kernels too; None where that is none of it, or another network."""
-    from lowrank_cnn.kernels.fuse import fuse_neighbours
+    from lowrank_cnn.kernels.fusing import fuse_neighbours
 
     twin = copy.deepcopy(network)
     return twin if fuse_neighbours(twin) and not objection_on(twin, given, x) else None

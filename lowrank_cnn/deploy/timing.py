@@ -76,7 +76,7 @@ def time_model(
     Our own networks are held against their family's dense baseline (see `dense_twin`) unless `twin` is given.
     `runtime` is "torch", or "onnx" for ONNX Runtime on the CPU; the time is the median of `repeats` runs.
     """
-    from lowrank_cnn.train.launch import resolve_device
+    from lowrank_cnn.train.fabric import resolve_device
 
     size = _checked(model, input_size, batch, device, runtime)
     device = "cpu" if runtime == "onnx" else resolve_device(device)
@@ -164,7 +164,7 @@ class _OnnxRunner:
         return self.network(self.image)
 
     def macs(self) -> dict[str, int]:
-        from lowrank_cnn.deploy.runtime import node_macs
+        from lowrank_cnn.deploy.engines.onnx import node_macs
 
         return node_macs(self.path)
 
@@ -174,7 +174,7 @@ class _OnnxRunner:
         for _ in range(repeats + 1):
             profiled(self.image)
         times: dict[str, list[float]] = defaultdict(list)
-        for event in json.loads(Path(profiled.session.end_profiling()).read_text()):
+        for event in json.loads(Path(profiled.runner.session.end_profiling()).read_text()):
             if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
                 name = event["name"].removesuffix("_kernel_time").removeprefix("fused ")
                 times[name].append(event["dur"] / 1000)

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lowrank_cnn.frontier.record import Frontier, Row
-from lowrank_cnn.frontier.statistics import RESAMPLES, compare, holm
+from lowrank_cnn.frontier.record import DesignRow, Frontier
+from lowrank_cnn.frontier.resampling import RESAMPLES, compare
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import UnreadableError, read_json
+from lowrank_cnn.system.statistics import holm
 
 QUESTIONS = Path(__file__).with_name("questions.json")
 BETTER, FASTER = "better", "faster"
@@ -80,14 +81,14 @@ def answer(
     return _corrected(answers, questions["alpha"])
 
 
-def _control(found: Frontier, least: float) -> Row | None:
+def _control(found: Frontier, least: float) -> DesignRow | None:
     """The dense network of the least time that is at least this share of the full one's."""
     dense = [row for row in found.rows if row.dense and row.runs and row.timing and row.timing.ratio >= least]
     return min(dense, key=lambda row: row.timing.ratio if row.timing else 0.0, default=None)
 
 
 def _compared(
-    found: Frontier, question: str, margin: float, row: Row, control: Row, alpha: float, resamples: int
+    found: Frontier, question: str, margin: float, row: DesignRow, control: DesignRow, alpha: float, resamples: int
 ) -> Answer:
     ours, theirs = found.right_answers(row), found.right_answers(control)
     gap = compare(ours, theirs, margin=margin, alpha=alpha, resamples=resamples)

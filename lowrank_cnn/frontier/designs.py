@@ -49,6 +49,13 @@ FAMILIES = {
 }
 
 
+def find_family(name: str) -> Family:
+    """A family of the table."""
+    if name not in FAMILIES:
+        raise LowRankError(f"there is no family {name!r}; {nearest(name, FAMILIES)}")
+    return FAMILIES[name]
+
+
 @dataclass(frozen=True)
 class Design:
     """A way to build a network of a family.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowrank_cnn.frontier.designs import FAMILIES, Family, find_design
-from lowrank_cnn.system.errors import LowRankError, nearest
+from lowrank_cnn.frontier.designs import find_design
+from lowrank_cnn.system.errors import LowRankError
 
 MATCHES = ("macs", "time")
 
 
 @dataclass(frozen=True)
-class Plan:
+class FrontierPlan:
     """What is asked for.
 
     - `designs`: low-rank candidates by name or scheme; `widths`: those of the dense network, 1 always among them.
@@ -51,10 +51,3 @@ class Plan:
         if not self.batch and "time" in (*self.widen, *self.match):
             object.__setattr__(self, "widen", tuple(set(self.widen) - {"time"}))
             object.__setattr__(self, "match", tuple(set(self.match) - {"time"}))
-
-
-def find_family(name: str) -> Family:
-    """A family of the table."""
-    if name not in FAMILIES:
-        raise LowRankError(f"there is no family {name!r}; {nearest(name, FAMILIES)}")
-    return FAMILIES[name]

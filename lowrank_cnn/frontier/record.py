@@ -28,7 +28,7 @@ ABOUT = ("family", "network", "recipe", "data", "precision", "device", "teacher"
 
 
 @dataclass
-class Run:
+class SeedRun:
     """One trained network: its seed, how many answers were right, and where they are.
 
     `seconds` are those of training without compiling, by the median speed of its epochs; `wall` is everything.
@@ -46,7 +46,7 @@ class Run:
 
 
 @dataclass
-class Timing:
+class DesignTime:
     """Milliseconds of a batch through `optimize`, and of the dense network that took turns with it.
 
     `choice` is the variant that was fastest. `tries` has all of them.
@@ -67,7 +67,7 @@ class Timing:
 
 
 @dataclass
-class Try:
+class RateTry:
     """One setting tried on held-out images: the factor of the learning rate, and the accuracy of each seed."""
 
     rate: float
@@ -75,16 +75,16 @@ class Try:
 
 
 @dataclass
-class Row:
+class DesignRow:
     """A design: what it costs, what it takes, and its runs. `failed` are the seeds whose loss was not finite."""
 
     design: dict[str, Any]
     macs: int
     params: int
-    timing: Timing | None = None
+    timing: DesignTime | None = None
     rate: float = 1.0
-    tries: list[Try] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
+    tries: list[RateTry] = field(default_factory=list)
+    runs: list[SeedRun] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
 
     @property
@@ -95,7 +95,7 @@ class Row:
     def dense(self) -> bool:
         return self.design["scheme"] == "dense"
 
-    def run_of(self, seed: int) -> Run | None:
+    def run_of(self, seed: int) -> SeedRun | None:
         return next((run for run in self.runs if run.seed == seed), None)
 
 
@@ -106,7 +106,7 @@ class Frontier:
     folder: Path
     about: dict[str, Any]
     images: int
-    rows: list[Row] = field(default_factory=list)
+    rows: list[DesignRow] = field(default_factory=list)
     environments: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
     """Verdicts on the questions, as `statistics` finds them."""
@@ -115,7 +115,7 @@ class Frontier:
     def bytes_per_run(self) -> int:
         return -(-self.images // 8)
 
-    def row(self, name: str) -> Row | None:
+    def row(self, name: str) -> DesignRow | None:
         return next((row for row in self.rows if row.name == name), None)
 
     def save(self) -> None:
@@ -158,7 +158,7 @@ class Frontier:
             os.fsync(file.fileno())
         return row, hashlib.sha256(packed).hexdigest()
 
-    def right_answers(self, row: Row) -> Tensor:
+    def right_answers(self, row: DesignRow) -> Tensor:
         """The answers [runs, images] of a design, as booleans, checked against their checksums."""
         path = self.folder / ANSWERS
         try:
@@ -208,10 +208,10 @@ def load_frontier(folder: str | Path) -> Frontier:
         raise LowRankError(f"{path} is not the record of a frontier of this version.") from error
 
 
-def _read_row(values: dict[str, Any]) -> Row:
-    timing = Timing(**values["timing"]) if values["timing"] else None
-    runs, tries = [Run(**run) for run in values["runs"]], [Try(**one) for one in values["tries"]]
-    return Row(**{**values, "timing": timing, "runs": runs, "tries": tries})
+def _read_row(values: dict[str, Any]) -> DesignRow:
+    timing = DesignTime(**values["timing"]) if values["timing"] else None
+    runs, tries = [SeedRun(**run) for run in values["runs"]], [RateTry(**one) for one in values["tries"]]
+    return DesignRow(**{**values, "timing": timing, "runs": runs, "tries": tries})
 
 
 def open_frontier(folder: Path, about: dict[str, Any], images: int) -> Frontier:

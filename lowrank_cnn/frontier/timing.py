@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from lowrank_cnn.deploy.optimizing import Optimized, optimize
 from lowrank_cnn.frontier.designs import DENSE, STEP, Builder, Design
-from lowrank_cnn.frontier.record import Timing
+from lowrank_cnn.frontier.record import DesignTime
 from lowrank_cnn.system.clock import measure
 
 REPEATS = 21
 
 
 @dataclass
-class Clock:
+class DesignClock:
     """Times designs on one device, each in turns with the dense network of the family, which it keeps.
 
     `precision` is that of weights and images: bf16 on a GPU, as networks are trained there, else fp32.
@@ -37,7 +37,7 @@ class Clock:
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
-    def time(self, design: Design) -> Timing:
+    def time(self, design: Design) -> DesignTime:
         """The fastest form of a design, and its time."""
         images = self._images()
         ours = self._optimized(design, images)
@@ -50,7 +50,7 @@ class Clock:
         sample, tries = times["ours"], {name: one.ms for name, one in ours.report.times.items()}
         # The dense network beside itself: what two clocks differ by is not a ratio.
         other = sample.ms if design == DENSE else times["dense"].ms
-        return Timing(sample.ms, sample.low, sample.high, other, self.batch, ours.report.choice, tries)
+        return DesignTime(sample.ms, sample.low, sample.high, other, self.batch, ours.report.choice, tries)
 
     def _images(self) -> Tensor:
         draw = torch.Generator().manual_seed(0)

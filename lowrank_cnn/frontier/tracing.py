@@ -14,15 +14,17 @@ from pathlib import Path
 import torch
 
 from lowrank_cnn.data import Data
-from lowrank_cnn.frontier.designs import DENSE, Builder, Design, at_width, find_design, width_of_macs
-from lowrank_cnn.frontier.plan import Plan, find_family
-from lowrank_cnn.frontier.record import Frontier, Row, Run, Try, open_frontier
-from lowrank_cnn.frontier.timing import Clock, width_of_time
-from lowrank_cnn.frontier.training import Trainer, input_size
+from lowrank_cnn.frontier.designs import DENSE, Builder, Design, at_width, find_design, find_family, width_of_macs
+from lowrank_cnn.frontier.plan import FrontierPlan
+from lowrank_cnn.frontier.record import DesignRow, Frontier, RateTry, SeedRun, open_frontier
+from lowrank_cnn.frontier.timing import DesignClock, width_of_time
+from lowrank_cnn.frontier.training import DesignTrainer
 from lowrank_cnn.system.lock import locked
+from lowrank_cnn.system.text import duration
 from lowrank_cnn.train import get_recipe
+from lowrank_cnn.train.fabric import resolve_device, resolve_precision
 from lowrank_cnn.train.failure import NotFiniteError
-from lowrank_cnn.train.launch import resolve_device, resolve_precision
+from lowrank_cnn.train.inputs import augmentation, input_size
 from lowrank_cnn.train.recipe import Recipe
 
 HELD_OUT = 0.1
@@ -37,7 +39,7 @@ def trace_frontier(
     family: str,
     data: Data,
     out: str | Path,
-    plan: Plan | None = None,
+    plan: FrontierPlan | None = None,
     *,
     recipe: str | None = None,
     settings: Mapping[str, object] | None = None,
@@ -46,12 +48,13 @@ def trace_frontier(
 ) -> Frontier:
     """Do what a plan asks for and is not done yet, and give the record of everything in `out`.
 
-    >>> trace_frontier("airbench", data, "runs/f", Plan(("lr",), (0.5, 1.0), seeds=8))  # doctest: +SKIP
+    >>> trace_frontier("airbench", data, "runs/f", FrontierPlan(("lr",), (0.5, 1.0), seeds=8))  # doctest: +SKIP
     """
-    kind, plan = find_family(family), plan or Plan()
+    kind, plan = find_family(family), plan or FrontierPlan()
     resolved = get_recipe(recipe or kind.recipe, **(settings or {}))
     place = resolve_device(device)
-    builder = Builder(kind, input_size(data, resolved), len(data.classes), resolved.norm, plan.base)
+    size = input_size(data.test, augmentation(resolved))
+    builder = Builder(kind, size, len(data.classes), resolved.norm, plan.base)
     about = {
         "family": family,
         "network": {"name": kind.network, "base": plan.base},
@@ -80,11 +83,11 @@ class Tracer:
     data: Data
     recipe: Recipe
     device: str
-    plan: Plan
+    plan: FrontierPlan
     say: Say
     began: float = field(default_factory=time.monotonic)
     designs: list[Design] = field(default_factory=list)
-    _clock: Clock | None = None
+    _clock: DesignClock | None = None
 
     def run(self) -> None:
         candidates = [find_design(text) for text in self.plan.designs]
@@ -102,12 +105,12 @@ class Tracer:
         except BudgetSpent:
             self.say(f"The time is over ({self.plan.budget:.0f} s): the same command goes on from here.")
 
-    def add(self, design: Design) -> Row:
+    def add(self, design: Design) -> DesignRow:
         """A design in the record, counted and timed; one that is there already stays as it is."""
         row = self.found.row(design.name)
         if row is None:
             cost = self.builder.count(design)
-            row = Row(design.to_dict(), cost.macs, cost.params)
+            row = DesignRow(design.to_dict(), cost.macs, cost.params)
             self.found.rows.append(row)
             self.found.save()
         if design.name not in (known.name for known in self.designs):
@@ -120,15 +123,15 @@ class Tracer:
         return row
 
     @property
-    def clock(self) -> Clock:
+    def clock(self) -> DesignClock:
         """Made when first needed: it holds the dense network in its fastest form."""
         if self._clock is None:
-            self._clock = Clock(
+            self._clock = DesignClock(
                 self.builder, torch.device(self.device), self.plan.batch, self.plan.compile, self.plan.repeats
             )
         return self._clock
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[DesignRow]:
         """The rows of what was asked for: a folder may hold more."""
         return [row for design in self.designs if (row := self.found.row(design.name))]
 
@@ -143,7 +146,7 @@ class Tracer:
             times = self._times(lambda row: row.design["scheme"] == design.scheme)
             self.add(at_width(design, width_of_time(times, dense.timing.ratio), "time of dense"))
 
-    def _match(self, row: Row) -> None:
+    def _match(self, row: DesignRow) -> None:
         """The thin dense networks that a low-rank one has to beat: of its MACs, and of its time.
 
         Where it costs as much as the dense network, that one is its rival.
@@ -163,7 +166,7 @@ class Tracer:
         if not any(row.dense and (row.macs, row.params) == (cost.macs, cost.params) for row in self._rows()):
             self.add(design)
 
-    def _times(self, chosen: Callable[[Row], bool]) -> dict[float, float]:
+    def _times(self, chosen: Callable[[DesignRow], bool]) -> dict[float, float]:
         rows = [row for row in self._rows() if chosen(row) and row.timing]
         return {row.design["width"]: row.timing.ratio for row in rows if row.timing}
 
@@ -182,8 +185,8 @@ class Tracer:
             row.rate = best.rate
             self.found.save()
 
-    def _try(self, trainer: Trainer, design: Design, row: Row, rate: float) -> None:
-        known = next((one for one in row.tries if one.rate == rate), None) or Try(rate)
+    def _try(self, trainer: DesignTrainer, design: Design, row: DesignRow, rate: float) -> None:
+        known = next((one for one in row.tries if one.rate == rate), None) or RateTry(rate)
         for place in range(len(known.accuracies), self.plan.tries):
             self._check_budget()
             try:
@@ -216,9 +219,9 @@ class Tracer:
         row = self.found.row(design.name)
         return row is not None and (row.run_of(seed) is not None or seed in row.failed)
 
-    def _trainer(self, data: Data) -> Trainer:
+    def _trainer(self, data: Data) -> DesignTrainer:
         """What trains designs on these images; a teacher learns from these alone."""
-        trainer = Trainer(self.builder, data, self.recipe, self.device)
+        trainer = DesignTrainer(self.builder, data, self.recipe, self.device)
         if not self.plan.teacher:
             return trainer
         self._check_budget()
@@ -227,7 +230,7 @@ class Tracer:
         self.say(f"The teacher, {self.plan.teacher}: {share:.2f}% in {taught.wall:.1f} s")
         return replace(trainer, teacher=taught.network)
 
-    def _train_one(self, trainer: Trainer, design: Design, seed: int, walls: list[float]) -> str:
+    def _train_one(self, trainer: DesignTrainer, design: Design, seed: int, walls: list[float]) -> str:
         row = self.found.row(design.name)
         assert row is not None
         began = time.monotonic()
@@ -243,7 +246,7 @@ class Tracer:
         environment = self.found.here()
         place, checksum = self.found.add_answers(outcome.right)
         speed = result["images_per_second"]
-        run = Run(
+        run = SeedRun(
             seed=seed,
             correct=int(outcome.right.sum()),
             row=place,
@@ -267,10 +270,3 @@ class Tracer:
     def _check_budget(self) -> None:
         if time.monotonic() - self.began > self.plan.budget:
             raise BudgetSpent
-
-
-def duration(seconds: float) -> str:
-    """Seconds, minutes or hours, as a person says them."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

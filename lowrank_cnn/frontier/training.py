@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lowrank_cnn.data import Data, make_loader
 from lowrank_cnn.frontier.designs import Builder, Design
 from lowrank_cnn.train import fit
-from lowrank_cnn.train.inputs import augmentation, evaluation_batch
+from lowrank_cnn.train.inputs import evaluation_batch
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.record import Record
 from lowrank_cnn.train.short_runs import averaged_views
@@ -20,7 +20,7 @@ from lowrank_cnn.train.trained import carried_by
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainedDesign:
     """What came of a run: its record, which test images it got right, the seconds of it all, and the network."""
 
     record: Record
@@ -30,7 +30,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Trainer:
+class DesignTrainer:
     """Trains designs on one set of images, on one device, by one recipe."""
 
     builder: Builder
@@ -40,7 +40,7 @@ class Trainer:
     teacher: nn.Module | None = None
     """A trained network that all designs, thin dense ones too, learn from beside the labels."""
 
-    def train(self, design: Design, seed: int, *, rate: float = 1.0) -> Outcome:
+    def train(self, design: Design, seed: int, *, rate: float = 1.0) -> TrainedDesign:
         """Train from scratch; `rate` multiplies the learning rate of the recipe."""
         began = time.monotonic()
         torch.manual_seed(seed)
@@ -51,7 +51,7 @@ class Trainer:
         how = {"device": self.device, "compile": False, "progress": False, "teacher": self.teacher}
         record = fit(network, self.data, recipe, seed=seed, **how)
         right = right_answers(network, self.data, record.precision)
-        outcome = Outcome(record, right, time.monotonic() - began, network)
+        outcome = TrainedDesign(record, right, time.monotonic() - began, network)
         free_memory()
         return outcome
 
@@ -79,13 +79,6 @@ def right_answers(network: nn.Module, data: Data, precision: str) -> Tensor:
         for images, labels in loader.epoch(0):
             found.append(forward(images).float().argmax(1) == labels)
     return torch.cat(found).cpu()
-
-
-def input_size(data: Data, recipe: Recipe) -> tuple[int, int, int]:
-    """What a network sees of an image."""
-    from lowrank_cnn.train.inputs import input_size as size_of
-
-    return size_of(data.test, augmentation(recipe))
 
 
 def free_memory() -> None:

@@ -1,9 +1,8 @@
-"""A basis and its 1x1 join while they train: two launches, or one of the dense conv that they are together.
+"""Train a basis and its 1x1 join as two convs, or as the one dense conv that both make up.
 
-No activation stands between the two, so they are one dense conv, whose weights are a small matrix product away.
-Where maps are large and filters few, writing the basis's maps and reading them again costs more than the
-multiply-accumulates that the dense conv adds; its gradient goes through the product to both. Which is faster is
-measured, as everywhere, or counted where nothing can be measured.
+There is no activation between basis and join, so a small matrix product of their weights gives one dense conv.
+With large maps and few filters, writing and reading the basis's maps costs more than the MACs that the dense conv
+adds. Its gradient flows through the matrix product to both. Measured times decide, or counts if there are none.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from lowrank_cnn.kernels.mode import asked_for, mode
 from lowrank_cnn.kernels.problem import Pair, Problem, Sides, pose
 
 MACS_PER_MS, BYTES_PER_MS = 3e11, 4e9
-"""What a large GPU does at least in a millisecond, for where nothing was measured."""
+"""A large GPU's rates, assumed if nothing was measured."""
 MERGING_MS = 0.05
-"""What it takes to make the dense weight, forward and backward: some fifteen small launches in a graph."""
+"""Time to compute the dense weight, forward and backward: about fifteen small launches in a graph."""
 
 
 def enclosing(shapes: Sequence[Sequence[int]], padding: Sequence[Sides]) -> tuple[Pair, Sides]:
-    """Kernel and padding of the smallest dense conv that holds every group where it reads."""
+    """Kernel size and padding of the smallest dense conv that covers the taps of every group."""
     kernel, sides = [], []
     for axis in range(2):
         before = max(pads[axis][0] for pads in padding)
@@ -59,7 +58,7 @@ def merged_weight(weights: Sequence[Tensor], padding: Sequence[Sides], join: Ten
 
 
 def merged_bias(basis: Tensor | None, join: Tensor, bias: Tensor | None) -> Tensor | None:
-    """What the join makes of the basis's bias, and its own."""
+    """The bias of the dense conv: the join of the basis's bias, plus the join's own."""
     if basis is None:
         return bias
     with torch.autocast(join.device.type, enabled=False):
@@ -68,17 +67,22 @@ def merged_bias(basis: Tensor | None, join: Tensor, bias: Tensor | None) -> Tens
 
 
 class FusedChain(nn.Module):
-    """A basis and its join, with the ReLU and the 2x2 max-pool that followed: in one kernel or in two."""
+    """Convs in a row, with the last one's activation and max-pool; basis and join may run as one dense conv."""
 
-    def __init__(self, basis: nn.Module, join: nn.Module) -> None:
+    def __init__(self, *stages: nn.Module) -> None:
         super().__init__()
-        self.basis, self.join = basis, join
+        self.stages = nn.ModuleList(stages)
 
-    def forward(self, x: Tensor) -> Tensor:
-        basis: Any = self.basis
-        join: Any = self.join
-        if not self.merges(x):
-            return join(basis(x))
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if residual is None and self.merges(x):
+            return self._merged(x)
+        *front, last = self.stages
+        for stage in front:
+            x = stage(x)
+        return last(x, residual)
+
+    def _merged(self, x: Tensor) -> Tensor:
+        basis, join = self._basis_and_join()
         weights = list(basis.weights)
         weight = merged_weight(weights, basis.padding, join.weights[0])
         bias = merged_bias(basis.bias, join.weights[0], join.bias)
@@ -88,20 +92,29 @@ class FusedChain(nn.Module):
 
     @property
     def pool(self) -> str | None:
-        """The rounding of the max-pool at its end, as that of any fused layer."""
-        join: Any = self.join
-        return join.pool
+        """The max-pool at the end of the chain, as `composite_conv2d` names it."""
+        last: Any = self.stages[-1]
+        return last.pool
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the chain is a basis and its join: one conv with 1x1 filters, stride 1 and no padding."""
+        if len(self.stages) != 2:
+            return False
+        _, join = self._basis_and_join()
+        pointwise = [tuple(w.shape[2:]) for w in join.weights] == [(1, 1)] and tuple(join.stride) == (1, 1)
+        return pointwise and not any(sum(join.padding[0], ()))
 
     def merges(self, x: Tensor) -> bool:
-        """Whether one launch is faster for such an input."""
-        # First, for torch.compile cannot follow what `mode` reads; it asks once per size, and measures nothing.
+        """Whether the dense conv is faster than the two stages on such an input."""
+        # First, because torch.compile cannot trace what `mode` reads.
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return False
-        if mode() == "off" or not (x.is_cuda or asked_for()):
+        if mode() == "off" or not (x.is_cuda or asked_for()) or not self.is_joined:
             return False
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())):
-            return False  # `merge` folds a chain once and for all, not at every call
+            return False  # for inference `merge` folds a chain once, not at every call
         apart, whole = self._problems(tuple(x.shape), dtype)
         ours, theirs = (_measured_ms(way, x.device, need_input=x.requires_grad) for way in ([whole], apart))
         if ours is None or theirs is None:
@@ -109,8 +122,8 @@ class FusedChain(nn.Module):
         return ours + MERGING_MS < theirs
 
     def _problems(self, size: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Problem], Problem]:
-        basis: Any = self.basis
-        join: Any = self.join
+        """The problems of basis and join, and that of the dense conv."""
+        basis, join = self._basis_and_join()
         shapes = [tuple(weight.shape) for weight in basis.weights]
         first = pose(size, shapes, dtype, stride=basis.stride, padding=basis.padding)
         between = (size[0], first.filters, first.out_height, first.out_width)
@@ -121,9 +134,12 @@ class FusedChain(nn.Module):
         dense = [(mixture[0][0], size[1], *kernel)]
         return [first, second], pose(size, dense, dtype, stride=basis.stride, padding=[sides], **last)
 
+    def _basis_and_join(self) -> tuple[Any, Any]:
+        return self.stages[0], self.stages[1]
+
 
 def _measured_ms(problems: Sequence[Problem], device: torch.device, *, need_input: bool) -> float | None:
-    """Milliseconds of training launches one after the other, or None where one was not measured."""
+    """The summed training times of problems that run in turn; None if one of them was not measured."""
     needs = [need_input, *[True] * (len(problems) - 1)]
     measured = [
         choice.fastest(problem, device, training=True, need_input=need)

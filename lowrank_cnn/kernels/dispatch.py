@@ -179,7 +179,7 @@ def _options(asked: CallOptions) -> dict[str, Any]:
 def _deciders() -> tuple[Any, Any, Any]:
     """Who is asked: the functions themselves, or what stands for them while torch.compile traces."""
     if torch.compiler.is_compiling():
-        from lowrank_cnn.kernels import tracing
+        from lowrank_cnn.kernels import torch_compile
 
-        return tracing.exporting, tracing.asked_for, tracing.plan_text
+        return torch_compile.exporting, torch_compile.asked_for, torch_compile.plan_text
     return torch.compiler.is_exporting, mode.asked_for, choice.plan_text

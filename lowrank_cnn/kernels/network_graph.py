@@ -24,7 +24,6 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.nn.utils.parametrize import is_parametrized
 
-from lowrank_cnn.kernels.modules import has_hooks, is_plain
 from lowrank_cnn.system.errors import first_line
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -126,6 +125,19 @@ def layer_kind(module: nn.Module | None) -> str | None:
     if isinstance(module, CONVS):
         return "own conv" if _ends_in_conv(module) else None
     return "linear" if is_plain(module, nn.Linear) else None
+
+
+def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
+    """Whether a module has the forward of its kind, and no hooks."""
+    if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in vars(module):
+        return False
+    return not has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks run when the module is called."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 _CONVOLVE = (torch.conv1d, torch.conv2d, torch.conv3d)

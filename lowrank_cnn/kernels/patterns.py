@@ -1,15 +1,15 @@
-"""Find what can run as one in a captured network: [layer] -> norm -> + residual -> activation -> max-pool.
+"""Find layers with what follows them in a captured network: layer -> norm -> + residual -> activation -> max-pool.
 
-A `Pattern` names the nodes of one such run, each of them read by the next and by nobody else. `rewritten` replaces
-every pattern by a call of one module, which takes the layer's input and, where there is one, the residual.
+A `Pattern` lists the nodes of one such sequence, in which each value is read by the next node only. `rewritten`
+replaces every pattern by a call of one module, which takes the layer's input and the residual if there is one.
 Activations and pools may be modules or functions.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,17 +17,17 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from lowrank_cnn.kernels.activation import DEFAULT_SLOPE, canonical, is_monotone
-from lowrank_cnn.kernels.modules import activation_of, is_plain
-from lowrank_cnn.kernels.network_graph import NetworkGraph, layer_kind
+from lowrank_cnn.kernels.network_graph import NetworkGraph, is_plain, layer_kind
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+LAYERS = ("conv", "composite", "chain")
 
 
 @dataclass(frozen=True)
 class Pattern:
     """A layer and what follows it; `nodes` are all of its calls, the layer's first.
 
-    `activation` is named as `kernels.activation` does.
+    `activation` is a name of `kernels.activation`.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Pattern:
 
     @property
     def input(self) -> fx.Node:
-        """What the layer reads."""
+        """The layer's input."""
         return self.nodes[0].args[0]  # type: ignore[return-value]
 
     @property
     def residual(self) -> fx.Node | None:
-        """What is added to the layer's result, as the graph has it now."""
+        """The value that `add` adds to the layer's result."""
         if self.add is None:
             return None
         return next(value for value in self.add.all_input_nodes if value not in self.nodes)
@@ -59,27 +59,30 @@ _ADDS_IN_PLACE = (operator.iadd, "add_")
 
 
 def find_patterns(
-    captured: NetworkGraph, *, norms: bool = False, kinds: tuple[str, ...] = ("conv", "composite", "chain")
+    captured: NetworkGraph,
+    *,
+    norms: bool = False,
+    kinds: tuple[str, ...] = LAYERS,
+    accepts: Callable[[fx.Node, dict[str, Any]], bool] = lambda layer, parts: True,
 ) -> list[Pattern]:
-    """The patterns of a network, in the order of its calls; with `norms`, including the batch norm of a layer."""
-    once = captured.called_once()
-    taken: set[fx.Node] = set()
-    found = []
-    # From the end: of two layers that are added, the later one takes the sum, and the other is its residual.
-    for node in reversed(captured.graph.nodes):
-        if once.get(str(node.target)) is node and layer_kind(captured.module(node)) in kinds and _reads_one(node):
-            pattern = _Walk(captured, once, node, norms, taken).pattern()
-            taken.update(pattern.nodes)
-            found.append(pattern)
-    return found[::-1]
+    """The patterns of a network, in the order of its calls.
+
+    `kinds` are the layers that a pattern may begin with, as `layer_kind` names them; "norm" adds the batch norms
+    that no other pattern contains. With `norms`, a pattern includes the batch norm behind its layer. `accepts` is
+    asked with the layer's node and the pattern's parts (fields of `Pattern`); where it says no, a pattern ends.
+    """
+    walk = _Walk(captured, captured.called_once(), norms, accepts)
+    found = [pattern for kind in (set(kinds) - {"norm"}, {"norm"} & set(kinds)) for pattern in walk.patterns(kind)]
+    places = {node: place for place, node in enumerate(captured.graph.nodes)}
+    return sorted(found, key=lambda pattern: places[pattern.nodes[0]])
 
 
 def rewritten(
     captured: NetworkGraph, patterns: list[Pattern], make: Callable[[Pattern], nn.Module]
 ) -> fx.GraphModule:
-    """A network whose patterns are calls of what `make` gives, under the names of their layers.
+    """A network in which each pattern is one call of the module that `make` returns, under the layer's name.
 
-    It shares the modules of the captured root. The captured graph itself is used up.
+    It shares the modules of the captured root. The captured graph is changed and cannot be used again.
     """
     graph = captured.graph
     for pattern in patterns:
@@ -98,44 +101,57 @@ def rewritten(
 
 @dataclass
 class _Walk:
-    """Follows the only reader of each value from a layer on, as long as it is part of a pattern."""
+    """Starts at a layer and goes from each value to its only reader, as long as that is part of a pattern."""
 
     captured: NetworkGraph
     once: dict[str, fx.Node]
-    layer: fx.Node
     norms: bool
-    taken: set[fx.Node]
+    accepts: Callable[[fx.Node, dict[str, Any]], bool]
+    taken: set[fx.Node] = field(default_factory=set)
 
-    def pattern(self) -> Pattern:
-        nodes, parts = [self.layer], {}
+    def patterns(self, kinds: set[str]) -> Iterator[Pattern]:
+        """The patterns that begin with a layer of these kinds, the last one first.
+
+        Of two layers that are added, the later one then takes the sum, and the other is its residual.
+        """
+        for node in reversed(self.captured.graph.nodes):
+            kind = "norm" if self._is_norm(node, self._plain(node)) else layer_kind(self.captured.module(node))
+            starts = self.once.get(str(node.target)) is node and node not in self.taken and _reads_one(node)
+            if kind in kinds and starts:
+                pattern = self._from(node)
+                self.taken.update(pattern.nodes)
+                yield pattern
+
+    def _from(self, layer: fx.Node) -> Pattern:
+        nodes, parts = [layer], {}
         passed: list[fx.Node] = []
         while (node := self._reader(passed[-1] if passed else nodes[-1])) is not None:
             if self._does_nothing(node):
                 passed.append(node)
                 continue
-            part = self._part(node, (passed or nodes)[-1], parts)
-            if part is None:
+            part = self._part(layer, node, (passed or nodes)[-1], parts)
+            if part is None or not self.accepts(layer, parts | part):
                 break
             parts |= part
             nodes += [*passed, node]
             passed = []
-        return Pattern(str(self.layer.target), tuple(nodes), **parts)
+        return Pattern(str(layer.target), tuple(nodes), **parts)
 
     def _reader(self, node: fx.Node) -> fx.Node | None:
-        """The one node that reads a value; None where several do, or one reads it twice, or another took it."""
+        """The one node that reads a value; None if several do, one reads it twice, or another pattern has it."""
         if len(node.users) != 1:
             return None
         (reader,) = node.users
         twice = sum(1 for value in reader.all_input_nodes if value is node) > 1 or reader.args.count(node) > 1
         return None if twice or reader in self.taken or reader.op == "output" else reader
 
-    def _part(self, node: fx.Node, value: fx.Node, parts: dict[str, Any]) -> dict[str, Any] | None:
-        """What a node adds to the pattern, or None where it is the end."""
+    def _part(self, layer: fx.Node, node: fx.Node, value: fx.Node, parts: dict[str, Any]) -> dict[str, Any] | None:
+        """What a node adds to the pattern; None if it cannot be part of it."""
         module = self._plain(node)
         later = {"activation", "pool"} & parts.keys()
         if self.norms and not parts and self._is_norm(node, module):
             return {"norm": node}
-        if not later and "add" not in parts and self._adds(node, value):
+        if not later and "add" not in parts and self._adds(layer, node, value):
             return {"add": node}
         activation = None if "activation" in parts else _activation(node, module)
         if activation is not None and ("pool" not in parts or is_monotone(activation)):
@@ -144,7 +160,7 @@ class _Walk:
         return None if pool is None else {"pool": pool}
 
     def _plain(self, node: fx.Node) -> nn.Module | None:
-        """The module of a call, if it does what its class does and nothing else."""
+        """The module that a node calls with one argument, if it has its class's forward and no hooks."""
         module = self.captured.module(node)
         return module if module is not None and _reads_one(node) and is_plain(module, type(module)) else None
 
@@ -158,19 +174,19 @@ class _Walk:
         dropped = isinstance(module, nn.modules.dropout._DropoutNd) and not module.training
         return type(module) is nn.Identity or (dropped and type(module).__module__.startswith("torch.nn"))
 
-    def _adds(self, node: fx.Node, value: fx.Node) -> bool:
+    def _adds(self, layer: fx.Node, node: fx.Node, value: fx.Node) -> bool:
         """Whether a node adds another value to this one, and the layer may compute the sum."""
         if node.target not in _ADDS or node.kwargs or len(node.args) != 2:
             return False
         left, right = node.args
         if node.target in _ADDS_IN_PLACE and left is not value:
             return False  # others that read the residual would see the sum
-        return isinstance(right if left is value else left, fx.Node) and self._can_move(node)
+        return isinstance(right if left is value else left, fx.Node) and self._can_move(layer, node)
 
-    def _can_move(self, add: fx.Node) -> bool:
-        """Whether the layer computes the same just before the sum: nothing it reads is overwritten until then."""
+    def _can_move(self, layer: fx.Node, add: fx.Node) -> bool:
+        """Whether the layer may run just before the sum: nothing that it reads is overwritten before that."""
         fresh: set[fx.Node] = set()
-        node = self.layer.next
+        node = layer.next
         while node is not add:
             if _overwrites(node, self.captured.module(node)) and node.all_input_nodes[0] not in fresh:
                 return False
@@ -180,8 +196,18 @@ class _Walk:
         return True
 
 
+def activation_of(module: nn.Module | None) -> str | None:
+    """The name of an activation module that kernels can fuse; None for any other module."""
+    if isinstance(module, nn.LeakyReLU) and is_plain(module, nn.LeakyReLU):
+        return canonical(f"leaky_relu:{module.negative_slope}")
+    if isinstance(module, nn.GELU) and module.approximate != "none":
+        return None
+    kinds = {nn.ReLU: "relu", nn.SiLU: "silu", nn.GELU: "gelu", nn.Hardswish: "hardswish"}
+    return next((name for kind, name in kinds.items() if is_plain(module, kind)), None)
+
+
 def _activation(node: fx.Node, module: nn.Module | None) -> str | None:
-    """The name of an activation, whether a module or a function."""
+    """The name of an activation that is a module or a function."""
     if module is not None:
         return activation_of(module)
     name = _FUNCTIONS.get(node.target) if node.op in ("call_function", "call_method") else None
@@ -214,7 +240,7 @@ _KEPT = ("invert", "inv", "is_", "is_not", "index", "indexOf", "itemgetter")
 
 
 def _pool(node: fx.Node, module: nn.Module | None) -> nn.MaxPool2d | None:
-    """A max-pool, whether a module or a function."""
+    """A max-pool that is a module or a function, as a module."""
     if module is not None:
         return module if type(module) is nn.MaxPool2d and not module.return_indices else None
     if node.target not in (F.max_pool2d, torch.max_pool2d):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,11 +17,11 @@ from torch import nn
 from lowrank_cnn.method.channel import basis_filters, channel_params, groups_of, outputs_of
 from lowrank_cnn.method.costs import macs_per_pixel
 from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.inputs import InputSize, arguments
 from lowrank_cnn.method.rewriting import rewrite
 from lowrank_cnn.method.scheme import Scheme
 from lowrank_cnn.system.clock import measure
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.provenance import notes
 
 Convs = Mapping[str, nn.Conv2d]
 Choice = Mapping[str, Scheme | None]
@@ -62,16 +62,8 @@ class Budget:
         return None
 
 
-def image_size(model: nn.Module, input_size: Sequence[int] | None) -> tuple[int, ...]:
-    """The size of the images that a budget is for."""
-    size = input_size or notes(model).input_size
-    if size is None:
-        raise LowRankError("a budget needs the size of the images (channels, height, width): give input_size.")
-    return tuple(size)
-
-
 def within(
-    model: nn.Module, curves: Curves, rest: int, budget: Budget, input_size: Sequence[int]
+    model: nn.Module, curves: Curves, rest: int, budget: Budget, input_size: InputSize
 ) -> dict[str, Scheme]:
     """The schemes that keep most within a budget; layers without one stay dense."""
     if budget.kind == "latency":
@@ -152,16 +144,14 @@ def schemes_of(chosen: Choice) -> dict[str, Scheme]:
 
 
 def fresh_curves(
-    model: nn.Module, convs: Convs, scheme: Scheme, kind: str, input_size: Sequence[int]
+    model: nn.Module, convs: Convs, scheme: Scheme, kind: str, input_size: InputSize
 ) -> tuple[dict[str, Curve], int]:
     """Choices for layers that are trained from scratch, and the cost of everything else."""
     dense, rest = dense_costs(model, convs, kind, input_size)
     return {name: _fresh_curve(convs[name], scheme, cost, kind) for name, cost in dense.items()}, rest
 
 
-def dense_costs(
-    model: nn.Module, convs: Convs, kind: str, input_size: Sequence[int]
-) -> tuple[dict[str, int], int]:
+def dense_costs(model: nn.Module, convs: Convs, kind: str, input_size: InputSize) -> tuple[dict[str, int], int]:
     """The cost of each conv that runs, in parameters or in MACs, and that of everything else."""
     found = count(model, input_size)
     ran = {row.name: row.macs for row in found.layers if row.name in convs}
@@ -200,7 +190,7 @@ def _fresh_curve(conv: nn.Conv2d, scheme: Scheme, dense: int, kind: str) -> Curv
 
 
 def by_latency(
-    model: nn.Module, curves: Curves, share: float, input_size: Sequence[int], rounds: int = 5
+    model: nn.Module, curves: Curves, share: float, input_size: InputSize, rounds: int = 5
 ) -> dict[str, Scheme | None]:
     """The largest MAC budget, found by halving, whose network takes at most `share` of the dense one's time."""
     low, high = sum(c[0].cost for c in curves.values()), sum(c[-1].cost for c in curves.values())
@@ -220,11 +210,12 @@ def by_latency(
 
 
 @torch.no_grad()
-def _time_ratio(model: nn.Module, chosen: Choice, input_size: Sequence[int]) -> float:
+def _time_ratio(model: nn.Module, chosen: Choice, input_size: InputSize) -> float:
     """The time of the network with these filters over that of the dense one, run in turns on one image."""
     dense = copy.deepcopy(model).eval()
     small = rewrite(model, schemes_of(chosen)).eval()
     like = next(model.parameters())
-    image = torch.randn(1, *input_size, device=like.device, dtype=like.dtype)
-    times = measure({"dense": lambda: dense(image), "small": lambda: small(image)}, repeats=7, cuda=image.is_cuda)
+    inputs = arguments(input_size, device=like.device, dtype=like.dtype)
+    runs = {"dense": lambda: dense(*inputs), "small": lambda: small(*inputs)}
+    times = measure(runs, repeats=7, cuda=like.is_cuda)
     return times["small"].ms / times["dense"].ms

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lowrank_cnn.method.budget import Budget, fresh_curves, image_size, within
+from lowrank_cnn.method.budget import Budget, fresh_curves, within
 from lowrank_cnn.method.costs import relative_cost
 from lowrank_cnn.method.counting import LayerCount, count
+from lowrank_cnn.method.inputs import InputSize, known_inputs
 from lowrank_cnn.method.references import check_calls
 from lowrank_cnn.method.rewriting import Change, Conversion, Fill, changes_of, low_rank_layers, rewrite
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
@@ -51,7 +52,7 @@ def convert(
     macs: float | None = None,
     params: float | None = None,
     latency: float | None = None,
-    input_size: Sequence[int] | None = None,
+    input_size: InputSize | None = None,
     allow_costlier: bool = False,
 ) -> nn.Module:
     """A copy of `model` whose spatial convs are replaced by what `scheme` makes of them.
@@ -81,6 +82,8 @@ def convert(
     scheme = parse_scheme(scheme)
     if scheme.name == "embed":
         raise LowRankError("embed changes the number of channels that the next layer expects: use lr-join.")
+    if scheme.name == "exact":
+        raise LowRankError("exact counts the filters of one layer: use mixture, or apply learned shapes.")
     if init != "composite" and not callable(init):
         raise LowRankError(f'init is "composite" or a function that fills a replacement, not {init!r}.')
     budget = Budget.of(macs=macs, params=params, latency=latency)
@@ -88,7 +91,7 @@ def convert(
         convs, kept = select(model, scheme, where, trained_on=init == "composite")
     schemes = dict.fromkeys(convs, scheme)
     if budget is not None:
-        size = image_size(model, input_size)
+        size = known_inputs(model, input_size)
         curves, rest = fresh_curves(model, convs, scheme, budget.kind, size)
         schemes = within(model, curves, rest, budget, size)
         kept += tuple(Kept(name, "Conv2d", "the budget leaves it dense") for name in convs if name not in schemes)
@@ -136,7 +139,7 @@ def told_if_low_rank(model: nn.Module) -> Iterator[None]:
         ) from nothing
 
 
-def conversion_costs(before: nn.Module, after: nn.Module, input_size: Sequence[int]) -> tuple[Cost, ...]:
+def conversion_costs(before: nn.Module, after: nn.Module, input_size: InputSize) -> tuple[Cost, ...]:
     """The cost of each rewritten layer on one image (channels, height, width), and in the last row the total."""
     old, new = (count(model, input_size) for model in (before, after))
     names = [change.name for change in changes_of(after)]

@@ -24,13 +24,13 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowrank_cnn.method.branches import fold_branches
+from lowrank_cnn.method.inputs import InputSize, arguments, checked_size
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.operations import macs_of, reason_of
-from lowrank_cnn.system.errors import LowRankError, check_type
+from lowrank_cnn.system.errors import LowRankError, check_type, first_line
 from lowrank_cnn.system.provenance import notes
 
 CONVENTIONS = ("mac", "paper")
-_LARGEST_SIDE = 2**20
 _LAYERS = (CompositeConv2d, nn.Conv2d, nn.Linear)
 
 
@@ -80,8 +80,11 @@ class Count:
         return asdict(self)
 
 
-def count(model: nn.Module, input_size: Sequence[int], *, convention: str = "mac") -> Count:
+def count(model: nn.Module, input_size: InputSize, *, convention: str = "mac") -> Count:
     """Count a model on one image of `input_size` (channels, height, width). The model is left as it was.
+
+    A network of another kind of input is counted on an example: a tensor, or a tuple of all arguments of its
+    forward. Such an example counts with its whole batch.
 
     Branches that are folded after training (`method.branches`) count as the layer that they become.
     `convention` is "mac" (convs, linear layers and matrix products in evaluation) or "paper" (as published: one
@@ -90,11 +93,11 @@ def count(model: nn.Module, input_size: Sequence[int], *, convention: str = "mac
     if convention not in CONVENTIONS:
         raise LowRankError(f"the convention is {' or '.join(CONVENTIONS)}, not {convention!r}.")
     check_type("the model", model, nn.Module)
-    size, model = _checked(input_size), fold_branches(model)
+    size, model = checked_size(input_size), fold_branches(model)
     paper = convention == "paper"
     book = _Book(biases=paper)
     with _mode(model, training=paper), torch.no_grad(), book.follow(model):
-        _run(model, size)
+        _run(model, input_size)
     known = notes(model)
     left_out = known.unpublished if paper else known.auxiliary
     params = sum(p.numel() for name, p in model.named_parameters() if not _within(name, left_out))
@@ -103,29 +106,21 @@ def count(model: nn.Module, input_size: Sequence[int], *, convention: str = "mac
     return Count(size, convention, macs, params, memory, layers, tuple(sorted(book.unsupported.items())))
 
 
-def _checked(input_size: Sequence[int]) -> tuple[int, ...]:
-    size = tuple(input_size) if isinstance(input_size, Sequence) else ()
-    if len(size) != 3 or any(not isinstance(v, int) or not 1 <= v <= _LARGEST_SIDE for v in size):
-        raise LowRankError(
-            f"an input size is (channels, height, width), like (3, 224, 224), not {input_size!r:.60}."
-        )
-    return size
-
-
-def _run(model: nn.Module, size: tuple[int, ...]) -> None:
+def _run(model: nn.Module, inputs: InputSize) -> None:
     """One forward pass with every parameter and buffer lent to the model as a tensor without storage."""
     lent = {name: tensor.to("meta") for name, tensor in _tensors(model)}
     dtype = next((t.dtype for t in lent.values() if t.is_floating_point()), None)
+    given = arguments(inputs, device="meta", dtype=dtype)
     try:
         with torch.device("meta"), _lent_attributes(model):
-            functional_call(model, lent, (torch.empty(1, *size, dtype=dtype),), tie_weights=False)
+            functional_call(model, lent, given, tie_weights=False)
     except LowRankError:
         raise
     except Exception as error:  # whatever a forward does that needs values, or another size
         if reason := reason_of(error):
             raise LowRankError(f"the model cannot be counted: {reason}.") from error
-        first = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise LowRankError(f"the model does not take an input of {'x'.join(map(str, size))}: {first}") from error
+        size = "x".join(map(str, checked_size(inputs)))
+        raise LowRankError(f"the model does not take an input of {size}: {first_line(error)}") from error
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

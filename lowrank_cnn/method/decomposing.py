@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.method.activations import Images, image_batches, refit, seen, window_covariance
-from lowrank_cnn.method.budget import Budget, image_size, within
+from lowrank_cnn.method.budget import Budget, within
 from lowrank_cnn.method.channel import FactoredLayer, groups_of, outputs_of
 from lowrank_cnn.method.converting import cheaper_only, nothing_cheaper
 from lowrank_cnn.method.costs import useful_rank
 from lowrank_cnn.method.fitting import Fitted, fit_layer
+from lowrank_cnn.method.inputs import InputSize, known_inputs
 from lowrank_cnn.method.layers import FactoredConv2d
 from lowrank_cnn.method.ranks import Keeps, by_energy, curves_of
 from lowrank_cnn.method.references import check_calls
@@ -41,7 +42,7 @@ def decompose(
     macs: float | None = None,
     params: float | None = None,
     latency: float | None = None,
-    input_size: Sequence[int] | None = None,
+    input_size: InputSize | None = None,
     images: Images | None = None,
     evaluate: Score | None = None,
     allow_costlier: bool = False,
@@ -135,14 +136,16 @@ def _chosen(
     convs: dict[str, nn.Conv2d],
     scheme: Scheme,
     budget: Budget,
-    input_size: Sequence[int] | None,
+    input_size: InputSize | None,
     batches: Sequence[Tensor],
     keeps: dict[str, Keeps] | None,
 ) -> dict[str, Scheme]:
     """How many basis filters each layer gets, by what is to be kept or spent."""
     if budget.kind == "energy":
         return by_energy(convs, scheme, budget.share, keeps)
-    size = image_size(model, input_size or (batches[0].shape[1:] if batches else None))
+    if input_size is None and batches:
+        input_size = tuple(batches[0].shape[1:])
+    size = known_inputs(model, input_size)
     curves, rest = curves_of(model, convs, scheme, size, kind=budget.kind, keeps=keeps)
     return within(model, curves, rest, budget, size)
 

@@ -15,6 +15,7 @@ from lowrank_cnn.method.channel import channel_energy, groups_of
 from lowrank_cnn.method.costs import macs_per_pixel, useful_rank
 from lowrank_cnn.method.factorize import kept_energy, separable_energy
 from lowrank_cnn.method.fitting import grouped_factors, grouped_weight
+from lowrank_cnn.method.inputs import InputSize
 from lowrank_cnn.method.scheme import Scheme
 
 Keeps = Callable[[int], float]
@@ -49,7 +50,7 @@ def curves_of(
     model: nn.Module,
     convs: Convs,
     scheme: Scheme,
-    input_size: Sequence[int],
+    input_size: InputSize,
     *,
     kind: str = "macs",
     keeps: Mapping[str, Keeps] | None = None,

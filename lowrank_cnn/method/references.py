@@ -13,6 +13,7 @@ from types import FunctionType, MethodType
 import torch
 from torch import nn
 
+from lowrank_cnn.method.inputs import InputSize, arguments
 from lowrank_cnn.system.errors import LowRankError
 
 _OWN = {"_parameters", "_buffers", "_modules"}
@@ -68,7 +69,7 @@ def _filled(cell: object) -> bool:
 
 
 @torch.no_grad()
-def check_calls(model: nn.Module, new: nn.Module, names: Sequence[str], input_size: Sequence[int]) -> None:
+def check_calls(model: nn.Module, new: nn.Module, names: Sequence[str], input_size: InputSize) -> None:
     """Run the new network once on one image: it must call the new layers and none of those they replace."""
     called: set[str] = set()
     old = {name: model.get_submodule(name) for name in names}
@@ -76,8 +77,8 @@ def check_calls(model: nn.Module, new: nn.Module, names: Sequence[str], input_si
     modes = {module: module.training for module in new.modules()}
     try:
         like = next(new.parameters())
-        new.eval()(torch.zeros(1, *input_size, dtype=like.dtype, device=like.device))
-    except Exception:  # a forward that takes something else than one image is for its owner to run
+        new.eval()(*arguments(input_size, dtype=like.dtype, device=like.device))
+    except Exception:  # a forward that takes something else is for its owner to run
         return
     finally:
         for hook in hooks:

@@ -16,10 +16,13 @@ from lowrank_cnn.method.init import followed_by_relu, init_
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, build_conv
 from lowrank_cnn.method.scheme import Scheme
 from lowrank_cnn.method.selection import Kept
+from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, exact_layer, shaped_layer
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import forget, note, notes
 from lowrank_cnn.system.text import text_table
 
+_BY_LAYER = {"exact": exact_layer, "learned": shaped_layer}
+"""Schemes that choose layers by their kind themselves: of convs, linear layers and batch norms."""
 Fill = Callable[[str, nn.Conv2d, nn.Module], None]
 """Gives a replacement its weights: called with the name, the dense conv and what replaces it."""
 
@@ -78,7 +81,7 @@ def rewrite(
     fill = fill or _fresh_in(new)
     for name, layer in layers.items():
         fill(name, convs[name], layer)
-    changes = tuple(_change(name, convs[name], layers[name], schemes[name]) for name in schemes)
+    changes = tuple(change_of(name, convs[name], layers[name], schemes[name]) for name in schemes)
     note(new, conversion=Conversion(changes_of(model) + changes, tuple(kept)))
     return new
 
@@ -100,6 +103,8 @@ def copy_with(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.M
 
 def replacement(conv: nn.Conv2d, scheme: Scheme) -> nn.Module:
     """What a scheme makes of one conv, on its device and in its dtype; its weights are yet to be given."""
+    if scheme.name in _BY_LAYER:
+        return laid_out_as(conv, _BY_LAYER[scheme.name](conv, scheme)).train(conv.training)
     if not isinstance(conv, nn.Conv2d):
         return laid_out_as(conv, build_factored(conv, scheme)).train(conv.training)
     form = form_of(conv)
@@ -132,7 +137,7 @@ def _layer(model: nn.Module, name: str, scheme: Scheme) -> nn.Conv2d:
         conv = model.get_submodule(name)
     except AttributeError:
         raise LowRankError(f"the network has no layer {name}, which was to be rewritten.") from None
-    if scheme.name == "channel" and is_plain(conv):
+    if (scheme.name == "channel" and is_plain(conv)) or scheme.name in _BY_LAYER:
         return conv  # type: ignore[return-value]
     if not isinstance(conv, nn.Conv2d) or form_of(conv) is None:
         raise LowRankError(f"{name} is a {type(conv).__name__}, not a plain convolution to rewrite.")
@@ -156,7 +161,8 @@ def _fresh_in(network: nn.Module) -> Fill:
     return fill
 
 
-def _change(name: str, conv: nn.Conv2d, layer: nn.Module, scheme: Scheme) -> Change:
+def change_of(name: str, conv: nn.Module, layer: nn.Module, scheme: Scheme) -> Change:
+    """What became of a layer."""
     before, after = (" -> ".join(_filters(module)) for module in (conv, layer))
     sizes = [sum(p.numel() for p in module.parameters()) for module in (conv, layer)]
     return Change(name, before, after, str(scheme), *sizes)
@@ -168,8 +174,12 @@ def _filters(layer: nn.Module) -> Iterator[str]:
         yield str(layer.composite)
     elif isinstance(layer, nn.Linear):
         yield f"linear,{layer.out_features}"
+    elif isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        yield f"norm,{layer.num_features}"
     elif isinstance(layer, _ConvNd):
         yield f"{'x'.join(map(str, layer.kernel_size))},{layer.out_channels}"
+    elif isinstance(layer, ShapedConv2d | GatedLinear):
+        yield f"learned,{layer.weight.shape[0]}"
     else:
         for stage in layer.children():
             yield from _filters(stage)

@@ -29,12 +29,16 @@ class Scheme:
       its proportion. For `separable` they are the two halves, in order.
     - `m`: the number of basis filters, where something follows them: an integer, a share of d, or None for d.
     - `to`: the filters of the closing 1x1 join as a share of d; None where there is no join.
+    - `inputs`: for `exact`, the input channels where these are fewer than the dense layer has.
+    - `multiple`: for `learned`, what the number of filters of each shape is a multiple of.
     """
 
     name: str
     shapes: tuple[tuple[str, Fraction], ...] = ()
     m: int | float | None = None
     to: float | None = None
+    inputs: int | None = None
+    multiple: int | None = None
 
     def __post_init__(self) -> None:
         _check_scheme(self)
@@ -47,15 +51,21 @@ class Scheme:
         items += [f"m={self.m}"] if self.m is not None else []
         items += ["join"] if self.name == "mixture" and self.to is not None else []
         items += [f"to={self.to}"] if self.name == "embed" and self.to != default.to else []
+        items += [f"in={self.inputs}"] if self.inputs is not None else []
+        items += [f"multiple={self.multiple}"] if self.multiple != default.multiple else []
         return self.name + (f"({', '.join(items)})" if items else "")
 
     def to_dict(self) -> dict[str, object]:
         """A form for configuration files; `parse_scheme` reads it back."""
         shapes = {shape: str(proportion) for shape, proportion in self.shapes}
-        return {"name": self.name, "shapes": shapes, "m": self.m, "to": self.to}
+        exact = {"in": self.inputs} if self.inputs is not None else {}
+        learned = {"multiple": self.multiple} if self.multiple is not None else {}
+        return {"name": self.name, "shapes": shapes, "m": self.m, "to": self.to, **exact, **learned}
 
     def out_filters(self, filters: int) -> int:
         """How many channels the replacement of a conv with `filters` filters gives."""
+        if self.name == "exact" and self.shapes:
+            return int(sum(count for _, count in self.shapes))
         return filters if self.to is None else _scaled(self.to, filters)
 
     def stages(self, kernel: Pair, filters: int, *, channel_groups: int = 1) -> tuple[Composite, ...]:
@@ -66,7 +76,12 @@ class Scheme:
             raise LowRankError(f"channel_groups is a positive number, not {channel_groups!r}.")
         if self.name == "dense":
             return (Composite((FilterGroup(*kernel, filters),)),)
-        shapes = [(_resolve(shape, kernel), proportion) for shape, proportion in self.shapes]
+        if self.name == "learned":
+            raise LowRankError("shapes are learned in training: use learn_shapes, or `lowrank train --scheme`.")
+        shapes = [(resolve_shape(shape, kernel), proportion) for shape, proportion in self.shapes]
+        if self.name == "exact":
+            own = [(kernel, Fraction(filters))]
+            return (Composite(tuple(FilterGroup(*shape, int(count)) for shape, count in shapes or own)),)
         if self.name == "separable":
             (first, _), (second, _) = shapes
             m = _units(_scaled(self.m, filters), channel_groups)
@@ -77,7 +92,9 @@ class Scheme:
         return basis, Composite((FilterGroup(1, 1, self.out_filters(filters)),))
 
 
-_NAMES = ("dense", "separable", "lr", "lr-join", "mixture", "channel", "embed")
+_NAMES = ("dense", "separable", "lr", "lr-join", "mixture", "channel", "embed", "exact", "learned")
+NONE = "none"
+"""The shape of a filter that `learned` may remove."""
 _HALVES = (("kx1", Fraction(1)), ("1xk", Fraction(1)))
 _SHAPE = re.compile(r"(k|[1-9]\d{0,4})x(k|[1-9]\d{0,4})")
 _NUMBER = re.compile(r"[+-]?\d{0,20}(\.\d{0,20})?(e[+-]?\d{1,2})?|\d{1,20}/\d{1,20}", re.IGNORECASE)
@@ -104,11 +121,14 @@ def _check_scheme(scheme: Scheme) -> None:
     if scheme.name != "embed" and scheme.to not in _JOINS.get(scheme.name, (None,)):
         raise LowRankError(f"the scheme {scheme.name} cannot join to {scheme.to}; embed(to={scheme.to}) can.")
     for shape, proportion in scheme.shapes:
-        if not _SHAPE.fullmatch(shape):
+        if not _SHAPE.fullmatch(shape) and not (scheme.name == "learned" and shape == NONE):
             raise LowRankError(f"a filter shape is written like kx1, 1xk, kxk or 5x1, not {shape!r}.")
         if not 0 < proportion <= _LARGEST:
             raise LowRankError(f"the proportion of {shape} filters must be positive, not {proportion}.")
-    for label, value in (("m", scheme.m), ("to", scheme.to)):
+        if scheme.name == "exact" and proportion.denominator != 1:
+            raise LowRankError(f"the scheme exact counts filters: {shape}={proportion} is no whole number.")
+    numbers = {"m": scheme.m, "to": scheme.to, "in": scheme.inputs, "multiple": scheme.multiple}
+    for label, value in numbers.items():
         if value is not None and not 0 < value <= _LARGEST:
             raise LowRankError(
                 f"{label} in the scheme {scheme.name} must be positive and at most {_LARGEST:,}, not {value:g}."
@@ -119,7 +139,8 @@ def _check_scheme(scheme: Scheme) -> None:
         raise LowRankError("the scheme channel has filters of the layer's own kernel: it takes m alone.")
     if scheme.name == "separable" and not _crossed([shape for shape, _ in scheme.shapes]):
         raise LowRankError("a separable scheme has two shapes, one upright and one lying: 1xk and kx1.")
-    if scheme.name in ("lr", "lr-join", "mixture", "embed") and not scheme.shapes:
+    shapes = [shape for shape, _ in scheme.shapes if shape != NONE]
+    if scheme.name in ("lr", "lr-join", "mixture", "embed", "learned") and not shapes:
         raise LowRankError(f"the scheme {scheme.name} needs shapes, like {scheme.name}(kx1, 1xk, kxk).")
 
 
@@ -140,9 +161,12 @@ SCHEMES |= {
     "mixture": Scheme("mixture", (*_HALVES, ("kxk", Fraction(1)))),
     "channel": Scheme("channel", (("kxk", Fraction(1)),), to=1.0),
     "embed": Scheme("embed", _HALVES, to=0.5),
+    "exact": Scheme("exact"),
+    "learned": Scheme("learned", (*_HALVES, ("1x1", Fraction(1)), ("kxk", Fraction(1))), multiple=8),
 }
 
 _OPTIONS = {"separable": {"m"}, "lr-join": {"m"}, "channel": {"m"}, "mixture": {"m", "join"}, "embed": {"m", "to"}}
+_OPTIONS |= {"exact": {"in"}, "learned": {"multiple"}}
 
 
 def parse_scheme(text: str | Mapping[str, object] | Scheme) -> Scheme:
@@ -163,7 +187,7 @@ def parse_scheme(text: str | Mapping[str, object] | Scheme) -> Scheme:
     options: dict[str, object] = {}
     for item in filter(None, (part.strip() for part in inside.split(","))):
         key, _, value = (part.strip() for part in item.partition("="))
-        target = shapes if _SHAPE.fullmatch(key) else options
+        target = shapes if _SHAPE.fullmatch(key) or key == NONE else options
         if key in target:
             raise LowRankError(f"{key} is given twice in the scheme {text!r}.")
         target[key] = value or True
@@ -195,7 +219,17 @@ def _build(name: str, shapes: Mapping[str, object], options: Mapping[str, object
     proportions = tuple((shape, _fraction(value)) for shape, value in shapes.items()) or default.shapes
     m = _amount(options["m"]) if "m" in options else default.m
     to = float(_fraction(options["to"])) if "to" in options else default.to
-    return Scheme(name, proportions, m, 1.0 if _yes(options.get("join", False)) else to)
+    to = 1.0 if _yes(options.get("join", False)) else to
+    inputs, multiple = (_whole(options, key) for key in ("in", "multiple"))
+    return Scheme(name, proportions, m, to, inputs, default.multiple if multiple is None else multiple)
+
+
+def _whole(options: Mapping[str, object], key: str) -> int | None:
+    """A whole number among the options; None where it is not given."""
+    number = _amount(options[key]) if key in options else None
+    if isinstance(number, float):
+        raise LowRankError(f"{key} in a scheme is a whole number, not {options[key]}.")
+    return number
 
 
 def _yes(value: object) -> bool:
@@ -230,7 +264,8 @@ def _shape_text(shape: str, proportion: Fraction) -> str:
     return shape if proportion == 1 else f"{shape}={proportion}"
 
 
-def _resolve(shape: str, kernel: Pair) -> Pair:
+def resolve_shape(shape: str, kernel: Pair) -> Pair:
+    """The height and width of a shape like kx1, for a dense kernel."""
     height, width = shape.split("x")
     return (kernel[0] if height == "k" else int(height)), (kernel[1] if width == "k" else int(width))
 

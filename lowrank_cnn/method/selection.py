@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 from lowrank_cnn.method.channel import FactoredLayer, is_plain
 from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.inputs import InputSize
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
 from lowrank_cnn.method.references import held_by_functions
 from lowrank_cnn.method.scheme import Scheme
@@ -73,15 +74,15 @@ def select(
     return chosen, tuple(kept)
 
 
-def stages(model: nn.Module, input_size: Sequence[int] | None = None) -> tuple[tuple[str, ...], ...]:
+def stages(model: nn.Module, input_size: InputSize | None = None) -> tuple[tuple[str, ...], ...]:
     """The names of the spatial convs by stage: those that give maps of one size, in the order of execution.
 
     Any of them can be given to `convert` and `decompose` as `where`, to rewrite a stage.
     """
     check_module(model)
-    size = input_size or notes(model).input_size
+    size = notes(model).input_size if input_size is None else input_size
     if size is None:
-        raise LowRankError("the stages of a network hang on the size of its images (channels, height, width).")
+        raise LowRankError("the stages of a network depend on the size of its images: give input_size.")
     convs = _convs(model)
     found: dict[tuple[int, ...], list[str]] = {}
     for row in count(model, size).layers:
@@ -156,7 +157,7 @@ def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
         return "it shares its weight with another layer"
     if conv._forward_hooks or conv._forward_pre_hooks or conv._backward_hooks:
         return "it carries hooks, which would be lost"
-    several = scheme.name not in ("dense", "separable", "channel")
+    several = scheme.name not in ("dense", "separable", "channel", "learned")
     if several and isinstance(conv, _ConvNd) and conv.out_channels // conv.groups < len(scheme.shapes):
         return f"it has too few filters for the scheme {scheme}"
     return ""

@@ -48,6 +48,10 @@ def dense_cost(model: nn.Module, input_size: Sequence[int]) -> tuple[int, int] |
     cost = count(model, input_size)
     macs, params = cost.macs, cost.params
     for change in changed:
+        layer = model.get_submodule(change.name)
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):  # narrower than before, and without MACs
+            params += change.params_before - change.params_after
+            continue
         rows = rows_of(cost.layers, change.name)
         if not rows:  # it does not run on the way to the output
             return None

@@ -13,10 +13,21 @@ from torch import nn
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.layers import build_conv
 from lowrank_cnn.models import create_model
-from lowrank_cnn.paper.claims import ACCURACY_CLAIMS, COMPARABLE, COST_CLAIMS, EXPECTED, AccuracyClaim, CostClaim
+from lowrank_cnn.paper.claims import (
+    ACCURACY_CLAIMS,
+    COMPARABLE,
+    COST_CLAIMS,
+    EXPECTED,
+    FAILS,
+    HOLDS,
+    AccuracyClaim,
+    ClaimAnswer,
+    CostClaim,
+    Scores,
+    answer_claims,
+)
 from lowrank_cnn.paper.counted import PADDED, count_padded_googlenet, count_row
 from lowrank_cnn.paper.published import Published, published, rows, timings
-from lowrank_cnn.paper.statistics import FAILS, HOLDS, Gap, Scores, answer_claims
 
 REPRODUCED = "reproduced"
 CONTRADICTED = "contradicted by the paper's own figures"
@@ -174,7 +185,7 @@ def _scores(accuracies: Accuracies) -> dict[str, list[Scores]]:
     return found
 
 
-def _check_accuracy(claim: AccuracyClaim, gap: Gap | None) -> Finding:
+def _check_accuracy(claim: AccuracyClaim, gap: ClaimAnswer | None) -> Finding:
     computed, verdict, note = "", UNTESTED, ""
     if gap is not None:
         reach = "" if gap.half_width is None else f" ± {gap.half_width:.2f}"

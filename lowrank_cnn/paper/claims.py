@@ -1,9 +1,22 @@
-"""What the paper's text claims about its networks, as data: costs, accuracies and over-fitting."""
+"""What the paper's text claims about its networks, as data, and how runs answer the claims about accuracy.
+
+Absolute accuracies on another data set cannot be compared with the published ones; differences can. The standard
+error of a gap comes from the spread over seeds. Two or three seeds of one network say little about that spread, so
+it is pooled over all networks trained by the same recipe, never across recipes. All networks see the same test
+images; the error does not include what other test images would give. Verdicts on several claims about the same
+runs are corrected for their number (Holm 1979).
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from statistics import fmean
+from typing import Any
+
+from lowrank_cnn.system.statistics import holm, pearson, pooled_deviation, student_p, student_t
 
 COMPARABLE = 1.0
 """Percentage points within which the paper calls two accuracies comparable."""
@@ -110,3 +123,147 @@ ACCURACY_CLAIMS = (
     AccuracyClaim("lr over-fits less than gmp", _LR, _GMP, "less", measure="overfit"),
     AccuracyClaim("nin-c3-lr over-fits less than nin", "nin-c3-lr", "nin", "less", measure="overfit"),
 )
+
+HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
+ALPHA = 0.025
+"""One-sided error rate of all verdicts on one set of runs together."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A network in one measure: the published figure, and ours by seed, as shares; `recipe` trained all seeds."""
+
+    network: str
+    published: float | None
+    ours: tuple[float, ...]
+    macs: int
+    recipe: str = ""
+
+
+@dataclass(frozen=True)
+class ClaimAnswer:
+    """The answer to one claim. ClaimAnswers, the standard error and the 95% half-width are percentage points.
+
+    `error` and `half_width` are None for single seeds. `p` is the smaller of the one-sided p-values of "holds" and
+    "does not hold", after correction. `mac_ratio` is what the network costs here, divided by its base.
+    """
+
+    question: str
+    network: str
+    base: str
+    expected: str
+    published: float | None
+    ours: float
+    error: float | None
+    half_width: float | None
+    mac_ratio: float
+    p: float | None
+    verdict: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class RankAgreement:
+    """How far the order of n networks agrees with the published order: pairs in that order, and correlations."""
+
+    n: int
+    pairs: int
+    alike: int
+    rank_correlation: float | None
+    linear_correlation: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def answer_claims(scores: Mapping[str, Sequence[Scores]]) -> dict[str, list[ClaimAnswer]]:
+    """The gaps by measure for all claims whose two networks were trained; verdicts are corrected together."""
+    found = [(measure, gap) for measure, rows in scores.items() for gap in _gaps(measure, rows)]
+    corrected = _corrected([gap for _, gap in found])
+    answers: dict[str, list[ClaimAnswer]] = {measure: [] for measure in scores}
+    for (measure, _), gap in zip(found, corrected, strict=True):
+        answers[measure].append(gap)
+    return answers
+
+
+def rank_agreement(scores: Sequence[Scores]) -> RankAgreement:
+    """Compare the order of our means with the published one."""
+    rated = [(score.published, fmean(score.ours)) for score in scores if score.published is not None]
+    stated, ours = [published for published, _ in rated], [our for _, our in rated]
+    pairs = [(a, b) for a, b in combinations(range(len(rated)), 2) if stated[a] != stated[b]]
+    alike = sum((stated[a] > stated[b]) == (ours[a] > ours[b]) and ours[a] != ours[b] for a, b in pairs)
+    several = len(rated) > 2
+    ranked = pearson(_ranks(stated), _ranks(ours)) if several else None
+    return RankAgreement(len(rated), len(pairs), alike, ranked, pearson(stated, ours) if several else None)
+
+
+def _gaps(measure: str, scores: Sequence[Scores]) -> list[ClaimAnswer]:
+    by_name = {score.network: score for score in scores}
+    asked = [claim for claim in ACCURACY_CLAIMS if claim.asked_of(measure)]
+    return [
+        _gap(claim, by_name[claim.network], by_name[claim.base], scores)
+        for claim in asked
+        if claim.network in by_name and claim.base in by_name
+    ]
+
+
+def _gap(claim: AccuracyClaim, one: Scores, base: Scores, scores: Sequence[Scores]) -> ClaimAnswer:
+    """The uncorrected answer: `p` is what one claim alone would give."""
+    ours = 100 * (fmean(one.ours) - fmean(base.ours))
+    stated = None if None in (one.published, base.published) else 100 * (one.published - base.published)  # type: ignore[operator]
+    error, freedom = standard_error(one, base, scores)
+    p, verdict = (None, UNDECIDED) if error is None else _one_sided(claim.expected, ours, error, freedom)
+    half_width = None if error is None else error * student_t(0.975, freedom)
+    names = (claim.text, one.network, base.network, claim.expected)
+    return ClaimAnswer(*names, stated, ours, error, half_width, one.macs / base.macs, p, verdict)
+
+
+def standard_error(one: Scores, base: Scores, scores: Sequence[Scores]) -> tuple[float | None, float]:
+    """The standard error of a gap in points, and its degrees of freedom.
+
+    Each side's spread is pooled within its recipe. Networks of different recipes are compared as Welch does.
+    """
+    spreads = [pooled_deviation([s.ours for s in scores if s.recipe == side.recipe]) for side in (one, base)]
+    (first, freedom), (second, other) = spreads
+    if first is None or second is None:
+        return None, 0
+    parts = first**2 / len(one.ours), second**2 / len(base.ours)
+    error = 100 * math.sqrt(sum(parts))
+    if one.recipe == base.recipe or not error:
+        return error, freedom
+    return error, sum(parts) ** 2 / (parts[0] ** 2 / freedom + parts[1] ** 2 / other)
+
+
+def _one_sided(expected: str, gap: float, error: float, freedom: float) -> tuple[float, str]:
+    """The stronger of the two one-sided answers, with its p-value: inside the expected range, or outside."""
+    least, most = EXPECTED[expected]
+    above_least, below_most = _below(least, gap, error, freedom), _below(gap, most, error, freedom)
+    holds = max(above_least, below_most)
+    fails = min(1 - above_least, 1 - below_most)
+    return (holds, HOLDS) if holds <= fails else (fails, FAILS)
+
+
+def _below(low: float, high: float, error: float, freedom: float) -> float:
+    """The p-value of "low lies below high", where their difference has this standard error."""
+    if math.isinf(low) or math.isinf(high):
+        return 0.0
+    if not error:
+        return float(low >= high)
+    return student_p((low - high) / error, freedom)
+
+
+def _corrected(answers: Sequence[ClaimAnswer]) -> list[ClaimAnswer]:
+    """Correct the p-values for the number of claims tested, and withdraw the verdicts that do not survive it."""
+    tested = [i for i, answer in enumerate(answers) if answer.p is not None]
+    found = list(answers)
+    for i, p in zip(tested, holm([answers[i].p or 0.0 for i in tested]), strict=True):
+        found[i] = replace(answers[i], p=p, verdict=answers[i].verdict if p <= ALPHA else UNDECIDED)
+    return found
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Places from 1 up; equal values share the mean of theirs."""
+    ordered = sorted(values)
+    return [fmean(place for place, other in enumerate(ordered, 1) if other == value) for value in values]

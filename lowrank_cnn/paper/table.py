@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from lowrank_cnn.paper.claims import Scores, answer_claims, rank_agreement
 from lowrank_cnn.paper.experiments import ExperimentLine, ExperimentPart, lines, parts_of
 from lowrank_cnn.paper.published import Published, rows
-from lowrank_cnn.paper.statistics import Scores, answer_claims, rank_agreement
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import write_json

@@ -12,10 +12,10 @@ import torch
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.twins import baseline_of
-from lowrank_cnn.paper.statistics import pooled_deviation, t95
 from lowrank_cnn.report.records import CPU, GPU, NetworkId, by_seed
 from lowrank_cnn.report.result import NetworkResult
 from lowrank_cnn.system.errors import LowRankError, MissingExtra
+from lowrank_cnn.system.statistics import pooled_deviation, student_t
 
 OWN = {
     "epochs": "for another number of epochs",
@@ -84,7 +84,7 @@ def _half_width(entry: NetworkResult, twin: NetworkResult, deviation: float | No
     if deviation is None or twin is entry or not (entry.seeds and twin.seeds):
         return None
     try:
-        return 100 * t95(freedom) * deviation * math.sqrt(1 / entry.seeds + 1 / twin.seeds)
+        return 100 * student_t(0.975, freedom) * deviation * math.sqrt(1 / entry.seeds + 1 / twin.seeds)
     except MissingExtra:
         return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,15 +54,3 @@ def sizes(value: object) -> tuple[int, ...]:
 def first(values: Mapping[str, Any], *names: str) -> Any:
     """The first of several spellings that is there."""
     return next((values[name] for name in names if values.get(name) is not None), None)
-
-
-def mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
-
-
-def spread(values: Sequence[float]) -> float | None:
-    """The standard deviation of a sample; None for fewer than two."""
-    centre = mean(values)
-    if centre is None or len(values) < 2:
-        return None
-    return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from itertools import groupby
@@ -12,7 +13,17 @@ from lowrank_cnn.models import list_models
 from lowrank_cnn.report.comparing import compare_all, identity
 from lowrank_cnn.report.records import Records, Run, TimedNetwork
 from lowrank_cnn.report.result import NetworkResult
-from lowrank_cnn.report.variants import differences, natural
+
+_PHRASES: dict[str, Callable[[str], str]] = {
+    "epochs": lambda value: f"{value} epochs",
+    "norm": lambda value: "no norm" if value == "None" else f"{value} norm",
+    "pool": lambda value: "max pool" if value == "None" else f"{value} pool",
+    "begun_from": lambda value: f"begun from {value}",
+    "init": lambda value: f"{value} init",
+}
+"""Settings that read better as a phrase than as name=value."""
+_ALWAYS = ("begun_from",)
+"""Settings that no reader may miss."""
 
 
 def gather(records: Records) -> list[NetworkResult]:
@@ -86,7 +97,7 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
     order = {name: f"{place:03d}" for place, name in enumerate(list_models())}
 
     def place(run: Run) -> tuple[Any, ...]:
-        settings = tuple((name, natural(value)) for name, value in run.settings)
+        settings = tuple((name, _natural(value)) for name, value in run.settings)
         return run.data, run.recipe, order.get(run.network.name, "999"), _key(run)[:-1], settings, run.seed or 0
 
     return sorted(runs, key=place)
@@ -124,9 +135,26 @@ def _told_apart(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     groups: dict[tuple[str, ...], list[NetworkResult]] = {}
     for entry in entries:
         groups.setdefault((entry.network.label, entry.data, entry.recipe), []).append(entry)
-    variants = {key: differences([entry.settings for entry in alike]) for key, alike in groups.items()}
-    told = {key: iter(found) for key, found in variants.items()}
+    found = {key: variants([entry.settings for entry in alike]) for key, alike in groups.items()}
+    told = {key: iter(words) for key, words in found.items()}
     return [replace(e, variant=next(told[e.network.label, e.data, e.recipe])) for e in entries]
+
+
+def variants(alike: Sequence[Mapping[str, str]]) -> list[str]:
+    """For each of several settings that read alike: those in which it differs from the others, in words."""
+    names = dict.fromkeys(name for settings in alike for name in settings)
+    values = {name: {settings.get(name) for settings in alike} for name in names}
+    differ = [name for name in names if name in _ALWAYS or len(values[name]) > 1]
+    return [", ".join(_phrase(name, s[name]) for name in differ if name in s) for s in alike]
+
+
+def _phrase(name: str, value: str) -> str:
+    return _PHRASES[name](value) if name in _PHRASES else f"{name}={value}"
+
+
+def _natural(value: str) -> tuple[str | int, ...]:
+    """To sort by: 9 epochs come before 10."""
+    return tuple(int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", value))
 
 
 def _same_network(run: Run, timing: TimedNetwork) -> bool:

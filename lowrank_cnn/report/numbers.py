@@ -24,14 +24,6 @@ def ratio(value: float) -> str:
     return f"{TIMES}{value:.3f}"
 
 
-def duration(seconds: float | None) -> str:
-    if seconds is None:
-        return DASH
-    if seconds < 100:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
 def as_shown(cost: float) -> float:
     """A cost to the three digits that are shown: a hair's breadth below them saves nothing."""
     return float(f"{cost:.3g}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from lowrank_cnn.paper.auditing import audit, summary
 from lowrank_cnn.report.cards import cards
-from lowrank_cnn.report.charts import curves, layers, trade, trade_spec, vega
+from lowrank_cnn.report.charts import curves, layers, trade, vega
 from lowrank_cnn.report.files import read_records, require_records
 from lowrank_cnn.report.gathering import gather
 from lowrank_cnn.report.paper_runs import accuracies, layer_times
@@ -81,11 +81,11 @@ def _chart_data(records: Records, results: Sequence[NetworkResult]) -> dict[str,
         "trade": trade.trade_charts(trade.trade_points(results)),
         "curves": curves.training_curves(results),
         "layers": layers.layer_charts(records.timings),
-        "specs": {"trade": trade_spec.SPEC, "curves": curves.SPEC, "layers": layers.SPEC},
+        "specs": {"trade": trade.SPEC, "curves": curves.SPEC, "layers": layers.SPEC},
         "labels": {"transform": vega.LABELS, "leaders": vega.LEADERS},
         "themes": {"light": vega.theme(), "dark": vega.theme(dark=True)},
         "looks": {"light": vega.COLOURS, "dark": vega.DARK_COLOURS, "dashes": vega.DASHES},
-        "kinds": trade_spec.KINDS,
+        "kinds": trade.KINDS,
         "measures": curves.MEASURES,
         "axes": trade.AXES,
     }

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from lowrank_cnn.report.fields import mean, spread
 from lowrank_cnn.report.records import NetworkId, Run, TimedNetwork, by_seed
+from lowrank_cnn.system.statistics import deviation, mean
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class NetworkResult:
     @property
     def top1_spread(self) -> float | None:
         """The standard deviation over seeds; None for fewer than two seeds."""
-        return spread(by_seed(self.scored, "top1"))
+        return deviation(by_seed(self.scored, "top1"))
 
     @property
     def top5(self) -> float | None:

@@ -20,10 +20,10 @@ from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.comparing import is_twin, twin_id, twin_known
 from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.fields import text
-from lowrank_cnn.report.numbers import DASH, duration, percent, points, ratio
+from lowrank_cnn.report.numbers import DASH, percent, points, ratio
 from lowrank_cnn.report.records import CPU, GPU, NetworkId, Records
 from lowrank_cnn.report.result import NetworkResult
-from lowrank_cnn.system.text import si
+from lowrank_cnn.system.text import duration, si
 
 VERDICT_COLOURS = {
     CONTRADICTED: "bad",

@@ -67,7 +67,7 @@ def objection(ours: Callable[..., Any], right: Callable[..., Any], *example: Any
     """
     expected = right(*example)
     inputs = [(example, expected)]
-    other = tuple(_random_like(value) for value in example)
+    other = tuple(random_like(value) for value in example)
     with contextlib.suppress(Exception):  # a forward may refuse random values in any way of its own
         drawn = right(*other)
         inputs += [(other, drawn)] if is_finite(drawn) else []
@@ -108,11 +108,11 @@ def _inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _random_like(value: Any) -> Any:
+def random_like(value: Any, *, seed: int | None = None) -> Any:
     """Random numbers of the mean and deviation of an input; what is no floating-point tensor stays."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
-    numbers = torch.Generator().manual_seed(value.numel())
+    numbers = torch.Generator().manual_seed(value.numel() if seed is None else seed)
     drawn = torch.randn(value.shape, generator=numbers, dtype=torch.float64)
     spread = float(value.double().std()) if value.numel() > 1 else 1.0
     spread = spread if 0 < spread < float("inf") else 1.0

@@ -18,6 +18,13 @@ def si(number: float, digits: int = 3) -> str:
     return f"{number:g}"
 
 
+def duration(seconds: float) -> str:
+    """Seconds, minutes or hours: 12.5 s, 8.4 min, 2.0 h."""
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
 def printable(text: str) -> str:
     """Text that a terminal shows and does not obey: control characters become escapes, but for line ends and tabs.
 

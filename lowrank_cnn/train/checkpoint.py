@@ -46,7 +46,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Store:
+class CheckpointStore:
     """The checkpoints of one run, in one directory."""
 
     directory: Path

@@ -11,7 +11,7 @@ from typing import Any
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import clear_temporaries, set_aside, write_json
 from lowrank_cnn.system.lock import locked
-from lowrank_cnn.train.checkpoint import Checkpoint, Store
+from lowrank_cnn.train.checkpoint import Checkpoint, CheckpointStore
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.record import Record, load_record
 
@@ -30,8 +30,8 @@ class RunDirectory:
     path: Path
 
     @property
-    def store(self) -> Store:
-        return Store(self.path)
+    def store(self) -> CheckpointStore:
+        return CheckpointStore(self.path)
 
     def held(self) -> AbstractContextManager[None]:
         """Keep every other process out of the directory while the block lasts."""

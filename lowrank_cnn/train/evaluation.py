@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.data import Data, Loader, Preprocess, make_loader, open_data
-from lowrank_cnn.data.progress import ImageProgress
+from lowrank_cnn.data.image_progress import ImageProgress
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.checkpoint import DamagedCheckpointError, Store, read_state
+from lowrank_cnn.train.checkpoint import CheckpointStore, DamagedCheckpointError, read_state
+from lowrank_cnn.train.fabric import resolve_device
 from lowrank_cnn.train.inputs import evaluation_batch, input_size, preprocessing
-from lowrank_cnn.train.launch import resolve_device
 from lowrank_cnn.train.predicting import predict
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.score import Evaluation, check_fits, score
@@ -92,7 +92,7 @@ def how_far(path: str | Path, *, best: bool = False) -> str | None:
     path = Path(path)
     best = best or path.name.startswith("best-")
     whole = path if path.is_dir() else path.parent  # whether a run came to its end, its newest state knows
-    stem = Store(whole).newest() if path.is_dir() or best else path.with_suffix("")
+    stem = CheckpointStore(whole).newest() if path.is_dir() or best else path.with_suffix("")
     if stem is None or not stem.with_suffix(".json").is_file():
         return None
     try:

@@ -1,8 +1,8 @@
 """Choose how the steps of a run execute: compiled by torch or not, as a CUDA graph or kernel by kernel.
 
-Every way computes the same step, within rounding. A choice is measured on the run's first batch: each way takes a
-few steps, the compiled one only where its gradients agree with the other's and where enough training is left to
-pay for compiling. Weights, statistics and random numbers are put back afterwards, so a choice leaves no trace.
+Every way computes the same step, within rounding. The choice is measured on the run's first batch: each way takes
+a few steps. The compiled one is tried only if enough training is left to pay for compiling, and used only if its
+gradients agree. Weights, statistics and random numbers are restored afterwards, so a choice leaves no trace.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lowrank_cnn.kernels.autotune.ahead import prepare
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.system.memory import is_out_of_memory
-from lowrank_cnn.train.step import GraphedStep, Step, put_back
+from lowrank_cnn.train.step import GraphedStep, TrainingStep, put_back
 
 Compile = bool | Literal["auto"]
 Update = Callable[[Tensor, Tensor], None]
@@ -36,7 +36,7 @@ SURE, NOISES = 0.01, 3
 
 @dataclass(frozen=True)
 class Execution:
-    """How steps execute; a record holds it as a dictionary, and a resumed run takes the same way."""
+    """How steps execute. A record holds it as a dictionary, and a resumed run keeps it."""
 
     compiled: bool = False
     cuda_graph: bool = False
@@ -46,43 +46,46 @@ class Execution:
         return f"{network}, {'replayed as a CUDA graph' if self.cuda_graph else 'launched kernel by kernel'}"
 
 
+Built = tuple[Update, Execution]
+
+
 @dataclass
-class Ways:
-    """The forwards that a run may train through, by name, and whether its steps may be CUDA graphs."""
+class StepBuilder:
+    """Builds the fastest update from the forwards that a run may use, by name; `graphs` allows CUDA graphs."""
 
     forwards: Mapping[str, nn.Module]
     graphs: bool
     say: Say = print
 
-    def choose(self, step: Step, images: Tensor, labels: Tensor, *, steps_left: int) -> tuple[Update, Execution]:
+    def fastest(self, step: TrainingStep, images: Tensor, labels: Tensor, *, steps_left: int) -> Built:
         """The fastest update for batches like this one, and how it executes."""
         if COMPILED not in self.forwards:
-            return self._made(EAGER, step, images, labels)
+            return self._build(EAGER, step, images, labels)
         if EAGER not in self.forwards:
-            return self._made(COMPILED, step, images, labels)
-        update, execution = self._made(EAGER, step, images, labels)
-        plain = _trial(step, update, images, labels)
+            return self._build(COMPILED, step, images, labels)
+        update, execution = self._build(EAGER, step, images, labels)
+        plain = _time_steps(step, update, images, labels)
         if plain.seconds * steps_left < PAYS_AFTER:
             return update, execution
         # One graph at a time: each keeps the maps of a whole step.
         del update
         step.optimizer.zero_grad()
-        if (compiled := self._tried(step, images, labels, plain)) is not None:
+        if (compiled := self._compiled(step, images, labels, plain)) is not None:
             return compiled
-        return self._made(EAGER, step, images, labels)
+        return self._build(EAGER, step, images, labels)
 
-    def _tried(self, step: Step, images: Tensor, labels: Tensor, plain: Trial) -> tuple[Update, Execution] | None:
-        """The compiled update, where it works, agrees and is faster."""
+    def _compiled(self, step: TrainingStep, images: Tensor, labels: Tensor, plain: TimedSteps) -> Built | None:
+        """The compiled update; None if it fails, disagrees or is no faster."""
         try:
-            update, execution = self._made(COMPILED, step, images, labels)
-            trial = _trial(step, update, images, labels)
-        except Exception as error:  # a compiler may stumble over anything that a foreign forward does
+            update, execution = self._build(COMPILED, step, images, labels)
+            trial = _time_steps(step, update, images, labels)
+        except Exception as error:  # a compiler can fail at anything that a foreign forward does
             reason = str(error).partition("\n")[0] or type(error).__name__
             self.say(f"The network is not compiled: {reason}")
             return None
         times = f"{trial.seconds * 1e3:.1f} ms a step compiled, {plain.seconds * 1e3:.1f} ms without"
         apart = _apart(trial.gradients, plain.gradients)
-        if not apart <= SURE + NOISES * plain.noise:  # nor where it is not a number
+        if not apart <= SURE + NOISES * plain.noise:  # a NaN is refused too
             self.say(f"The network is not compiled: its gradients would differ by {apart:.1g}.")
             return None
         if trial.seconds >= plain.seconds:
@@ -91,8 +94,8 @@ class Ways:
         self.say(f"The network is compiled by torch: {times}.")
         return update, execution
 
-    def _made(self, way: str, step: Step, images: Tensor, labels: Tensor) -> tuple[Update, Execution]:
-        """The update by one way, as a CUDA graph where that can be."""
+    def _build(self, way: str, step: TrainingStep, images: Tensor, labels: Tensor) -> Built:
+        """The update by one way, as a CUDA graph if that is possible."""
         compiled = way == COMPILED
         step.forward = self.forwards[way]
         if not self.graphs:
@@ -102,7 +105,7 @@ class Ways:
             with for_graphs():
                 with put_back(step.tensors(), images.device):
                     if compiled:
-                        _meet_kernels(self.forwards[COMPILED], step, images, labels)
+                        _choose_kernels(self.forwards[COMPILED], step, images, labels)
                     else:
                         prepare(lambda: step.forward(images))
                 return GraphedStep(step, images, labels), Execution(compiled, cuda_graph=True)
@@ -115,22 +118,22 @@ class Ways:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What a few steps by one way took, the gradients of the first, and how far rounding alone moves these."""
+class TimedSteps:
+    """Seconds per step by one way, the gradients of the first step, and how far rounding alone moves them."""
 
     seconds: float
     gradients: list[Tensor]
     noise: float
 
 
-def _meet_kernels(forward: nn.Module, step: Step, images: Tensor, labels: Tensor) -> None:
+def _choose_kernels(forward: nn.Module, step: TrainingStep, images: Tensor, labels: Tensor) -> None:
     """One step without the compiler: layers choose their kernels by measuring, which a trace cannot."""
     with torch.compiler.set_stance("force_eager"):
         prepare(lambda: forward(images))
         step(images, labels)
 
 
-def _trial(step: Step, update: Update, images: Tensor, labels: Tensor) -> Trial:
+def _time_steps(step: TrainingStep, update: Update, images: Tensor, labels: Tensor) -> TimedSteps:
     with put_back(step.tensors(), images.device):
         gradients = _gradients(step, update, images, labels)
         noise = _apart(_gradients(step, update, images * BRIGHTER, labels), gradients)
@@ -140,11 +143,11 @@ def _trial(step: Step, update: Update, images: Tensor, labels: Tensor) -> Trial:
             update(images, labels)
         _wait(images.device)
         seconds = (time.perf_counter() - began) / TIMED_STEPS
-    return Trial(seconds, gradients, noise)
+    return TimedSteps(seconds, gradients, noise)
 
 
-def _gradients(step: Step, update: Update, images: Tensor, labels: Tensor) -> list[Tensor]:
-    """Those of one step, from the weights and the random numbers that there are now."""
+def _gradients(step: TrainingStep, update: Update, images: Tensor, labels: Tensor) -> list[Tensor]:
+    """The gradients of one step from the current weights and random numbers."""
     with put_back(step.tensors(), images.device):
         update(images, labels)
         return [p.grad.detach().clone() for p in step.parameters.values() if p.grad is not None]
@@ -164,7 +167,7 @@ def _apart(found: list[Tensor], right: list[Tensor]) -> float:
 
 
 def resolved(compile: Compile, *, able: bool, before: dict[str, Any]) -> Compile:
-    """What `compile` means for a run: a resumed one keeps its way; where a GPU is not `able`, it is off."""
+    """What `compile` means for a run: a resumed run keeps what it had; without a GPU that is `able`, it is off."""
     if compile != "auto":
         return compile
     return bool(before["compiled"]) if "compiled" in before else "auto" if able else False

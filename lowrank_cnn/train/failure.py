@@ -1,4 +1,4 @@
-"""Failures while training, each told in one sentence: infinite numbers, memory, and requests to stop."""
+"""Failures while training, each reported in one sentence: infinite numbers, memory, and requests to stop."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.memory import is_out_of_memory
+from lowrank_cnn.train.determinism import generator_states, restore_generators
 
 if TYPE_CHECKING:
     from lowrank_cnn.train.state import Position
@@ -139,3 +141,49 @@ class StopRequest:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+class StoppedWithin(Exception):
+    """A step was left before it changed any weight."""
+
+
+@dataclass
+class StepStart:
+    """What a step changes before its update: statistics of batch norms, and random generators."""
+
+    buffers: list[tuple[Tensor, Tensor]]
+    generators: dict[str, Tensor]
+    device: torch.device
+
+    @classmethod
+    def of(cls, network: nn.Module, device: torch.device) -> StepStart:
+        return cls([(b, b.clone()) for b in network.buffers()], generator_states(device), device)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Stand where the step began."""
+        for buffer, value in self.buffers:
+            buffer.copy_(value)
+        restore_generators(self.generators, self.device)
+
+
+@contextlib.contextmanager
+def stopping_within(network: nn.Module, stop: StopRequest) -> Iterator[None]:
+    """While the block lasts, raise `StoppedWithin` between two layers, forward or backward, once asked to stop."""
+
+    def check(*_: object) -> None:
+        if stop:
+            raise StoppedWithin
+
+    def check_backward(_: nn.Module, __: object, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(check)
+
+    layers = [module for module in network.modules() if not list(module.children())]
+    hooks = [layer.register_forward_pre_hook(check) for layer in layers]
+    hooks += [layer.register_forward_hook(check_backward) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

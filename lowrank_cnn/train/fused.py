@@ -1,4 +1,4 @@
-"""The network as it trains on a GPU: with fused layers, where they are known to be the same network."""
+"""The network that trains on a GPU: a fused copy if its results and gradients agree with the network's own."""
 
 from __future__ import annotations
 
@@ -8,40 +8,36 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.kernels import forced
-from lowrank_cnn.kernels.fuse import fuse
+from lowrank_cnn.kernels.fusing import fuse, shared_copy
 from lowrank_cnn.system.compare import difference
-from lowrank_cnn.train.graph_fused import fused_by_graph
+from lowrank_cnn.system.errors import first_line
 from lowrank_cnn.train.recompute import buffers_as_they_were
 
 TOLERANCE = 1e-3
 IMAGES = 4
-"""Shown to both networks: a batch norm of fewer would normalise its last maps to plus and minus one."""
+"""Images of the comparison. Fewer would make a batch norm give plus and minus one on its last, smallest maps."""
 
 
 def fused_to_train(network: nn.Module, size: Sequence[int], say: Callable[[str], None] = print) -> nn.Module:
     """A copy that shares all parameters and runs its layers fused, or the network itself.
 
-    First by the graph of its forward, which sees a norm behind a conv wherever it is called; then by its
-    Sequentials alone. A forward written by hand may ask a layer for what its fused form has not, or call it in an
-    order of its own, so both networks are first shown the same images: results and gradients must agree.
+    A forward may ask a layer for an attribute that its fused form lacks, or depend on its class. Both networks
+    therefore run on the same random images first: results and gradients must agree.
     """
-    for what, way in (("Convs and norms", fused_by_graph), ("Layers", fuse)):
-        try:
-            if (twin := way(network)) is None:
-                continue
-            apart = _difference(network, twin, size)
-        except Exception as error:  # whatever a foreign forward stumbles over
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            say(f"{what} are not fused: {reason}")
-            continue
-        if apart <= TOLERANCE:
-            return twin.train()
-        say(f"{what} are not fused: the results would differ by {apart:.1g}.")
+    try:
+        twin = fuse(shared_copy(network).train(), say=say)
+        apart = _difference(network, twin, size)
+    except Exception as error:  # a user's forward may fail in any way
+        say(f"Layers are not fused: {first_line(error)}")
+        return network
+    if apart <= TOLERANCE:
+        return twin.train()
+    say(f"Layers are not fused: the results would differ by {apart:.1g}.")
     return network
 
 
 def _difference(network: nn.Module, twin: nn.Module, size: Sequence[int]) -> float:
-    """How far the twin's results and gradients in training are from the network's, by torch's own operations."""
+    """How far the twin's results and gradients in training are from the network's, both by torch's operations."""
     modes = {module: module.training for module in network.modules()}
     device = next(network.parameters()).device
     drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])
@@ -57,7 +53,7 @@ def _difference(network: nn.Module, twin: nn.Module, size: Sequence[int]) -> flo
 
 
 def _results(run: nn.Module, images: Tensor, network: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
-    """What a network gives for images, and the gradients of some function of that, each in one vector."""
+    """A network's outputs for images, and the gradients of a weighted sum of these, each as one vector."""
     torch.manual_seed(seed)  # dropout draws the same for both
     with torch.enable_grad():
         found = run(images)

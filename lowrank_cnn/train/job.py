@@ -17,16 +17,15 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory, check_same_run
-from lowrank_cnn.train.execution import COMPILED, EAGER, Compile, Ways, resolved
+from lowrank_cnn.train.execution import COMPILED, EAGER, Compile, StepBuilder, resolved
+from lowrank_cnn.train.fabric import resolve_precision
 from lowrank_cnn.train.fused import fused_to_train
 from lowrank_cnn.train.inputs import Inputs, make_inputs
-from lowrank_cnn.train.launch import resolve_precision
-from lowrank_cnn.train.objective import Loss, Objective, balanced_weights
+from lowrank_cnn.train.objective import Loss, Objective, balanced_weights, make_teacher
 from lowrank_cnn.train.progress import Progress
 from lowrank_cnn.train.recipe import Recipe, differences, in_words
 from lowrank_cnn.train.recompute import recomputed
 from lowrank_cnn.train.record import Record
-from lowrank_cnn.train.teaching import make_teacher
 from lowrank_cnn.train.trained import Trained
 from lowrank_cnn.train.trainer import Callback
 
@@ -139,7 +138,7 @@ class Job:
             saved=checkpoint.part("preprocess") if checkpoint else None,
         )
 
-    def ways(self, size: tuple[int, int, int], checkpoint: Checkpoint | None) -> Ways:
+    def step_builder(self, size: tuple[int, int, int], checkpoint: Checkpoint | None) -> StepBuilder:
         """The ways to run the model in training: placed, its stages recomputed or compiled as the options say."""
         placed = self.laid_out(size)
         placed = recomputed(placed).train() if self.options.recompute else placed
@@ -154,7 +153,7 @@ class Job:
             forwards[EAGER] = self.fabric.setup_module(placed)
         if compile:
             forwards[COMPILED] = self._compiled(placed)
-        return Ways(forwards, self.graphs, self.shown.say)
+        return StepBuilder(forwards, self.graphs, self.shown.say)
 
     def _compiled(self, placed: nn.Module) -> nn.Module:
         """The model compiled by torch; dropout draws the same numbers as without, so that results are the same."""

@@ -16,7 +16,7 @@ from lowrank_cnn.data.images.decode import BadImageError, decode_image, stack
 from lowrank_cnn.data.readers.folder import SUFFIXES
 from lowrank_cnn.data.stream.streamed import frame
 from lowrank_cnn.system.errors import LowRankError, require
-from lowrank_cnn.train.launch import resolve_device
+from lowrank_cnn.train.fabric import resolve_device
 from lowrank_cnn.train.trained import Trained, carried_by, load_checkpoint
 
 Ranking = list[tuple[str, float]]

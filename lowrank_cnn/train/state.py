@@ -1,21 +1,23 @@
-"""The state of a run: its position, and everything that a checkpoint saves and restores."""
+"""The state of a run: how far it is, and everything that a checkpoint saves and restores."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.memory import is_out_of_memory, room
-from lowrank_cnn.train import launch
 from lowrank_cnn.train.checkpoint import Checkpoint
-from lowrank_cnn.train.determinism import conditions
+from lowrank_cnn.train.determinism import conditions, generator_states, restore_generators
 from lowrank_cnn.train.directory import RunDirectory
+from lowrank_cnn.train.fabric import add_up, gather_objects, gather_tensors
 from lowrank_cnn.train.inputs import Inputs
-from lowrank_cnn.train.randomness import generator_states, restore_generators
 from lowrank_cnn.train.record import Record
-from lowrank_cnn.train.step import Step, copy_into
+from lowrank_cnn.train.schedule import LevelOff
+from lowrank_cnn.train.step import TrainingStep, copy_into
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -51,66 +53,113 @@ class Position:
 
 
 @dataclass
-class Keeper:
-    """Saves and restores what a run keeps in its directory: tensors, generators, the best weights, the record.
+class RunState:
+    """What a run saves in its directory and restores: position, tensors, generators, best weights, record.
 
-    `epoch_end` is a copy of the state at the end of the last epoch, for a run that fails before its next save. It
-    stays on the device, where copying is fast, and is made only if there is ample memory.
+    `saved` is the position of the last checkpoint. `epoch_end` is a copy of the tensors at the end of the last
+    epoch, for a run that fails before its next save. It stays on the device, where copying is fast, and is made
+    only if there is ample memory. Without a directory nothing is saved.
     """
 
     fabric: Fabric
-    step: Step
+    step: TrainingStep
     inputs: Inputs
     record: Record
+    levels: LevelOff
+    directory: RunDirectory | None = None
+    position: Position = field(default_factory=Position)
+    saved: Position | None = None
     unsaved_best: dict[str, Tensor] = field(default_factory=dict)
     epoch_end: dict[str, Tensor] = field(default_factory=dict)
 
+    def iteration(self, *, epoch: int | None = None) -> int:
+        """Steps taken so far, or those before the end of an epoch."""
+        per_epoch = len(self.inputs.train)
+        if epoch is not None:
+            return epoch * per_epoch
+        return self.position.epoch * per_epoch + self.position.batch
+
     def hold_best(self) -> None:
         """Remember the weights as they are now; the next save writes them."""
-        self.unsaved_best = {name: t.clone() for name, t in self.step.weights.items()}
+        if self.directory is not None:
+            self.unsaved_best = {name: t.clone() for name, t in self.step.weights.items()}
 
     def hold_epoch(self) -> None:
         """Remember the state of all processes at the end of an epoch; writing it each time would take too long."""
+        if self.directory is None:
+            return
         self.epoch_end = {}  # free the copy of the epoch before
         tensors = self._tensors()
         if self.fabric.is_global_zero and sum(t.nbytes for t in tensors.values()) < room(self.fabric.device) / 4:
             try:
                 self.epoch_end = {name: t.detach().clone() for name, t in tensors.items()}
-            except RuntimeError as error:  # fragmented memory, say: a run can do without the copy
+            except RuntimeError as error:  # fragmented memory, for example: a run can do without the copy
                 if not is_out_of_memory(error):
                     raise
 
-    def save(
-        self, directory: RunDirectory, state: dict[str, Any], *, iteration: int, best: int, held: bool = False
-    ) -> None:
-        """Save the state of all processes (or the held one), and the best weights, of iteration `best`."""
-        tensors = self.epoch_end if held else self._tensors()
-        if self.fabric.is_global_zero:
-            state = state | {key: getattr(self.record, key) for key in ABOUT}
-            state["conditions"] = conditions(self.fabric)
-            preprocess = {f"preprocess.{name}": t for name, t in self.inputs.preprocess.to_dict().items()}
-            # The best first: the state that names it is written only once it is there.
-            if self.unsaved_best:
-                weights = {f"model.{name}": t for name, t in self.unsaved_best.items()}
-                directory.store.save(Checkpoint(weights | preprocess, state), best, kind="best", keep=1)
-            directory.store.save(Checkpoint(tensors | preprocess, state), iteration)
-            directory.write_record(self.record)
-        self.unsaved_best = {}
+    def save(self) -> None:
+        """Write the state of all processes."""
+        if self.directory is not None:
+            self.share_problems()
+            self._write(self.directory, self._tensors())
+
+    def save_epoch_end(self) -> None:
+        """Write the state at the end of the last epoch, which was finite, unless something newer is saved."""
+        if self.directory is None or self.saved is None or self.saved.epoch == self.position.epoch:
+            return
+        if self.fabric.is_global_zero and not self.epoch_end:  # there was no memory for it
+            return
+        self.position.batch, self.position.epoch_seconds = 0, 0.0
+        with contextlib.suppress(LowRankError):  # on a full disk, the checkpoint before stays the last
+            self._write(self.directory, self.epoch_end)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the tensors and the generators of this process."""
+        """Continue from a checkpoint, with the generators of this process."""
         copy_into(self.step.tensors(), {n: checkpoint.tensors[n] for n in self.step.tensors()})
         if self.fabric.global_rank:
             self.step.sums.zero_()  # the first process continues with the sums of all
         if states := checkpoint.part(f"random.{self.fabric.global_rank}"):
             restore_generators(states, self.fabric.device)
+        self.position = Position(**checkpoint.state["position"])
+        self.levels.restore(checkpoint.state["levels"])
+        self.saved = replace(self.position)
+
+    def update_record(self) -> None:
+        """Bring the record up to date."""
+        data = self.inputs.data
+        self.record.history, self.record.changes = self.position.history, self.position.changes
+        problems = {"train": data.train.problems.counts, "test": data.test.problems.counts}
+        self.record.data["problems"] = problems
+
+    def share_problems(self) -> None:
+        """Tell every process of the bad images that any has found."""
+        for split in (self.inputs.data.train, self.inputs.data.test):
+            for found in gather_objects(self.fabric, split.problems.found):
+                split.problems.add_all(found)
+
+    def _write(self, directory: RunDirectory, tensors: dict[str, Tensor]) -> None:
+        self.update_record()
+        if self.fabric.is_global_zero:
+            state = {key: getattr(self.record, key) for key in (*ABOUT, "execution")}
+            state |= {"position": asdict(self.position), "levels": self.levels.state()}
+            state["conditions"] = conditions(self.fabric)
+            preprocess = {f"preprocess.{name}": t for name, t in self.inputs.preprocess.to_dict().items()}
+            # The best first: the state that names it is written only once it is there.
+            if self.unsaved_best:
+                weights = {f"model.{name}": t for name, t in self.unsaved_best.items()}
+                at = self.iteration(epoch=self.position.best_epoch)
+                directory.store.save(Checkpoint(weights | preprocess, state), at, kind="best", keep=1)
+            directory.store.save(Checkpoint(tensors | preprocess, state), self.iteration())
+            directory.write_record(self.record)
+        self.unsaved_best = {}
+        self.saved = replace(self.position)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Everything that changes during training, gathered over all processes."""
-        shared = self._random_states() | {"tally.sums": launch.add_up(self.fabric, self.step.sums)}
+        shared = self._random_states() | {"tally.sums": add_up(self.fabric, self.step.sums)}
         return self.step.tensors() | shared
 
     def _random_states(self) -> dict[str, Tensor]:
         states = generator_states(self.fabric.device)
-        gathered = {name: launch.gather(self.fabric, state) for name, state in states.items()}
+        gathered = {name: gather_tensors(self.fabric, state) for name, state in states.items()}
         return {f"random.{r}.{name}": t for name, tensors in gathered.items() for r, t in enumerate(tensors)}

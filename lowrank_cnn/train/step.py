@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train.determinism import generator_states, restore_generators
 from lowrank_cnn.train.objective import Objective, hits
 from lowrank_cnn.train.optimizers import Optimizer
-from lowrank_cnn.train.randomness import generator_states, restore_generators
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.short_runs import decay_at, look_ahead, norm_biases
 
@@ -36,7 +36,7 @@ class Tally:
     halted: bool
 
 
-class Step:
+class TrainingStep:
     """Forward, loss, backward, update and moving average, for one batch.
 
     Once a gradient is not finite every later update is skipped, so the weights stay those that met it. In fp16 the
@@ -186,7 +186,7 @@ def _parts(images: Tensor, targets: Any, parts: int) -> Iterator[tuple[Tensor, A
 class GraphedStep:
     """The same step, recorded as a CUDA graph: a call copies the batch and replays."""
 
-    def __init__(self, step: Step, images: Tensor, labels: Tensor) -> None:
+    def __init__(self, step: TrainingStep, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images.clone(), labels.clone()
         with for_graphs(), contextlib.ExitStack() as changes:
             changes.enter_context(put_back(step.tensors(), images.device))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.data import Augment, Preprocess, preprocess_from_dict
 from lowrank_cnn.data.stream.streamed import frame
+from lowrank_cnn.method.settling import has_learned, settle
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.files import Stored, is_exported, read_card, read_weights
 from lowrank_cnn.models.network import TrainingCard
@@ -18,7 +19,7 @@ from lowrank_cnn.models.pretrained import read_pretrained
 from lowrank_cnn.models.rebuild import entry_description, rebuild
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note, notes
-from lowrank_cnn.train.checkpoint import Checkpoint, Store, read_checkpoint, read_state
+from lowrank_cnn.train.checkpoint import Checkpoint, CheckpointStore, read_checkpoint, read_state
 from lowrank_cnn.train.inputs import augmentation
 from lowrank_cnn.train.recipe import Recipe
 
@@ -96,7 +97,8 @@ def load_checkpoint(path: str | Path, *, best: bool = False, network: nn.Module 
     except RuntimeError as error:
         raise LowRankError(f"the weights in {path} are not those of {state['model']['name']}.") from error
     note(network, begun_from=Path(path).name)
-    return _trained(network, checkpoint.part("preprocess"), state)
+    trained = _trained(network, checkpoint.part("preprocess"), state)
+    return replace(trained, network=settle(network, trained.input_size)) if has_learned(network) else trained
 
 
 def classes_of(path: str | Path) -> int | None:
@@ -110,7 +112,7 @@ def classes_of(path: str | Path) -> int | None:
 
 
 def _newest(path: Path) -> Path:
-    stem = Store(path).newest() if path.is_dir() else path.with_suffix("")
+    stem = CheckpointStore(path).newest() if path.is_dir() else path.with_suffix("")
     if stem is None:
         raise LowRankError(f"{path} holds no checkpoint.")
     return stem
@@ -163,7 +165,7 @@ def _read(path: Path, best: bool) -> Checkpoint:
             )
         return read_checkpoint(path.with_suffix(""))
     passed_over: list[str] = []
-    checkpoint = Store(path).latest(passed_over.append, kind="best" if best else "step")
+    checkpoint = CheckpointStore(path).latest(passed_over.append, kind="best" if best else "step")
     if checkpoint is None:
         raise LowRankError(f"{path} holds no checkpoint.")
     if passed_over:

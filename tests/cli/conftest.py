@@ -8,21 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
-from lowrank_cnn.cli import convert, deploy, evaluate, models, train
+from lowrank_cnn.cli.app import build
 from lowrank_cnn.data import Data, ResidentSplit
 
 SMALL_RUN = ("--width", "0.05", "--epochs", "1", "--batch-size", "16", "--set", "crop=14", "--device", "cpu")
 
 
 def invoke(*arguments: object, **options: bool) -> Result:
-    app = typer.Typer()
-    for commands in (train, evaluate, convert, deploy, models):
-        commands.add_to(app)
-    return CliRunner().invoke(app, [str(a) for a in arguments], **options)
+    return CliRunner().invoke(build(), [str(a) for a in arguments], **options)
 
 
 @pytest.fixture
@@ -55,8 +50,7 @@ def open_squares(*_: object, **__: object) -> Data:
 @pytest.fixture
 def squares(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Data]:
     """The squares in place of whatever --data names."""
-    for command in ("train", "evaluate"):
-        monkeypatch.setattr(f"lowrank_cnn.cli.{command}.open_data", open_squares)
+    monkeypatch.setattr("lowrank_cnn.data.open_data", open_squares)
     return open_squares
 
 

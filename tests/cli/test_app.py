@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
@@ -13,7 +14,6 @@ import pytest
 import typer
 
 from lowrank_cnn.cli import app
-from lowrank_cnn.cli.show import console, print_table
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import load_record
 
@@ -74,13 +74,42 @@ def test_usage_errors_are_shown_with_code_two(capsys):
     assert app.run(["--version"]) == 0
 
 
-def test_names_do_not_control_the_terminal(capsys):
-    console.print("\x1b[2Jcat", markup=False)
-    print_table("\x1b]0;title\x07", ["class"], [["\x9b2J"]])
+def test_help_of_every_command_is_shown_without_torch():
+    """One process for all of them: torch alone takes longer to import than all help texts to print."""
+    code = "import sys; from lowrank_cnn.cli import app\n"
+    code += "codes = [app.run([*name, '-h']) for name in [[], *[[n] for n in app.COMMANDS]]]\n"
+    code += "print(set(codes), app.run(['--version']), 'torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False
+    )
+    assert done.stdout.endswith("\n{0} 0 False False\n"), done.stdout[-300:] + done.stderr
+
+
+def test_alone_it_shows_what_it_can_do(capsys):
+    assert app.run([]) == 0
     shown = capsys.readouterr().out
-    assert "\x1b" not in shown
-    assert "\x9b" not in shown
-    assert "\\x1b[2Jcat" in shown
+    assert all(f" {word} " in shown for word in [*app.COMMANDS, "Start", "Train", "Convert", "Deploy", "Paper"])
+
+
+@pytest.mark.parametrize("name", app.COMMANDS)
+def test_help_begins_with_the_line_of_the_list_and_has_examples(name: str):
+    first, *rest = inspect.cleandoc(app.load_command(name).help or "").splitlines()
+    assert first == app.COMMANDS[name].summary
+    assert sum(line.startswith(f"  lowrank {name}") for line in rest) >= 2
+    assert not any(line.startswith("  ") and not line.startswith(f"  lowrank {name}") for line in rest)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("lowrank re", "reproduce"), ("lowrank train --val", "--val-split"), ("lowrank plan --dev", "--device")],
+)
+def test_the_shell_completes_commands_and_options(typed: str, offered: str):
+    words = {"_LOWRANK_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    code = "import sys; sys.argv[0] = 'lowrank'; from lowrank_cnn.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT | words, check=False
+    )
+    assert offered in done.stdout.splitlines(), done.stderr
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.3])
@@ -99,31 +128,25 @@ def test_ctrl_c_is_answered_from_the_first_moment(delay):
     assert "Traceback" not in complaints
 
 
-def test_a_reader_that_leaves_does_not_stop_the_training(tmp_path):
-    process = start(*TRAIN, "--epochs", 2, "--limit", 128, "--out", tmp_path)
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(300) == 0, process.stderr.read() if process.stderr else ""
-    assert load_record(tmp_path).status == "finished"
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_output_that_cannot_be_written_is_said():
     with Path("/dev/full").open("w") as full:
-        process = start("models", stdout=full)
+        process = start("--version", stdout=full)
         _, complaints = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "could not be written: No space left" in complaints
 
 
-def test_sigterm_saves_and_ends_with_143(tmp_path):
-    process = start(*TRAIN, "--epochs", 1000, "--limit", 128, "--out", tmp_path)
+def test_training_outlives_its_reader_and_sigterm_saves_it(tmp_path):
+    process = start(*TRAIN, "--epochs", 1000, "--limit", 128, "--checkpoint-every", 0.1, "--out", tmp_path)
     assert process.stdout is not None
-    while "epoch 1/" not in process.stdout.readline():
-        assert process.poll() is None
+    process.stdout.readline()
+    process.stdout.close()
+    while not (tmp_path / "record.json").exists() or len(load_record(tmp_path).history) < 2:
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    _, complaints = process.communicate(timeout=300)
-    assert process.returncode == 143
+    complaints = process.stderr.read() if process.stderr else ""
+    assert process.wait(300) == 143, complaints
     assert "--resume" in complaints
     assert load_record(tmp_path).status == "interrupted"

@@ -45,7 +45,7 @@ def test_evaluation_brings_images_to_the_size_of_training(lowrank, train_small, 
         asked.append((image_size, channels))
         return replace(small, test=split(small.test.images, int(image_size or 80)))
 
-    monkeypatch.setattr("lowrank_cnn.cli.evaluate.open_data", open_)
+    monkeypatch.setattr("lowrank_cnn.data.open_data", open_)
     arguments = ("evaluate", tmp_path / "run", "--data", "squares", "--device", "cpu", "--json")
     assert json.loads(lowrank(*arguments).output)["top1"] == load_record(tmp_path / "run").result["top1"]
     assert asked == [(None, None), (16, 1)]
@@ -67,7 +67,7 @@ def test_images_that_cannot_be_brought_to_the_size_of_training_are_told(
             raise LowRankError("squares has images of 1x20x20, which image_size does not change.")
         return found
 
-    monkeypatch.setattr("lowrank_cnn.cli.evaluate.open_data", open_)
+    monkeypatch.setattr("lowrank_cnn.data.open_data", open_)
     arguments = ("evaluate", tmp_path / "run", "--data", "squares", "--device", "cpu")
     says = r"trained on images of 1x16x16, and others are not brought to that: squares has images of 1x20x20"
     assert re.search(says, str(lowrank(*arguments).exception))
@@ -112,7 +112,7 @@ def test_a_trained_network_is_fitted_to_images_of_its_data(lowrank, tmp_path, mo
 def test_names_are_printed_as_they_are(lowrank, tmp_path, monkeypatch):
     pytest.importorskip("PIL.Image")
     answers = [[("[bold]cat", 0.75)], [(":dog:", 0.5)]]
-    monkeypatch.setattr("lowrank_cnn.cli.evaluate.predict", lambda *_, **__: answers)
+    monkeypatch.setattr("lowrank_cnn.train.evaluation.predict", lambda *_, **__: answers)
     shown = lowrank("predict", "run", "[/b]/c.jpg", "[a] x.jpg").output
     for text in ("[/b]/c.jpg", "[a] x.jpg", "[bold]cat 75.0%", ":dog: 50.0%"):
         assert text in shown
@@ -128,7 +128,7 @@ def test_tables_for_people(lowrank, train_small, tmp_path):
 
 def test_top5_is_told_of_more_than_five_classes(lowrank, squares, monkeypatch):
     ten = replace(squares(), classes=tuple("abcdefghij"))
-    monkeypatch.setattr("lowrank_cnn.cli.evaluate.open_data", lambda *_, **__: ten)
+    monkeypatch.setattr("lowrank_cnn.data.open_data", lambda *_, **__: ten)
     assert "top-5" in lowrank("evaluate", "nin", "--data", "squares", "--device", "cpu").output
 
 

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from lowrank_cnn.cli import frontier
+from lowrank_cnn.cli.app import build
 from lowrank_cnn.frontier.record import load_frontier
 from lowrank_cnn.system.errors import LowRankError
 
@@ -18,10 +17,7 @@ SMALL += ("--set", "epochs=1", "--set", "batch_size=32", "--set", "crop=12", "--
 
 
 def run(*arguments: object) -> str:
-    app = typer.Typer()
-    frontier.add_to(app)
-    app.command("other")(lambda: None)
-    done = CliRunner().invoke(app, ["frontier", *map(str, arguments)], catch_exceptions=False)
+    done = CliRunner().invoke(build(), ["frontier", *map(str, arguments)], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
 

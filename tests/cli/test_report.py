@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from lowrank_cnn.cli.report import add_to
+from lowrank_cnn.cli.app import build
 from lowrank_cnn.report.figures import FIGURES
 from lowrank_cnn.system.errors import LowRankError
 
@@ -25,9 +24,7 @@ RECORD = {
 
 
 def lowrank(*arguments: object):
-    app = typer.Typer()
-    add_to(app)
-    return CliRunner().invoke(app, [str(a) for a in arguments])
+    return CliRunner().invoke(build(), [str(a) for a in arguments])
 
 
 @pytest.fixture

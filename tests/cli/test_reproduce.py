@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from lowrank_cnn.cli.reproduce import add_to
+from lowrank_cnn.cli.app import build
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.trainer import Trainer
 
@@ -17,10 +16,7 @@ RUN = ("reproduce", "cifar10", "--data", "digits", "--limit", "64", "--part", "m
 
 
 def lowrank(*arguments: object):
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    add_to(app)
-    return CliRunner().invoke(app, [str(a) for a in arguments])
+    return CliRunner().invoke(build(), [str(a) for a in arguments])
 
 
 def test_shares_of_an_experiment_and_their_table(tmp_path):
@@ -64,7 +60,7 @@ def test_names_are_checked_before_images_are_read(tmp_path, monkeypatch):
     def open_(*_, **__):
         raise AssertionError("the images were opened")
 
-    monkeypatch.setattr("lowrank_cnn.cli.reproduce.open_data", open_)
+    monkeypatch.setattr("lowrank_cnn.data.open_data", open_)
     for words, says in (
         (["cifra"], "did you mean cifar10"),
         (["cifar10", "--part", "papr"], "did you mean paper"),
@@ -101,7 +97,7 @@ def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(tmp_path, monkeypat
         patch.setattr(Trainer, "_look_around", stop)
         stopped = lowrank(*arguments)
     assert stopped.exit_code == 130
-    assert "the same command goes on" in stopped.stderr
+    assert "the same command continues" in stopped.stderr
     assert "interrupted, 0 of 1 epochs" in lowrank("reproduce", "cifar10", "--out", tmp_path, "--table").stderr
     assert lowrank(*arguments).exit_code == 0
 

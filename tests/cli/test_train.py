@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.deploy.runtime import node_macs
+from lowrank_cnn.deploy.engines.onnx import node_macs
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
@@ -90,7 +90,7 @@ def test_a_bad_network_is_refused_before_the_images_are_opened(lowrank, tmp_path
     def open_(*_, **__):
         raise AssertionError("the images were opened")
 
-    monkeypatch.setattr("lowrank_cnn.cli.train.open_data", open_)
+    monkeypatch.setattr("lowrank_cnn.data.open_data", open_)
     named = f"{own_network(tmp_path)}:net"
     mistakes = [
         (["nin", "--scheme", "rl"], "no scheme 'rl'"),
@@ -177,7 +177,7 @@ def in_colour(data: Data) -> Data:
 
 
 def test_trained_weights_are_trained_on_and_the_record_says_so(lowrank, squares, tmp_path, monkeypatch):
-    monkeypatch.setattr("lowrank_cnn.cli.train.open_data", lambda *_, **__: in_colour(squares()))
+    monkeypatch.setattr("lowrank_cnn.data.open_data", lambda *_, **__: in_colour(squares()))
     small = (
         "--set",
         "crop=none",
@@ -267,7 +267,7 @@ def test_the_first_hour_with_ones_own_photographs(lowrank, photographs, tmp_path
     small = ("--epochs", "1", "--batch-size", "8", "--set", "cutout=2", "--device", "cpu")
     done = lowrank("train", "nin", "--width", "0.05", "--data", photographs, "--out", run, *small)
     assert done.exit_code == 0, (done.output, done.exception)
-    assert "20% of each class are held back" in done.output
+    assert "20% of each class are held out" in done.output
     assert "30x30 pixels" in done.output
     assert "size that the network is for" in done.output
     record = load_record(run)
@@ -291,5 +291,5 @@ def test_the_first_hour_with_ones_own_photographs(lowrank, photographs, tmp_path
 
 def test_a_directory_in_use_is_refused_before_images_are_read(train_small, tmp_path, monkeypatch):
     train_small("--out", tmp_path)
-    monkeypatch.setattr("lowrank_cnn.cli.train.open_data", int)  # which would refuse the name
+    monkeypatch.setattr("lowrank_cnn.data.open_data", int)  # which would refuse the name
     assert "--resume" in str(train_small("--out", tmp_path).exception)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.frontier.record import Frontier, Row, Run, Timing
+from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, SeedRun
 
 IMAGES = 1003
 
@@ -39,13 +39,13 @@ def make_frontier(tmp_path: Path) -> Callable[..., Frontier]:
         hard = torch.rand(IMAGES, generator=draw)
         for name, (share, ratio, runs) in rows.items():
             scheme = "dense" if name.startswith("dense") else "lr"
-            row = Row({"name": name, "scheme": scheme, "width": 1.0}, int(1e6 * ratio), int(1e5 * ratio))
-            row.timing = Timing(ratio, ratio, ratio, 1.0, 256, "folded")
+            row = DesignRow({"name": name, "scheme": scheme, "width": 1.0}, int(1e6 * ratio), int(1e5 * ratio))
+            row.timing = DesignTime(ratio, ratio, ratio, 1.0, 256, "folded")
             found.rows.append(row)
             for seed in range(1, runs + 1):
                 right = hard + 0.05 * torch.randn(IMAGES, generator=draw) < share
                 place, checksum = found.add_answers(right)
-                row.runs.append(Run(seed, int(right.sum()), place, checksum, 3.0, 4.0, 1e4, 0.9, found.here()))
+                row.runs.append(SeedRun(seed, int(right.sum()), place, checksum, 3.0, 4.0, 1e4, 0.9, found.here()))
         found.save()
         return found
 

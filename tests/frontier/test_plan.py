@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowrank_cnn.frontier.plan import Plan
+from lowrank_cnn.frontier.plan import FrontierPlan
 from lowrank_cnn.system.errors import LowRankError
 
 
@@ -12,15 +12,15 @@ from lowrank_cnn.system.errors import LowRankError
 )
 def test_a_plan_that_makes_no_sense_is_refused(wrong: dict, sentence: str):
     with pytest.raises(LowRankError, match=sentence):
-        Plan(**wrong)
+        FrontierPlan(**wrong)
 
 
 def test_without_a_clock_nothing_is_matched_by_time():
-    plan = Plan(batch=0, widen=("time", "macs"))
+    plan = FrontierPlan(batch=0, widen=("time", "macs"))
     assert plan.match == plan.widen == ("macs",)
 
 
 def test_a_teacher_that_is_no_design_is_refused():
-    assert Plan(teacher="dense@1.5").teacher == "dense@1.5"
+    assert FrontierPlan(teacher="dense@1.5").teacher == "dense@1.5"
     with pytest.raises(LowRankError, match="width is a number"):
-        Plan(teacher="dense@wide")
+        FrontierPlan(teacher="dense@wide")

@@ -21,7 +21,7 @@ from lowrank_cnn.report.files import read_records
 from lowrank_cnn.system.cache import JsonCache, cached_tensors
 from lowrank_cnn.system.files import as_path
 from lowrank_cnn.train import get_recipe, load_record
-from lowrank_cnn.train.checkpoint import Store, read_checkpoint
+from lowrank_cnn.train.checkpoint import CheckpointStore, read_checkpoint
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.settings import parse_settings
 
@@ -63,7 +63,7 @@ def report(place: Path, draw: random.Random) -> None:
 
 def checkpoint(place: Path, draw: random.Random) -> None:
     """One of the two files of a checkpoint, damaged."""
-    Store(place).save(inputs.checkpoint(), 1)
+    CheckpointStore(place).save(inputs.checkpoint(), 1)
     inputs.damage(place / f"step-00000001.{draw.choice(('json', 'safetensors'))}", draw)
     back = read_checkpoint(place / "step-00000001")
     if not torch.equal(back.tensors["model.weight"], inputs.checkpoint().tensors["model.weight"]):
@@ -72,10 +72,10 @@ def checkpoint(place: Path, draw: random.Random) -> None:
 
 def resumed(place: Path, draw: random.Random) -> None:
     """The newest checkpoint damaged: the one before it is used."""
-    Store(place).save(inputs.checkpoint(1.0), 1)
-    Store(place).save(inputs.checkpoint(2.0), 2)
+    CheckpointStore(place).save(inputs.checkpoint(1.0), 1)
+    CheckpointStore(place).save(inputs.checkpoint(2.0), 2)
     inputs.damage(place / f"step-00000002.{draw.choice(('json', 'safetensors'))}", draw)
-    found = Store(place).latest(lambda _: None)
+    found = CheckpointStore(place).latest(lambda _: None)
     if found is None or found.tensors["model.weight"].unique().item() not in (1.0, 2.0):
         raise Accepted
 

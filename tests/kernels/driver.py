@@ -24,14 +24,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from lowrank_cnn.kernels import gpu
 from lowrank_cnn.kernels.autotune.ahead import compile_ahead
 from lowrank_cnn.kernels.autotune.support import Request
 from lowrank_cnn.kernels.autotune.trial import Trial
-from lowrank_cnn.kernels.between import normalise, normalise_pool, pool, response_norm
-from lowrank_cnn.kernels.between import statistics as batch_statistics
-from lowrank_cnn.kernels.conv import hopper, launch
+from lowrank_cnn.kernels.between import batch_statistics, normalise, normalise_pool, pool, response_norm
+from lowrank_cnn.kernels.conv import launch
 from lowrank_cnn.kernels.conv.plans import KernelPlan, plans
-from lowrank_cnn.kernels.modules import MOST_CHANNELS
+from lowrank_cnn.kernels.fused_neighbours import MOST_CHANNELS
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
 
 LAYERS = {
@@ -219,8 +219,8 @@ def ahead() -> None:
 
 def main(capability: int, what: str = "all") -> None:
     driver.set_active(Absent(capability))  # type: ignore[arg-type]
-    hopper.multiprocessors = launch._multiprocessors = lambda device: 132  # type: ignore[assignment]
-    launch.capability_of = lambda device: divmod(capability, 10)  # type: ignore[assignment]
+    gpu.multiprocessors = lambda device: 132  # type: ignore[assignment]
+    gpu.capability_of = lambda device: divmod(capability, 10)  # type: ignore[assignment]
     if what == "ahead":
         return ahead()
     found: dict[str, Any] = {}

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from lowrank_cnn.kernels import gpu
 from lowrank_cnn.kernels.problem import describe
 
 
@@ -346,7 +347,7 @@ def emulate(monkeypatch, *names):
     for name in ("hopper_epilogue", "hopper_fetch"):
         _executed(monkeypatch, name)
     module = _executed(monkeypatch, "hopper")
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(gpu, "multiprocessors", lambda device: 3)
     for name in names:
         module = _executed(monkeypatch, name)
     module.machine = machine

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from lowrank_cnn.kernels import chain, forced
 from lowrank_cnn.kernels.autotune import choice
 from lowrank_cnn.kernels.chain import FusedChain, enclosing, merged_bias, merged_weight
-from lowrank_cnn.kernels.fuse import FusedComposite, conv_options, fuse
+from lowrank_cnn.kernels.fused_conv import FusedComposite, conv_options
 from lowrank_cnn.method.layers import build_conv
 
 GPU = torch.cuda.is_available()
@@ -106,16 +106,3 @@ def test_switched_off_it_is_two_layers():
     with forced("off"):
         assert not fused(layer).merges(x)
         assert torch.allclose(fused(layer)(x), layer(x), atol=1e-6)
-
-
-def test_a_fused_network_holds_its_chains():
-    model = nn.Sequential(
-        build_conv(8, 8, 3, "lr-join"), nn.ReLU(), nn.MaxPool2d(2), build_conv(8, 8, 3, "separable")
-    )
-    twin = fuse(model)
-    chains = [module for module in twin.modules() if isinstance(module, FusedChain)]
-    assert len(chains) == 1
-    assert (chains[0].join.activation, chains[0].join.pool) == ("relu", "floor")
-    assert {id(p) for p in twin.parameters()} == {id(p) for p in model.parameters()}
-    x = torch.randn(1, 8, 8, 8)
-    assert torch.allclose(twin(x), model(x), atol=1e-5)

@@ -15,7 +15,7 @@ from lowrank_cnn.kernels.conv import launch
 from lowrank_cnn.kernels.conv.backward import launch_weight_gradient
 from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.plans import plans as plans_of
-from lowrank_cnn.kernels.fuse import fuse
+from lowrank_cnn.kernels.fusing import fuse
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
 from lowrank_cnn.kernels.reference import composite_reference
 

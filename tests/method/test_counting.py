@@ -153,7 +153,10 @@ def test_double_precision_models_count_too():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: count(nn.Conv2d(3, 4, 3), (3, 8)), "channels, height, width"),
+        (lambda: count(nn.Conv2d(3, 4, 3), (3, 8)), "does not take an input of 3x8"),
+        (lambda: count(nn.Conv2d(3, 4, 3), 32), "channels, height, width"),  # type: ignore[arg-type]
+        (lambda: count(nn.Conv2d(3, 4, 3), "3x8x8"), "channels, height, width"),  # type: ignore[arg-type]
+        (lambda: count("net", (3, 8, 8)), "model must be of type Module"),  # type: ignore[arg-type]
         (lambda: count(nn.Conv2d(3, 4, 3), (3, 0, 8)), "channels, height, width"),
         (lambda: count(nn.Conv2d(3, 4, 3), (5, 8, 8)), "does not take an input of 5x8x8"),
         (

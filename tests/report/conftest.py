@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "foreign.json").write_text('{"kind": "shopping list", "items": ["milk"]}')
     (folder / "binary.json").write_bytes(bytes(range(256)))
     return folder
+
+
+@pytest.fixture(scope="session")
+def text_of() -> Callable[[Path], set[str]]:
+    """All words of an SVG picture."""
+
+    def found(svg: Path) -> set[str]:
+        texts = re.findall(r"<text.*?</text>", svg.read_text(encoding="utf-8"), re.DOTALL)
+        return {re.sub(r"<[^>]*>", "", text).strip() for text in texts}
+
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.text import printable, si, text_table
+from lowrank_cnn.system.text import duration, printable, si, text_table
 
 
 @pytest.mark.parametrize(("number", "shown"), [(7508438696, "7.51G"), (999, "999"), (1e12, "1.00T"), (0.5, "0.5")])
 def test_counts_have_units(number, shown):
     assert si(number) == shown
+
+
+def test_times_have_units():
+    assert [duration(seconds) for seconds in (3, 12.54, 600, 7200)] == ["3 s", "12.5 s", "10.0 min", "2.0 h"]
 
 
 def test_columns_are_aligned():

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.checkpoint import (
     Checkpoint,
+    CheckpointStore,
     DamagedCheckpointError,
-    Store,
     read_checkpoint,
     write_checkpoint,
 )
@@ -59,7 +59,7 @@ def test_one_flipped_bit_is_noticed(tmp_path, suffix, where, bit):
 @given(kept=st.floats(0, 1, exclude_max=True))
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_file_cut_short_is_noticed_and_the_one_before_used(tmp_path, suffix, kept):
-    store, said = Store(tmp_path), []
+    store, said = CheckpointStore(tmp_path), []
     store.save(sample(1.0), 1)
     store.save(sample(2.0), 2)
     path = tmp_path / f"step-00000002{suffix}"
@@ -72,7 +72,7 @@ def test_a_file_cut_short_is_noticed_and_the_one_before_used(tmp_path, suffix, k
 
 
 def test_a_missing_half_is_noticed(tmp_path):
-    store, said = Store(tmp_path), []
+    store, said = CheckpointStore(tmp_path), []
     store.save(sample(1.0), 1)
     store.save(sample(2.0), 2)
     (tmp_path / "step-00000002.safetensors").unlink()
@@ -81,18 +81,18 @@ def test_a_missing_half_is_noticed(tmp_path):
 
 
 def test_when_all_are_damaged_nothing_is_started_over(tmp_path):
-    Store(tmp_path).save(sample(), 1)
+    CheckpointStore(tmp_path).save(sample(), 1)
     (tmp_path / "step-00000001.json").write_text("{}")
     with pytest.raises(LowRankError, match="every checkpoint"):
-        Store(tmp_path).latest(pytest.fail)
+        CheckpointStore(tmp_path).latest(pytest.fail)
 
 
 def test_an_empty_directory_holds_no_checkpoint(tmp_path):
-    assert Store(tmp_path).latest(lambda _: None) is None
+    assert CheckpointStore(tmp_path).latest(lambda _: None) is None
 
 
 def test_two_are_kept_and_one_best(tmp_path):
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     for iteration in (1, 5, 9):
         store.save(sample(), iteration)
         store.save(sample(), iteration, kind="best", keep=1)
@@ -105,7 +105,7 @@ def test_two_are_kept_and_one_best(tmp_path):
 
 
 def test_after_going_back_the_future_is_forgotten(tmp_path):
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     store.save(sample(1.0), 4)
     store.save(sample(2.0), 8)
     (tmp_path / "step-00000008.json").write_text("spoilt")
@@ -117,7 +117,7 @@ def test_after_going_back_the_future_is_forgotten(tmp_path):
 
 
 def test_a_half_written_pair_does_not_push_out_a_whole_one(tmp_path):
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     store.save(sample(1.0), 1)
     (tmp_path / "step-00000002.safetensors").write_bytes(b"killed here")
     store.save(sample(3.0), 3)
@@ -126,7 +126,7 @@ def test_a_half_written_pair_does_not_push_out_a_whole_one(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EBUSY, errno.EIO])
 def test_an_old_checkpoint_that_cannot_be_deleted_stops_nothing(tmp_path, monkeypatch, code):
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
 
     def fail(*_, **__):
         raise OSError(code, os.strerror(code))
@@ -144,7 +144,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_stops_nothing(tmp_path, monkey
 
 @pytest.mark.parametrize("kind", ["directory", "deep", "fifo", "bytes", "list"])
 def test_a_newest_manifest_of_any_kind_is_passed_over(tmp_path, kind):
-    store, said, odd = Store(tmp_path), [], tmp_path / "step-00000002.json"
+    store, said, odd = CheckpointStore(tmp_path), [], tmp_path / "step-00000002.json"
     store.save(sample(1.0), 1)
     makers = {
         "directory": odd.mkdir,

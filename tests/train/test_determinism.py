@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +13,13 @@ from lowrank_cnn.kernels.mode import mode
 from lowrank_cnn.system.clock import torch_threads
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import load_record
-from lowrank_cnn.train.determinism import changed_conditions, repeatable
+from lowrank_cnn.train.determinism import (
+    changed_conditions,
+    generator_states,
+    repeatable,
+    restore_generators,
+    seed_generators,
+)
 
 
 def test_settings_are_put_back():
@@ -64,3 +72,32 @@ def test_resuming_with_other_threads_is_said_or_prevented(driver, tmp_path, caps
 def test_deterministic_runs_have_the_same_bits(driver, tmp_path):
     one, other = (driver.train(None, epochs=2, deterministic=True)[0].state_dict() for _ in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+CPU = torch.device("cpu")
+
+
+def draw() -> tuple:
+    return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 7])
+def test_generators_go_on_from_their_states(drawn):
+    seed_generators(3)
+    for _ in range(drawn):
+        draw()
+        random.gauss(0, 1)  # leaves a spare value behind, which is part of the state
+    states = {name: state.clone() for name, state in generator_states(CPU).items()}
+    expected = [draw() for _ in range(3)]
+    seed_generators(4)
+    restore_generators(states, CPU)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_processes_draw_from_streams_of_their_own():
+    seed_generators(3, rank=0)
+    first = draw()
+    seed_generators(3, rank=1)
+    assert draw() != first
+    seed_generators(3)
+    assert draw() == first

@@ -12,9 +12,9 @@ from torch import nn
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import execution
-from lowrank_cnn.train.execution import COMPILED, EAGER, Ways, resolved
+from lowrank_cnn.train.execution import COMPILED, EAGER, StepBuilder, resolved
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.step import Step
+from lowrank_cnn.train.step import TrainingStep
 
 CPU = torch.device("cpu")
 
@@ -48,12 +48,12 @@ class Stumbles(nn.Module):
 def chosen(monkeypatch, compiled: Callable[[nn.Module], nn.Module], speeds=(1.0, 0.5), steps_left=10_000):
     """Which way is taken, with what is said and the step, where trials take the given seconds."""
     net, said = network(), []
-    step = Step(net, net, lambda loss: loss.backward(), Recipe(), CPU)
-    measure, seconds = execution._trial, iter(speeds)
-    way = Ways({EAGER: net, COMPILED: compiled(net)}, graphs=False, say=said.append)
+    step = TrainingStep(net, net, lambda loss: loss.backward(), Recipe(), CPU)
+    measure, seconds = execution._time_steps, iter(speeds)
+    way = StepBuilder({EAGER: net, COMPILED: compiled(net)}, graphs=False, say=said.append)
     with monkeypatch.context() as patch:
-        patch.setattr(execution, "_trial", lambda *given: replace(measure(*given), seconds=next(seconds)))
-        _, taken = way.choose(step, *batch(), steps_left=steps_left)
+        patch.setattr(execution, "_time_steps", lambda *given: replace(measure(*given), seconds=next(seconds)))
+        _, taken = way.fastest(step, *batch(), steps_left=steps_left)
     return taken.compiled, said, step
 
 
@@ -84,10 +84,12 @@ def test_a_compiler_that_stumbles_or_errs_is_not_used(monkeypatch):
 
 def test_a_choice_leaves_no_trace():
     net = network()
-    step = Step(net, net, lambda loss: loss.backward(), Recipe(ema=0.9), CPU)
+    step = TrainingStep(net, net, lambda loss: loss.backward(), Recipe(ema=0.9), CPU)
     step.prepare(0.1, 0)
     before, drawn = {name: t.clone() for name, t in step.tensors().items()}, torch.get_rng_state()
-    Ways({EAGER: net, COMPILED: net}, graphs=False, say=lambda _: None).choose(step, *batch(), steps_left=10**9)
+    StepBuilder({EAGER: net, COMPILED: net}, graphs=False, say=lambda _: None).fastest(
+        step, *batch(), steps_left=10**9
+    )
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(torch.equal(tensor, before[name]) for name, tensor in step.tensors().items())
 
@@ -125,7 +127,7 @@ def test_a_compiled_run_is_the_run_without(driver, monkeypatch):
 @pytest.mark.parametrize("name", ["nin-c3-lr", "vgg11-gmp-lr-join", "googlenet-lr"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_our_layers_have_no_graph_break(name, fused):
-    from lowrank_cnn.kernels.fuse import fuse
+    from lowrank_cnn.kernels.fusing import fuse
 
     net = create_model(name, num_classes=5, width=0.1, norm="batch").train()
     x = torch.randn(2, 3, 64, 64)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowrank_cnn.kernels import mode
-from lowrank_cnn.kernels.fuse import fuse
+from lowrank_cnn.kernels.fusing import fuse
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train.recompute import Recomputed, recomputed
 

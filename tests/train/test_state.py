@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowrank_cnn.train.checkpoint import Store
+from lowrank_cnn.train.checkpoint import CheckpointStore
 from lowrank_cnn.train.state import ABOUT, Position
 
 
@@ -30,7 +30,7 @@ def test_a_run_is_complete_after_its_epochs_or_when_it_was_stopped():
 
 def test_a_checkpoint_says_what_its_run_depends_on(driver, tmp_path):
     driver.train(tmp_path, driver.PLAIN, epochs=1)
-    found = Store(tmp_path).latest(pytest.fail)
+    found = CheckpointStore(tmp_path).latest(pytest.fail)
     assert found is not None
     assert set(ABOUT) <= found.state.keys()
     assert found.state["conditions"]["threads"] == torch.get_num_threads()

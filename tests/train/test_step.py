@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.step import LossScale, Step
+from lowrank_cnn.train.step import LossScale, TrainingStep
 
 CPU = torch.device("cpu")
 
@@ -28,9 +28,9 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.arange(8) % 5
 
 
-def make_step(net: nn.Module, recipe: Recipe) -> Step:
+def make_step(net: nn.Module, recipe: Recipe) -> TrainingStep:
     net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return Step(net, net, lambda loss: loss.backward(), recipe, CPU)
+    return TrainingStep(net, net, lambda loss: loss.backward(), recipe, CPU)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -86,7 +86,9 @@ def test_auxiliary_losses_count_for_their_weight():
     torch.manual_seed(0)
     net = Auxiliary()
     before = copy.deepcopy(net)
-    step = Step(net, net, lambda loss: loss.backward(), Recipe(momentum=0, weight_decay=0, aux_weight=0.3), CPU)
+    step = TrainingStep(
+        net, net, lambda loss: loss.backward(), Recipe(momentum=0, weight_decay=0, aux_weight=0.3), CPU
+    )
     images, labels = torch.randn(6, 4, 1, 1), torch.arange(6) % 3
     step.prepare(1.0, 0)
     step(images, labels)
@@ -179,7 +181,7 @@ def test_a_graph_computes_what_the_step_does():
     for graphed in (False, True):
         net = network().insert(3, nn.Dropout(0.5)).cuda()
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        step = Step(net, net, lambda loss: loss.backward(), Recipe(ema=0.9), torch.device("cuda"))
+        step = TrainingStep(net, net, lambda loss: loss.backward(), Recipe(ema=0.9), torch.device("cuda"))
         images, labels = (t.cuda() for t in batch())
         torch.cuda.manual_seed(3)
         update = GraphedStep(step, images, labels) if graphed else step
@@ -214,7 +216,7 @@ def test_a_scaled_loss_gives_the_same_step_and_an_overflow_is_skipped():
     images, labels = batch()
     steps = [
         make_step(plain, Recipe()),
-        Step(scaled, scaled, lambda loss: loss.backward(), Recipe(), CPU, scaled=True),
+        TrainingStep(scaled, scaled, lambda loss: loss.backward(), Recipe(), CPU, scaled=True),
     ]
     for step in steps:
         step.prepare(0.1, 0)

@@ -39,13 +39,13 @@ class ImageHeader:
 
 def read_header(data: bytes) -> ImageHeader:
     """Read the header alone."""
-    image = _open(data)
+    image = open_image(data)
     return ImageHeader(image.height, image.width, image.mode in _GREY)
 
 
 def decode_image(data: bytes, *, channels: int, at_least: int | None = None) -> Image:
     """A grey (one channel) or RGB (three) image; a JPEG may come at a reduced scale of at least this size."""
-    image = _open(data)
+    image = open_image(data)
     try:
         if at_least is not None:
             image.draft(None, (at_least, at_least))
@@ -108,7 +108,8 @@ def stack(pixels: Sequence[bytes], height: int, width: int, channels: int) -> Te
     return torch.frombuffer(joined, dtype=torch.uint8).view(-1, height, width, channels)
 
 
-def _open(data: bytes) -> Image:
+def open_image(data: bytes) -> Image:
+    """An image of which only the header is read; a named reason where that fails."""
     pillow = require("PIL.Image", extra="data", purpose="decoding images")
     try:
         image = pillow.open(io.BytesIO(data), formats=_FORMATS)

@@ -1,37 +1,60 @@
 """From an encoded image to the window that a network sees: decode, scale by the shorter side, crop, mirror.
 
-The ways give the same window to within one level of 255 (`benchmarks/input_pipeline.py` measures them). Pillow
-scales only the part that the window shows. Torch scales the whole image, which its vectorised loops on x86 do in
-less time. `simplejpeg`, where it is installed, decodes to the same pixels as Pillow, and faster, since its pixels
-lie as they are needed: it serves torch, and photographs stored at the right scale, of which a window is cut out.
-Pillow would first have to copy its pixels, which costs what they gain.
+Pillow decodes, and scales only the part that the window shows. A colour JPEG that is stored at the right scale
+already, as `lowrank shrink` writes them, is decoded by simplejpeg if that is installed: the same pixels, a third
+faster (`benchmarks/input_pipeline.py`).
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch.nn import functional
+from typing import TYPE_CHECKING, NamedTuple
 
 from lowrank_cnn.data.augment import scaled
-from lowrank_cnn.data.images.decode import crop_at, decode_image, fit, resize_shorter, resize_window
+from lowrank_cnn.data.images.decode import (
+    BadImageError,
+    crop_at,
+    decode_image,
+    fit,
+    open_image,
+    resize_shorter,
+    resize_window,
+)
 from lowrank_cnn.system.errors import require
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_JPEG = b"\xff\xd8\xff"
+LARGEST = 2**26
+"""Pixels of the largest image that a GPU is given to decode: fewer than Pillow refuses."""
+_JPEG_START, _JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
+_SUBSAMPLINGS = {(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)}
+"""Brightness samples across and down for one sample of colour: 4:4:4, 4:2:2, 4:4:0, 4:2:0, 4:1:1."""
+
+
+class ScaledCrop(NamedTuple):
+    """How a decoded image becomes a window: scaled from one size to another, cut out at a corner, mirrored."""
+
+    whole: tuple[int, int]
+    scaled: tuple[int, int]
+    corner: tuple[int, int]
+    mirrored: bool
+
+    @property
+    def pixels(self) -> int:
+        return self.whole[0] * self.whole[1]
 
 
 @dataclass(frozen=True)
 class Framing:
-    """How an image becomes a window: brought to a size where there is one, scaled, then cropped."""
+    """How an image becomes a window: brought to `size` if there is one, scaled, then cropped.
+
+    `draws` of the methods are three numbers from 0 to 1 for a random window that may be mirrored; None stands for
+    the centre.
+    """
 
     window: tuple[int, int]
     size: tuple[int, int] | None
@@ -46,7 +69,7 @@ class Framing:
         return max(self.resize or 0, *(self.size or (0, 0)))
 
     def __call__(self, image: Image, draws: list[float] | None) -> Image:
-        """The centre window, or with three numbers of 0 to 1 a random one that may be mirrored."""
+        """The window of a decoded image."""
         if self.size:
             image = fit(image, *self.size)
         top, left = self.corner(*scaled(image.height, image.width, self.resize), draws)
@@ -71,90 +94,70 @@ class Framing:
     def mirrored(self, draws: list[float] | None) -> bool:
         return bool(draws) and self.mirror and draws[2] < 0.5
 
-    def order(self, draws: list[float] | None) -> str:
-        """The order of colours in which `_cut_out` wants pixels."""
-        return "BGR" if self.mirrored(draws) else "RGB"
+    def scaled_crop(self, data: bytes, draws: list[float] | None) -> ScaledCrop | None:
+        """The window of a JPEG that a GPU can decode; None for others and for one to be fitted to `size` first."""
+        whole = plain_jpeg_size(data)
+        if whole is None or self.size not in (None, whole):
+            return None
+        to = scaled(*whole, self.resize)
+        return ScaledCrop(whole, to, self.corner(*to, draws), self.mirrored(draws))
 
 
-Framer = Callable[[bytes, Framing, int, list[float] | None], bytes]
-
-
-def frame_by_pillow(data: bytes, framing: Framing, channels: int, draws: list[float] | None) -> bytes:
+def frame_image(data: bytes, framing: Framing, channels: int, draws: list[float] | None) -> bytes:
     """The window of an encoded image as bytes [h, w, C]."""
+    if channels == 3 and (window := _cut_by_simplejpeg(data, framing, draws)) is not None:
+        return window
     return framing(decode_image(data, channels=channels, at_least=framing.at_least), draws).tobytes()
 
 
-def frame_by_torch(data: bytes, framing: Framing, channels: int, draws: list[float] | None) -> bytes:
-    """The same, scaled by torch; what is not plain colour scaling is left to Pillow."""
-    if framing.size or framing.pad or not framing.resize or channels != 3:
-        return frame_by_pillow(data, framing, channels, draws)
-    pixels = _decode(data, framing, draws)
-    size = scaled(pixels.shape[0], pixels.shape[1], framing.resize)
-    if size != pixels.shape[:2]:
-        whole = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-        whole = functional.interpolate(whole, size, mode="bilinear", antialias=True)
-        pixels = whole[0].permute(1, 2, 0).contiguous().numpy()
-    return _cut_out(pixels, framing, draws)
+def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Height and width of a whole baseline JPEG in YCbCr of 8 bits, by its header; None for anything else.
+
+    Progressive JPEGs do not count: hardware decodes none, and many workers decode them faster than nvJPEG's one
+    thread.
+    """
+    if not data.startswith(_JPEG_START) or not data.rstrip(b"\0").endswith(_JPEG_END):
+        return None
+    try:
+        image = open_image(data)
+    except BadImageError:
+        return None
+    layers = getattr(image, "layer", [])  # for each component: its name, samples across and down, and its table
+    samples = [layer[1:3] for layer in layers]
+    plain = (
+        (image.format, image.mode) == ("JPEG", "RGB")
+        and image.tile  # the header ends with a scan
+        and "progressive" not in image.info
+        and image.info.get("adobe_transform", 1) == 1
+        and [layer[0] for layer in layers] != [*b"RGB"]
+        and samples[1:] == [(1, 1), (1, 1)]
+        and samples[0] in _SUBSAMPLINGS
+        and image.width * image.height <= LARGEST
+    )
+    return (image.height, image.width) if plain else None
 
 
-def frame_by_simplejpeg(
-    data: bytes, framing: Framing, channels: int, draws: list[float] | None, *, otherwise: Framer
-) -> bytes:
-    """The same, cut out of a colour JPEG that has the right scale already; the rest is framed otherwise."""
-    if channels == 3 and not framing.pad and (size := _plain_size(data)):
-        right = framing.size in (None, size) and scaled(*size, framing.resize) == size
-        if right and (pixels := _decode_plain(data, framing.order(draws))) is not None:
-            return _cut_out(pixels, framing, draws)
-    return otherwise(data, framing, channels, draws)
+def _cut_by_simplejpeg(data: bytes, framing: Framing, draws: list[float] | None) -> bytes | None:
+    """The window of a JPEG that has the right scale; None for others, and where simplejpeg is missing or fails.
 
-
-@cache
-def framer() -> Framer:
-    """The fastest way on this machine."""
-    vectorised = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    scaling = frame_by_torch if vectorised else frame_by_pillow
-    return partial(frame_by_simplejpeg, otherwise=scaling) if _simplejpeg() else scaling
-
-
-def _cut_out(pixels: Any, framing: Framing, draws: list[float] | None) -> bytes:
-    """The window of pixels [H, W, 3]; to be mirrored they come as BGR, so that all bytes of a row turn round."""
-    height, width, _ = pixels.shape
+    To mirror the window, all bytes of a row are reversed, so the colours are decoded in reverse order.
+    """
+    jpeg = _simplejpeg()
+    if jpeg is None or framing.pad or not data.startswith(_JPEG_START):
+        return None
+    mirrored = framing.mirrored(draws)
+    try:
+        height, width, space, _ = jpeg.decode_jpeg_header(data)
+        right_scale = scaled(height, width, framing.resize) == (height, width)
+        if space in ("CMYK", "YCCK") or framing.size not in (None, (height, width)) or not right_scale:
+            return None
+        pixels = jpeg.decode_jpeg(data, "BGR" if mirrored else "RGB")
+    except ValueError:  # Pillow decodes what is only odd, and says what is wrong with the rest
+        return None
     top, left = framing.corner(height, width, draws)
     rows = pixels.reshape(height, 3 * width)
     window = rows[top : top + framing.window[0], 3 * left : 3 * (left + framing.window[1])]
-    return (window[:, ::-1] if framing.mirrored(draws) else window).tobytes()
-
-
-def _decode(data: bytes, framing: Framing, draws: list[float] | None) -> Any:
-    """Pixels [H, W, 3] for `_cut_out`; large JPEGs come from Pillow, which decodes them at a reduced scale."""
-    size, order = _plain_size(data), framing.order(draws)
-    if size and min(size) < 2 * framing.at_least and (pixels := _decode_plain(data, order)) is not None:
-        return pixels
-    numpy = require("numpy", extra="data", purpose="decoding images")
-    image = decode_image(data, channels=3, at_least=framing.at_least)
-    flat = numpy.frombuffer(bytearray(image.tobytes("raw", order)), numpy.uint8)
-    return flat.reshape(image.height, image.width, 3)
-
-
-def _plain_size(data: bytes) -> tuple[int, int] | None:
-    """Height and width of a JPEG that simplejpeg can decode; None for other files, and where it is missing."""
-    if data.startswith(_JPEG) and (jpeg := _simplejpeg()):
-        try:
-            height, width, space, _ = jpeg.decode_jpeg_header(data)
-            return None if space in ("CMYK", "YCCK") else (height, width)
-        except ValueError:
-            pass
-    return None
-
-
-def _decode_plain(data: bytes, order: str) -> Any | None:
-    """Pixels [H, W, 3] by simplejpeg; None where Pillow has to say what is wrong, or decodes what is only odd."""
-    jpeg = _simplejpeg()
-    assert jpeg is not None
-    try:
-        return jpeg.decode_jpeg(data, order)
-    except ValueError:
-        return None
+    return (window[:, ::-1] if mirrored else window).tobytes()
 
 
 @cache

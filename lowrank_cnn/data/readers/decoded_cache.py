@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.data.fingerprint import fingerprint_of_parts
-from lowrank_cnn.data.readers.store import ImageStore
+from lowrank_cnn.data.readers.image_store import ImageStore
 from lowrank_cnn.data.types import Size
 from lowrank_cnn.system.cache import cache_folder, read_cached, write_cached
 from lowrank_cnn.system.errors import require

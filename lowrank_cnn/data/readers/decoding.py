@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lowrank_cnn.data.image_progress import ImageProgress
 from lowrank_cnn.data.images.decode import (
     UNDECODABLE,
     BadImageError,
@@ -20,9 +21,8 @@ from lowrank_cnn.data.images.decode import (
     read_header,
     stack,
 )
-from lowrank_cnn.data.progress import ImageProgress
 from lowrank_cnn.data.readers.decoded_cache import DecodedRows, decoded_once
-from lowrank_cnn.data.readers.store import ImageStore
+from lowrank_cnn.data.readers.image_store import ImageStore
 from lowrank_cnn.data.resident import Decoded
 from lowrank_cnn.data.types import Bad, Problems, Size
 from lowrank_cnn.system.errors import LowRankError

@@ -18,7 +18,7 @@ from torch import Tensor
 from lowrank_cnn.data.fingerprint import fingerprint_of_files, version_of_files
 from lowrank_cnn.data.images.decode import BadImageError
 from lowrank_cnn.data.readers.bounded import MOST_SHARDS, READ_ERRORS, check_rows, read_binaries, read_integers
-from lowrank_cnn.data.readers.store import NO_LABEL
+from lowrank_cnn.data.readers.image_store import NO_LABEL
 from lowrank_cnn.data.types import Problems
 from lowrank_cnn.system.errors import LowRankError, require
 from lowrank_cnn.system.files import is_regular

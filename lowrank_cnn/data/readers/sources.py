@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lowrank_cnn.data.readers import cifar_binary, folder, hub, parquet
 from lowrank_cnn.data.readers.digits import open_digits
-from lowrank_cnn.data.readers.options import VAL_SPLIT, ReadOptions
+from lowrank_cnn.data.readers.image_store import ImageStore
+from lowrank_cnn.data.readers.label_table import open_table, read_class_names, renamed
+from lowrank_cnn.data.readers.read_options import VAL_SPLIT, ReadOptions
 from lowrank_cnn.data.readers.splits import divided, make_split, rows_of, with_default_size, with_limit
-from lowrank_cnn.data.readers.store import ImageStore
-from lowrank_cnn.data.readers.table import open_table, read_class_names, renamed
 from lowrank_cnn.data.types import Data, Problems
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path

@@ -8,8 +8,8 @@ from functools import partial
 from torch import Tensor
 
 from lowrank_cnn.data.readers.decoding import decode_rows, read_headers
-from lowrank_cnn.data.readers.options import ReadOptions
-from lowrank_cnn.data.readers.store import ImageStore, fingerprint_of_rows, labelled_rows
+from lowrank_cnn.data.readers.image_store import ImageStore, fingerprint_of_rows, labelled_rows
+from lowrank_cnn.data.readers.read_options import ReadOptions
 from lowrank_cnn.data.resident import ResidentSplit
 from lowrank_cnn.data.stream.streamed import StreamedSplit
 from lowrank_cnn.data.types import Data, Problems, Size, Split, stratified

@@ -22,15 +22,14 @@ from torch.nn import functional
 
 from lowrank_cnn.data.augment import send
 from lowrank_cnn.data.images.decode import stack
-from lowrank_cnn.data.images.encoded import LARGEST, Window
-from lowrank_cnn.data.images.framing import Framing
-from lowrank_cnn.data.stream.parts import TOO_MANY, Part, Parts, trouble_of
+from lowrank_cnn.data.images.framing import LARGEST, Framing, ScaledCrop
+from lowrank_cnn.data.stream.parts import TOO_MANY, BatchPart, EpochParts, trouble_of
 from lowrank_cnn.system.errors import LowRankError, require
 
 DECODED_AT_ONCE, SCALED_AT_ONCE = LARGEST, 2**24
 """Pixels held whole at a time, and those held as floats: what bounds the memory that large photographs take."""
 
-Jpeg = tuple[Tensor, Window]
+Jpeg = tuple[Tensor, ScaledCrop]
 
 Decoder = Callable[[list[Tensor]], list[Tensor]]
 """From the bytes of JPEGs to uint8 [3, H, W] on the device; a RuntimeError where any is refused."""
@@ -60,7 +59,9 @@ def check_framing(framing: Framing, channels: int, *, train: bool) -> None:
         )
 
 
-def decode_parts(parts: Parts, batch: int, met: Sequence[Part], decode: Decoder, device: torch.device) -> Part:
+def decode_parts(
+    parts: EpochParts, batch: int, met: Sequence[BatchPart], decode: Decoder, device: torch.device
+) -> BatchPart:
     """The parts of a batch as one, its images on the device: decoded, scaled, cut out and mirrored there."""
     jpegs = [jpeg for part in met if part.encoded for jpeg in part.encoded.jpegs()]
     decoded = iter(cut_out(jpegs, parts.framing.window, decode))
@@ -69,7 +70,7 @@ def decode_parts(parts: Parts, batch: int, met: Sequence[Part], decode: Decoder,
     for number, part in enumerate(met):
         assert part.encoded is not None
         framed = iter(_planes(part.images, device))
-        for place, window, label in zip(part.encoded.places, part.encoded.windows, part.labels, strict=True):
+        for place, window, label in zip(part.encoded.places, part.encoded.crops, part.labels, strict=True):
             row = next(decoded) if window else next(framed)
             if row is not None:
                 rows.append((row, label))
@@ -80,8 +81,8 @@ def decode_parts(parts: Parts, batch: int, met: Sequence[Part], decode: Decoder,
                 failure = failure or TOO_MANY
     labels = [label for _, label in rows]
     if not rows:
-        return Part(stack([], *parts.framing.window, parts.channels), labels, found, failure)
-    return Part(torch.stack([row for row, _ in rows]).permute(0, 2, 3, 1), labels, found, failure)
+        return BatchPart(stack([], *parts.framing.window, parts.channels), labels, found, failure)
+    return BatchPart(torch.stack([row for row, _ in rows]).permute(0, 2, 3, 1), labels, found, failure)
 
 
 def _planes(images: Tensor, device: torch.device) -> Tensor:
@@ -130,7 +131,7 @@ def _cut(image: Tensor, corner: tuple[int, int], size: tuple[int, int]) -> Tenso
     return image[:, top : top + height, left : left + width]
 
 
-def scale(images: dict[int, Tensor], windows: Sequence[Window]) -> None:
+def scale(images: dict[int, Tensor], windows: Sequence[ScaledCrop]) -> None:
     """Bring images to their scale, in place: those of one size together, as photographs of a set often are."""
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index in images:

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from lowrank_cnn.data.readers.store import ImageStore
+from lowrank_cnn.data.readers.image_store import ImageStore
 from lowrank_cnn.data.types import generator
 
 _LANES = 16

@@ -1,6 +1,6 @@
 """What a worker process makes: its part of a batch, decoded, cropped and mirrored, as uint8.
 
-Where a device decodes, a worker frames only what is no plain colour JPEG, and hands the others on as they are.
+If a GPU decodes, a worker passes plain colour JPEGs on as they are, and frames all other images itself.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, stack
-from lowrank_cnn.data.images.encoded import Encoded, Window, join, window_of
-from lowrank_cnn.data.images.framing import Framing, framer
-from lowrank_cnn.data.readers.store import ImageStore
+from lowrank_cnn.data.images.framing import Framing, ScaledCrop, frame_image
+from lowrank_cnn.data.readers.image_store import ImageStore
 from lowrank_cnn.data.types import generator
 
 TOO_MANY = "too many images are bad"
@@ -33,36 +32,66 @@ def _spread_from(rows: Tensor, place: int) -> Iterator[int]:
         yield int(rows[(place + step * stride) % len(rows)])
 
 
-class Part(NamedTuple):
-    """Images [n, h, w, C] and labels, the problems met, and what the whole run fails by, if anything.
+@dataclass(frozen=True)
+class EncodedImages:
+    """The JPEGs of a part, one behind the other, and a crop for each of its images; None where a worker framed it.
 
-    Where some are still `encoded`, `images` are only the others; labels are those of all. They are a list, since
-    to receive a tensor from another process takes some fraction of a millisecond.
+    `places` are the positions of the images among all that the part was to hold.
+    """
+
+    data: Tensor
+    lengths: list[int]
+    crops: list[ScaledCrop | None]
+    places: list[int]
+
+    @classmethod
+    def of(cls, images: dict[int, BatchImage]) -> EncodedImages:
+        """From the images of a part by their places."""
+        jpegs = [image.data for image in images.values() if image.crop]
+        joined = bytearray().join(jpegs)
+        data = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+        return cls(data, [len(jpeg) for jpeg in jpegs], [image.crop for image in images.values()], list(images))
+
+    def jpegs(self) -> list[tuple[Tensor, ScaledCrop]]:
+        """Every JPEG with its crop; no byte is copied."""
+        crops = [crop for crop in self.crops if crop]
+        return list(zip(self.data.split(self.lengths), crops, strict=True)) if crops else []
+
+    def pin_memory(self) -> EncodedImages:
+        """Called by torch's DataLoader on what it loads for a GPU."""
+        return replace(self, data=self.data.pin_memory())
+
+
+class BatchPart(NamedTuple):
+    """Images [n, h, w, C] and labels, the problems found, and the error that ends the run, if any.
+
+    If some images are still `encoded`, `images` holds only the others; `labels` are those of all. Labels are a
+    list, since a tensor takes some fraction of a millisecond to receive from another process.
     """
 
     images: Tensor
     labels: list[int]
     found: list[tuple[str, str]]
     failure: str
-    encoded: Encoded | None = None
+    encoded: EncodedImages | None = None
 
 
-def trouble_of(parts: Sequence[Part]) -> Trouble:
+def trouble_of(parts: Sequence[BatchPart]) -> Trouble:
     """That of several parts together."""
     failure = next((part.failure for part in parts if part.failure), "")
     return [problem for part in parts for problem in part.found], failure
 
 
-class Sample(NamedTuple):
-    """The pixels of one image, or a JPEG and the window it is to become, and its label."""
+class BatchImage(NamedTuple):
+    """The pixels of one image, or a JPEG and the crop of it to make, and the label."""
 
     data: bytes
-    window: Window | None
+    crop: ScaledCrop | None
     label: int
 
 
 @dataclass(frozen=True)
-class Parts(Dataset):
+class EpochParts(Dataset):
     """One process's images of an epoch.
 
     Every batch takes `per_lane` rows from each of the `lanes`, those in `mine` by this process, which makes
@@ -85,21 +114,21 @@ class Parts(Dataset):
     def batches(self) -> int:
         return -(-self.lanes.shape[1] // self.per_lane)
 
-    def __getitem__(self, key: tuple[int, int]) -> Part:
+    def __getitem__(self, key: tuple[int, int]) -> BatchPart:
         draws, keys = self._draws(key[0]), list(self._places(*key))
         found: list[tuple[str, str]] = []
-        samples = {
-            place: sample
+        images = {
+            place: image
             for place, (lane, at, number) in enumerate(keys)
-            if (sample := self._first_good(lane, at, draws[number] if draws else None, found))
+            if (image := self._first_good(lane, at, draws[number] if draws else None, found))
         }
-        framed = [sample.data for sample in samples.values() if not sample.window]
+        framed = [image.data for image in images.values() if not image.crop]
         pixels = stack(framed, *self.framing.window, self.channels)
-        labels = [sample.label for sample in samples.values()]
-        failure = TOO_MANY if draws is not None and len(samples) < len(keys) else ""
-        return Part(pixels, labels, found, failure, _joined(samples) if self.encoded else None)
+        labels = [image.label for image in images.values()]
+        failure = TOO_MANY if draws is not None and len(images) < len(keys) else ""
+        return BatchPart(pixels, labels, found, failure, EncodedImages.of(images) if self.encoded else None)
 
-    def framed(self, batch: int, part: int, place: int, found: list[tuple[str, str]]) -> Sample | None:
+    def framed(self, batch: int, part: int, place: int, found: list[tuple[str, str]]) -> BatchImage | None:
         """One image of a part once more, framed by the CPU whatever it is."""
         draws = self._draws(batch)
         lane, at, number = list(self._places(batch, part))[place]
@@ -121,11 +150,11 @@ class Parts(Dataset):
 
     def _first_good(
         self, lane: int, place: int, draws: list[float] | None, found: list[tuple[str, str]]
-    ) -> Sample | None:
+    ) -> BatchImage | None:
         """The image at this place and its label, or in training those of another row that can be decoded."""
         for row in self._candidates(lane, place) if draws else [int(self.lanes[lane, place])]:
             try:
-                return Sample(*self._image(row, draws), int(self.store.labels[row]))
+                return BatchImage(*self._image(row, draws), int(self.store.labels[row]))
             except BadImageError as error:
                 found.append((UNDECODABLE, f"{self.store.where(row)}: {error}"))
         return None
@@ -136,13 +165,8 @@ class Parts(Dataset):
         yield from _spread_from(self.lanes[lane], place)
         yield from _spread_from(self.lanes.flatten(), lane * length + place)
 
-    def _image(self, row: int, draws: list[float] | None) -> tuple[bytes, Window | None]:
+    def _image(self, row: int, draws: list[float] | None) -> tuple[bytes, ScaledCrop | None]:
         data = self.store.read(row)
-        if self.encoded and (window := window_of(data, self.framing, draws)):
-            return data, window
-        return framer()(data, self.framing, self.channels, draws), None
-
-
-def _joined(samples: dict[int, Sample]) -> Encoded:
-    jpegs = [sample.data for sample in samples.values() if sample.window]
-    return join(jpegs, [sample.window for sample in samples.values()], list(samples))
+        if self.encoded and (crop := self.framing.scaled_crop(data, draws)):
+            return data, crop
+        return frame_image(data, self.framing, self.channels, draws), None

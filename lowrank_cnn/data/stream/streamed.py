@@ -17,10 +17,10 @@ from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, decode_im
 from lowrank_cnn.data.images.framing import Framing
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, to_unit
 from lowrank_cnn.data.readers.decoding import sample_rows
-from lowrank_cnn.data.readers.store import ImageStore, fingerprint_of_rows
+from lowrank_cnn.data.readers.image_store import ImageStore, fingerprint_of_rows
 from lowrank_cnn.data.stream.gpu_decode import check_framing, decode_parts, find_decoder
 from lowrank_cnn.data.stream.lanes import WINDOW, epoch_lanes, lane_count, rank_range
-from lowrank_cnn.data.stream.parts import Part, Parts, Trouble, trouble_of
+from lowrank_cnn.data.stream.parts import BatchPart, EpochParts, Trouble, trouble_of
 from lowrank_cnn.data.stream.prefetch import Made, ahead
 from lowrank_cnn.data.types import Bad, Decode, Problems, Size, check_batches, generator
 from lowrank_cnn.system.errors import LowRankError
@@ -127,7 +127,7 @@ class StreamedLoader:
                     yield images, labels
 
     def _ready(
-        self, parts: Parts, loaded: Iterator[Part], epoch: int, start: int
+        self, parts: EpochParts, loaded: Iterator[BatchPart], epoch: int, start: int
     ) -> Generator[Made[Trouble], None, None]:
         """The troubles met on the way to every batch, and its images and labels, where there are any."""
         for batch in range(start, parts.batches):
@@ -142,7 +142,7 @@ class StreamedLoader:
             images = self._finish(self._send([part.images for part in met]), epoch, batch)
             yield trouble, (images, send(labels, self.device))
 
-    def _training_parts(self, epoch: int) -> Parts:
+    def _training_parts(self, epoch: int) -> EpochParts:
         """What this process reads in an epoch: its lanes, shared out among its workers."""
         lanes = lane_count(self.batch_size, self.world, self.workers)
         used = self._batches * self.batch_size
@@ -150,18 +150,20 @@ class StreamedLoader:
         mine = range(lanes * self.rank // self.world, lanes * (self.rank + 1) // self.world)
         return self._parts(rows, mine, self.batch_size // lanes, draw=("crops", self.seed, epoch))
 
-    def _evaluation_parts(self) -> Parts:
+    def _evaluation_parts(self) -> EpochParts:
         """This process's stretch of the rows, in their order, as one lane."""
         first, end = rank_range(len(self.split), self.rank, self.world)
         return self._parts(self.split.rows[first:end][None], range(1), self.batch_size // self.world, draw=None)
 
-    def _parts(self, lanes: Tensor, mine: range, per_lane: int, *, draw: tuple[str | int, ...] | None) -> Parts:
+    def _parts(
+        self, lanes: Tensor, mine: range, per_lane: int, *, draw: tuple[str | int, ...] | None
+    ) -> EpochParts:
         parts = min(max(1, self.workers), len(mine))
         self.split.store.keep(-(-len(mine) // parts), WINDOW if draw else per_lane)
         channels, encoded = self.split.channels, self._decoder is not None
-        return Parts(self.split.store, lanes, mine, per_lane, parts, channels, self._framing, draw, encoded)
+        return EpochParts(self.split.store, lanes, mine, per_lane, parts, channels, self._framing, draw, encoded)
 
-    def _load(self, parts: Parts, start: int) -> Iterable[Part]:
+    def _load(self, parts: EpochParts, start: int) -> Iterable[BatchPart]:
         """Every part in order; as the workers take turns, each meets the same lanes in every training batch."""
         keys = [(batch, part) for batch in range(start, parts.batches) for part in range(parts.parts)]
         workers = min(self.workers, parts.parts) if self.train else self.workers

@@ -9,12 +9,12 @@ from lowrank_cnn.deploy.engines.runner import Port, Runner
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path
 
-__all__ = ["ENGINES", "Port", "Runner", "TRUSTED", "open_engine"]
+__all__ = ["ENGINES", "TRUSTED", "Port", "Runner", "open_engine"]
 
 ENGINES = {
     ".onnx": ("onnx", "OnnxRunner", "write_onnx"),
-
-
+    ".pt2": ("program", "ProgramRunner", "write_program"),
+    ".ts": ("torchscript", "ScriptRunner", "write_script"),
 }
 """By suffix: the module here, its runner, and the function that writes such a file."""
 TRUSTED = (".pt2", ".ts")

@@ -1,11 +1,23 @@
-"""ONNX Runtime: run .onnx files on the CPU."""
+"""ONNX: write .onnx files whose nodes have the names of layers, and run them in ONNX Runtime on the CPU."""
 
 from __future__ import annotations
 
+import ast
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain, count
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from lowrank_cnn.deploy.candidates import groups_apart
+from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Port, Runner
 from lowrank_cnn.system.errors import LowRankError, first_line, require
 
@@ -13,6 +25,7 @@ if TYPE_CHECKING:
     from numpy import ndarray
 
 _DTYPES = {"float": "float32", "double": "float64"}
+_SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 class OnnxRunner(Runner):
@@ -40,9 +53,61 @@ class OnnxRunner(Runner):
         return {port.name: result for port, result in zip(self.outputs, results, strict=True)}
 
 
-def _port(node: Any) -> Port:
-    kind = node.type.removeprefix("tensor(").removesuffix(")")
-    return Port(node.name, tuple(node.shape), _DTYPES.get(kind, kind))
+def write_onnx(folder: Path, stem: str, request: ExportRequest) -> Path:
+    """Write an .onnx file; each group of a composite is rectified and pooled before all are concatenated."""
+    require("onnxscript", extra="onnx", purpose="writing ONNX")
+    path = folder / f"{stem}.onnx"
+    if any(tensor.dtype == torch.float64 for tensor in request.call.tensors.values()):
+        raise LowRankError("onnxruntime has no convolutions in torch.float64: export model.float().")
+    program = replace(request, network=groups_apart(request.network).eval()).program
+    names: Any = {"input_names": request.call.names, "output_names": request.outputs}
+    # The optimiser folds batch norms of bfloat16 into weights of float32, which no engine takes beside bfloat16.
+    half = any(tensor.dtype == torch.bfloat16 for tensor in request.call.tensors.values())
+    opset = 22 if half and request.opset is None else request.opset  # the first with convolutions in bfloat16
+    with _quiet():
+        try:
+            onnx: Any = torch.onnx.export(
+                program, dynamo=True, verbose=False, opset_version=opset, optimize=not half, **names
+            )
+        except Exception as error:  # an operator that ONNX lacks, or an opset that torch does not write
+            name = type(request.network).__name__
+            raise LowRankError(f"{name} cannot be written as ONNX: {first_line(error)}.") from error
+    found = onnx.model.opset_imports[""]
+    if opset is not None and found != opset:
+        raise LowRankError(f"torch writes this network for opset {found}, and not for {opset}.")
+    _name_axes(onnx.model.graph, request)
+    _name_nodes(onnx.model.graph)
+    onnx.model.metadata_props.clear()
+    onnx.model.metadata_props.update(request.metadata)
+    onnx.save(str(path), external_data=False)
+    return path
+
+
+def in_float32(path: Path) -> Path:
+    """Write the same graph beside it in float32, for engines that do not compute in bfloat16."""
+    onnx = require("onnx", extra="onnx", purpose="checking the written ONNX")
+    half, whole = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
+    model = onnx.load(str(path))
+    try:
+        onnx.checker.check_model(model, full_check=True)  # an engine that takes bfloat16 checks it so
+    except Exception as error:  # the checker has several errors of its own
+        raise LowRankError(f"ONNX cannot hold this network in bfloat16: {first_line(error)}.") from error
+    graph = model.graph
+    for tensor in (t for t in graph.initializer if t.data_type == half):
+        values = onnx.numpy_helper.to_array(tensor).astype("float32")
+        tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        if value.type.tensor_type.elem_type == half:
+            value.type.tensor_type.elem_type = whole
+    for attribute in (attribute for node in graph.node for attribute in node.attribute):
+        if attribute.name == "to" and attribute.i == half:
+            attribute.i = whole
+        if attribute.HasField("t") and attribute.t.data_type == half:
+            values = onnx.numpy_helper.to_array(attribute.t).astype("float32")
+            attribute.t.CopyFrom(onnx.numpy_helper.from_array(values, attribute.t.name))
+    twin = path.with_name(f"float32-{path.name}")
+    onnx.save(model, str(twin))
+    return twin
 
 
 def node_macs(path: str | Path) -> dict[str, int]:
@@ -60,3 +125,65 @@ def node_macs(path: str | Path) -> dict[str, int]:
         elif node.op_type in ("Gemm", "MatMul") and weight:
             found[node.name] = prod(weight)
     return found
+
+
+def _port(node: Any) -> Port:
+    kind = node.type.removeprefix("tensor(").removesuffix(")")
+    return Port(node.name, tuple(node.shape), _DTYPES.get(kind, kind))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what the exporter logs about itself and about packages that it looks for."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _name_axes(graph: Any, request: ExportRequest) -> None:
+    """Call free axes "batch" or "height" in place of the tracer's own symbols, in whatever depends on them too."""
+    words = {}
+    for value in graph.inputs:
+        for axis, word in request.axes[value.name].items():
+            words.setdefault(str(value.shape[axis]), word)
+    if not words:
+        return
+    symbols = re.compile(rf"\b({'|'.join(map(re.escape, words))})\b")
+    for value in {*graph.inputs, *graph.outputs, *(output for node in graph for output in node.outputs)}:
+        if value.shape is not None:
+            sizes = (size if isinstance(size, int) else str(size) for size in value.shape)
+            named = (symbols.sub(lambda found: words[found[0]], s) if isinstance(s, str) else s for s in sizes)
+            value.shape = type(value.shape)(list(named))
+
+
+def _name_nodes(graph: Any) -> None:
+    """Call nodes by their layers, and drop the lines of source, with paths, that the exporter wrote."""
+    taken: set[str] = set()
+    for value in (*graph.inputs, *graph.initializers.values()):
+        value.metadata_props.clear()
+        value.name = value.name.removeprefix("network.")  # the module of ours around a network with other outputs
+    for node in graph:
+        name = _layer(node.metadata_props.get(_SCOPES, "")) or str(node.name)
+        numbered = (f"{name}_{number}" for number in count(2))
+        node.name = next(each for each in chain([name], numbered) if each not in taken)
+        taken.add(node.name)
+        for part in (node, *node.outputs):
+            part.metadata_props.clear()
+
+
+def _layer(scopes: str) -> str:
+    """The innermost layer and the operation in it, of a list of names from the outermost on."""
+    try:
+        *_, layer, operation = ast.literal_eval(scopes)
+    except (ValueError, SyntaxError):  # a node that a rewriter has made
+        return ""
+    layer = layer.removeprefix("network.")
+    return f"{layer}/{operation}" if layer else str(operation)

@@ -7,13 +7,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from lowrank_cnn.system.errors import LowRankError, first_line
-from lowrank_cnn.system.files import UnreadableError, read_json, write_json
+from lowrank_cnn.system.files import LARGEST_JSON, read_regular, write_json
 
 if TYPE_CHECKING:
     from numpy import ndarray
+
+EXTRA = "lowrank_cnn.json"
+"""The part of a file of torch's that holds its metadata."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,11 @@ class Port:
     name: str
     shape: tuple[int | str | None, ...]
     dtype: str = "float32"
+
+    @property
+    def array_dtype(self) -> str:
+        """The dtype of its arrays: numpy has no bfloat16, so that goes in and out as float32."""
+        return "float32" if self.dtype == "bfloat16" else self.dtype
 
     def takes(self, array: ndarray) -> bool:
         """Whether an array has the dimensions that are fixed here."""
@@ -69,8 +80,8 @@ class Runner(ABC):
             if not port.takes(array):
                 given = "x".join(map(str, array.shape)) or "a number"
                 raise LowRankError(f"this file takes {port.name} of {port}, not of {given}.")
-            if str(array.dtype) != port.dtype:
-                raise LowRankError(f"this file takes {port.name} in {port.dtype}, not in {array.dtype}.")
+            if str(array.dtype) != port.array_dtype:
+                raise LowRankError(f"this file takes {port.name} in {port.array_dtype}, not in {array.dtype}.")
 
 
 def write_beside(path: Path, metadata: Mapping[str, str]) -> None:
@@ -81,10 +92,28 @@ def write_beside(path: Path, metadata: Mapping[str, str]) -> None:
 def read_beside(path: Path) -> dict[str, str]:
     """What `write_beside` kept; empty where there is no such file or it is damaged."""
     try:
-        found: Any = read_json(_beside(path)) if _beside(path).is_file() else {}
-    except UnreadableError:
+        return parse_metadata(read_regular(_beside(path), most=LARGEST_JSON))
+    except OSError:
+        return {}
+
+
+def parse_metadata(text: str | bytes) -> dict[str, str]:
+    """Metadata that a file keeps as one piece of JSON; empty where it is absent or damaged."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
         return {}
     return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def as_tensor(port: Port, inputs: Mapping[str, ndarray]) -> Tensor:
+    """An input as torch takes it."""
+    return torch.from_numpy(inputs[port.name]).to(getattr(torch, port.dtype))
+
+
+def as_array(tensor: Tensor) -> ndarray:
+    """An output as numpy holds it."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def ports_from(text: str | None) -> tuple[Port, ...]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lowrank_cnn.kernels import gpu
 from lowrank_cnn.kernels.problem import Problem
 
 if TYPE_CHECKING:
@@ -58,21 +59,20 @@ def _unable(request: Request) -> str | None:
 
 def _untrainable(request: Request) -> str | None:
     from lowrank_cnn.kernels.conv import fold, stem, tiled
-    from lowrank_cnn.kernels.conv.launch import capability_of, has_windows
+    from lowrank_cnn.kernels.conv.launch import has_windows
 
     problem = request.problem
     if problem.residual or problem.activation not in (None, "relu"):
         return "no gradient for a residual or for this activation"
     inner = fold.folded(problem) or problem
     reason = tiled.unsupported(inner) or (f"stride {inner.stride}" if inner.stride != (1, 1) else None)
-    first = stem.unsupported(problem) is None or has_windows(problem, capability_of(request.device))
+    first = stem.unsupported(problem) is None or has_windows(problem, gpu.capability_of(request.device))
     return None if reason is None or (first and not request.need_input) else f"no gradient for {reason}"
 
 
 @lru_cache(maxsize=4096)
 def plans_of(problem: Problem, device: torch.device) -> tuple[KernelPlan, ...]:
     """The plans of a problem on a device, the default first."""
-    from lowrank_cnn.kernels.conv.launch import capability_of
     from lowrank_cnn.kernels.conv.plans import plans
 
-    return tuple(plans(problem, capability=capability_of(device)))
+    return tuple(plans(problem, capability=gpu.capability_of(device)))

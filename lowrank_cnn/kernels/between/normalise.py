@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_cnn.kernels.between.affine import activated, affine, of_channels, times_slope
-from lowrank_cnn.kernels.between.statistics import VALUES, share_out
-from lowrank_cnn.kernels.device_guard import on_its_device
+from lowrank_cnn.kernels.between.batch_statistics import VALUES, share_out
+from lowrank_cnn.kernels.gpu import on_its_device
 from lowrank_cnn.kernels.problem import empty_maps, pixels_last
 from lowrank_cnn.kernels.tiles import lanes_of
 

@@ -25,9 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_cnn.kernels.between.affine import affine, of_channels
+from lowrank_cnn.kernels.between.batch_statistics import share_out
 from lowrank_cnn.kernels.between.pool import Window, window, won_from
-from lowrank_cnn.kernels.between.statistics import share_out
-from lowrank_cnn.kernels.device_guard import on_its_device
+from lowrank_cnn.kernels.gpu import on_its_device
 from lowrank_cnn.kernels.problem import empty_maps, pixels_last
 from lowrank_cnn.kernels.tiles import lanes_of
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank_cnn.kernels.device_guard import on_its_device
+from lowrank_cnn.kernels.gpu import on_its_device
 from lowrank_cnn.kernels.problem import Pair, empty_maps, pixels_last
 from lowrank_cnn.kernels.tiles import lanes_of
 

@@ -21,8 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowrank_cnn.kernels.conv.backward_plan import gradient_rows, input_tile, leads, weight_rows, weight_tile
 from lowrank_cnn.kernels.conv.pack import pack_turned, unpack_rows
-from lowrank_cnn.kernels.conv.start import start
 from lowrank_cnn.kernels.conv.tiled import Tile
+from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem, empty_maps
 from lowrank_cnn.kernels.tiles import box_count, box_of, power_above, shares
 

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank_cnn.kernels.conv.start import start
-from lowrank_cnn.kernels.device_guard import on_its_device
+from lowrank_cnn.kernels.gpu import on_its_device, start
 
 MOST_GROUPS = 4
 BLOCK = 1024

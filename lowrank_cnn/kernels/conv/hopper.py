@@ -18,9 +18,7 @@ At stride 2 the image [N, H, W, C] is seen as [N, H/2, 2, W/2, 2C], as in `tiled
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from lowrank_cnn.kernels import gpu
 from lowrank_cnn.kernels.conv.epilogue import activation_options
 from lowrank_cnn.kernels.conv.hopper_epilogue import (
     biased,
@@ -54,7 +53,7 @@ from lowrank_cnn.kernels.conv.hopper_plan import (
     run_rows,
     slab_count,
 )
-from lowrank_cnn.kernels.conv.start import start
+from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
 from lowrank_cnn.kernels.tiles import ceil_div, filter_tiles
 
@@ -67,7 +66,7 @@ def composite_hopper(
     r_rows, r_columns,  # the residual, likewise
     code_rows, code_columns,  # the winners of a pool, bytes, likewise
     bias,  # [filters]
-    parts,  # [3, boxes, filters], float32: statistics of the results, see `statistics`
+    parts,  # [3, boxes, filters], float32: statistics of the results, see `result_statistics`
     total, batch, filters, rows_x, rows_y, turned_x, turned_y, out_height, out_width,
     GROUPS: gl.constexpr, TILES: gl.constexpr, TAPS: gl.constexpr, RUN: gl.constexpr, IMAGES: gl.constexpr,
     CROSS: gl.constexpr, STEPS: gl.constexpr, STRIDE: gl.constexpr, CHANNELS: gl.constexpr,
@@ -189,7 +188,7 @@ def launch_hopper(
     rows, turned = box_counts(problem, box)
     tiles = filter_tiles(problem, tile.filters)
     total = tiles * box_total(problem, box)
-    grid = min(total, multiprocessors(x.device) * tile.residents)
+    grid = min(total, gpu.multiprocessors(x.device) * tile.residents)
     if tile.weights_stay:
         grid = max(1, grid // tiles) * tiles
     start(composite_hopper, (grid,))(
@@ -254,8 +253,3 @@ def described(
     kind = getattr(gl, str(base.dtype).removeprefix("torch."))
     layout = gl.NVMMASharedLayout.get_default_for(list(block), kind)
     return TensorDescriptor(base, list(shape), list(strides), list(block), layout)
-
-
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

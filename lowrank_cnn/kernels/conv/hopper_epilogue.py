@@ -143,7 +143,7 @@ def store_parts(
     parts, plane, staged, out, turned, run, image, cross, batch, out_height, out_width,
     RUN: gl.constexpr, IMAGES: gl.constexpr, CROSS: gl.constexpr, WARPS: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Count, mean and squared distances of a tile's pixels inside the image, per filter (see `statistics`).
+    """Count, mean and squared distances of a tile's pixels inside the image, per filter (see `result_statistics`).
 
     Each of `WARPS` warps along the pixels adds up its own, and they meet in the memory that results leave through.
     Squares are of the values themselves: in so small tiles, 16 bits lose more to a large mean than the difference.

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lowrank_cnn.kernels.conv.hopper import described
 from lowrank_cnn.kernels.conv.hopper_plan import box_counts, box_total, run_length
 from lowrank_cnn.kernels.conv.hopper_weights_plan import WeightTile, weight_box, weight_rows, weight_tile
-from lowrank_cnn.kernels.conv.start import start
+from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem
 from lowrank_cnn.kernels.tiles import shares
 

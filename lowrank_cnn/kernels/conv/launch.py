@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lowrank_cnn.kernels import gpu
 from lowrank_cnn.kernels.conv import (
     backward,
     backward_plan,
@@ -18,7 +19,7 @@ from lowrank_cnn.kernels.conv import (
     hopper_weights_plan,
     overlap_plan,
     parity,
-    statistics,
+    result_statistics,
     stem,
     tiled,
     window_plan,
@@ -26,7 +27,7 @@ from lowrank_cnn.kernels.conv import (
 from lowrank_cnn.kernels.conv.pack import LAYOUTS, pack_rows, pack_union
 from lowrank_cnn.kernels.conv.plans import OLDER, KernelPlan, plans
 from lowrank_cnn.kernels.conv.presets import preset
-from lowrank_cnn.kernels.device_guard import on_its_device
+from lowrank_cnn.kernels.gpu import on_its_device
 from lowrank_cnn.kernels.problem import Problem, pixels_last
 from lowrank_cnn.system.errors import LowRankError
 
@@ -95,10 +96,10 @@ def forward_with_statistics(
     count = counts[plan.kernel](problem, plan.tile) if plan.kernel in counts else 0
     if not count:
         y = forward_packed(plan, problem, x, packed, bias)
-        return y, *statistics.launch_merge(statistics.launch_parts(y))
-    parts = statistics.empty_parts(count, x, problem.filters)
+        return y, *result_statistics.launch_merge(result_statistics.launch_parts(y))
+    parts = result_statistics.empty_parts(count, x, problem.filters)
     y = _launcher(plan.kernel)(problem, x, packed, bias, plan.tile, None, None, parts)
-    return y, *statistics.launch_merge(parts)
+    return y, *result_statistics.launch_merge(parts)
 
 
 @on_its_device
@@ -114,8 +115,8 @@ def gradients(
 ) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
     """Gradients of input, weights and bias, the latter two in float32; None where not needed."""
     g, pixels, seen = pixels_last(grad), pixels_last(x), seen.contiguous()
-    programs = programs_at_once(x.device)
-    if has_windows(problem, capability_of(x.device)) and not need_input:
+    programs = 2 * gpu.multiprocessors(x.device)
+    if has_windows(problem, gpu.capability_of(x.device)) and not need_input:
         from lowrank_cnn.kernels.conv.window_gradient import launch_window_gradient
 
         dw, db = launch_window_gradient(problem, pixels, g, seen)
@@ -174,7 +175,7 @@ def input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tensor]) -> Te
     ways share no fetches, and add up in a kernel of their own.
     """
     turned = backward_plan.turned(problem)
-    if turned is not None and (plan := _hopper_plan(turned, capability_of(g.device))) is not None:
+    if turned is not None and (plan := _hopper_plan(turned, gpu.capability_of(g.device))) is not None:
         flipped = weights[0].detach().flip(2, 3).transpose(0, 1)
         return forward(plan, turned, g.permute(0, 3, 1, 2), [flipped], None)
     return backward.launch_input_gradient(problem, g, weights, _input_tile(problem, g.device))
@@ -190,7 +191,7 @@ def weight_gradient(problem: Problem, g: Tensor, pixels: Tensor) -> list[Tensor]
 
     Both may be views, of some filters and of every second pixel say.
     """
-    programs, capability = programs_at_once(g.device), capability_of(g.device)
+    programs, capability = 2 * gpu.multiprocessors(g.device), gpu.capability_of(g.device)
     if capability[0] == 9 and hopper_weights_plan.unsupported(problem) is None:
         from lowrank_cnn.kernels.conv.hopper_weights import launch_weights_hopper
 
@@ -205,7 +206,7 @@ def _hopper_plan(problem: Problem, capability: tuple[int, int]) -> KernelPlan | 
 
 
 def _input_tile(problem: Problem, device: torch.device) -> tiled.Tile | None:
-    capability = capability_of(device)
+    capability = gpu.capability_of(device)
     if (0, 0) < capability < (9, 0):
         return replace(tiled.Tile(*OLDER), filters=OLDER[1] * 2 // problem.dtype.itemsize)
     stored = preset(problem, capability, "input")
@@ -222,10 +223,6 @@ def _weight_tile(problem: Problem, capability: tuple[int, int]) -> tiled.Tile:
         return tiled.Tile(*OLDER_WEIGHTS)
     tile = tiled.Tile(*OLDER_WEIGHTS) if problem.dtype.itemsize > 2 else backward_plan.weight_tile(problem)
     return replace(tile, stages=1)
-
-
-def capability_of(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def packed_shape(layout: str, problem: Problem) -> tuple[int, int]:
@@ -255,12 +252,3 @@ def _launcher(kernel: str) -> Callable[..., Tensor]:
 
         return launch_overlap
     return {"tiled": tiled.launch_tiled, "stem": stem.launch_stem, "gather": gather.launch_gather}[kernel]
-
-
-def programs_at_once(device: torch.device) -> int:
-    """Programs of the gradients' kernels that run together: two on a multiprocessor."""
-    return 2 * _multiprocessors(device)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -28,8 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from lowrank_cnn.kernels import gpu
 from lowrank_cnn.kernels.conv.epilogue import activation_options
-from lowrank_cnn.kernels.conv.hopper import described, multiprocessors
+from lowrank_cnn.kernels.conv.hopper import described
 from lowrank_cnn.kernels.conv.hopper_epilogue import finished
 from lowrank_cnn.kernels.conv.overlap_plan import (
     FETCHED_ROWS,
@@ -43,7 +44,7 @@ from lowrank_cnn.kernels.conv.overlap_plan import (
     strip_counts,
 )
 from lowrank_cnn.kernels.conv.pad_channels import launch_pad_channels
-from lowrank_cnn.kernels.conv.start import start
+from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
 from lowrank_cnn.kernels.tiles import round_up
 
@@ -217,7 +218,7 @@ def launch_overlap(
     words = padded.view(problem.batch, problem.height, width * 4).view(WORDS[x.element_size()])
     counts = strip_counts(problem, tile)
     total, tiles = problem.batch * counts[0] * counts[1], problem.filters // filters
-    programs = max(1, multiprocessors(x.device) * tile.residents // tiles)
+    programs = max(1, gpu.multiprocessors(x.device) * tile.residents // tiles)
     columns = WINDOWS // 2 if problem.pool else WINDOWS
     start(composite_overlap, (tiles * min(total, programs),))(
         TensorDescriptor(

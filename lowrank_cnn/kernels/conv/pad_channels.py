@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowrank_cnn.kernels.conv.start import start
+from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.tiles import ceil_div
 
 BLOCK = 1024

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lowrank_cnn.kernels.conv.epilogue import activated, activation_options, without_codes
 from lowrank_cnn.kernels.conv.pack import union_taps, unpack_union
-from lowrank_cnn.kernels.conv.start import start
+from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
 from lowrank_cnn.kernels.tiles import ceil_div, power_above
 

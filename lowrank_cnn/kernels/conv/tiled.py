@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowrank_cnn.kernels.conv.epilogue import activated, activation_options, without_codes
-from lowrank_cnn.kernels.conv.start import start
+from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
 from lowrank_cnn.kernels.tiles import GroupRow, box_count, box_of, ceil_div, filter_tiles, group_rows, power_above
 
@@ -96,7 +96,7 @@ def masked_places(out, image, row, column, channel, left, batch, height, width, 
 
 @triton.jit
 def store_parts(parts, plane, out, rest, image, row, column, batch, height, width):
-    """Count, mean and squared distances of a box's pixels in the image, for `rest` filters (see `statistics`)."""
+    """Store count, mean and squared distances of a box's pixels in the image, as in `result_statistics`."""
     n = image + tl.arange(0, out.shape[0])[:, None, None, None]
     y = row + tl.arange(0, out.shape[1])[None, :, None, None]
     x = column + tl.arange(0, out.shape[2])[None, None, :, None]
@@ -123,7 +123,7 @@ def composite_tiled(
     residual,  # [N, H', W', total], where boxes are masked
     result,  # [N, H', W', total], where boxes are masked
     codes,  # [N, H', W', total], bytes: the winners of a pool
-    parts,  # [3, boxes, total], float32: statistics of the results, see `statistics`
+    parts,  # [3, boxes, total], float32: statistics of the results, see `result_statistics`
     batch, row_boxes, column_boxes, out_height, out_width, height, width, total,
     GROUPS: tl.constexpr, TILES: tl.constexpr, IMAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     FILTERS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, STRIDE: tl.constexpr,

@@ -27,11 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from lowrank_cnn.kernels import gpu
 from lowrank_cnn.kernels.conv.epilogue import activation_options
-from lowrank_cnn.kernels.conv.hopper import described, multiprocessors
+from lowrank_cnn.kernels.conv.hopper import described
 from lowrank_cnn.kernels.conv.hopper_epilogue import finished, send
 from lowrank_cnn.kernels.conv.pad_channels import launch_pad_channels
-from lowrank_cnn.kernels.conv.start import start
 from lowrank_cnn.kernels.conv.window_plan import (
     WINDOWS,
     WindowTile,
@@ -40,6 +40,7 @@ from lowrank_cnn.kernels.conv.window_plan import (
     tile_counts,
     window_shape,
 )
+from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
 
 
@@ -160,7 +161,7 @@ def launch_window(
     padded = launch_pad_channels(pixels_last(x), size, beyond=2 * rows)
     counts = tile_counts(problem)
     total, tiles = problem.batch * counts[0] * counts[1], problem.filters // filters
-    programs = max(1, multiprocessors(x.device) * tile.residents // tiles)
+    programs = max(1, gpu.multiprocessors(x.device) * tile.residents // tiles)
     block, winners = (1, rows, columns, filters), result if codes is None else codes
     start(composite_window, (tiles * min(total, programs),))(
         windows_of(padded, problem.batch * size[0], rows, columns),

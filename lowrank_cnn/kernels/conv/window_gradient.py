@@ -24,9 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lowrank_cnn.kernels.conv.hopper import multiprocessors
+from lowrank_cnn.kernels import gpu
 from lowrank_cnn.kernels.conv.pad_channels import launch_pad_channels
-from lowrank_cnn.kernels.conv.start import start
 from lowrank_cnn.kernels.conv.window import fetch_windows, halves, place_of, windows_of
 from lowrank_cnn.kernels.conv.window_plan import (
     WindowTile,
@@ -35,6 +34,7 @@ from lowrank_cnn.kernels.conv.window_plan import (
     unpack_windows,
     window_shape,
 )
+from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem
 
 FILTERS = 64
@@ -145,7 +145,7 @@ def launch_window_gradient(
     padded = launch_pad_channels(pixels, size, beyond=2 * rows)
     counts, tiles = tile_counts(problem), -(-problem.filters // FILTERS)
     total = problem.batch * counts[0] * counts[1]
-    programs = max(1, multiprocessors(grad.device) * tile.residents // tiles)
+    programs = max(1, gpu.multiprocessors(grad.device) * tile.residents // tiles)
     dw = torch.zeros((6 * problem.filters, 16), device=grad.device)
     kind = getattr(gl, str(grad.dtype).removeprefix("torch."))
     start(window_gradient, (tiles * min(total, programs),))(

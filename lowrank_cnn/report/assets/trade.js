@@ -4,7 +4,7 @@ const tradeOf = (...keys) => DATA.trade.filter((chart) => keys.every((key) => ch
 
 function tradeSpec(chart, scale, zoom) {
   const parts = {
-    "{x}": chart.x, "{y}": chart.y,
+    "{x}": chart.x, "{y}": chart.y, "{format}": chart.format,
     "{colours}": { domain: chart.kinds, range: chart.kinds.map((kind) => DATA.kinds[kind][1]) },
     "{shapes}": { domain: chart.kinds, range: chart.kinds.map((kind) => DATA.kinds[kind][0]) },
   };

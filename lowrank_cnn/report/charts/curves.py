@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lowrank_cnn.report.charts.vega import Spec, filled, looks
+from lowrank_cnn.report.charts.vega import Spec, filled, looks, template
 from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.records import Run
 from lowrank_cnn.report.result import NetworkResult
@@ -20,52 +20,7 @@ MEASURES = {
 EARLY = 0.1
 """The first share of a run, whose accuracies are near chance and do not stretch the axis of a figure."""
 
-SPEC: Spec = {
-    "width": 620,
-    "height": 340,
-    "data": {"name": "curves"},
-    "encoding": {
-        "x": {
-            "field": "epoch",
-            "type": "quantitative",
-            "title": "Epoch",
-            "scale": {"zero": False, "nice": False, "padding": 8},
-            "axis": {"format": "d", "tickMinStep": 1, "tickCount": 8},
-        },
-        "color": {"field": "group", "type": "nominal", "title": None, "scale": "{colours}"},
-    },
-    "layer": [
-        {
-            "name": "bands",
-            "mark": {"type": "area", "opacity": 0.18, "clip": True},
-            "encoding": {
-                "y": {"aggregate": "min", "field": "value", "type": "quantitative", "title": "{y}", "stack": None},
-                "y2": {"aggregate": "max", "field": "value"},
-            },
-        },
-        {
-            "name": "lines",
-            "mark": {"type": "line", "strokeWidth": 1.8, "clip": True},
-            "encoding": {
-                "y": {
-                    "aggregate": "mean",
-                    "field": "value",
-                    "type": "quantitative",
-                    "title": "{y}",
-                    "scale": {"zero": False},
-                    "axis": {"format": "{format}"},
-                },
-                "strokeDash": {"field": "group", "type": "nominal", "title": None, "scale": "{dashes}"},
-            },
-        },
-        {
-            "name": "ends",
-            "data": {"name": "ends"},
-            "mark": {"type": "point", "filled": True, "size": 60, "opacity": 1, "clip": True},
-            "encoding": {"y": {"field": "value", "type": "quantitative", "title": "{y}"}},
-        },
-    ],
-}
+SPEC = template("curves")
 
 
 def training_curves(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:

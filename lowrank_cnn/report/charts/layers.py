@@ -4,51 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from statistics import StatisticsError, correlation
 from typing import Any
 
 from lowrank_cnn.paper.published import timings
-from lowrank_cnn.report.charts.vega import Spec, filled
+from lowrank_cnn.report.charts.vega import Spec, filled, template
 from lowrank_cnn.report.records import CPU, GPU, TimedNetwork
+from lowrank_cnn.system.statistics import pearson
 from lowrank_cnn.system.text import si
 
-SERIES = {"MACs": "#7d8792", "CPU time": "#d55e00", "GPU time": "#0072b2"}
-
-SPEC: Spec = {
-    "width": 560,
-    "height": "{height}",
-    "data": {"name": "layers"},
-    "encoding": {
-        "y": {"field": "layer", "type": "nominal", "sort": None, "title": None, "axis": {"grid": False}},
-        "yOffset": {"field": "series", "type": "nominal", "sort": list(SERIES)},
-        "x": {
-            "field": "share",
-            "type": "quantitative",
-            "title": "Share of the total; each bar with its own",
-            "axis": {"format": ".0%", "tickCount": 6},
-        },
-    },
-    "layer": [
-        {
-            "name": "bars",
-            "mark": {"type": "bar", "tooltip": {"content": "data"}},
-            "encoding": {
-                "color": {
-                    "field": "series",
-                    "type": "nominal",
-                    "title": None,
-                    "scale": {"domain": list(SERIES), "range": list(SERIES.values())},
-                },
-                "description": {"field": "spoken"},
-            },
-        },
-        {
-            "name": "shares",
-            "mark": {"type": "text", "align": "left", "dx": 3, "fontSize": 9, "style": "label"},
-            "encoding": {"text": {"field": "share", "type": "quantitative", "format": ".1%"}},
-        },
-    ],
-}
+SPEC = template("layers")
 
 
 def layer_charts(measured: Sequence[TimedNetwork]) -> list[dict[str, Any]]:
@@ -116,11 +80,3 @@ def _bars(name: str, layers: Sequence[str], values: Sequence[float], texts: Sequ
         bar = {"layer": layer, "label": layer, "series": name, "share": value / total, "details": details}
         found.append(bar | {"spoken": f"{layer}, {name} {shown}"})
     return found
-
-
-def pearson(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Pearson's r; None where it is undefined (fewer than two layers, or all alike)."""
-    try:
-        return correlation([float(v) for v in one], [float(v) for v in other])
-    except StatisticsError:
-        return None

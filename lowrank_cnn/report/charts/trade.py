@@ -7,24 +7,38 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowrank_cnn.paper.published import MAIN_TABLES, Published, rows
-from lowrank_cnn.report.charts.trade_spec import AUGMENTED, BASELINE, DENSE, KINDS, LOW_RANK, PAPER
-from lowrank_cnn.report.charts.vega import label_rows
+from lowrank_cnn.report.charts.vega import LABEL_LAYER, Spec, filled, label_rows, template
 from lowrank_cnn.report.comparing import is_twin, twin_id
 from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.numbers import as_shown, percent
-from lowrank_cnn.report.pareto import pareto_front
 from lowrank_cnn.report.records import CPU, GPU
 from lowrank_cnn.report.result import NetworkResult
 from lowrank_cnn.system.text import si
+
+DENSE, LOW_RANK = "dense, trained here", "low-rank, trained here"
+BASELINE, PAPER, AUGMENTED = "published, baseline", "published, low-rank", "published, more augmentation"
+KINDS = {
+    BASELINE: ("square", "#c9a227"),
+    PAPER: ("diamond", "#6fa8dc"),
+    AUGMENTED: ("triangle-up", "#9e7bb5"),
+    DENSE: ("circle", "#d55e00"),
+    LOW_RANK: ("circle", "#0072b2"),
+}
+"""Shape and colour of each kind of point; our own are drawn last, over the published."""
+
+SPEC = filled(template("trade"), {"{labels}": LABEL_LAYER})
 
 PUBLISHED_TABLES = (*MAIN_TABLES, "vgg-places", "big-picture")
 """Those whose accuracies come from one view of each image, as ours do."""
 AXES = {
     GPU: "Milliseconds per image on a GPU",
     CPU: "Milliseconds per image on a CPU",
+    "batch": "Milliseconds for a batch",
     "macs": "Multiply-accumulates per image",
     "params": "Parameters",
 }
+COUNTS = ("macs", "params")
+"""Costs that are counted and not timed."""
 METRICS = {"top1": "Top-1 accuracy", "top5": "Top-5 accuracy"}
 BASELINES = ("vgg11", "vgg11-gmp", "googlenet", "nin", "alexnet")
 WIDE = 20.0
@@ -134,6 +148,7 @@ def trade_chart(points: Sequence[TradePoint], axis: str, metric: str, *, error: 
         "axis": axis,
         "metric": metric,
         "x": AXES[axis],
+        "format": "~s" if axis in COUNTS else "~g",
         "y": METRICS[metric].replace("accuracy", "error") if error else METRICS[metric],
         "log": min(costs) > 0 and max(costs) / min(costs) > WIDE,
         "domain": _domain([end for mark in marks for end in (mark["low"], mark["high"])], least_span(accuracies)),
@@ -149,7 +164,7 @@ def trade_chart(points: Sequence[TradePoint], axis: str, metric: str, *, error: 
 def _row(point: TradePoint, axis: str, metric: str, *, error: bool) -> dict[str, Any]:
     accuracy, reach = point.values[metric], point.errors.get(metric, 0.0)
     height = 1 - accuracy if error else accuracy
-    cost = si(point.values[axis]) if axis in ("macs", "params") else f"{point.values[axis]:.3g} ms"
+    cost = si(point.values[axis]) if axis in COUNTS else f"{point.values[axis]:.3g} ms"
     details = [(METRICS[metric], percent(accuracy)), (AXES[axis], cost), *point.details]
     spoken = ", ".join([f"{point.label} ({point.kind})", *(f"{name} {value}" for name, value in details)])
     place = {
@@ -181,6 +196,21 @@ def _fronts(points: Sequence[TradePoint], marks: Sequence[dict[str, Any]], sign:
     return found
 
 
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points (cost, gain) that none dominates, by rising cost.
+
+    A point dominates another that costs no less and gains no more, and is worse in one of the two. Equal points
+    do not dominate each other: all of them are kept.
+    """
+    front: list[int] = []
+    best = float("-inf")
+    for i in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
+        if points[i][1] > best or (front and points[i] == points[front[-1]]):
+            front.append(i)
+            best = points[i][1]
+    return front
+
+
 def least_span(measured: Iterable[tuple[float, int | None]]) -> float:
     """The least height of an axis, from accuracies and the number of images that each was measured on."""
     errors = [(accuracy * (1 - accuracy) / n) ** 0.5 for accuracy, n in measured if n]
@@ -200,3 +230,22 @@ def _padded(costs: Sequence[float]) -> dict[str, list[float]]:
     low, high = min(costs), max(costs)
     room = 0.15 * ((high - low) or high or 1.0)
     return {"linear": [max(0.0, low - room), high + room], "log": [low / 1.4, high * 1.4]}
+
+
+def trade_spec(chart: dict[str, Any]) -> Spec:
+    """The specification of a chart that is written to a file."""
+    kinds = chart["kinds"]
+    scales = {
+        "{x}": chart["x"],
+        "{y}": chart["y"],
+        "{format}": chart["format"],
+        "{colours}": {"domain": kinds, "range": [KINDS[kind][1] for kind in kinds]},
+        "{shapes}": {"domain": kinds, "range": [KINDS[kind][0] for kind in kinds]},
+    }
+    spec: Spec = filled(SPEC, scales)
+    kind = "log" if chart["log"] else "linear"
+    spec["encoding"]["x"]["scale"] = {"type": kind, "nice": False, "domain": chart["costs"][kind]}
+    spec["encoding"]["y"]["scale"] |= {"domain": chart["domain"]}
+    spec["layer"] = [layer for layer in spec["layer"] if chart[layer.get("data", {"name": "points"})["name"]]]
+    spec["datasets"] = {name: chart[name] for name in ("points", "arrows", "fronts", "labels")}
+    return spec

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,6 @@ DARK_COLOURS = ("#56b4e9", "#ff9a52", "#559977", "#9977ff", "#ddff00", "#bbffdd"
 """The same order, for dark pages."""
 DASHES = ([1, 0], [7, 4], [2, 3], [9, 3, 2, 3])
 """Networks beyond the last colour begin with the first again, in another dash."""
-
-GREY = "#7d8792"
-"""Of lines that lead the eye, on light and dark pages."""
 
 OFFSETS = (6, 12, 20, 30, 42, 56)
 ANCHORS = ("right", "left", "top", "bottom", "top-right", "bottom-right", "top-left", "bottom-left")
@@ -105,6 +103,11 @@ LEADERS: Spec = {
     },
 }
 """A line from a point to its label, where that is not beside it."""
+
+
+def template(name: str) -> Spec:
+    """A specification of the folder `assets/charts`; values in braces are placeholders for `filled`."""
+    return json.loads((files("lowrank_cnn.report") / "assets" / "charts" / f"{name}.json").read_text("utf-8"))
 
 
 def looks(names: list[str], *, dark: bool = False) -> Spec:

@@ -14,7 +14,7 @@ from lowrank_cnn.report.figures.filters import draw_filters
 from lowrank_cnn.report.figures.options import FigureOptions
 from lowrank_cnn.report.figures.receptive import draw_receptive_field
 from lowrank_cnn.report.figures.spectra import draw_spectra
-from lowrank_cnn.report.style import check_format, save, style
+from lowrank_cnn.report.figures.style import check_format, save, style
 from lowrank_cnn.system.errors import LowRankError, nearest
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from itertools import groupby
 from lowrank_cnn.paper.published import rows
 from lowrank_cnn.report.charts.curves import curves_spec, training_curves
 from lowrank_cnn.report.charts.layers import layer_charts, layers_spec
-from lowrank_cnn.report.charts.trade import TradePoint, our_point, published_point, trade_chart
-from lowrank_cnn.report.charts.trade_spec import trade_spec
+from lowrank_cnn.report.charts.trade import TradePoint, our_point, published_point, trade_chart, trade_spec
 from lowrank_cnn.report.charts.vega import Spec
 from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.figures.options import FigureOptions

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, dense_weight
 from lowrank_cnn.report.figures.options import FigureOptions
+from lowrank_cnn.report.figures.style import COLUMN, headline, image_axes, new_figure
 from lowrank_cnn.report.numbers import TIMES
-from lowrank_cnn.report.style import COLUMN, headline, image_axes, new_figure
 from lowrank_cnn.system.errors import LowRankError
 
 if TYPE_CHECKING:

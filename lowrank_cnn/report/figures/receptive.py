@@ -12,8 +12,8 @@ from lowrank_cnn.models import list_models
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.report.comparing import twin_id
 from lowrank_cnn.report.figures.options import FigureOptions, network_name
+from lowrank_cnn.report.figures.style import COLUMN, new_figure
 from lowrank_cnn.report.records import NetworkId
-from lowrank_cnn.report.style import COLUMN, new_figure
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.report.figures.options import FigureOptions, network_name
+from lowrank_cnn.report.figures.style import COLUMN, CYCLE, INK, ORANGE, headline, new_figure
 from lowrank_cnn.report.numbers import TIMES, percent_tick
-from lowrank_cnn.report.style import COLUMN, CYCLE, INK, ORANGE, headline, new_figure
 from lowrank_cnn.system.errors import LowRankError, require
 
 if TYPE_CHECKING:

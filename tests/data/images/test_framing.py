@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import io
+import struct
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +14,8 @@ from PIL import Image
 from lowrank_cnn.data.augment import scaled
 from lowrank_cnn.data.images import framing as module
 from lowrank_cnn.data.images.decode import BadImageError
-from lowrank_cnn.data.images.framing import (
-    Framer,
-    Framing,
-    frame_by_pillow,
-    frame_by_simplejpeg,
-    frame_by_torch,
-    framer,
-)
+from lowrank_cnn.data.images.framing import Framing, ScaledCrop, frame_image, plain_jpeg_size
 
-WAYS = [frame_by_pillow, frame_by_torch]
 FRAMING = Framing((14, 14), None, 16, 0, True, (0, 0, 0))
 
 
@@ -45,60 +38,55 @@ def plain(data: bytes, framing: Framing, draws: list[float] | None) -> np.ndarra
     return window[:, ::-1] if framing.mirrored(draws) else window
 
 
-@pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=40)
 @given(
     size=st.tuples(st.integers(14, 60), st.integers(14, 60)),
     draws=st.none() | st.lists(st.floats(0, 1, exclude_max=True), min_size=3, max_size=3),
 )
-def test_a_window_is_that_of_the_whole_scaled_image(
-    way: Framer, size: tuple[int, int], draws: list[float] | None
-) -> None:
+def test_a_window_is_that_of_the_whole_scaled_image(size: tuple[int, int], draws: list[float] | None) -> None:
     data = smooth(*size)
-    window = np.frombuffer(way(data, FRAMING, 3, draws), np.uint8).reshape(14, 14, 3)
+    window = np.frombuffer(frame_image(data, FRAMING, 3, draws), np.uint8).reshape(14, 14, 3)
     difference = np.abs(window.astype(int) - plain(data, FRAMING, draws))
     assert difference.max() <= 1
     assert (difference == 0).mean() > 0.5
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_image_of_the_right_scale_is_only_cropped(way: Framer) -> None:
+def test_an_image_of_the_right_scale_is_only_cropped() -> None:
     data = smooth(16, 20)
-    window = np.frombuffer(way(data, FRAMING, 3, [0.99, 0.0, 0.9]), np.uint8).reshape(14, 14, 3)
+    window = np.frombuffer(frame_image(data, FRAMING, 3, [0.99, 0.0, 0.9]), np.uint8).reshape(14, 14, 3)
     assert (window == np.asarray(Image.open(io.BytesIO(data)))[2:16, :14]).all()
 
 
 @pytest.mark.parametrize(
     ("format", "mode"), [("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "L")]
 )
-def test_ways_agree_on_every_kind_of_image(format: str, mode: str) -> None:
+def test_every_kind_of_image_is_framed_in_grey_and_colour(format: str, mode: str) -> None:
     data = smooth(40, 31, format, mode)
-    for channels in (1, 3):
-        one, other = (np.frombuffer(way(data, FRAMING, channels, None), np.uint8).astype(int) for way in WAYS)
-        assert len(one) == 14 * 14 * channels
-        assert np.abs(one - other).max() <= 1
+    grey, colour = (np.frombuffer(frame_image(data, FRAMING, channels, None), np.uint8) for channels in (1, 3))
+    assert len(grey) == 14 * 14
+    expected = plain(data, FRAMING, None)
+    assert np.abs(colour.reshape(14, 14, 3).astype(int) - expected).max() <= 1
+    assert np.abs(grey.reshape(14, 14) - expected @ [0.299, 0.587, 0.114]).max() <= 2
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_no_image_is_refused_with_its_reason(way: Framer) -> None:
+def test_what_is_no_image_is_refused_with_its_reason() -> None:
     with pytest.raises(BadImageError, match="not a known image format"):
-        way(b"junk", FRAMING, 3, None)
+        frame_image(b"junk", FRAMING, 3, None)
     with pytest.raises(BadImageError, match="truncated"):
-        way(smooth(40, 40, "JPEG")[:-60], FRAMING, 3, None)
+        frame_image(smooth(40, 40, "JPEG")[:-60], FRAMING, 3, None)
 
 
-def test_padding_and_a_common_size_are_pillows_in_both_ways(photo: Callable[..., bytes]) -> None:
+def test_padding_has_the_colour_of_the_fill(photo: Callable[..., bytes]) -> None:
     padded = Framing((14, 14), (16, 16), 16, 2, True, (1, 2, 3))
-    draws = [0.0, 0.0, 0.9]
-    one, other = (np.frombuffer(way(photo(0), padded, 3, draws), np.uint8) for way in WAYS)
-    assert (one == other).all()
-    assert (one.reshape(14, 14, 3)[:2] == [1, 2, 3]).all()
+    window = np.frombuffer(frame_image(photo(0), padded, 3, [0.0, 0.0, 0.9]), np.uint8).reshape(14, 14, 3)
+    assert (window[:2] == [1, 2, 3]).all()
+    assert not (window[2:, 2:] == [1, 2, 3]).all()
 
 
 def test_large_jpegs_come_at_a_reduced_scale() -> None:
     data = smooth(160, 200, "JPEG")
-    one, other = (np.frombuffer(way(data, FRAMING, 3, None), np.uint8).astype(int) for way in WAYS)
-    assert np.abs(one - other).max() <= 1
+    window = np.frombuffer(frame_image(data, FRAMING, 3, None), np.uint8).reshape(14, 14, 3)
+    assert np.abs(window.astype(int) - plain(data, FRAMING, None)).mean() < 2
 
 
 class StandIn:
@@ -134,7 +122,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return jpeg
 
 
-by_simplejpeg = partial(frame_by_simplejpeg, otherwise=frame_by_pillow)
+def framed_by_pillow(data: bytes, framing: Framing, channels: int, draws: list[float] | None) -> bytes:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_simplejpeg", lambda: None)
+        return frame_image(data, framing, channels, draws)
 
 
 @pytest.mark.parametrize("draws", [None, [0.3, 0.9, 0.9], [0.3, 0.9, 0.2]])
@@ -144,11 +135,11 @@ def test_a_jpeg_of_the_right_scale_is_cut_out(
 ) -> None:
     for mode in ("RGB", "L"):
         data = smooth(*size, "JPEG", mode)
-        assert by_simplejpeg(data, FRAMING, 3, draws) == frame_by_pillow(data, FRAMING, 3, draws)
+        assert frame_image(data, FRAMING, 3, draws) == framed_by_pillow(data, FRAMING, 3, draws)
     assert stand_in.decoded == ["BGR" if draws and draws[2] < 0.5 else "RGB"] * 2
 
 
-def test_what_simplejpeg_cannot_do_is_framed_otherwise(stand_in: StandIn) -> None:
+def test_what_simplejpeg_cannot_do_is_framed_by_pillow(stand_in: StandIn) -> None:
     right = Framing((14, 14), (16, 20), None, 0, False, (0, 0, 0))
     padded = Framing((14, 14), None, 16, 2, False, (0, 0, 0))
     for data, framing, channels in (
@@ -159,57 +150,107 @@ def test_what_simplejpeg_cannot_do_is_framed_otherwise(stand_in: StandIn) -> Non
         (smooth(16, 20, "JPEG"), padded, 3),
         (smooth(16, 21, "JPEG"), right, 3),
     ):
-        assert by_simplejpeg(data, framing, channels, None) == frame_by_pillow(data, framing, channels, None)
+        assert frame_image(data, framing, channels, None) == framed_by_pillow(data, framing, channels, None)
     assert stand_in.decoded == []
-    assert by_simplejpeg(smooth(16, 20, "JPEG"), right, 3, None)
+    assert frame_image(smooth(16, 20, "JPEG"), right, 3, None)
     assert stand_in.decoded == ["RGB"]
 
 
-@pytest.mark.parametrize("way", [by_simplejpeg, frame_by_torch])
-def test_pillow_says_what_is_wrong_with_a_jpeg(stand_in: StandIn, way: Framer) -> None:
+def test_pillow_says_what_is_wrong_with_a_jpeg(stand_in: StandIn) -> None:
     whole = smooth(16, 20, "JPEG")
     for data, reason in ((whole[:-60], "truncated"), (whole[:3], "not a known image format")):
         with pytest.raises(BadImageError, match=reason):
-            way(data, FRAMING, 3, None)
+            frame_image(data, FRAMING, 3, None)
     assert stand_in.decoded == []
 
 
-@pytest.mark.parametrize("way", [by_simplejpeg, frame_by_torch])
-def test_without_simplejpeg_pillow_decodes(way: Framer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_simplejpeg", lambda: None)
-    data = smooth(16, 20, "JPEG")
-    for draws in (None, [0.3, 0.9, 0.2]):
-        assert way(data, FRAMING, 3, draws) == frame_by_pillow(data, FRAMING, 3, draws)
-
-
-def test_simplejpeg_gives_the_pixels_of_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simplejpeg_gives_the_pixels_of_pillow() -> None:
     pytest.importorskip("simplejpeg")
     for mode, size in (
         ("RGB", (30, 41)),
-        ("L", (30, 41)),
-        ("CMYK", (30, 41)),
+        ("L", (16, 41)),
+        ("CMYK", (16, 41)),
         ("RGB", (90, 120)),
         ("RGB", (16, 20)),
     ):
         data = smooth(*size, "JPEG", mode)
         for draws in (None, [0.3, 0.9, 0.2]):
-            ways = [partial(way, data, FRAMING, 3, draws) for way in (frame_by_torch, by_simplejpeg)]
-            fast = [way() for way in ways]
-            with monkeypatch.context() as patch:
-                patch.setattr(module, "_simplejpeg", lambda: None)
-                assert fast == [way() for way in ways]
-    for way in (frame_by_torch, by_simplejpeg):
-        with pytest.raises(BadImageError):
-            way(smooth(16, 20, "JPEG")[:-60], FRAMING, 3, None)
+            assert frame_image(data, FRAMING, 3, draws) == framed_by_pillow(data, FRAMING, 3, draws)
+    with pytest.raises(BadImageError):
+        frame_image(smooth(16, 20, "JPEG")[:-60], FRAMING, 3, None)
 
 
-def test_the_way_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    for capability, way in (("AVX2", frame_by_torch), ("AVX512", frame_by_torch), ("DEFAULT", frame_by_pillow)):
-        monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda name=capability: name)
-        for jpeg in (None, StandIn()):
-            monkeypatch.setattr(module, "_simplejpeg", lambda jpeg=jpeg: jpeg)
-            framer.cache_clear()
-            found = framer()
-            assert (found.keywords["otherwise"] if isinstance(found, partial) else found) is way
-            assert isinstance(found, partial) is (jpeg is not None)
-    framer.cache_clear()
+def encoded(height: int = 20, width: int = 30, mode: str = "RGB", format: str = "JPEG", **options: Any) -> bytes:
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(out, format, **options)
+    return out.getvalue()
+
+
+def with_segment(data: bytes, marker: int, body: bytes) -> bytes:
+    """The JPEG with one more segment in front."""
+    return data[:2] + struct.pack(">BBH", 0xFF, marker, len(body) + 2) + body + data[2:]
+
+
+def frame_at(data: bytes) -> int:
+    """Where the body of the baseline frame begins."""
+    return data.index(b"\xff\xc0") + 4
+
+
+def changed(data: bytes, at: int, *values: int) -> bytes:
+    return data[:at] + bytes(values) + data[at + len(values) :]
+
+
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
+def test_a_plain_photograph_tells_its_size(subsampling: str) -> None:
+    for height, width in ((20, 30), (300, 17), (1, 1)):
+        assert plain_jpeg_size(encoded(height, width, subsampling=subsampling)) == (height, width)
+    thumbnail = encoded(4, 4)
+    whole = encoded(subsampling=subsampling, exif=b"Exif\0\0" + thumbnail, comment=b"\xff\xc2\xff\xda")
+    assert plain_jpeg_size(whole) == (20, 30)  # markers within other segments are not looked at
+    assert plain_jpeg_size(whole + b"\0\0") == (20, 30)
+    assert plain_jpeg_size(whole[:2] + b"\xff\xff" + whole[2:]) == (20, 30)  # filled up before a marker
+    assert plain_jpeg_size(with_segment(whole, 0xEE, b"Adobe\0\x64\0\0\0\0\x01")) == (20, 30)
+
+
+def test_what_is_odd_is_left_to_the_worker() -> None:
+    plain = encoded()
+    at = frame_at(plain)
+    odd = {
+        "PNG": encoded(format="PNG"),
+        "grey": encoded(mode="L"),
+        "CMYK": encoded(mode="CMYK"),
+        "progressive": encoded(progressive=True),
+        "RGB, as Adobe marks it": with_segment(plain, 0xEE, b"Adobe\0\x64\0\0\0\0\x00"),
+        "RGB, by its names": changed(changed(changed(plain, at + 6, 82), at + 9, 71), at + 12, 66),
+        "RGB, as Pillow keeps it": encoded(keep_rgb=True),
+        "twelve bits": changed(plain, at, 12),
+        "no height yet": changed(plain, at + 1, 0, 0),
+        "too large": changed(plain, at + 1, 0xFF, 0xFF, 0xFF, 0xFF),
+        "sampled oddly": changed(plain, at + 10, 0x21),
+        "cut short": plain[:-30],
+        "a header alone": plain[: plain.index(b"\xff\xda")] + b"\xff\xd9",
+        "a segment past the end": plain[:2] + b"\xff\xe1\xff\xff" + plain[6:],
+        "no marker": plain[:2] + b"\x00" + plain[2:],
+        "nothing": b"",
+        "start and end": b"\xff\xd8\xff\xd9",
+    }
+    assert plain_jpeg_size(plain) == (20, 30)
+    assert [name for name, data in odd.items() if plain_jpeg_size(data)] == []
+
+
+def test_every_beginning_of_a_photograph_is_cut_short() -> None:
+    data = encoded()
+    assert not any(plain_jpeg_size(data[:length]) for length in range(len(data) - 1))
+    header = data[: data.index(b"\xff\xda") + 1]
+    assert not any(plain_jpeg_size(header[:length] + b"\xff\xd9") for length in range(len(header)))
+
+
+def test_a_window_is_where_the_framing_puts_it() -> None:
+    data = encoded(32, 40)
+    assert FRAMING.scaled_crop(data, None) == ScaledCrop((32, 40), (16, 20), (1, 3), False)
+    assert FRAMING.scaled_crop(data, [0.99, 0.0, 0.4]) == ScaledCrop((32, 40), (16, 20), (2, 0), True)
+    assert FRAMING.scaled_crop(encoded(32, 40, "L"), None) is None
+    fixed = Framing((14, 14), (32, 40), None, 0, False, (0, 0, 0))
+    assert fixed.scaled_crop(data, None) == ScaledCrop((32, 40), (32, 40), (9, 13), False)
+    assert fixed.scaled_crop(encoded(32, 41), None) is None  # has to be fitted

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from lowrank_cnn.data import Augment, StreamedLoader, StreamedSplit, make_loader, open_data
-from lowrank_cnn.data.images.encoded import Window, plain_size
+from lowrank_cnn.data.images.framing import ScaledCrop, plain_jpeg_size
 from lowrank_cnn.data.stream import gpu_decode, streamed
 from lowrank_cnn.data.stream.gpu_decode import cut_out, decode_each, find_decoder
 from lowrank_cnn.system.errors import LowRankError, MissingExtra
@@ -63,7 +63,7 @@ class StandIn:
         return [self._decode(bytes(jpeg.numpy())) for jpeg in jpegs]
 
     def _decode(self, data: bytes) -> Tensor:
-        assert plain_size(data)
+        assert plain_jpeg_size(data)
         if data in self.refused:
             raise RuntimeError("not supported")
         try:
@@ -198,7 +198,7 @@ def test_bad_images_are_counted_and_replaced_alike(
 
 def test_what_nvjpeg_refuses_is_decoded_by_the_cpu(mixed: Path, stand_in: StandIn) -> None:
     split = split_of(mixed)
-    plain = [data for row in split.rows.tolist() if plain_size(data := split.store.read(row))]
+    plain = [data for row in split.rows.tolist() if plain_jpeg_size(data := split.store.read(row))]
     for refused in (plain[:1], plain[3:9], plain):
         stand_in.refused = set(refused)
         assert_same(list(loader(split_of(mixed)).epoch(0)), list(on_gpu(split).epoch(0)))
@@ -247,7 +247,7 @@ def test_one_refused_image_does_not_fail_the_others() -> None:
     found = decode_each(jpegs, decoder)
     assert [n for n, image in enumerate(found) if image is None] == [2, 7, 8]
     assert decode_each([], decoder) == []
-    other = Window((16, 17), (16, 17), (0, 0), False)  # what the header said is not what came
+    other = ScaledCrop((16, 17), (16, 17), (0, 0), False)  # what the header said is not what came
     assert cut_out([(jpegs[0], other)], (14, 14), decoder) == [None]
 
 

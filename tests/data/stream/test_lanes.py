@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowrank_cnn.data.readers.store import NO_LABEL, labelled_rows
+from lowrank_cnn.data.readers.image_store import NO_LABEL, labelled_rows
 from lowrank_cnn.data.stream.lanes import WINDOW, epoch_lanes, lane_count, rank_range
 from lowrank_cnn.data.types import Problems
 

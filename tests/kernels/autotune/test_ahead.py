@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels import composite_conv2d, composite_reference, forced, tracing
+from lowrank_cnn.kernels import composite_conv2d, composite_reference, forced, torch_compile
 from lowrank_cnn.kernels.autotune.ahead import surveyed
-from lowrank_cnn.kernels.fuse import fuse
+from lowrank_cnn.kernels.fusing import fuse
 from lowrank_cnn.kernels.mode import survey, surveying
 from lowrank_cnn.models import create_model
 
@@ -59,9 +59,9 @@ def test_the_type_of_the_bias_is_noted():
 
 
 def test_what_torch_compile_takes_down_is_not_surveyed(monkeypatch):
-    monkeypatch.setattr(tracing.choice, "plan_text", lambda *_: survey() is None)
+    monkeypatch.setattr(torch_compile.choice, "plan_text", lambda *_: survey() is None)
     with surveying():
-        assert tracing.plan_text()
+        assert torch_compile.plan_text()
         assert survey() == []
 
 

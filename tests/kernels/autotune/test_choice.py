@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels import for_graphs, mode
+from lowrank_cnn.kernels import for_graphs, gpu, mode
 from lowrank_cnn.kernels.autotune import choice, measure, store
 from lowrank_cnn.kernels.autotune.choice import Choice
 from lowrank_cnn.kernels.autotune.measure import FAILED, Times, agrees, times
@@ -274,7 +274,7 @@ def test_only_hopper_has_its_own_gradient_of_the_weights(monkeypatch):
     monkeypatch.setattr(backward, "launch_weight_gradient", lambda *rest: taken.append(rest[-1].stages))
     wide = pose((2, 16, 6, 5), [(16, 16, 3, 1), (16, 16, 1, 3)], torch.bfloat16, stride=(1, 1), padding=PADDING)
     for capability, posed in [((9, 0), wide), ((9, 0), problem()), ((10, 0), wide), ((8, 0), wide)]:
-        monkeypatch.setattr(launch, "capability_of", lambda _, capability=capability: capability)
+        monkeypatch.setattr(gpu, "capability_of", lambda _, capability=capability: capability)
         launch.weight_gradient(posed, torch.zeros(1), torch.zeros(1))
     assert taken == ["hopper", 1, 1, 3]
 
@@ -287,7 +287,7 @@ def test_only_hopper_has_the_gradient_over_windows(monkeypatch):
     monkeypatch.setattr(window_gradient, "launch_window_gradient", lambda *_: taken.append("window") or found)
     monkeypatch.setattr(stem, "launch_stem_gradient", lambda *_: taken.append("stem") or found)
     for capability, channels in [((9, 0), 3), ((9, 0), 4), ((8, 0), 3)]:
-        monkeypatch.setattr(launch, "capability_of", lambda _, capability=capability: capability)
+        monkeypatch.setattr(gpu, "capability_of", lambda _, capability=capability: capability)
         first = pose(
             (1, channels, 4, 4), [(16, channels, 3, 3)], torch.bfloat16,
             stride=(1, 1), padding=[((1, 1), (1, 1))], relu=True, pool="floor",

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels.activation import ACTIVATIONS
-from lowrank_cnn.kernels.between import normalise, statistics
+from lowrank_cnn.kernels.between import batch_statistics, normalise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS, SLOPE = 1e-5, 0.1
@@ -19,7 +19,7 @@ ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
 def prepared(x, weight, bias, residual, activation):
-    mean, rstd = statistics.batch_norm_statistics(x.detach(), None, None, None, 0.1, EPS)
+    mean, rstd = batch_statistics.batch_norm_statistics(x.detach(), None, None, None, 0.1, EPS)
     return x, mean, rstd, weight, bias, residual, activation, SLOPE
 
 
@@ -120,11 +120,11 @@ def test_one_of_two_readers_may_have_no_gradient(reader):
 
 
 def test_many_shares_and_turns(monkeypatch):
-    for module in (normalise, statistics):
+    for module in (normalise, batch_statistics):
         monkeypatch.setattr(module, "VALUES", 512)
     size = (3, 40, 13, 11) if DEVICE == "cpu" else (61, 40, 53, 51)
     x, residual, (weight, bias) = maps(size).requires_grad_(), maps(size, seed=2).requires_grad_(), affine(40)
-    assert statistics.share_out(x.numel() // 40, 40, x.device)[2] > 1
+    assert batch_statistics.share_out(x.numel() // 40, 40, x.device)[2] > 1
     tensors = (x, weight, bias, residual)
     wide = doubled(*tensors)
     y, right = ours(*tensors, "relu"), exact(*wide, "relu")

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
+from lowrank_cnn.kernels.between.batch_statistics import batch_norm_statistics
 from lowrank_cnn.kernels.between.normalise_pool import batch_norm_relu_pool, batch_norm_relu_pool_backward
-from lowrank_cnn.kernels.between.statistics import batch_norm_statistics
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5

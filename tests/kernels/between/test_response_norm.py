@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import forced
 from lowrank_cnn.kernels.between import response_norm
-from lowrank_cnn.kernels.fuse import fuse
-from lowrank_cnn.kernels.modules import FusedResponseNorm
+from lowrank_cnn.kernels.fused_neighbours import FusedResponseNorm
+from lowrank_cnn.kernels.fusing import fuse
 from lowrank_cnn.models import create_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

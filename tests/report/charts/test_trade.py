@@ -1,18 +1,24 @@
 import math
+import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lowrank_cnn.paper.published import rows
 from lowrank_cnn.report.charts.trade import (
+    DENSE,
     LEAST_SPAN,
+    LOW_RANK,
     least_span,
+    pareto_front,
     published_point,
     trade_chart,
     trade_charts,
     trade_points,
+    trade_spec,
 )
-from lowrank_cnn.report.charts.trade_spec import DENSE, LOW_RANK, trade_spec
 from lowrank_cnn.report.gathering import gather
 from lowrank_cnn.report.records import Records
 
@@ -108,6 +114,23 @@ def test_the_specification_holds_the_data_of_its_chart(records: Records):
     spec = trade_spec(chart)
     assert spec["datasets"]["points"] == chart["points"]
     assert spec["encoding"]["x"]["title"] == "Milliseconds per image on a GPU"
-    assert "{" not in str(spec["encoding"]["y"]["title"])
+    assert spec["encoding"]["x"]["axis"]["format"] == "~g"  # 0.004 and not 4m
+    assert not re.search(r"'{\w+}'", str(spec))
     empty = trade_spec({**chart, "arrows": [], "fronts": []})
     assert [layer["name"] for layer in empty["layer"]] == ["intervals", "points", "labels"]
+
+
+SMALL = st.integers(0, 6).map(float)
+
+
+def dominated(point: tuple[float, float], by: tuple[float, float]) -> bool:
+    return by != point and by[0] <= point[0] and by[1] >= point[1]
+
+
+@given(st.lists(st.tuples(SMALL, SMALL), max_size=12))
+def test_the_front_is_what_nothing_dominates(points: list[tuple[float, float]]):
+    expected = {i for i, p in enumerate(points) if not any(dominated(p, q) for q in points)}
+    front = pareto_front(points)
+    assert set(front) == expected
+    assert len(front) == len(expected)
+    assert [points[i] for i in front] == sorted(points[i] for i in front)

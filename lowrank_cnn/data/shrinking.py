@@ -1,0 +1,122 @@
+"""Large photographs stored once at the size that training needs, so that epochs decode fewer pixels.
+
+What a network sees of a photograph is cropped from it at a shorter side of 256: finer pixels, more than half of
+ILSVRC's, are decoded in every epoch only to be averaged away. Shards written here hold JPEGs of that size, in a
+random order; `benchmarks/input_pipeline.py` measures what is gained.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, decode_image, read_header, resize_shorter
+from lowrank_cnn.data.readers.image_store import ImageStore
+from lowrank_cnn.data.readers.read_options import ReadOptions
+from lowrank_cnn.data.readers.sources import open_source
+from lowrank_cnn.data.stream.streamed import StreamedSplit
+from lowrank_cnn.data.types import Problems, generator
+from lowrank_cnn.system.errors import LowRankError, require
+from lowrank_cnn.system.files import replacing
+
+PER_SHARD = 4096
+_ROW_GROUP = 100
+_JPEG = b"\xff\xd8\xff"
+
+
+@dataclass(frozen=True)
+class Shards(Dataset):
+    """Files to write, each from a stretch of the rows; an item is what was wrong with the images of one."""
+
+    store: ImageStore
+    rows: Tensor
+    channels: int
+    names: tuple[str, ...]
+    folder: Path
+    split: str
+    side: int
+    quality: int
+    per_shard: int
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // self.per_shard)
+
+    def __getitem__(self, number: int) -> list[tuple[str, str]]:
+        path = self.folder / f"{self.split}-{number:05d}-of-{len(self):05d}.parquet"
+        if path.exists():
+            return []  # whole, since it is renamed last
+        found: list[tuple[str, str]] = []
+        rows = []
+        for row in self.rows[number * self.per_shard : (number + 1) * self.per_shard].tolist():
+            try:
+                image = shrunk(self.store.read(row), self.channels, self.side, self.quality)
+                rows.append({"image": {"bytes": image, "path": None}, "label": int(self.store.labels[row])})
+            except BadImageError as error:
+                found.append((UNDECODABLE, f"{self.store.where(row)}: {error}"))
+        _write(path, rows, self.names)
+        return found
+
+
+def shrink(
+    source: str | Path,
+    out: str | Path,
+    *,
+    side: int = 256,
+    quality: int = 95,
+    workers: int = 0,
+    per_shard: int = PER_SHARD,
+    missing: str = "refuse",
+) -> dict[str, Problems]:
+    """Write both splits of a set into the folder `out`, where it is not there yet. Returns the problems met."""
+    if side < 1 or not 1 <= quality <= 100 or per_shard < 1 or workers < 0:
+        raise LowRankError(f"a side of {side}, a quality of {quality} or {workers} workers cannot be meant.")
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    data = open_source(source, ReadOptions(missing=missing, resident_bytes=0))  # type: ignore[arg-type]
+    make = partial(Shards, names=data.classes, folder=out, side=side, quality=quality, per_shard=per_shard)
+    problems = {}
+    for name, split in (("train", data.train), ("test", data.test)):
+        if not isinstance(split, StreamedSplit):
+            raise LowRankError(f"{source} is held in memory as it is: there is nothing to shrink.")
+        shards = make(split.store, _in_random_order(split), split.channels, split=name)
+        for found in DataLoader(shards, batch_size=None, num_workers=workers):
+            split.problems.add_all(found)
+        problems[name] = split.problems
+    return problems
+
+
+def shrunk(data: bytes, channels: int, side: int, quality: int) -> bytes:
+    """The image at this shorter side as a JPEG; a JPEG that is no larger stays as it is."""
+    look = read_header(data)
+    if data.startswith(_JPEG) and min(look.height, look.width) <= side:
+        return data
+    image = decode_image(data, channels=channels, at_least=side)
+    image = resize_shorter(image, side) if min(image.size) > side else image
+    out = io.BytesIO()
+    image.save(out, "JPEG", quality=quality)
+    return out.getvalue()
+
+
+def _in_random_order(split: StreamedSplit) -> Tensor:
+    """Class by class, as folders are, the shards of a set would each hold few classes."""
+    wanted = split.store.labels.new_zeros(len(split.store.labels)).bool()
+    wanted[split.rows] = True
+    order = split.store.shuffled(generator("shrink"))
+    return order[wanted[order]]
+
+
+def _write(path: Path, rows: list[dict[str, Any]], names: tuple[str, ...]) -> None:
+    pa = require("pyarrow", extra="data", purpose="writing parquet")
+    pq = require("pyarrow.parquet", extra="data", purpose="writing parquet")
+    features = {"label": {"names": list(names), "_type": "ClassLabel"}, "image": {"_type": "Image"}}
+    schema = pa.schema({"image": pa.struct({"bytes": pa.binary(), "path": pa.string()}), "label": pa.int64()})
+    schema = schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    with replacing(path) as temporary:
+        pq.write_table(pa.Table.from_pylist(rows, schema), temporary, row_group_size=_ROW_GROUP)

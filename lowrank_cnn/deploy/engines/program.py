@@ -1,0 +1,74 @@
+"""torch.export: write and run .pt2 programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.utils._pytree import tree_unflatten
+
+from lowrank_cnn.deploy.engines.request import ExportRequest, named_tensors
+from lowrank_cnn.deploy.engines.runner import EXTRA, Port, Runner, as_array, as_tensor, parse_metadata, ports_from
+from lowrank_cnn.system.errors import LowRankError, first_line
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+
+class ProgramRunner(Runner):
+    """A .pt2 program in torch, with the threads that torch has."""
+
+    engine = "torch"
+
+    def __init__(self, path: Path, *, threads: int = 0) -> None:
+        program, self.metadata = _read(path)
+        self.module = _in_evaluation(program)
+        specs = [spec.arg for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT]
+        self._leaves, self._structure = specs, program.call_spec.in_spec
+        known = [spec.name for spec in specs if not isinstance(spec, ConstantArgument)]
+        self.inputs = ports_from(self.metadata.get("inputs")) or tuple(Port(name, ()) for name in known)
+        self.outputs = ports_from(self.metadata.get("outputs"))
+
+    def _run(self, inputs: dict[str, ndarray]) -> dict[str, ndarray]:
+        rest = iter([as_tensor(port, inputs) for port in self.inputs])
+        leaves = [leaf.value if isinstance(leaf, ConstantArgument) else next(rest) for leaf in self._leaves]
+        args, kwargs = tree_unflatten(leaves, self._structure)  # type: ignore[arg-type]
+        with torch.no_grad():
+            found = named_tensors(self.module(*args, **kwargs))
+        names = [port.name for port in self.outputs] or list(found)
+        return {name: as_array(tensor) for name, tensor in zip(names, found.values(), strict=True)}
+
+
+def write_program(folder: Path, stem: str, request: ExportRequest) -> Path:
+    """Write a .pt2 program that is called as the network is."""
+    path = folder / f"{stem}.pt2"
+    program = request.program
+    program.example_inputs = None  # a file for others does not hold the user's images
+    torch.export.save(program, path, extra_files={EXTRA: json.dumps(request.metadata)})
+    return path
+
+
+def read_program(path: Path) -> tuple[nn.Module, dict[str, str]]:
+    """The program of a trusted file as a module in evaluation, and what the file says of it."""
+    program, metadata = _read(path)
+    return _in_evaluation(program), metadata
+
+
+def _read(path: Path) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
+    extra = {EXTRA: ""}
+    try:
+        program = torch.export.load(path, extra_files=extra)
+    except Exception as error:  # torch has no error of its own for a file that it did not write
+        raise LowRankError(f"{path} is not a torch.export program: {first_line(error)}.") from error
+    return program, parse_metadata(extra[EXTRA])
+
+
+def _in_evaluation(program: torch.export.ExportedProgram) -> nn.Module:
+    module = program.module()
+    for part in module.modules():  # it has no eval() of its own, and was exported from evaluation
+        part.training = False
+    return module

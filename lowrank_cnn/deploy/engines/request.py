@@ -1,0 +1,280 @@
+"""What an engine's writer is asked for: a network, an example call with names for its tensors, and free axes.
+
+A network may take several inputs, by position or by keyword, and give a tensor, a tuple, a dictionary or a
+dataclass (as Hugging Face's do). Files know tensors with names alone: `Call` names what goes in, `named_tensors`
+what comes out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from lowrank_cnn.system.compare import random_like
+from lowrank_cnn.system.errors import LowRankError, first_line
+
+_AXES = {3: ("length",), 4: ("height", "width"), 5: ("depth", "height", "width")}
+"""What the axes behind batch and channels are called, by the number of dimensions."""
+FREE = ("batch", "length", "depth", "height", "width")
+Axes = dict[str, dict[int, str]]
+"""For each input, its axes of any length and their names."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The inputs of a network: every tensor among them has a name, anything else is a constant."""
+
+    leaves: tuple[Any, ...]
+    structure: TreeSpec
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, network: nn.Module, example: Any, names: Sequence[str] | None = None) -> Call:
+        """From a tensor, a tuple (whose last entry may be a dictionary), or a dictionary of keywords."""
+        args, kwargs = _arguments(example)
+        order = [*_bound(network, args, kwargs), *kwargs]  # that of the forward, which torch.export keeps
+        kwargs = {name: kwargs[name] for name in dict.fromkeys(order) if name in kwargs}
+        leaves, structure = tree_flatten((args, kwargs))
+        found = list(_input_names(network, args, kwargs))
+        if not found:
+            raise LowRankError(f"an example input has tensors in it, not {type(example).__name__} alone.")
+        if names is not None and (len(names) != len(found) or len(set(names)) < len(names)):
+            raise LowRankError(f"the network takes {len(found)} inputs: give as many different input_names.")
+        return cls(tuple(leaves), structure, tuple(names or found))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return dict(zip(self.names, (leaf for leaf in self.leaves if isinstance(leaf, Tensor)), strict=True))
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments."""
+        return tree_unflatten(list(self.leaves), self.structure)  # type: ignore[return-value]
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> Call:
+        """The same call with other tensors."""
+        rest = iter([tensors[name] for name in self.names])
+        leaves = (next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
+        return replace(self, leaves=tuple(leaves))
+
+    def run(self, network: Any) -> Any:
+        """What a network gives for this call."""
+        args, kwargs = self.arguments
+        return network(*args, **kwargs)
+
+    def sized(self, axes: Axes, sizes: Mapping[str, float], *, seed: int | None = None) -> Call:
+        """The call with free axes of other lengths: `batch` is a number, others are times what they were.
+
+        Tensors are repeated or cut along such axes; with a seed, floating-point ones are random numbers.
+        """
+        made = {}
+        for name, tensor in self.tensors.items():
+            for axis, word in axes[name].items():
+                if word in sizes:
+                    length = tensor.shape[axis]
+                    wanted = int(sizes[word] if word == "batch" else length * sizes[word])
+                    tensor = tensor.index_select(axis, torch.arange(wanted, device=tensor.device) % length)
+            made[name] = tensor if seed is None else random_like(tensor, seed=seed)
+        return self.replaced(made)
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What a file is to hold. `network` is in evaluation, its layers are torch's own, and the call runs on it."""
+
+    network: nn.Module
+    call: Call
+    outputs: tuple[str, ...]
+    axes: Axes
+    opset: int | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+    precision: str = "fp32"
+    calibration: Sequence[tuple[Tensor, ...]] | None = None
+
+    @cached_property
+    def traced_call(self) -> Call:
+        """The example with two of every free axis that has one: tracers take one for a constant."""
+        made = {}
+        for name, tensor in self.call.tensors.items():
+            for axis in self.axes[name]:
+                tensor = tensor.repeat_interleave(2, axis) if tensor.shape[axis] == 1 else tensor
+            made[name] = tensor
+        return self.call.replaced(made)
+
+    @cached_property
+    def program(self) -> torch.export.ExportedProgram:
+        """The network as torch.export captures it, called as the network is; its outputs are plain containers."""
+        args, kwargs = self.traced_call.arguments
+        try:
+            program = torch.export.export(
+                _plain(self.network, self.call), args, kwargs, dynamic_shapes=self._shapes()
+            )
+        except LowRankError:
+            raise
+        except Exception as error:  # whatever a forward does that cannot be traced
+            free = dict.fromkeys(word for axes in self.axes.values() for word in axes.values())
+            name = f"{type(self.network).__name__}{' with free ' if free else ''}{' and '.join(free)}"
+            raise LowRankError(f"torch.export cannot trace {name}: {first_line(error)}") from error
+        for module in program.graph_module.modules():  # lines of source with their paths, which nobody else needs
+            for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+                node.meta.pop("stack_trace", None)
+        return program
+
+    def positional(self) -> nn.Module:
+        """The network as a module that takes its tensors in the order of their names and gives a tuple."""
+        return _Positional(self.network, self.call).eval()
+
+    def _shapes(self) -> Any:
+        """The free axes in the form of the arguments, by the names of the forward's parameters."""
+        free = iter([dict.fromkeys(self.axes[name], torch.export.Dim.DYNAMIC) for name in self.call.names])
+        specs = [next(free) if isinstance(leaf, Tensor) else None for leaf in self.call.leaves]
+        args, kwargs = tree_unflatten(specs, self.call.structure)
+        return _bound(self.network, args, kwargs)
+
+
+class _Positional(nn.Module):
+    def __init__(self, network: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.network, self.call = network, call
+
+    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        named = dict(zip(self.call.names, tensors, strict=True))
+        result = plain_outputs(self.call.replaced(named).run(self.network))
+        return tuple(result.values()) if isinstance(result, dict) else result
+
+
+def _plain(network: nn.Module, call: Call) -> nn.Module:
+    """The network behind the signature of its forward, its result in containers that torch alone can read."""
+    with torch.no_grad():
+        result = call.run(network)
+    if isinstance(result, Tensor) or (
+        type(result) in (tuple, dict) and _flat(result) == list(named_tensors(result))
+    ):
+        return network
+    made = nn.Module()
+    made.network = network
+
+    @functools.wraps(network.forward)  # torch.export reads the signature
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return plain_outputs(network(*args, **kwargs))
+
+    made.forward = forward
+    return made.eval()
+
+
+def _flat(result: Any) -> list[str]:
+    """The names that the entries of a tuple or dictionary have if all of them are tensors."""
+    return list(result) if isinstance(result, dict) else [f"output_{place}" for place in range(len(result))]
+
+
+def plain_outputs(result: Any) -> Any:
+    """A result as a tensor, a tuple of tensors (of a tuple or list), or a dictionary of tensors by name."""
+    found = named_tensors(result)
+    if isinstance(result, Tensor):
+        return result
+    return tuple(found.values()) if _is_sequence(result) else found
+
+
+def named_tensors(result: Any, name: str = "output") -> dict[str, Tensor]:
+    """The tensors of a result by name: keys, fields and places, joined by underscores; what is None is left out.
+
+    >>> list(named_tensors({"logits": torch.ones(1), "maps": (torch.ones(2), torch.ones(2))}))
+    ['logits', 'maps_0', 'maps_1']
+    """
+    found: dict[str, Tensor] = {}
+    for key, value in _leaves(result, ""):
+        key = key or name
+        if not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise LowRankError(
+                f"the network gives a {kind} ({key}), and a file holds tensors alone: export a module without it."
+            )
+        found[key if key not in found else f"{key}_{len(found)}"] = value
+    if not found:
+        raise LowRankError("the network gives no tensor.")
+    return found
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if value is None:
+        return
+    if isinstance(value, Tensor):
+        yield name, value
+        return
+    if isinstance(value, Mapping):
+        parts = [(str(key), part) for key, part in value.items()]
+    elif dataclasses.is_dataclass(value):
+        parts = [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
+    elif hasattr(value, "_fields"):
+        parts = [(each, getattr(value, each)) for each in value._fields]
+    elif _is_sequence(value):
+        parts = [(str(place) if name else f"output_{place}", part) for place, part in enumerate(value)]
+    else:
+        yield name, value
+        return
+    for key, part in parts:
+        yield from _leaves(part, f"{name}_{key}" if name else key)
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
+
+
+def free_axes(call: Call, dynamic: Sequence[str] | Mapping[str, Mapping[int, str]]) -> Axes:
+    """The free axes of every input: by words ("batch", "height", "width"), or for each input by number."""
+    tensors = call.tensors
+    if isinstance(dynamic, Mapping):
+        if unknown := [name for name in dynamic if name not in tensors]:
+            raise LowRankError(f"dynamic names {unknown[0]!r}, but the inputs are {', '.join(tensors)}.")
+        wrong = [name for name, axes in dynamic.items() if any(not 0 <= a < tensors[name].dim() for a in axes)]
+        if wrong:
+            raise LowRankError(f"dynamic names an axis that {wrong[0]} lacks.")
+        return {name: dict(dynamic.get(name, {})) for name in tensors}
+    words = (dynamic,) if isinstance(dynamic, str) else tuple(dynamic)
+    if unknown := [word for word in words if word not in FREE]:
+        raise LowRankError(f"an axis can be {', '.join(FREE)}, not {unknown[0]!r}.")
+    batch = next((len(tensor) for tensor in tensors.values() if tensor.dim()), 0)
+    return {name: _axes_of(tensor, words, batch) for name, tensor in tensors.items()}
+
+
+def _axes_of(tensor: Tensor, words: Sequence[str], batch: int) -> dict[int, str]:
+    """Of an input: the first axis where it is as long as the batch, and the last ones of images."""
+    found = {0: "batch"} if "batch" in words and tensor.dim() and len(tensor) == batch else {}
+    inner = enumerate(_AXES.get(tensor.dim(), ()), start=2) if tensor.is_floating_point() else ()
+    return found | {axis: word for axis, word in inner if word in words}
+
+
+def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple) and example and isinstance(example[-1], dict):
+        return example[:-1], dict(example[-1])
+    return (example if isinstance(example, tuple) else (example,)), {}
+
+
+def _input_names(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
+    """One positional tensor is an image; others have the names of the forward's parameters."""
+    if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
+        yield "image"
+        return
+    for path, leaf in tree_flatten_with_path({**_bound(network, args, {}), **kwargs})[0]:
+        if isinstance(leaf, Tensor):
+            yield "_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+
+
+def _bound(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by the names of the forward's parameters."""
+    try:
+        return dict(inspect.signature(network.forward).bind_partial(*args, **kwargs).arguments)
+    except (TypeError, ValueError) as error:
+        raise LowRankError(f"the network is not called with these inputs: {first_line(error)}.") from error

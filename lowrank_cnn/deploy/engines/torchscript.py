@@ -1,0 +1,64 @@
+"""TorchScript: write and run .ts files, for programs that embed torch in C++."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lowrank_cnn.deploy.engines.request import ExportRequest, named_tensors
+from lowrank_cnn.deploy.engines.runner import EXTRA, Runner, as_array, as_tensor, parse_metadata, ports_from
+from lowrank_cnn.system.errors import LowRankError, first_line
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+
+class ScriptRunner(Runner):
+    """A .ts file in torch, with the threads that torch has; its inputs go in by position."""
+
+    engine = "torch"
+
+    def __init__(self, path: Path, *, threads: int = 0) -> None:
+        self.module, self.metadata = read_script(path)
+        self.inputs = ports_from(self.metadata.get("inputs"))
+        self.outputs = ports_from(self.metadata.get("outputs"))
+        if not self.inputs or not self.outputs:
+            raise LowRankError(f"{path} does not name its inputs: it was not exported by this library.")
+
+    def _run(self, inputs: dict[str, ndarray]) -> dict[str, ndarray]:
+        with torch.no_grad():
+            found = named_tensors(self.module(*(as_tensor(port, inputs) for port in self.inputs)))
+        return {port.name: as_array(tensor) for port, tensor in zip(self.outputs, found.values(), strict=True)}
+
+
+def write_script(folder: Path, stem: str, request: ExportRequest) -> Path:
+    """Trace the network; the file takes tensors by position, and gives a tensor, or a tuple of several."""
+    path = folder / f"{stem}.ts"
+    example = tuple(request.traced_call.tensors.values())
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch deprecates TorchScript, and warns of Python numbers in a trace
+            script: Any = torch.jit.trace(request.positional(), example, check_trace=False)
+            torch.jit.save(script, str(path), _extra_files={EXTRA: json.dumps(request.metadata)})
+    except Exception as error:  # whatever a forward does that cannot be traced
+        raise LowRankError(
+            f"torch.jit cannot trace {type(request.network).__name__}: {first_line(error)}"
+        ) from error
+    return path
+
+
+def read_script(path: Path) -> tuple[nn.Module, dict[str, str]]:
+    """The module of a trusted file in evaluation, and what the file says of it."""
+    extra = {EXTRA: ""}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module: Any = torch.jit.load(str(path), map_location="cpu", _extra_files=extra)
+    except Exception as error:  # torch has no error of its own for a file that it did not write
+        raise LowRankError(f"{path} is not a TorchScript file: {first_line(error)}.") from error
+    return module.eval(), parse_metadata(extra[EXTRA])

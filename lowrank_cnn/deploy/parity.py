@@ -1,0 +1,108 @@
+"""Compare a written file with the network that it holds: every output, at every size that the file promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.deploy.engines import open_engine
+from lowrank_cnn.deploy.engines.request import Call, ExportRequest, named_tensors
+from lowrank_cnn.deploy.engines.runner import as_array
+from lowrank_cnn.models.files import dtype_of
+from lowrank_cnn.system.compare import ROUNDED, difference, is_finite
+from lowrank_cnn.system.errors import LowRankError, first_line
+
+TOLERANCES = {"fp32": 1e-3, "fp16": ROUNDED}
+"""How far an output may be off, relative to its largest value."""
+
+
+@torch.no_grad()
+def parity(path: Path, request: ExportRequest, network: nn.Module) -> float:
+    """The largest difference between file and network; too large is an error."""
+    if path.suffix == ".onnx" and dtype_of(network) == torch.bfloat16:
+        from lowrank_cnn.deploy.engines.onnx import in_float32
+
+        twin = in_float32(path)  # onnxruntime does not compute in bfloat16: both are compared in float32
+        try:
+            return parity(twin, in_full(request), network.float())
+        finally:
+            twin.unlink()
+    runner = open_engine(path, trusted=True)  # which was written just now
+    limit = ROUNDED if dtype_of(network).itemsize == 2 else TOLERANCES[request.precision]
+    worst = 0.0
+    for call, expected in _calls(request, network):
+        given = runner({name: as_array(tensor) for name, tensor in call.tensors.items()})
+        for name, right in zip(request.outputs, expected.values(), strict=True):
+            error = _output_error(given, name, right)
+            if not error <= limit:
+                size = ", ".join("x".join(map(str, tensor.shape)) for tensor in call.tensors.values())
+                raise LowRankError(
+                    f"for an input of {size}, {name} of the exported network differs from the original by "
+                    f"{error:.1e}: nothing was written."
+                )
+            worst = max(worst, error)
+    return worst
+
+
+def checked_outputs(network: nn.Module, call: Call) -> dict[str, Tensor]:
+    """What a network gives for the example, by name; a network that fails, or gives NaN, is refused."""
+    try:
+        with torch.no_grad():
+            found = named_tensors(call.run(network))
+    except LowRankError:
+        raise
+    except Exception as error:  # whatever a forward makes of another size, dtype or device
+        sizes = ", ".join("x".join(map(str, tensor.shape)) for tensor in call.tensors.values())
+        raise LowRankError(f"the network does not run on an input of {sizes}: {first_line(error)}.") from error
+    if not is_finite(list(found.values())):
+        raise LowRankError("the network gives NaN or infinite values on random images: nothing was written.")
+    return found
+
+
+def in_full(request: ExportRequest) -> Any:
+    """The same request with every tensor of its example in float32."""
+    tensors = {n: t.float() if t.is_floating_point() else t for n, t in request.call.tensors.items()}
+    return replace(request, call=request.call.replaced(tensors))
+
+
+def _calls(request: ExportRequest, network: nn.Module) -> Iterator[tuple[Call, dict[str, Tensor]]]:
+    """Calls of every kind that the file promises to take, each with what the network gives for it."""
+    free = {word for axes in request.axes.values() for word in axes.values()}
+    kinds: list[dict[str, float]] = [{}]
+    kinds += [{"batch": 1}, {"batch": 3}] if "batch" in free else []
+    inner = sorted(free - {"batch"})
+    kinds += [{word: 2 if place else 1.5 for place, word in enumerate(inner)}] if inner else []
+    yield request.call, checked_outputs(network, request.call)
+    for seed, sizes in enumerate(kinds, start=1):
+        tried = request.call.sized(request.axes, sizes, seed=seed)
+        try:  # a forward may refuse random numbers in any way of its own
+            yield tried, checked_outputs(network, tried)
+            continue
+        except LowRankError:
+            if not sizes:
+                continue
+        tried = request.call.sized(request.axes, sizes)
+        try:
+            yield tried, checked_outputs(network, tried)
+        except LowRankError as why:
+            words = " and ".join(sizes)
+            raise LowRankError(f"the network has no free {words} (choose with dynamic=): {why}") from why
+
+
+def _output_error(given: dict[str, Any], name: str, right: Tensor) -> float:
+    """How far an output is off: relative to its largest value, or for whole numbers the share that differ."""
+    if name not in given:
+        return float("inf")
+    ours = torch.from_numpy(given[name])
+    if ours.shape != right.shape:
+        return float("inf")
+    if right.is_floating_point() and ours.is_floating_point():
+        return difference(ours.to(right.dtype), right)
+    if right.is_floating_point() or ours.is_floating_point():
+        return float("inf")
+    return float((ours != right).double().mean()) if right.numel() else 0.0

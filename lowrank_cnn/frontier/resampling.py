@@ -1,0 +1,69 @@
+"""How certain a difference of two designs is: intervals that resample seeds and images.
+
+A run is drawn from all runs that other seeds would give, and a test image from all images that could have been
+taken. Both designs meet the same images, so images are resampled for both together, and seeds for each by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RESAMPLES = 20_000
+
+
+@dataclass(frozen=True)
+class PairedGap:
+    """Ours less theirs in percentage points, its interval, and how often a resampled gap misses the margin."""
+
+    points: float
+    low: float
+    high: float
+    p: float
+
+
+def compare(
+    ours: Tensor, theirs: Tensor, *, margin: float, alpha: float, resamples: int = RESAMPLES, seed: int = 0
+) -> PairedGap:
+    """Answers [runs, images] of two designs; the interval leaves a share `alpha` outside, half on each side.
+
+    `p` is for the claim that the gap is above `margin` points.
+    """
+    points = 100 * float(ours.double().mean() - theirs.double().mean())
+    gaps = resampled_gaps(ours, theirs, resamples=resamples, seed=seed)
+    low, high = torch.quantile(gaps, torch.tensor([alpha / 2, 1 - alpha / 2], dtype=gaps.dtype)).tolist()
+    # One more than were drawn: the gap that was found is one of those that chance could give.
+    p = (int((gaps <= margin).sum()) + 1) / (resamples + 1)
+    return PairedGap(points, low, high, p)
+
+
+def resampled_gaps(ours: Tensor, theirs: Tensor, *, resamples: int, seed: int) -> Tensor:
+    """Gaps in points over resampled images and seeds.
+
+    Resampling images changes the accuracies of all runs together. They are means over thousands of images, so they
+    are drawn from the normal distribution that the bootstrap of a mean tends to, with its very covariance.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    answers = torch.cat([ours, theirs]).double()
+    images = answers.shape[1]
+    centred = answers - answers.mean(1, keepdim=True)
+    values, vectors = torch.linalg.eigh(centred @ centred.T / images**2)
+    noise = torch.randn(resamples, len(answers), generator=draw, dtype=torch.float64)
+    shares = answers.mean(1) + (noise * values.clamp(min=0).sqrt()) @ vectors.T
+    one, other = shares.split([len(ours), len(theirs)], dim=1)
+    return 100 * (_over_seeds(one, draw) - _over_seeds(other, draw))
+
+
+def _over_seeds(shares: Tensor, draw: torch.Generator) -> Tensor:
+    """Means [resamples] of accuracies [resamples, runs] over runs drawn with replacement.
+
+    Of n runs the bootstrap shows (n - 1) / n of the variance: their deviations are stretched to make up for it.
+    """
+    runs = shares.shape[1]
+    if runs > 1:
+        centre = shares.mean(1, keepdim=True)
+        shares = centre + (shares - centre) * math.sqrt(runs / (runs - 1))
+    return shares.gather(1, torch.randint(0, runs, shares.shape, generator=draw)).mean(1)

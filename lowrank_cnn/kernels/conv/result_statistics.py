@@ -1,0 +1,102 @@
+"""Mean and variance of a conv's results, per channel: partial ones from the kernels' epilogues, merged pairwise.
+
+A part is (count, mean, sum of squared distances from that mean) of some pixels, as rows of [3, parts, channels] in
+float32. Parts are merged by the formula of Chan, Golub and LeVeque, in a fixed order: the results are the same
+every time, and large means lose no digits of small variances.
+"""
+
+# ruff: noqa: N803
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowrank_cnn.kernels.gpu import start
+from lowrank_cnn.kernels.problem import pixels_last
+from lowrank_cnn.kernels.tiles import ceil_div
+
+MERGED = 128
+"""Parts that one program merges."""
+LANES = 32
+PIXELS = 128
+"""Pixels of a part where a kernel has no epilogue for it."""
+
+
+@triton.jit
+def merge_parts(
+    parts,  # [3, count, total]
+    merged,  # [3, programs, total]
+    count, total, MERGED: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """One part out of `MERGED`, for a block of channels."""
+    part = tl.program_id(0) * MERGED + tl.arange(0, MERGED)
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    inside = (part < count)[:, None] & (lane < total)[None, :]
+    place = part.to(tl.int64)[:, None] * total + lane[None, :]
+    plane = count.to(tl.int64) * total
+    n = tl.load(parts + place, mask=inside, other=0.0)
+    mean = tl.load(parts + plane + place, mask=inside, other=0.0)
+    squares = tl.load(parts + 2 * plane + place, mask=inside, other=0.0)
+    pixels = tl.sum(n, 0)
+    middle = tl.sum(n * mean, 0) / tl.maximum(pixels, 1.0)
+    away = mean - middle[None, :]
+    spread = tl.sum(squares + n * away * away, 0)
+    target = tl.program_id(0) * total + lane
+    plane = tl.num_programs(0) * total
+    tl.store(merged + target, pixels, mask=lane < total)
+    tl.store(merged + plane + target, middle, mask=lane < total)
+    tl.store(merged + 2 * plane + target, spread, mask=lane < total)
+
+
+@triton.jit
+def parts_of_pixels(
+    y,  # [pixels, total]
+    parts,  # [3, programs, total]
+    pixels, total, PIXELS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """One part out of `PIXELS` pixels, for a block of channels."""
+    pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    inside = (pixel < pixels)[:, None] & (lane < total)[None, :]
+    value = tl.load(y + pixel.to(tl.int64)[:, None] * total + lane[None, :], mask=inside, other=0.0).to(tl.float32)
+    n = tl.minimum(pixels - tl.program_id(0) * PIXELS, PIXELS).to(tl.float32)
+    mean = tl.sum(value, 0) / n
+    away = tl.where(inside, value - mean[None, :], 0.0)
+    target = tl.program_id(0).to(tl.int64) * total + lane
+    plane = tl.num_programs(0).to(tl.int64) * total
+    tl.store(parts + target, mean * 0.0 + n, mask=lane < total)
+    tl.store(parts + plane + target, mean, mask=lane < total)
+    tl.store(parts + 2 * plane + target, tl.sum(away * away, 0), mask=lane < total)
+
+
+def empty_parts(count: int, like: Tensor, channels: int) -> Tensor:
+    """Memory for parts that a kernel fills."""
+    return torch.empty((3, count, channels), device=like.device, dtype=torch.float32)
+
+
+def launch_parts(y: Tensor) -> Tensor:
+    """The parts of [N, C, H, W] maps."""
+    channels, pixels = y.shape[1], y.numel() // y.shape[1]
+    parts = empty_parts(ceil_div(pixels, PIXELS), y, channels)
+    start(parts_of_pixels, (parts.shape[1], ceil_div(channels, LANES)))(
+        pixels_last(y), parts, pixels, channels, PIXELS=PIXELS, LANES=LANES
+    )
+    return parts
+
+
+def launch_merge(parts: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance per channel, out of all parts."""
+    while parts.shape[1] > 1:
+        _, count, channels = parts.shape
+        merged = empty_parts(ceil_div(count, MERGED), parts, channels)
+        start(merge_parts, (merged.shape[1], ceil_div(channels, LANES)))(
+            parts, merged, count, channels, MERGED=MERGED, LANES=LANES
+        )
+        parts = merged
+    count, mean, squares = parts.unbind(0)
+    return mean[0].clone(), squares[0] / count[0]

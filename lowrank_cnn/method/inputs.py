@@ -1,0 +1,54 @@
+"""What a network is run on: one image of a given size, or the example inputs of a caller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
+
+InputSize = Sequence[int] | Tensor | tuple[Any, ...]
+"""(channels, height, width) of one image, or (channels, ...) with any number of axes; or an example input; or a
+tuple of the arguments that the forward takes, with at least one tensor among them."""
+_LARGEST_SIDE = 2**20
+
+
+def checked_size(inputs: object) -> tuple[int, ...]:
+    """The size of one input without its batch: as it was given, or that of the first tensor of an example."""
+    if is_example(inputs):
+        return tuple(next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)).shape[1:])
+    size = tuple(inputs) if isinstance(inputs, Sequence) else ()
+    if not size or any(isinstance(v, bool) or not isinstance(v, int) or not 1 <= v <= _LARGEST_SIDE for v in size):
+        raise LowRankError(
+            "an input size is (channels, height, width), like (3, 224, 224), or an example input, "
+            f"not {inputs!r:.60}."
+        )
+    return size
+
+
+def is_example(inputs: object) -> bool:
+    """Whether these are tensors to run on, and not the size of an image."""
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(inputs))
+
+
+def arguments(inputs: InputSize, *, device: torch.device | str, dtype: torch.dtype | None) -> tuple[Any, ...]:
+    """The arguments of a forward on a device: an example as it is, or one random image."""
+    if is_example(inputs):
+        given = inputs if isinstance(inputs, tuple) else (inputs,)
+        return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, given)
+    image = torch.empty(1, *checked_size(inputs), device=device, dtype=dtype)
+    return (image if image.is_meta else image.normal_(),)
+
+
+def known_inputs(model: nn.Module, inputs: InputSize | None) -> InputSize:
+    """What a budget is measured on: the given inputs, or the size that the network is known to take."""
+    found = notes(model).input_size if inputs is None else inputs
+    if found is None:
+        raise LowRankError("a budget needs the size of the images (channels, height, width): give input_size.")
+    checked_size(found)
+    return found

@@ -1,0 +1,236 @@
+"""Choose the shape of every filter, so that the network stays within a budget and keeps most of its energy.
+
+The value of a shape for a filter is the share of the filter's squared weights that lies inside it, times how much
+passes through the filter. The choice maximises
+
+    sum over layers of log(value that the layer keeps)  -  lambda * cost
+
+with the one lambda, found by bisection, at which the network meets its budget. A filter may also be removed, which
+saves what its channel costs in the layers that read it: low rank and thinner layers compete for the same budget.
+
+The result depends on the weights alone: every process of a run, and a run that is resumed, chooses the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.method.channel_order import Route
+from lowrank_cnn.method.filter_picking import pick_each, pick_segments
+from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, may_remove
+from lowrank_cnn.system.errors import LowRankError
+
+_STEPS, _ROUNDED_STEPS = 30, 8
+_ROUNDS = 3
+"""What a filter costs depends on what other layers choose: the choice is repeated so often."""
+_DEAREST = 1e9
+
+
+@dataclass(frozen=True)
+class ShapeCosts:
+    """What filters cost, in MACs for one image or in milliseconds.
+
+    - `filters`: for each conv the cost of one filter of each of its shapes, over all input channels.
+    - `linear`: for each linear layer that reads removable channels its cost with all of them.
+    - `rest`: the cost of everything else.
+    - `dense`: the cost of the dense network.
+    """
+
+    kind: str
+    filters: Mapping[str, Sequence[float]]
+    linear: Mapping[str, float]
+    rest: float
+    dense: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """In values that JSON can hold."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What the choice of a conv's shapes depends on: the value and the cost of each shape, and its freedom."""
+
+    value: Tensor
+    cost: Tensor
+    unit: int
+    free: bool
+    removable: bool
+
+    def pick(self, scores: Tensor, *, rounded: bool) -> _Pick:
+        if self.free:
+            choice, kept = pick_each(scores, self.unit if rounded else 1, removable=self.removable)
+        else:
+            choice, kept = pick_segments(scores, self.unit), torch.ones(len(scores), dtype=torch.bool)
+        value = float(self.value.gather(1, choice[:, None])[kept].sum())
+        return _Pick(choice, kept, value, float(self.cost[choice][kept].sum()))
+
+
+@dataclass(frozen=True)
+class _Pick:
+    """A shape for each filter of a layer and whether it stays; what the layer then keeps and costs."""
+
+    choice: Tensor
+    kept: Tensor
+    value: float
+    cost: float
+
+    @property
+    def width(self) -> float:
+        """The share of the filters that stay."""
+        return float(self.kept.double().mean())
+
+
+Layers = Mapping[str, _Layer]
+Picks = dict[str, _Pick]
+
+
+class ShapeChooser:
+    """Chooses and sets the shapes of one network, whose free channels and costs are known."""
+
+    def __init__(self, routes: Mapping[str, Route], costs: ShapeCosts) -> None:
+        self.routes, self.costs = routes, costs
+        self.sources = {reader.name: name for name, route in routes.items() for reader in route.readers}
+
+    def least(self, network: nn.Module) -> float:
+        """The smallest share of the dense network's cost that any choice has."""
+        layers = self._layers(network)
+        picks = self._pick_all(layers, 0.0, None)
+        for _ in range(_ROUNDS):
+            picks = self._pick_all(layers, _DEAREST, picks, rounded=True)
+        return self.total(picks) / self.costs.dense
+
+    def choose(self, network: nn.Module, share: float) -> float:
+        """Set shapes that cost at most this share of the dense network, or the least; the share they cost."""
+        layers = self._layers(network)
+        picks, allowed, price = self._pick_all(layers, 0.0, None), share * self.costs.dense * (1 + 1e-9), 0.0
+        if self.total(picks) > allowed:
+            for _ in range(_ROUNDS):
+                price = self._price(layers, picks, allowed, (1e-6, _DEAREST), _STEPS)
+                picks = self._pick_all(layers, price, picks)
+            # Rounding moves the total a little: look for the price once more, nearby.
+            span = (price / 4, 4 * price)
+            price = self._price(layers, picks, allowed, span, _ROUNDED_STEPS, rounded=True)
+        found = self._pick_all(layers, price, picks, rounded=True)
+        if self.total(found) > allowed:
+            found = self._pick_all(layers, _DEAREST, picks, rounded=True)
+        self._set(network, found)
+        return self.total(found) / self.costs.dense
+
+    def total(self, picks: Picks) -> float:
+        """What a choice costs."""
+        convs = sum(pick.cost * self._arriving(name, picks) for name, pick in picks.items())
+        return self.costs.rest + convs + sum(c * self._arriving(n, picks) for n, c in self.costs.linear.items())
+
+    def _arriving(self, name: str, picks: Picks | None) -> float:
+        """The share of a layer's input channels that stay."""
+        source = self.sources.get(name)
+        return picks[source].width if picks is not None and source in picks else 1.0
+
+    def _price(
+        self,
+        layers: Layers,
+        now: Picks,
+        allowed: float,
+        span: tuple[float, float],
+        steps: int,
+        *,
+        rounded: bool = False,
+    ) -> float:
+        """The lowest price of cost, by bisection, at which a choice is within what is allowed."""
+        low, high = span
+        for _ in range(steps):
+            middle = (low * high) ** 0.5
+            found = self._pick_all(layers, middle, now, rounded=rounded)
+            low, high = (middle, high) if self.total(found) > allowed else (low, middle)
+        return high
+
+    def _pick_all(self, layers: Layers, price: float, now: Picks | None, *, rounded: bool = False) -> Picks:
+        """The best choice of each layer at a price, with what its neighbours cost as they are `now`."""
+        picks = {}
+        for name, layer in layers.items():
+            weight = 1.0 if now is None else 1 / max(now[name].value, 1e-6)
+            cost = (layer.cost * self._arriving(name, now) + self._reading(name, now)) / self.costs.dense
+            picks[name] = layer.pick(weight * layer.value - price * cost, rounded=rounded)
+        return picks
+
+    def _reading(self, name: str, picks: Picks | None) -> float:
+        """What one channel of a conv costs in the layers that read it."""
+        route = self.routes.get(name)
+        if route is None or picks is None:
+            return 0.0
+        costs = [
+            picks[reader.name].cost if reader.name in picks else self.costs.linear.get(reader.name, 0.0)
+            for reader in route.readers
+        ]
+        return sum(costs) / len(picks[name].choice)
+
+    def _removable(self, network: nn.Module, name: str) -> bool:
+        readers = [network.get_submodule(reader.name) for reader in self.routes[name].readers]
+        gated = all(isinstance(reader, ShapedConv2d | GatedLinear) for reader in readers)
+        return gated and may_remove(network.get_submodule(name).scheme)  # type: ignore[arg-type]
+
+    def _layers(self, network: nn.Module) -> Layers:
+        """For each conv, what each shape keeps of each filter (of all filters together, one) and what it costs."""
+        found = {}
+        for name, layer in _shaped(network).items():
+            squares = layer.weight.detach().double().square() * layer.inputs[:, None, None]
+            energy = squares.sum((1, 2, 3)).clamp_min(1e-30)
+            value = layer.energies() / energy[:, None] * self._passing(network, name, energy)[:, None]
+            cost = torch.tensor(list(self.costs.filters[name]), dtype=torch.float64)
+            free = name in self.routes
+            removable = free and self._removable(network, name)
+            found[name] = _Layer(value.cpu(), cost, unit_of(layer), free, removable)
+        return found
+
+    def _passing(self, network: nn.Module, name: str, energy: Tensor) -> Tensor:
+        """How much passes through each filter: the squared scale of its norm times the weights that read it."""
+        route = self.routes.get(name)
+        if route is None:
+            return torch.full_like(energy, 1 / len(energy))
+        scales = [getattr(network.get_submodule(norm), "weight", None) for norm in route.norms]
+        passing = energy if not scales or scales[0] is None else scales[0].detach().double().square()
+        read = torch.zeros_like(energy)
+        for reader in route.readers:
+            weight = network.get_submodule(reader.name).weight.detach().double()  # type: ignore[operator, union-attr]
+            read += weight.square().unflatten(1, (len(energy), -1)).flatten(2).sum((0, 2))
+        passing = (passing * read).clamp_min(1e-30)
+        return passing / passing.sum()
+
+    @torch.no_grad()
+    def _set(self, network: nn.Module, picks: Picks) -> None:
+        """In place: optimisers and graphs know the buffers."""
+        for name, pick in picks.items():
+            layer: Any = network.get_submodule(name)
+            layer.choice.copy_(pick.choice)
+            layer.kept.copy_(pick.kept)
+            for reader in self.routes[name].readers if name in self.routes else ():
+                module: Any = network.get_submodule(reader.name)
+                if isinstance(module, ShapedConv2d | GatedLinear):
+                    module.inputs.copy_(pick.kept.repeat_interleave(reader.block))
+
+
+def unit_of(layer: ShapedConv2d) -> int:
+    """What the filters of each shape are a multiple of: halved until a layer has four units or more."""
+    unit = layer.scheme.multiple or 1
+    while unit > 1 and (layer.out_channels % unit or layer.out_channels < 4 * unit):
+        unit //= 2
+    return unit
+
+
+def check_reachable(chooser: ShapeChooser, network: nn.Module, share: float) -> None:
+    """Refuse a budget that no choice of shapes meets."""
+    least = chooser.least(network)
+    if share < least:
+        raise LowRankError(
+            f"{chooser.costs.kind}={share:g} is below {least:.3f}, what the cheapest shapes and all else cost."
+        )
+
+
+def _shaped(network: nn.Module) -> dict[str, ShapedConv2d]:
+    return {name: m for name, m in network.named_modules() if isinstance(m, ShapedConv2d)}

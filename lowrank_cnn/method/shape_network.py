@@ -1,0 +1,145 @@
+"""Make a network learn the shapes of its filters, and find what each shape costs there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import torch
+from torch import nn
+
+from lowrank_cnn.method.channel_order import Route, free_routes
+from lowrank_cnn.method.conv_form import form_of
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.rewriting import rewrite
+from lowrank_cnn.method.scheme import NONE, Scheme
+from lowrank_cnn.method.selection import Where, select
+from lowrank_cnn.method.shape_choice import ShapeCosts
+from lowrank_cnn.method.shaping import (
+    GatedLinear,
+    ShapedConv2d,
+    conv_of_form,
+    exact_scheme,
+    may_remove,
+)
+from lowrank_cnn.system.clock import measure
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import note
+
+
+def shape_network(
+    model: nn.Module, scheme: Scheme, input_size: Sequence[int], *, where: Where = None
+) -> nn.Module:
+    """A copy of a dense network, computing the same, whose spatial convs can learn the shapes of their filters.
+
+    If the scheme may remove filters, convs of 1x1 take part too, and so do linear layers that read channels.
+    """
+    convs, kept = select(model, scheme, where)
+    schemes = {name: scheme for name, conv in convs.items() if conv.groups == 1}
+    if not schemes:
+        raise LowRankError("shapes are learned by convolutions without channel groups, and this network has none.")
+    if may_remove(scheme):
+        schemes |= _narrowed(model, schemes, scheme, free_routes(model, input_size), widen=where is None)
+
+    def fill(_: str, layer: nn.Module, new: nn.Module) -> None:
+        new.copy_dense(layer.weight, layer.bias)  # type: ignore[operator]
+
+    new = rewrite(model, schemes, fill=fill, kept=kept)
+    note(new, input_size=tuple(input_size))
+    return new
+
+
+def _narrowed(
+    model: nn.Module, chosen: Mapping[str, Scheme], scheme: Scheme, routes: Mapping[str, Route], *, widen: bool
+) -> dict[str, Scheme]:
+    """The layers besides those chosen that gates are for: readers, and convs of 1x1 whose channels are free."""
+    one = (("1x1", Fraction(1)),)
+    own = replace(scheme, shapes=(*one, (NONE, Fraction(1))))
+    more = {name: own for name in routes if widen and name not in chosen and _is_pointwise(model, name)}
+    sources = {*chosen, *more}
+    readers = [reader.name for name, route in routes.items() if name in sources for reader in route.readers]
+    gates = [name for name in readers if name not in sources]
+    return more | {name: replace(scheme, shapes=_kernel_of(model, name)) for name in gates}
+
+
+def _is_pointwise(model: nn.Module, name: str) -> bool:
+    conv = model.get_submodule(name)
+    form = form_of(conv) if isinstance(conv, nn.Conv2d) else None
+    return form is not None and form.kernel == (1, 1) and form.groups == 1 and conv.weight.requires_grad
+
+
+def _kernel_of(model: nn.Module, name: str) -> tuple[tuple[str, Fraction], ...]:
+    """A reader that learns no shapes keeps its kernel."""
+    height, width = getattr(model.get_submodule(name), "kernel_size", (1, 1))
+    return ((f"{height}x{width}", Fraction(1)),)
+
+
+def mac_costs(network: nn.Module, dense: nn.Module, input_size: Sequence[int]) -> ShapeCosts:
+    """Multiply-accumulates of one image."""
+    found = count(dense, input_size)
+    macs = {row.name: row.macs for row in found.layers}
+    filters, linear = {}, {}
+    for name, layer in network.named_modules():
+        if isinstance(layer, ShapedConv2d):
+            taps = layer.form.kernel[0] * layer.form.kernel[1]
+            tap = macs.get(name, 0) / taps / layer.out_channels
+            filters[name] = tuple(tap * height * width for height, width in layer.shapes)
+        elif isinstance(layer, GatedLinear):
+            linear[name] = float(macs.get(name, 0))
+    rest = found.macs - sum(macs.get(name, 0) for name in (*filters, *linear))
+    return ShapeCosts("macs", filters, linear, float(rest), float(found.macs))
+
+
+@torch.no_grad()
+def time_costs(network: nn.Module, dense: nn.Module, input_size: Sequence[int], *, batch: int = 1) -> ShapeCosts:
+    """Milliseconds, measured on the network's device: each conv with filters of one shape after the other.
+
+    Between shares of shapes the time is interpolated, and so it is for fewer input channels. What lies between
+    the layers is the time of the whole dense network less that of its layers.
+    """
+    like = next(dense.parameters())
+    dtype = torch.bfloat16 if like.is_cuda else like.dtype
+    twin = _placed(dense, like.device, dtype)
+    image = torch.randn(batch, *input_size, device=like.device, dtype=dtype)
+    seen = _inputs(twin, [n for n, m in network.named_modules() if isinstance(m, ShapedConv2d)], image)
+    whole = measure({"": lambda: twin(image)}, repeats=7, cuda=image.is_cuda)[""].ms
+    filters, spent = {}, 0.0
+    for name, x in seen.items():
+        layer = network.get_submodule(name)
+        assert isinstance(layer, ShapedConv2d)
+        options = {shape: _only(layer, shape).to(x) for shape in layer.starts}
+        runs = {f"{h}x{w}": (lambda conv=conv, x=x: conv(x)) for (h, w), conv in options.items()}
+        times = measure(runs, repeats=7, budget=1.0, cuda=x.is_cuda)
+        filters[name] = tuple(times[f"{h}x{w}"].ms / layer.out_channels for h, w in layer.shapes)
+        height, width = layer.form.kernel
+        spent += times[f"{height}x{width}"].ms
+    return ShapeCosts("latency", filters, {}, max(0.0, whole - spent), max(whole, spent))
+
+
+def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    from copy import deepcopy
+
+    return deepcopy(model).eval().to(device, dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def _only(layer: ShapedConv2d, shape: tuple[int, int]) -> nn.Module:
+    conv = conv_of_form(layer.form, exact_scheme([(shape, layer.out_channels)]))
+    return conv.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def _inputs(network: nn.Module, names: Sequence[str], image: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What each layer reads when the network runs on an image."""
+    seen: dict[str, torch.Tensor] = {}
+    hooks = [
+        network.get_submodule(name).register_forward_pre_hook(
+            lambda _, given, name=name: seen.__setitem__(name, given[0])
+        )
+        for name in names
+    ]
+    try:
+        network(image)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen

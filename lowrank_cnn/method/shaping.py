@@ -1,0 +1,188 @@
+"""Layers whose filters choose their shapes while they train.
+
+A `ShapedConv2d` has one weight, in the kernel that encloses every shape. Each filter has a shape, and computes
+with the taps inside it alone. Gradients reach all taps, as if no mask were there (a straight-through estimate, as
+in dynamic pruning with feedback, Lin et al. 2020), so that a tap outside the shape goes on learning what it would
+contribute, and a filter can change its shape later.
+
+A filter can also be removed: the layers that read its channel then ignore it, by a gate on their inputs. Reading
+layers hold the gate, not the norm between, so that removing the channel is exact whatever activation follows.
+
+Shapes and gates are buffers: a checkpoint holds them.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowrank_cnn.kernels.reference import conv_on_sides, pad_on_sides
+from lowrank_cnn.method.conv_form import ConvForm, form_of
+from lowrank_cnn.method.geometry import offsets, recentred
+from lowrank_cnn.method.layers import build_conv
+from lowrank_cnn.method.scheme import NONE, Scheme, resolve_shape
+from lowrank_cnn.method.spec import FilterGroup, Pair
+from lowrank_cnn.system.errors import LowRankError
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
+
+
+class ShapedConv2d(nn.Module):
+    """A conv each of whose filters has one of several shapes.
+
+    - `choice`: for each filter the index of its shape in `shapes`. A filter begins with the dense kernel, which
+      has the last index where it is not among the shapes.
+    - `kept`: False for a filter that was removed.
+    - `inputs`: False for an input channel that was removed.
+    """
+
+    choice: Tensor
+    kept: Tensor
+    inputs: Tensor
+    masks: Tensor
+
+    def __init__(self, form: ConvForm, scheme: Scheme) -> None:
+        super().__init__()
+        if form.groups != 1:
+            raise LowRankError("shapes are learned by convolutions without channel groups.")
+        self.form, self.scheme = form, scheme
+        self.in_channels, self.out_channels, self.stride = form.in_channels, form.out_channels, form.stride
+        self.shapes = shapes_of(scheme, form.kernel)
+        self.starts = (*self.shapes, form.kernel) if form.kernel not in self.shapes else self.shapes
+        self.kernel_size = max(h for h, _ in self.starts), max(w for _, w in self.starts)
+        self.padding = recentred(form.padding, form.kernel, self.kernel_size, form.dilation)
+        self.weight = nn.Parameter(torch.zeros(form.out_channels, form.in_channels, *self.kernel_size))
+        self.bias = nn.Parameter(torch.zeros(form.out_channels)) if form.bias else None
+        start = self.starts.index(form.kernel)
+        self.register_buffer("choice", torch.full((form.out_channels,), start, dtype=torch.long))
+        self.register_buffer("kept", torch.ones(form.out_channels, dtype=torch.bool))
+        self.register_buffer("inputs", torch.ones(form.in_channels, dtype=torch.bool))
+        masks = torch.stack([self._mask(shape) for shape in self.starts])
+        self.register_buffer("masks", masks, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.form.padding_mode != "zeros":
+            x = pad_on_sides(x, self.padding, self.form.padding_mode)
+            return F.conv2d(x, self.shaped_weight(), self.bias, self.stride, 0, self.form.dilation)
+        return conv_on_sides(x, self.shaped_weight(), self.bias, self.padding, self.stride, self.form.dilation)
+
+    def shaped_weight(self) -> Tensor:
+        """The weight with zeros outside the shapes; its gradient goes to every tap."""
+        mask = self.masks[self.choice][:, None] * self.inputs[:, None, None].to(self.masks.dtype)
+        return _straight_through(self.weight, mask)
+
+    def energies(self) -> Tensor:
+        """The squared weight of each filter that lies in each shape, over the inputs that are kept."""
+        squares = self.weight.detach().double().square() * self.inputs[:, None, None]
+        return torch.einsum("oihw,shw->os", squares, self.masks[: len(self.shapes)].double())
+
+    def taps_of(self, filters: Tensor, shape: Pair) -> Tensor:
+        """The weights of some filters, cut to a shape."""
+        top, left = offsets(FilterGroup(*shape, 1), self.kernel_size)
+        return self.weight.detach()[filters, :, top : top + shape[0], left : left + shape[1]]
+
+    @torch.no_grad()
+    def copy_dense(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Start as a dense conv; taps that only other shapes have start at zero, and have to earn their place."""
+        top, left = offsets(FilterGroup(*self.form.kernel, 1), self.kernel_size)
+        height, width = self.form.kernel
+        self.weight.zero_()[:, :, top : top + height, left : left + width] = weight
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
+
+    def extra_repr(self) -> str:
+        shapes = ", ".join(f"{h}x{w}" for h, w in self.shapes)
+        return f"{self.in_channels}, {self.out_channels}, shapes=({shapes}), stride={self.stride}"
+
+    def _mask(self, shape: Pair) -> Tensor:
+        mask = torch.zeros(self.kernel_size)
+        top, left = offsets(FilterGroup(*shape, 1), self.kernel_size)
+        mask[top : top + shape[0], left : left + shape[1]] = 1
+        return mask
+
+
+class GatedLinear(nn.Module):
+    """A linear layer that ignores the features of removed channels."""
+
+    inputs: Tensor
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.zeros(out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.register_buffer("inputs", torch.ones(in_features, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, _straight_through(self.weight, self.inputs.to(self.weight.dtype)), self.bias)
+
+    @torch.no_grad()
+    def copy_dense(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Start as a plain linear layer."""
+        self.weight.copy_(weight)
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
+
+
+def shapes_of(scheme: Scheme, kernel: Pair) -> tuple[Pair, ...]:
+    """The shapes that a `learned` scheme offers the filters of a kernel, each once, in its order."""
+    return tuple(dict.fromkeys(resolve_shape(shape, kernel) for shape, _ in scheme.shapes if shape != NONE))
+
+
+def may_remove(scheme: Scheme) -> bool:
+    """Whether a `learned` scheme may remove filters."""
+    return any(shape == NONE for shape, _ in scheme.shapes)
+
+
+def shaped_layer(layer: nn.Module, scheme: Scheme) -> nn.Module:
+    """What a `learned` scheme makes of a conv, or of a linear layer that reads channels; weights not yet given."""
+    if isinstance(layer, nn.Linear):
+        return GatedLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    form = form_of(layer) if isinstance(layer, nn.Conv2d) else None
+    if form is None:
+        raise LowRankError(f"a {type(layer).__name__} cannot learn the shapes of its filters.")
+    return ShapedConv2d(form, scheme)
+
+
+def exact_scheme(groups: list[tuple[Pair, int]], inputs: int | None = None) -> Scheme:
+    """The scheme of filters that are counted by shape."""
+    shapes = tuple((f"{h}x{w}", Fraction(count)) for (h, w), count in groups)
+    return Scheme("exact", shapes, inputs=inputs)
+
+
+def exact_layer(layer: nn.Module, scheme: Scheme) -> nn.Module:
+    """What an `exact` scheme makes of a conv, a linear layer or a batch norm; weights not yet given."""
+    inputs = scheme.inputs
+    if isinstance(layer, nn.Linear):
+        return nn.Linear(inputs or layer.in_features, layer.out_features, bias=layer.bias is not None)
+    if isinstance(layer, _NORMS):
+        options = {"eps": layer.eps, "momentum": layer.momentum, "affine": layer.affine}
+        kept = {**options, "track_running_stats": layer.track_running_stats}
+        return type(layer)(inputs or layer.num_features, **kept)
+    form = form_of(layer) if isinstance(layer, nn.Conv2d) else None
+    if form is None or form.groups != 1:
+        raise LowRankError(f"the scheme {scheme} is for a plain conv, linear layer or batch norm.")
+    return conv_of_form(form, scheme)
+
+
+def conv_of_form(form: ConvForm, scheme: Scheme) -> nn.Module:
+    """The conv, or composite, of an `exact` scheme in the place of a dense conv."""
+    return build_conv(
+        scheme.inputs or form.in_channels,
+        scheme.out_filters(form.out_channels),
+        form.kernel,
+        scheme,
+        stride=form.stride,
+        padding=form.padding,
+        dilation=form.dilation,
+        padding_mode=form.padding_mode,
+        bias=form.bias,
+    )
+
+
+def _straight_through(weight: Tensor, mask: Tensor) -> Tensor:
+    """The masked weight, exactly; the gradient is that of the weight without a mask."""
+    return weight + (weight * mask - weight).detach()

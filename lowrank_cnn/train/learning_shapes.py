@@ -1,0 +1,183 @@
+"""`learn_shapes`: train a network whose filters choose their own shapes, within a budget of MACs or time.
+
+The network starts dense. After each epoch of the first part of training, every filter takes the shape that serves
+it best at the current budget, which falls from the whole network to the target. Taps outside a shape go on
+learning, so that a filter can take another shape at the next choice. Then shapes stay as they are, and the rest of
+the run trains the filters that are left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lowrank_cnn.method.budget import Budget
+from lowrank_cnn.method.channel_order import free_routes
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.scheme import Scheme, parse_scheme
+from lowrank_cnn.method.selection import Where
+from lowrank_cnn.method.settling import LearnedShapes, settle
+from lowrank_cnn.method.shape_choice import ShapeChooser, ShapeCosts, check_reachable
+from lowrank_cnn.method.shape_network import mac_costs, shape_network, time_costs
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.files import write_json
+from lowrank_cnn.train.fabric import resolve_device
+from lowrank_cnn.train.fitting import fit
+from lowrank_cnn.train.inputs import augmentation, input_size
+from lowrank_cnn.train.opening import open_for
+from lowrank_cnn.train.recipe import Recipe, changed
+from lowrank_cnn.train.recipes import get_recipe
+from lowrank_cnn.train.record import Epoch, Record
+from lowrank_cnn.train.trained import load_checkpoint
+
+SHAPES = ("kx1", "1xk", "1x1", "kxk")
+FALLING, CHOOSING = 0.4, 0.6
+"""Shares of the epochs: until the budget has fallen to the target, and until shapes stay as they are."""
+COSTS, FOUND = "shape_costs.json", "shapes.json"
+"""In the directory of a run: the measured costs, which a run that is resumed reads again, and the result."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What came of learning shapes.
+
+    - `network`: the trained network, of plain convs and composites.
+    - `shapes`: the filters of each layer; `shapes.apply(dense)` gives a fresh network to train from scratch.
+    - `macs`: the share of the dense network's multiply-accumulates that is left.
+    - `record`: the record of the run.
+    """
+
+    network: nn.Module
+    shapes: LearnedShapes
+    macs: float
+    record: Record
+
+
+@dataclass(frozen=True)
+class ShapeSchedule:
+    """The callback of `fit` that chooses shapes after an epoch, within a budget that falls to its target."""
+
+    chooser: ShapeChooser
+    target: float
+    epochs: int
+    met: list[int] = field(default_factory=list)
+    """The epochs of this process."""
+
+    @property
+    def last(self) -> int:
+        """The epoch after which shapes are chosen for the last time."""
+        return max(1, round(CHOOSING * self.epochs))
+
+    def share_after(self, epoch: int) -> float:
+        """The share of the dense cost that is allowed after an epoch: it falls quickly first, then slowly."""
+        falling = max(1, min(self.last, round(FALLING * self.epochs)))
+        left = max(0.0, 1 - epoch / falling)
+        return self.target + (1 - self.target) * left**3
+
+    def __call__(self, row: Epoch, network: nn.Module) -> None:
+        self.met.append(row.epoch)
+        if row.epoch <= self.last:
+            self.chooser.choose(network, self.share_after(row.epoch))
+
+
+def learn_shapes(
+    model: nn.Module,
+    data: Any,
+    recipe: Recipe | str = "modern",
+    *,
+    macs: float | None = None,
+    latency: float | None = None,
+    shapes: Sequence[str] | Scheme = SHAPES,
+    multiple: int = 8,
+    where: Where = None,
+    epochs: int | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    device: str = "auto",
+    callbacks: Sequence[Any] = (),
+    **options: Any,
+) -> Learned:
+    """Train a copy of a dense network whose filters learn their shapes, within a share of its MACs or time.
+
+    >>> learned = learn_shapes(net, "photos", macs=0.4, out="runs/photos")  # doctest: +SKIP
+    >>> print(learned.shapes)  # doctest: +SKIP
+
+    - `macs` or `latency`: the share that is left at the end. `latency` takes milliseconds of each layer and shape
+      from a table that is measured here first, on one image.
+    - `shapes`: what a filter may become, in terms of the layer's k x k: "kx1", "1xk", "1x1", "kxk", "5x1"...;
+      with "none" among them, filters may be removed as well, so that the width is learned too.
+    - `multiple`: filters of one shape come in multiples of this.
+    - `where`: the convs that learn, as for `convert`.
+
+    All else goes to `fit`: `out` and `resume` for a run that survives interruptions, `callbacks`, `seed`, `epochs`.
+    Layers whose channels are added to others keep the order of their filters: a shape there has one run of them.
+    The network returned has no masks; it was compared with the one that was trained, in float64.
+    """
+    budget = Budget.of(macs=macs, latency=latency)
+    if budget is None or budget.share == 1:
+        raise LowRankError(
+            "learn_shapes needs a budget below 1: macs=0.4 or latency=0.5, as a share of the dense."
+        )
+    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    recipe = recipe if epochs is None else changed(recipe, {"epochs": epochs})
+    if recipe.epochs < 2:
+        raise LowRankError("learning shapes takes two epochs at least: one to choose them, one to train them.")
+    scheme = learned_scheme(shapes, multiple)
+    data = open_for(model, data, recipe)
+    size = input_size(data.test, augmentation(recipe))
+    shaped = shape_network(model, scheme, size, where=where)
+    costs = _costs(shaped, model, size, budget.kind, None if out is None else Path(out), device)
+    chooser = ShapeChooser(free_routes(shaped, size), costs)
+    check_reachable(chooser, shaped, budget.share)
+    schedule = ShapeSchedule(chooser, budget.share, recipe.epochs)
+    run = {**options, "out": out, "resume": resume, "device": device}
+    record = fit(shaped.train(), data, recipe, callbacks=(schedule, *callbacks), **run)
+    if not schedule.met and out is not None:  # the run was finished before
+        shaped = load_checkpoint(out, network=shaped).network
+    return _finished(model, shaped, size, record, out)
+
+
+def learned_scheme(shapes: Sequence[str] | Scheme, multiple: int = 8) -> Scheme:
+    """The scheme of these shapes; one that is a scheme already stays."""
+    if isinstance(shapes, Scheme):
+        return shapes
+    if isinstance(shapes, str) or not all(isinstance(shape, str) for shape in shapes):
+        raise LowRankError(f'shapes are a list like ("kx1", "1xk", "kxk", "none"), not {shapes!r}.')
+    found = Scheme("learned", tuple((shape, Fraction(1)) for shape in dict.fromkeys(shapes)), multiple=multiple)
+    return parse_scheme(str(found))
+
+
+def _costs(
+    shaped: nn.Module, model: nn.Module, size: tuple[int, ...], kind: str, out: Path | None, device: str
+) -> ShapeCosts:
+    """What shapes cost; times are measured once for a run, which is then the same when it is resumed."""
+    if kind == "macs":
+        return mac_costs(shaped, model, size)
+    known = out / COSTS if out is not None else None
+    if known is not None and known.is_file():
+        return ShapeCosts(**json.loads(known.read_text()))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise LowRankError("times are measured by one process: start with one, and go on with several by resume.")
+    place = resolve_device(device)
+    costs = time_costs(shaped.to(place), model.to(place), size)
+    if known is not None:
+        known.parent.mkdir(parents=True, exist_ok=True)
+        write_json(known, costs.to_dict())
+    return costs
+
+
+def _finished(
+    model: nn.Module, shaped: nn.Module, size: tuple[int, ...], record: Record, out: str | Path | None
+) -> Learned:
+    network = settle(shaped, size)
+    shapes = LearnedShapes.of(network)
+    if out is not None and os.environ.get("RANK", "0") == "0":
+        shapes.save(Path(out) / FOUND)
+    return Learned(network, shapes, count(network, size).macs / count(model, size).macs, record)

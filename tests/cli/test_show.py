@@ -1,0 +1,40 @@
+"""What the command prints: nothing in a name controls the terminal."""
+
+from __future__ import annotations
+
+import json
+
+from lowrank_cnn.cli.show import console, first_process, print_json, print_table, status_line
+
+
+def test_names_do_not_control_the_terminal(capsys):
+    console.print("\x1b[2Jcat", markup=False)
+    print_table("\x1b]0;title\x07", ["class"], [["\x9b2J"]])
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "\x9b" not in shown
+    assert "\\x1b[2Jcat" in shown
+
+
+def test_tables_align_numbers_to_the_right_and_show_markup_as_it_is(capsys):
+    print_table("Title", ("name", "n", "<note"), [("[b]a", 5, "x"), ("b", 12345, None)])
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert " [b]a     5 x" in lines
+    assert " b    12345" in lines
+
+
+def test_json_is_plain(capsys):
+    print_json({"a": [1, 2]})
+    assert json.loads(capsys.readouterr().out) == {"a": [1, 2]}
+
+
+def test_only_the_first_process_prints(monkeypatch):
+    assert first_process()
+    monkeypatch.setenv("RANK", "1")
+    assert not first_process()
+
+
+def test_the_status_line_escapes_names_too(capsys):
+    with status_line() as shown:
+        shown("\x1b[2Jnet")("layer 1")
+    assert "\x1b[2J" not in capsys.readouterr().err

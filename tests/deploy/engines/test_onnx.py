@@ -1,0 +1,71 @@
+"""An .onnx file names its layers and its free axes, and keeps nothing of the machine that wrote it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.deploy.engines.onnx import OnnxRunner, node_macs
+from lowrank_cnn.deploy.exporting import export
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.layers import build_conv
+from lowrank_cnn.system.errors import LowRankError
+
+HERE = str(Path(__file__).resolve().parents[3]).encode()
+
+
+class Branches(nn.Module):
+    """One activation for all layers, a composite, and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.SiLU()
+        self.stem, self.strips = nn.Conv2d(3, 4, 3, padding=1), build_conv(4, 4, 3, "lr")
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.act(self.stem(x))
+        return self.head((self.act(self.strips(x)) + self.act(self.stem(x[:, :3]))).mean((2, 3)))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("onnx") / "net.onnx"
+    assert export(Branches(), path, input_size=(3, 12, 12), dynamic=("batch", "width")).error < 1e-4
+    return path
+
+
+def test_nodes_have_the_names_of_layers_and_no_paths(file: Path):
+    onnx = pytest.importorskip("onnx")
+    content = file.read_bytes()
+    assert HERE not in content
+    assert b"site-packages" not in content
+    nodes = onnx.load(file).graph.node
+    assert len({node.name for node in nodes}) == len(nodes)
+    convs = [node.name for node in nodes if node.op_type == "Conv"]
+    assert len(convs) == 4
+    assert all(name.startswith(("stem/", "strips")) for name in convs)
+
+
+def test_axes_are_called_batch_and_width(file: Path):
+    runner = OnnxRunner(file)
+    (image,) = runner.inputs
+    assert (image.name, image.shape) == ("image", ("batch", 3, 12, "width"))
+    assert runner.outputs[0].shape == ("batch", 2)
+
+
+def test_macs_are_read_off_the_nodes(tmp_path: Path):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5)).eval()
+    export(net, tmp_path / "net.onnx", input_size=(3, 8, 8))
+    assert sum(node_macs(tmp_path / "net.onnx").values()) == count(net, (3, 8, 8)).macs
+
+
+def test_a_damaged_file_and_an_unknown_opset_are_refused(tmp_path: Path):
+    (tmp_path / "net.onnx").write_bytes(b"not a network")
+    with pytest.raises(LowRankError, match="onnxruntime cannot read"):
+        OnnxRunner(tmp_path / "net.onnx")
+    with pytest.raises(LowRankError, match="opset"):
+        export(nn.Conv2d(3, 4, 3), tmp_path / "other.onnx", input_size=(3, 8, 8), opset=99)

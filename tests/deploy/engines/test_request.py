@@ -1,0 +1,162 @@
+"""Networks of any signature: inputs and outputs get names, and every one of them is compared in every format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.deploy.engines import open_engine
+from lowrank_cnn.deploy.engines.request import Call, free_axes, named_tensors, plain_outputs
+from lowrank_cnn.deploy.exporting import export, load
+from lowrank_cnn.system.errors import LowRankError
+
+FORMATS = [".onnx", ".pt2", ".ts"]
+
+
+@dataclass
+class Output:
+    """What a network of Hugging Face gives: a dataclass whose fields may be None."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+class Classifier(nn.Module):
+    """Called as a network of Hugging Face is: by keywords, with options that are not tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 5)
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        labels: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        all_maps: bool = False,
+    ) -> Output:
+        maps = torch.relu(self.conv(pixel_values))
+        maps = maps if mask is None else maps * mask
+        return Output(
+            logits=self.head(maps.mean((2, 3))), hidden_states=(pixel_values * 2, maps) if all_maps else None
+        )
+
+
+class Point(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def test_the_tensors_of_a_result_have_names():
+    one, two = torch.ones(1), torch.ones(2)
+    assert list(named_tensors(one)) == ["output"]
+    assert list(named_tensors([one, (two, None)])) == ["output_0", "output_1_0"]
+    assert list(named_tensors({"maps": [one, two], 3: one})) == ["maps_0", "maps_1", "3"]
+    assert list(named_tensors(Output(logits=one, hidden_states=(one, two)))) == [
+        "logits", "hidden_states_0", "hidden_states_1"
+    ]  # fmt: skip
+    assert list(named_tensors(Point(one, two))) == ["x", "y"]
+    assert isinstance(plain_outputs([one]), tuple)
+    assert isinstance(plain_outputs(Point(one, two)), dict)
+    for bad in ({"name": "net"}, None, {}, object()):
+        with pytest.raises(LowRankError):
+            named_tensors(bad)
+
+
+def test_inputs_are_named_by_the_parameters_of_the_forward():
+    net, x, mask = Classifier(), torch.ones(2, 3, 8, 8), torch.ones(2, 1, 8, 8)
+    assert Call.of(net, x).names == ("image",)
+    assert Call.of(net, (x, None, mask)).names == ("pixel_values", "mask")
+    swapped = Call.of(net, {"mask": mask, "pixel_values": x, "all_maps": True})
+    assert swapped.names == ("pixel_values", "mask")
+    assert swapped.tensors["mask"] is mask
+    assert len(swapped.run(net).hidden_states) == 2
+    with pytest.raises(LowRankError, match="not called with these inputs"):
+        Call.of(net, {"pixels": x})
+    with pytest.raises(LowRankError, match="2 inputs"):
+        Call.of(net, (x, None, mask), ["a"])
+
+
+def test_axes_are_free_by_their_words_or_by_number():
+    call = Call.of(
+        Classifier(), {"pixel_values": torch.ones(2, 3, 8, 8), "labels": torch.ones(3, dtype=torch.long)}
+    )
+    assert free_axes(call, ("batch", "width")) == {"pixel_values": {0: "batch", 3: "width"}, "labels": {}}
+    assert free_axes(call, {"labels": {0: "n"}}) == {"pixel_values": {}, "labels": {0: "n"}}
+    grown = call.sized(free_axes(call, ("batch", "width")), {"batch": 5, "width": 2})
+    assert [tuple(tensor.shape) for tensor in grown.tensors.values()] == [(5, 3, 8, 16), (3,)]
+    with pytest.raises(LowRankError, match="axis that labels lacks"):
+        free_axes(call, {"labels": {1: "n"}})
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_every_format_takes_several_inputs_and_gives_several_outputs(suffix: str, tmp_path: Path):
+    net = Classifier().eval()
+    example = {"pixel_values": torch.randn(1, 3, 8, 8), "mask": torch.rand(1, 1, 8, 8), "all_maps": True}
+    path = tmp_path / f"net{suffix}"
+    assert export(net, path, example_input=example, dynamic=("batch", "height", "width")).error < 1e-4
+    runner = open_engine(path, trusted=True)
+    assert [port.name for port in runner.inputs] == ["pixel_values", "mask"]
+    assert runner.inputs[1].shape == ("batch", 1, "height", "width")
+    x, mask = torch.randn(3, 3, 6, 10), torch.rand(3, 1, 6, 10)
+    found = runner({"mask": mask.numpy(), "pixel_values": x.numpy()})
+    expected = named_tensors(net(x, mask=mask, all_maps=True))
+    assert list(found) == list(expected) == ["logits", "hidden_states_0", "hidden_states_1"]
+    for name, right in expected.items():
+        torch.testing.assert_close(torch.from_numpy(found[name]), right, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loaded_file_is_called_by_position_or_by_name_and_gives_a_dictionary(tmp_path: Path):
+    net, x, mask = Classifier().eval(), torch.randn(2, 3, 8, 8), torch.rand(2, 1, 8, 8)
+    names: Any = {"input_names": ["photo", "weight"], "output_names": ["scores", "a", "b"], "opset": 20}
+    export(net, tmp_path / "net.onnx", example_input=(x, None, mask, {"all_maps": True}), dynamic=(), **names)
+    loaded = load(tmp_path / "net.onnx")
+    found = loaded(x, weight=mask)
+    assert list(found) == ["scores", "a", "b"]
+    torch.testing.assert_close(found["scores"], net(x, mask=mask).logits, rtol=1e-4, atol=1e-5)
+    assert loaded.runner.inputs[0].shape == (2, 3, 8, 8)
+    with pytest.raises(LowRankError, match="takes photo, weight"):
+        loaded(x)
+
+
+class SquareOnly(nn.Module):
+    """Runs at any size, but a trace of it is for one width."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(x.shape[3])
+
+
+class OneBatch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(2, 60) * 2
+
+
+def test_what_is_not_free_is_refused_with_the_reason(tmp_path: Path):
+    with pytest.raises(LowRankError, match="no free batch"):
+        export(OneBatch(), tmp_path / "net.ts", example_input=torch.randn(2, 3, 4, 5))
+    with pytest.raises(LowRankError, match="output of the exported network differs"):
+        export(SquareOnly(), tmp_path / "net.ts", input_size=(3, 4, 4), dynamic=("width",))
+    with pytest.raises(LowRankError, match=r"torch.export cannot trace OneBatch with free batch"):
+        export(OneBatch(), tmp_path / "net.pt2", example_input=torch.randn(2, 3, 4, 5))
+    assert not list(tmp_path.iterdir())
+    assert export(OneBatch(), tmp_path / "net.pt2", example_input=torch.randn(2, 3, 4, 5), dynamic=()).error == 0
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_bfloat16_is_kept_and_compared(suffix: str, tmp_path: Path):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).bfloat16().eval()
+    assert export(net, tmp_path / f"net{suffix}", input_size=(3, 8, 8)).error <= 0.05
+    if suffix == ".onnx":
+        onnx = pytest.importorskip("onnx")
+        graph = onnx.load(tmp_path / "net.onnx").graph
+        assert {tensor.data_type for tensor in graph.initializer} == {onnx.TensorProto.BFLOAT16}
+    else:
+        x = torch.randn(2, 3, 8, 8).bfloat16()
+        torch.testing.assert_close(load(tmp_path / f"net{suffix}", trusted=True)(x), net(x))

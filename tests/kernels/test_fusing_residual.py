@@ -1,0 +1,154 @@
+"""Hand-written residual networks whose convs, norms, sums, activations and pools are fused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowrank_cnn.kernels import forced
+from lowrank_cnn.kernels.fused_neighbours import FusedNorm, NormedConv
+from lowrank_cnn.kernels.fusing import fuse
+from lowrank_cnn.method.converting import convert
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Block(nn.Module):
+    """As torchvision's BasicBlock: one ReLU module called twice, a sum in place."""
+
+    def __init__(self, before: int, after: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(after)
+        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(after)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if stride > 1 or before != after:
+            self.downsample = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x if self.downsample is None else self.downsample(x)
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += identity
+        return self.relu(out)
+
+
+class Residual(nn.Module):
+    def __init__(self, activation: nn.Module | None = None) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 16, 7, 2, 3, bias=False), nn.BatchNorm2d(16)
+        self.relu, self.maxpool = activation or nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+        self.layers = nn.Sequential(Block(16, 16), Block(16, 16), Block(16, 32, 2))
+        self.fc = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layers(x)
+        return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
+
+
+def network(**options) -> nn.Module:
+    torch.manual_seed(0)
+    net = Residual(**options)
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.uniform_(module.bias, -0.5, 0.5)
+    return net.train()
+
+
+def images(count: int = 3) -> Tensor:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(count, 3, 31, 33, generator=draw).to(DEVICE).contiguous(memory_format=torch.channels_last)
+
+
+def results(run: nn.Module, of: nn.Module, x: Tensor) -> list[Tensor]:
+    y = run(x)
+    return [y, *torch.autograd.grad(y.square().sum(), list(of.parameters()))]
+
+
+def test_every_norm_of_a_residual_network_is_fused():
+    net = network()
+    twin = fuse(net)
+    assert twin is not None
+    norms = {name: part for name, part in twin.named_modules() if isinstance(part, FusedNorm)}
+    assert len(norms) == sum(isinstance(part, nn.BatchNorm2d) for part in net.modules())
+    assert [part.activation for part in norms.values()].count(None) == 1  # the norm of the shortcut
+    assert [part.pool is not None for part in norms.values()].count(True) == 1
+    assert sum(part.twice for part in norms.values()) == 2  # read by a block's conv and by its sum
+    assert not any(isinstance(part, nn.BatchNorm2d | nn.ReLU | nn.MaxPool2d) for part in twin.modules())
+    assert {id(p) for p in twin.parameters()} == {id(p) for p in net.parameters()}
+    assert {id(b) for b in twin.buffers()} == {id(b) for b in net.buffers()}
+
+
+@pytest.mark.parametrize("scheme", [None, "lr", "lr-join"])
+def test_the_copy_computes_the_same(scheme):
+    net = network() if scheme is None else convert(network(), scheme)
+    net = net.double().train()
+    twin, x = fuse(net), images().cpu().double()
+    assert any(isinstance(part, NormedConv) for part in twin.modules())
+    before = copy.deepcopy(net.state_dict())
+    right = results(net, net, x)
+    moved = copy.deepcopy(net.state_dict())
+    net.load_state_dict(before)
+    assert all(torch.allclose(a, b) for a, b in zip(results(twin, net, x), right, strict=True))
+    assert all(torch.allclose(net.state_dict()[name], value) for name, value in moved.items())
+
+
+@pytest.mark.parametrize("kind", [nn.ReLU, nn.SiLU, nn.GELU, lambda: nn.LeakyReLU(0.1)])
+def test_the_kernels_compute_the_same(kind):
+    pytest.importorskip("triton")
+    net = convert(network(activation=kind()), "lr").to(DEVICE).train()
+    exact, x = copy.deepcopy(net).double(), images()
+    right = results(exact, exact, x.double())
+    twin = fuse(net)
+    with forced("on"):
+        found = results(twin, net, x)
+    for a, b in zip(found, right, strict=True):
+        assert torch.linalg.vector_norm(a - b) <= 2e-2 * torch.linalg.vector_norm(b)
+    for name, value in exact.named_buffers():
+        assert torch.allclose(dict(net.named_buffers())[name].double(), value.double(), rtol=1e-3, atol=1e-4), name
+
+
+def test_the_kernels_pass_through_the_compiler():
+    pytest.importorskip("triton")
+    net, x = network().to(DEVICE), images(2)
+    twin = fuse(net)
+    with forced("on"):
+        right = results(twin, net, x)
+        found = results(torch.compile(twin, backend="aot_eager", fullgraph=True), net, x)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(found, right, strict=True))
+
+
+class LooksAtValues(Residual):
+    """A forward that no graph can hold."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.mean() < 1e9 else -x)
+
+
+def test_what_cannot_be_captured_is_fused_part_by_part():
+    torch.manual_seed(0)
+    net, said = LooksAtValues().double().train(), []
+    twin, x = fuse(net, say=said.append), images().cpu().double()
+    assert len(said) == 1
+    assert said[0].startswith("Layers are fused one by one: ")
+    assert type(twin) is LooksAtValues
+    assert isinstance(twin.layers, torch.fx.GraphModule)
+    assert sum(isinstance(part, NormedConv) for part in twin.modules()) == 7  # all convs of the blocks
+    assert all(torch.allclose(a, b) for a, b in zip(results(twin, net, x), results(net, net, x), strict=True))
+
+
+def test_a_norm_before_its_activation_is_fused_without_a_conv():
+    """As in DenseNet and pre-activation ResNets: norm -> ReLU -> conv."""
+    net = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.Flatten()).double()
+    twin, x = fuse(net), torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    assert isinstance(twin.get_submodule("0"), FusedNorm)
+    assert isinstance(twin.get_submodule("2"), NormedConv)
+    assert all(torch.allclose(a, b) for a, b in zip(results(twin, net, x), results(net, net, x), strict=True))

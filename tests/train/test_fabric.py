@@ -1,0 +1,129 @@
+"""Devices that are not there are named, and batch norm sees all of a batch or says that it does not."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train import load_record
+from lowrank_cnn.train.fabric import batch_norm_over_all, launch, resolve_device
+
+
+def processes(n: int, device: str) -> Any:
+    return SimpleNamespace(world_size=n, device=torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("device", "sentence"),
+    [
+        ("meta", "'meta' is no device to compute on"),
+        ("mps", "there is no MPS device here"),
+        ("cuda", "there is no CUDA device here"),
+        ("cuda:x", "there is no device 'cuda:x'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_named(monkeypatch, device, sentence):
+    monkeypatch.setattr("lowrank_cnn.train.fabric._FOUND", {"cpu": lambda: 1, "cuda": lambda: 0, "mps": lambda: 0})
+    with pytest.raises(LowRankError, match=sentence):
+        resolve_device(device)
+
+
+def test_devices_are_counted_from_0(monkeypatch):
+    monkeypatch.setattr("lowrank_cnn.train.fabric._FOUND", {"cuda": lambda: 2})
+    assert resolve_device("cuda:1") == "cuda:1"
+    with pytest.raises(LowRankError, match="no device 'cuda:2': this machine has 2"):
+        resolve_device("cuda:2")
+
+
+def test_fabric_starts_without_hints_and_speaks_as_before_afterwards():
+    pytest.importorskip("lightning_fabric")
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("lightning_fabric")
+    log.addHandler(handler)
+    try:
+        assert launch("cpu", "bf16").device.type == "cpu"
+        assert heard == []
+        log.info("a hint")
+    finally:
+        log.removeHandler(handler)
+    assert heard == ["a hint"]
+
+
+def test_batch_norm_sees_all_gpus_while_training_and_is_itself_again_after(driver):
+    network = driver.tiny_net(stateful=True)
+    own, state = network[1], network.state_dict()
+    with batch_norm_over_all(processes(2, "cuda"), network, pytest.fail):
+        assert isinstance(network[1], nn.SyncBatchNorm)
+        assert network.state_dict().keys() == state.keys()
+        for name, value in network.state_dict().items():
+            assert value.data_ptr() == state[name].data_ptr(), name
+        network.eval()
+    assert network[1] is own
+    assert not own.training
+
+
+def test_on_processes_without_gpus_batch_norm_says_what_it_sees(driver):
+    said: list[str] = []
+    network = driver.tiny_net(stateful=True)
+    with batch_norm_over_all(processes(2, "cpu"), network, said.append):
+        assert isinstance(network[1], nn.BatchNorm2d)
+    assert len(said) == 1
+    assert "each of the 2 processes" in said[0]
+
+
+@pytest.mark.parametrize(("n", "stateful"), [(1, True), (2, False)])
+def test_one_process_or_no_batch_norm_needs_nothing(driver, n, stateful):
+    network = driver.tiny_net(stateful=stateful)
+    before = list(network)
+    with batch_norm_over_all(processes(n, "cuda"), network, pytest.fail):
+        assert list(network) == before
+
+
+TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+several = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without it")
+
+
+def assert_close(one: dict, other: dict) -> None:
+    weights = [name for name in one if name.startswith(("model.", "momentum."))]
+    assert weights
+    for name in weights:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@several
+@pytest.mark.slow
+def test_two_processes_give_the_weights_of_one(driver, program, tmp_path):
+    process = program("processes", tmp_path / "two", launcher=TWO)
+    _, complaints = process.communicate(timeout=120)
+    assert process.returncode == 0, complaints
+    _, alone = driver.train(tmp_path / "one", driver.PLAIN)
+    together = load_record(tmp_path / "two")
+    assert together.processes == 2
+    assert_close(driver.last_weights(tmp_path / "one"), driver.last_weights(tmp_path / "two"))
+    assert together.result["n"] == alone.result["n"] == 24
+    assert together.result["top1"] == alone.result["top1"]
+    for ours, theirs in zip(together.history, alone.history, strict=True):
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-4)
+
+
+@several
+@pytest.mark.slow
+def test_a_run_goes_on_after_one_of_its_processes_died(driver, program, tmp_path):
+    process = program("processes", tmp_path / "two", 12, launcher=TWO)
+    process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert driver.newest(tmp_path / "two") == 10
+    process = program("processes", tmp_path / "two", launcher=TWO)
+    _, complaints = process.communicate(timeout=120)
+    assert process.returncode == 0, complaints
+    driver.train(tmp_path / "one", driver.PLAIN)
+    assert_close(driver.last_weights(tmp_path / "one"), driver.last_weights(tmp_path / "two"))

@@ -1,0 +1,140 @@
+"""Filters learn their shapes: the right ones where they are known, within the budget, and the same when resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowrank_cnn as lr
+from lowrank_cnn.data import Data, ResidentSplit
+from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.settling import has_learned
+from lowrank_cnn.train import Recipe
+from lowrank_cnn.train.learning_shapes import ShapeSchedule, learn_shapes
+from lowrank_cnn.train.trained import load_checkpoint
+
+RECIPE = Recipe(name="stripes", batch_size=16, epochs=10, lr=0.1, mirror=False, weight_decay=0.05)
+QUIET = {"progress": False, "device": "cpu"}
+
+
+def stripes(*, upright: bool = False, n: int = 128) -> Data:
+    """Images whose rows (or columns) are waves that begin anywhere; the class is the length of the wave.
+
+    Rows do not depend on each other: only taps along a row tell classes apart.
+    """
+
+    def split(count: int, seed: int) -> ResidentSplit:
+        draw = torch.Generator().manual_seed(seed)
+        labels = torch.arange(count) % 3
+        places = torch.randint(0, 12, (count, 12, 1), generator=draw) + torch.arange(12)
+        images = (places % (2 + labels)[:, None, None] == 0)[:, None].to(torch.uint8) * 200
+        images = images.transpose(2, 3) if upright else images
+        return ResidentSplit.of(images.contiguous(), labels)
+
+    return Data("stripes", ("two", "three", "four"), split(n, 0), split(48, 1))
+
+
+def small_net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+class Residual(nn.Module):
+    """A network of the user's own whose maps meet in a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 8, 3, padding=1)
+        self.inner = nn.Conv2d(8, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.outer = nn.Conv2d(16, 8, 3, padding=1)
+        self.classes = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        x = torch.relu(x + self.outer(torch.relu(self.norm(self.inner(x)))))
+        return self.classes(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize(("upright", "shape"), [(False, "1x3"), (True, "3x1")])
+def test_filters_become_rows_where_images_are_stripes(upright, shape):
+    found = learn_shapes(
+        small_net(), stripes(upright=upright), RECIPE, macs=0.36, shapes=("kx1", "1xk", "kxk"), **QUIET
+    )
+    assert {s for scheme in found.shapes.convs.values() for s, _ in scheme.shapes} == {shape}
+    assert found.macs <= 0.36
+    assert found.record.result["top1"] > 0.9
+
+
+def test_the_result_is_plain_and_computes_what_was_trained():
+    found = learn_shapes(
+        Residual(), stripes(), RECIPE, macs=0.5, shapes=("kx1", "1xk", "1x1", "kxk", "none"), epochs=4, **QUIET
+    )
+    assert not has_learned(found.network)
+    assert {type(m) for m in found.network.modules()} <= {Residual, nn.Conv2d, CompositeConv2d, nn.BatchNorm2d,
+                                                          nn.Linear, nn.ParameterList}  # fmt: skip
+    assert found.record.result["macs"] == lr.count(found.network, (1, 12, 12)).macs
+    assert found.macs <= 0.5
+    assert found.network.get_submodule("first").out_channels == 8  # meets others in a sum
+    measured = lr.evaluate(found.network, stripes(), progress=False, device="cpu")
+    assert measured.top1 == pytest.approx(found.record.result["top1"])
+
+
+def test_a_resumed_run_learns_the_same_bits(tmp_path):
+    def run(out: Path, **options) -> lr.Learned:
+        return learn_shapes(small_net(), stripes(), RECIPE, macs=0.5, epochs=5, out=out, **QUIET, **options)
+
+    def stop(row, network) -> None:
+        if row.epoch == 2:
+            raise KeyboardInterrupt
+
+    whole = run(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "parts", callbacks=(stop,), checkpoint_every=0.0)
+    parts = run(tmp_path / "parts", resume=True)
+    again = run(tmp_path / "parts", resume=True)  # nothing is left to do
+    for other in (parts, again):
+        assert other.shapes == whole.shapes
+        for name, tensor in whole.network.state_dict().items():
+            assert torch.equal(tensor, other.network.state_dict()[name]), name
+    loaded = load_checkpoint(tmp_path / "whole", network=small_net()).network
+    assert not has_learned(loaded)
+    assert str(lr.load_shapes(tmp_path / "whole" / "shapes.json")) == str(whole.shapes)
+
+
+def test_time_is_a_budget_too(tmp_path):
+    found = learn_shapes(small_net(), stripes(), RECIPE, latency=0.95, epochs=2, out=tmp_path, **QUIET)
+    assert (tmp_path / "shape_costs.json").exists()
+    assert found.macs < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"macs": 0}, "above 0"),
+        ({"macs": 2}, "up to 1"),
+        ({"macs": 0.001}, "below 0"),
+        ({}, "needs a budget"),
+        ({"macs": 0.5, "latency": 0.5}, "one of"),
+        ({"macs": 0.5, "shapes": ("none",)}, "needs shapes"),
+        ({"macs": 0.5, "shapes": ("kx",)}, "filter shape"),
+        ({"macs": 0.5, "epochs": 1}, "two epochs"),
+    ],
+)
+def test_a_bad_budget_gets_one_sentence(options, words):
+    with pytest.raises(lr.LowRankError, match=words):
+        learn_shapes(small_net(), stripes(n=8), RECIPE, **QUIET, **options)
+
+
+def test_the_budget_falls_to_its_target():
+    schedule = ShapeSchedule(None, 0.4, 10)  # type: ignore[arg-type]
+    shares = [schedule.share_after(epoch) for epoch in range(11)]
+    assert shares == sorted(shares, reverse=True)
+    assert (shares[0], shares[4], schedule.last) == (1.0, 0.4, 6)
