@@ -47,11 +47,10 @@ class ExecuTorchRunner(PerImageRunner):
                 self.method = self.program.load_method("forward")
             except Exception as error:  # the runtime gives numbers of its own errors
                 raise LowRankError(f"executorch cannot read {path}: {first_line(error)}.") from error
-        self.dtype = torch.float16 if self.metadata.get("precision") == "fp16" else torch.float32
 
     def _run_image(self, inputs: list[ndarray]) -> list[ndarray]:
-        given = [torch.from_numpy(array[None]).to(self.dtype) for array in inputs]
-        return [result[0].to(torch.float32).numpy() for result in self.method.execute(given)]
+        given = [torch.from_numpy(array[None]) for array in inputs]
+        return [result[0].numpy() for result in self.method.execute(given)]
 
 
 def write_executorch(folder: Path, stem: str, request: ExportRequest) -> Path:
@@ -76,10 +75,8 @@ def write_executorch(folder: Path, stem: str, request: ExportRequest) -> Path:
 
 
 def _program(network: nn.Module, example: tuple[Tensor, ...], request: ExportRequest) -> torch.export.ExportedProgram:
-    if request.precision == "fp16":
-        return torch.export.export(network.half(), tuple(tensor.half() for tensor in example))
     program = torch.export.export(network, example)
-    return program if request.precision == "fp32" else _quantized(program, example, request)
+    return _quantized(program, example, request) if request.precision == "int8" else program
 
 
 def _quantized(
@@ -89,12 +86,20 @@ def _quantized(
     quantizer: Any = require(name, extra="engines", purpose="int8 in ExecuTorch")
     pt2e: Any = require("torchao.quantization.pt2e.quantize_pt2e", extra="engines", purpose="int8 in ExecuTorch")
     config = quantizer.get_symmetric_quantization_config(is_per_channel=True)
-    observed = pt2e.prepare_pt2e(program.module(), quantizer.XNNPACKQuantizer().set_global(config))
+    chosen = quantizer.XNNPACKQuantizer().set_global(config)
+    chosen.set_filter_function(lambda node: not _is_kept(node, request.in_float))
+    observed = pt2e.prepare_pt2e(program.module(), chosen)
     with torch.no_grad():
         for sample in request.calibration or ():
             for images in zip(*(tensor.split(1) for tensor in sample), strict=True):
                 observed(*images)
     return torch.export.export(pt2e.convert_pt2e(observed), example)
+
+
+def _is_kept(node: torch.fx.Node, layers: tuple[str, ...]) -> bool:
+    """Whether a node belongs to one of the layers that stay in float."""
+    paths = [str(path) for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    return any(f".{path}.".find(f".{layer}.") >= 0 for path in paths for layer in layers)
 
 
 @contextmanager

@@ -68,8 +68,15 @@ def _quantized(model: Any, request: ExportRequest) -> Any:
     nncf = require("nncf", extra="engines", purpose="int8 in OpenVINO")
     nncf.set_log_level(logging.ERROR)
     images = [tuple(tensor.numpy() for tensor in sample) for sample in request.calibration or ()]
-    data = nncf.Dataset(images, lambda sample: list(sample))
-    return nncf.quantize(model, data, subset_size=len(images), preset=nncf.QuantizationPreset.MIXED)
+    names = [node.get_friendly_name() for node in model.get_ops()]
+    kept = [name for name in names if any(name.startswith((f"{layer}/", f"{layer}.")) for layer in request.in_float)]
+    return nncf.quantize(
+        model,
+        nncf.Dataset(images, list),
+        subset_size=len(images),
+        preset=nncf.QuantizationPreset.MIXED,  # unsigned activations behind a ReLU
+        ignored_scope=nncf.IgnoredScope(names=kept, validate=False),
+    )
 
 
 def _notes(model: Any) -> dict[str, str]:
