@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.deploy.candidates import in_layers
 from lowrank_cnn.deploy.engines import ENGINES, check_trusted, engine_of, open_engine
+from lowrank_cnn.deploy.engines.precision import Precision, at_precision
 from lowrank_cnn.deploy.engines.request import Axes, Call, ExportRequest, free_axes
 from lowrank_cnn.deploy.metadata import PreparedNetwork, attach_metadata, metadata_of
 from lowrank_cnn.deploy.optimized import Optimized
@@ -73,6 +74,7 @@ def export(
     output_names: Sequence[str] | None = None,
     opset: int | None = None,
     preprocess: bool | Layout = False,
+    precision: Precision = "fp32",
     overwrite: bool = False,
 ) -> Exported:
     """Write `model`, as it is in evaluation, in the format that the suffix of `path` names.
@@ -89,6 +91,8 @@ def export(
     - `preprocess`: put the preparation of images into the graph, for a trained network. It then takes uint8 images
       of the size that the network sees, [N, C, H, W] (True, "nchw") or [N, H, W, C] ("nhwc"). Scaling an image to
       that size stays outside.
+    - `precision`: "fp16" stores and computes in half precision. Inputs and outputs stay float32, except where the
+      network itself is in half precision. `lr.quantize` writes int8.
 
     What `optimize` gave goes to a .safetensors with what was chosen, and `load` makes it again without measuring.
     A file of a trained network says how its images are prepared and what its classes are: `evaluate` and `predict`
@@ -109,7 +113,7 @@ def export(
         return _write_weights(path, _as_given(stored))
     names = {"inputs": input_names, "outputs": output_names}
     network, request = _request(stored, example_input, dynamic, names, preprocess)
-    return write_request(path, replace(request, opset=opset), network)
+    return write_request(path, at_precision(replace(request, opset=opset), path.suffix, precision), network)
 
 
 def write_request(path: Path, request: ExportRequest, network: nn.Module) -> Exported:

@@ -15,6 +15,10 @@ ENGINES = {
     ".onnx": ("onnx", "OnnxRunner", "write_onnx"),
     ".pt2": ("program", "ProgramRunner", "write_program"),
     ".ts": ("torchscript", "ScriptRunner", "write_script"),
+    ".xml": ("openvino", "OpenVinoRunner", "write_openvino"),
+    ".param": ("ncnn", "NcnnRunner", "write_ncnn"),
+    ".mnn": ("mnn", "MnnRunner", "write_mnn"),
+    ".pte": ("executorch", "ExecuTorchRunner", "write_executorch"),
 }
 """By suffix: the module here, its runner, and the function that writes such a file."""
 TRUSTED = (".pt2", ".ts")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowrank_cnn.deploy.candidates import groups_apart
+from lowrank_cnn.deploy.engines.onnx_int8 import quantize_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Port, Runner
 from lowrank_cnn.system.errors import LowRankError, first_line, require
@@ -80,6 +81,8 @@ def write_onnx(folder: Path, stem: str, request: ExportRequest) -> Path:
     onnx.model.metadata_props.clear()
     onnx.model.metadata_props.update(request.metadata)
     onnx.save(str(path), external_data=False)
+    if request.precision == "int8":
+        quantize_onnx(path, request)
     return path
 
 

@@ -100,6 +100,8 @@ class ExportRequest:
     metadata: dict[str, str] = field(default_factory=dict)
     precision: str = "fp32"
     calibration: Sequence[tuple[Tensor, ...]] | None = None
+    in_float: tuple[str, ...] = ()
+    """Layers that int8 leaves in float."""
 
     @cached_property
     def traced_call(self) -> Call:

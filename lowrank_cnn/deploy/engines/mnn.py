@@ -1,0 +1,98 @@
+"""MNN: write .mnn files by way of ONNX, and run them on the CPU.
+
+The converter is called as a function: the command `mnnconvert` installs a package to report what was converted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowrank_cnn.deploy.engines.onnx import write_onnx
+from lowrank_cnn.deploy.engines.request import ExportRequest
+from lowrank_cnn.deploy.engines.runner import Runner, ports_from, read_beside, write_beside
+from lowrank_cnn.system.errors import LowRankError, require
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+
+class MnnRunner(Runner):
+    """An .mnn file in MNN, in the precision that it was written for."""
+
+    engine = "mnn"
+
+    def __init__(self, path: Path, *, threads: int = 0) -> None:
+        with silent_process():
+            self.mnn: Any = require("MNN", extra="engines", purpose="running an .mnn file")
+        self.metadata = read_beside(path)
+        self.inputs, self.outputs = (ports_from(self.metadata.get(key)) for key in ("inputs", "outputs"))
+        half = self.metadata.get("precision") == "fp16"
+        config = {
+            "backend": "CPU",
+            "numThread": threads or torch.get_num_threads(),
+            "precision": "low" if half else "high",
+        }
+        try:
+            with silent_process():
+                runtime = self.mnn.nn.create_runtime_manager((config,))
+                names = [[port.name for port in ports] for ports in (self.inputs, self.outputs)]
+                self.module = self.mnn.nn.load_module_from_file(str(path), *names, runtime_manager=runtime)
+        except Exception as error:  # MNN says nothing about what is wrong with a file
+            raise LowRankError(f"mnn cannot read {path}, or {path.name}.json beside it.") from error
+        if not self.inputs:
+            raise LowRankError(f"{path.name}.json, which names the inputs of {path}, is missing or damaged.")
+
+    def _run(self, inputs: dict[str, ndarray]) -> dict[str, ndarray]:
+        expr = self.mnn.expr
+        given = []
+        for port in self.inputs:
+            array = inputs[port.name]
+            variable = expr.placeholder(list(array.shape), expr.NCHW)
+            variable.write(array)
+            given.append(variable)
+        results = self.module.forward(given)
+        layout = expr.NCHW
+        read = (expr.convert(result, layout).read() for result in results)
+        return {port.name: array.copy() for port, array in zip(self.outputs, read, strict=True)}
+
+
+def write_mnn(folder: Path, stem: str, request: ExportRequest) -> Path:
+    """Write an .mnn file; in fp16 the weights are stored in half precision."""
+    if request.precision == "int8":
+        raise LowRankError("int8 is not written for MNN: take fp16, or another engine for int8.")
+    with silent_process():
+        require("MNN", extra="engines", purpose="writing MNN's files")
+        import _tools  # type: ignore[import-not-found]
+    onnx, path = write_onnx(folder, stem, replace(request, precision="fp32")), folder / f"{stem}.mnn"
+    options = ["-f", "ONNX", "--modelFile", str(onnx), "--MNNModel", str(path), "--bizCode", "lowrank"]
+    with silent_process():
+        _tools.mnnconvert(["mnnconvert", *options, *(["--fp16"] if request.precision == "fp16" else [])])
+    onnx.unlink()
+    if not path.is_file():
+        raise LowRankError("the network cannot be written for MNN: its converter lacks one of the operations.")
+    write_beside(path, {**request.metadata, "precision": request.precision})
+    return path
+
+
+@contextmanager
+def silent_process() -> Iterator[None]:
+    """Send what compiled code prints to nowhere: MNN writes about itself to standard output."""
+    sys.stdout.flush()
+    kept = os.dup(1), os.dup(2)
+    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123, a descriptor is what is needed
+        try:
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
+            yield
+        finally:
+            for descriptor, stream in zip(kept, (1, 2), strict=True):
+                os.dup2(descriptor, stream)
+                os.close(descriptor)

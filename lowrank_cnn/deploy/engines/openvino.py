@@ -1,0 +1,92 @@
+"""OpenVINO: write .xml files (the weights in a .bin beside), and run them on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowrank_cnn.deploy.engines.onnx import write_onnx
+from lowrank_cnn.deploy.engines.request import ExportRequest
+from lowrank_cnn.deploy.engines.runner import Port, Runner
+from lowrank_cnn.system.errors import LowRankError, first_line, require
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+_NOTES = "lowrank_cnn"
+"""The key of `rt_info` under which a file keeps our metadata."""
+
+
+class OpenVinoRunner(Runner):
+    """An .xml file in OpenVINO, in the precision that it was written for: the default on Arm is half."""
+
+    engine = "openvino"
+
+    def __init__(self, path: Path, *, threads: int = 0) -> None:
+        openvino = require("openvino", extra="engines", purpose="running an .xml file")
+        try:
+            core = openvino.Core()
+            model = core.read_model(str(path))
+            self.metadata = _notes(model)
+            half = self.metadata.get("precision") == "fp16"
+            options: dict[str, Any] = {
+                "INFERENCE_PRECISION_HINT": "f16" if half else "f32",
+                "PERFORMANCE_HINT": "LATENCY",
+            }
+            if threads:
+                options["INFERENCE_NUM_THREADS"] = threads
+            self.request = core.compile_model(model, "CPU", options).create_infer_request()
+        except Exception as error:  # openvino raises RuntimeError with a trace of its own sources
+            raise LowRankError(f"openvino cannot read {path}: {first_line(error)}.") from error
+        self.inputs = tuple(map(_port, model.inputs))
+        self.outputs = tuple(map(_port, model.outputs))
+
+    def _run(self, inputs: dict[str, ndarray]) -> dict[str, ndarray]:
+        results = self.request.infer([inputs[port.name] for port in self.inputs], share_inputs=True)
+        return {port.name: results[place].copy() for place, port in enumerate(self.outputs)}
+
+
+def write_openvino(folder: Path, stem: str, request: ExportRequest) -> Path:
+    """Write an .xml and a .bin file by way of ONNX; int8 by NNCF's post-training quantisation."""
+    openvino = require("openvino", extra="engines", purpose="writing OpenVINO's files")
+    onnx = write_onnx(folder, stem, replace(request, precision="fp32"))
+    model = openvino.Core().read_model(str(onnx))
+    onnx.unlink()
+    if request.precision == "int8":
+        model = _quantized(model, request)
+    for key, value in {**request.metadata, "precision": request.precision}.items():
+        model.set_rt_info(value, [_NOTES, key])
+    path = folder / f"{stem}.xml"
+    openvino.save_model(model, str(path), compress_to_fp16=request.precision == "fp16")
+    return path
+
+
+def _quantized(model: Any, request: ExportRequest) -> Any:
+    import logging
+
+    nncf = require("nncf", extra="engines", purpose="int8 in OpenVINO")
+    nncf.set_log_level(logging.ERROR)
+    images = [tuple(tensor.numpy() for tensor in sample) for sample in request.calibration or ()]
+    names = [node.get_friendly_name() for node in model.get_ops()]
+    kept = [name for name in names if any(name.startswith((f"{layer}/", f"{layer}.")) for layer in request.in_float)]
+    return nncf.quantize(
+        model,
+        nncf.Dataset(images, list),
+        subset_size=len(images),
+        preset=nncf.QuantizationPreset.MIXED,  # unsigned activations behind a ReLU
+        ignored_scope=nncf.IgnoredScope(names=kept, validate=False),
+    )
+
+
+def _notes(model: Any) -> dict[str, str]:
+    if not model.has_rt_info([_NOTES]):
+        return {}
+    found = model.get_rt_info([_NOTES])
+    values = found.value if hasattr(found, "value") else found
+    return {key: str(getattr(value, "value", value)) for key, value in values.items()}
+
+
+def _port(node: Any) -> Port:
+    shape = tuple(None if size.is_dynamic else size.get_length() for size in node.get_partial_shape())
+    return Port(node.get_any_name(), shape, node.get_element_type().to_dtype().name)

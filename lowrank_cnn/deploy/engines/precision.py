@@ -1,0 +1,48 @@
+"""Half precision for engines that compute in the precision of the graph they are given."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lowrank_cnn.deploy.engines.request import ExportRequest
+from lowrank_cnn.models.files import dtype_of
+from lowrank_cnn.system.errors import LowRankError
+
+Precision = Literal["fp32", "fp16"]
+_BY_THE_ENGINE = (".xml", ".param", ".mnn")
+"""Engines that lower a float32 graph to half precision themselves."""
+
+
+class InHalf(nn.Module):
+    """A network that computes in half precision, between inputs and outputs in float32."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = copy.deepcopy(network).half()
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return _cast(self.network(*_cast(tensors, torch.float32, torch.float16)), torch.float16, torch.float32)
+
+
+def at_precision(request: ExportRequest, suffix: str, precision: str) -> ExportRequest:
+    """The same request for a file in another precision."""
+    if precision not in get_args(Precision):
+        raise LowRankError(f"the precision is fp32 or fp16, not {precision!r}; lr.quantize (--int8) writes int8.")
+    if precision == "fp32":
+        return request
+    if dtype_of(request.network) != torch.float32:
+        raise LowRankError(f"fp16 is for networks in float32, and this one is in {dtype_of(request.network)}.")
+    if request.call.arguments[1]:
+        raise LowRankError("fp16 is for networks whose inputs go by position: call model.half() and export that.")
+    network = request.network if suffix in _BY_THE_ENGINE else InHalf(request.network).eval()
+    return replace(request, network=network, precision="fp16")
+
+
+def _cast(values: Any, before: torch.dtype, after: torch.dtype) -> Any:
+    return tree_map(lambda x: x.to(after) if isinstance(x, Tensor) and x.dtype == before else x, values)
