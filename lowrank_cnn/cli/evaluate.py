@@ -184,13 +184,14 @@ def _find(model: str, best: bool, images: Data, into: str | None, trusted: bool)
 
     from lowrank_cnn.cli.source import build_for, find_into, is_ours
     from lowrank_cnn.models import list_models
+    from lowrank_cnn.models.hub import is_hub_name
     from lowrank_cnn.train.trained import load_checkpoint
 
     if is_ours(model):
         errors.print(_guessing(model), markup=False, soft_wrap=True)
         torch.manual_seed(0)
         return build_for(images, model).network
-    if not Path(model).exists() and not Path(model).with_suffix(".json").exists():
+    if not (is_hub_name(model) or Path(model).exists() or Path(model).with_suffix(".json").exists()):
         if Path(model).suffix or Path(model).name != model:
             raise LowRankError(f"{model} does not exist.")
         raise LowRankError(

@@ -42,6 +42,7 @@ from lowrank_cnn.deploy.planning import objection_on
 from lowrank_cnn.deploy.runtime import EngineModel
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.models.files import Stored, dtype_of, read_weights, write_weights
+from lowrank_cnn.models.hub import resolve
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path, replacing
 from lowrank_cnn.system.provenance import note, notes
@@ -140,13 +141,14 @@ def write_request(path: Path, request: ExportRequest, network: nn.Module) -> Exp
 def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = False) -> nn.Module:
     """The network in a file that `export` wrote, or of a training run, in evaluation mode. Stored code is not run.
 
-    `notes(network).input_size` is that of the images it was exported for or trained on, where the file says so.
+    `path` may also be a folder of `save_pretrained`, or `hf-hub:user/name`. `notes(network).input_size` is the
+    size of the images that the network was exported for or trained on, if the file has it.
 
     - `into`: for the weights of a network that is not one of ours, that network, as it was before any conversion;
       it is left as it is.
     - `trusted`: needed for .pt2 and .ts, which torch reads by running parts of them.
     """
-    path = as_path(path)
+    path = resolve(path)
     if path.is_dir() or (path.suffix in ("", ".json", ".safetensors") and path.with_suffix(".json").is_file()):
         trained = load_checkpoint(path, network=copy.deepcopy(into))
         note(trained.network, input_size=trained.input_size)
