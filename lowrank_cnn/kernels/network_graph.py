@@ -6,9 +6,9 @@ needs them too, since a fused block is a module under the name of its layer. `to
 operators of one input size, so a way back to modules would have to be guessed.
 
 A plain trace holds for inputs of every size, because no value and no size decides anything in it. A forward that
-looks at sizes cannot be traced so; with an example it is traced again with the example's sizes, and
-`NetworkGraph.sizes` says that the graph holds for inputs of that size alone. A forward that looks at values is not
-captured: `capture` raises `CaptureError`, and its message says why.
+looks at sizes or at options (`output_hidden_states=None`) cannot be traced so. With an example it is traced again
+with the example's sizes and the options' defaults, and `NetworkGraph.sizes` says that the graph holds for such
+calls alone. A forward that looks at values is not captured: `capture` raises `CaptureError` with the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -182,6 +182,13 @@ class _Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
+    def create_arg(self, a: Any) -> Any:
+        """A dictionary that is a dataclass, as the outputs of Hugging Face's networks are, keeps its class."""
+        if isinstance(a, dict) and is_dataclass(a):
+            given = {name: self.create_arg(value) for name, value in a.items()}
+            return self.create_node("call_function", type(a), (), given)
+        return super().create_arg(a)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         ours = layer_kind(m) in ("composite", "chain", "own conv")
         whole = ours or has_hooks(m) or not m._modules or "forward" in vars(m)
@@ -208,10 +215,15 @@ class _SizedTracer(_Tracer):
 
     def __init__(self, root: nn.Module, example: tuple[Any, ...]) -> None:
         super().__init__()
-        self.example, self.network, self.computing = iter(example), root, False
+        self.example, self.network, self.computing = example, root, False
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _SizedProxy(node, self)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """Call the forward with the example's inputs alone: options that it leaves out keep their defaults."""
+        inputs = [self.create_proxy("placeholder", f"input_{n}", (), {}) for n in range(len(self.example))]
+        return root_fn, [self.root, *inputs]
 
     # What a leaf computes on real values is no part of the trace, though fx intercepts calls within it too.
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -239,7 +251,7 @@ class _SizedTracer(_Tracer):
 
     def _run(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kind == "placeholder":
-            return next(self.example, args[0] if args else None)
+            return self.example[int(target.removeprefix("input_"))]
         if kind == "get_attr":
             return operator.attrgetter(target)(self.network)
         if kind == "call_function":
