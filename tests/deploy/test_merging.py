@@ -437,7 +437,7 @@ class WithOptions(nn.Module):
 
 
 def test_of_a_network_with_options_the_pairs_that_hold_for_every_call_are_folded():
-    net = shaken(WithOptions())
+    net = shaken(WithOptions()).eval()
     merged = merge(net, example_input=torch.randn(1, 4, 8, 8))
     assert isinstance(merged.plain.norm, nn.Identity)
     assert isinstance(merged.around.norm, nn.BatchNorm2d)
