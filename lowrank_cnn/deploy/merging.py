@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,24 +33,11 @@ from lowrank_cnn.method.rewriting import copy_with, laid_out_as
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.system.compare import objection, tolerance
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.history import Merging
 from lowrank_cnn.system.provenance import note, notes
 
 _KINDS = ("conv", "own conv", "linear", "composite", "chain")
 _NOT_FED, _NOT_RUN = "no layer is seen to feed it, and it alone", "it does not run in evaluation"
-
-
-@dataclass(frozen=True)
-class Merging:
-    """One layer: what went into it, and the largest error relative to the largest output, or why it stayed."""
-
-    name: str
-    parts: tuple[str, ...]
-    error: float | None = None
-    reason: str = ""
-
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
 
 
 def merge(
