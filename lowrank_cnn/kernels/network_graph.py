@@ -5,9 +5,10 @@ calls of modules: `merge` replaces modules in the user's class, and a fused bloc
 layer. `torch.export` would turn modules into operators of one input size, from which modules would have to be
 guessed.
 
-A plain trace is valid for inputs of every size, because nothing in it depends on a value or a size. A forward that
-branches on sizes fails there. With an example it is traced again with the example's sizes, and the graph is valid
-for `NetworkGraph.sizes` only. If a forward branches on values, `capture` raises `CaptureError` with the reason.
+A plain trace holds for inputs of every size, because no value and no size decides anything in it. A forward that
+looks at sizes or at options (`output_hidden_states=None`) cannot be traced so. With an example it is traced again
+with the example's sizes and the options' defaults, and `NetworkGraph.sizes` says that the graph holds for such
+calls alone. A forward that looks at values is not captured: `capture` raises `CaptureError` with the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -181,6 +182,13 @@ class _Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
+    def create_arg(self, a: Any) -> Any:
+        """A dictionary that is a dataclass, as the outputs of Hugging Face's networks are, keeps its class."""
+        if isinstance(a, dict) and is_dataclass(a):
+            given = {name: self.create_arg(value) for name, value in a.items()}
+            return self.create_node("call_function", type(a), (), given)
+        return super().create_arg(a)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         ours = layer_kind(m) in ("composite", "chain", "own conv")
         whole = ours or has_hooks(m) or not m._modules or "forward" in vars(m)
@@ -207,12 +215,17 @@ class _SizedTracer(_Tracer):
 
     def __init__(self, root: nn.Module, example: tuple[Any, ...]) -> None:
         super().__init__()
-        self.example, self.network, self.computing = iter(example), root, False
+        self.example, self.network, self.computing = example, root, False
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _SizedProxy(node, self)
 
-    # Do not record what a leaf computes on real values, although fx intercepts calls inside it too.
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """Call the forward with the example's inputs alone: options that it leaves out keep their defaults."""
+        inputs = [self.create_proxy("placeholder", f"input_{n}", (), {}) for n in range(len(self.example))]
+        return root_fn, [self.root, *inputs]
+
+    # What a leaf computes on real values is no part of the trace, though fx intercepts calls within it too.
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         return forward(*args, **kwargs) if self.computing else super().call_module(m, forward, args, kwargs)
 
@@ -238,7 +251,7 @@ class _SizedTracer(_Tracer):
 
     def _run(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kind == "placeholder":
-            return next(self.example, args[0] if args else None)
+            return self.example[int(target.removeprefix("input_"))]
         if kind == "get_attr":
             return operator.attrgetter(target)(self.network)
         if kind == "call_function":

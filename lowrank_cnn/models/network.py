@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -69,14 +68,6 @@ class Options:
 
     def drop(self, default: float) -> nn.Dropout:
         return nn.Dropout(default if self.dropout is None else self.dropout)
-
-
-@dataclass(frozen=True)
-class TrainingCard:
-    """What a trained network carries beside its weights: its recipe and data as JSON, preprocessing as tensors."""
-
-    card: Mapping[str, Any]
-    preprocess: Mapping[str, Tensor]
 
 
 class Network(nn.Module):
