@@ -198,9 +198,11 @@ def _check_place(out: Path | None, resume: bool, device: str, precision: str) ->
 def _leaving_politely() -> Iterator[None]:
     """After Ctrl-C, exit with the usual code once the run has saved its state."""
     from lowrank_cnn.train import Interrupted
+    from lowrank_cnn.train.failure import may_end_process
 
     try:
-        yield
+        with may_end_process():
+            yield
     except Interrupted as farewell:
         errors.print(str(farewell), markup=False, soft_wrap=True)
         raise typer.Exit(farewell.exit_code) from farewell

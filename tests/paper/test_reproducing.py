@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import lowrank_cnn as lr
 from lowrank_cnn.data import open_data
 from lowrank_cnn.models import list_models
 from lowrank_cnn.paper import experiments
@@ -64,6 +65,15 @@ def test_a_table_has_a_line_per_network_with_its_seeds(miniature, digits, tmp_pa
     made_with = json.loads(next(tmp_path.rglob("record.json")).read_text())["environment"]
     assert [known["commit"] for known in table["environments"]] == [made_with["commit"]]
     assert table["environment"] == table["environments"][0]
+
+
+def test_a_finished_run_has_a_network_to_share_and_fine_tune(miniature, digits, tmp_path):
+    run(digits, tmp_path, parts=("plain",), networks=("nin-c3-lr",), seeds=1)
+    [directory] = (path.parent for path in tmp_path.rglob("record.json"))
+    network = lr.from_pretrained(directory / "network")
+    result = load_record(directory).result
+    assert lr.evaluate(network, digits, device="cpu", progress=False).top1 == pytest.approx(result["top1"])
+    assert f"{100 * result['top1']:.2f}" in (directory / "network" / "README.md").read_text()
 
 
 def test_finished_runs_are_not_repeated(miniature, digits, tmp_path, monkeypatch):
