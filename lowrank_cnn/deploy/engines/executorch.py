@@ -74,7 +74,9 @@ def write_executorch(folder: Path, stem: str, request: ExportRequest) -> Path:
     return path
 
 
-def _program(network: nn.Module, example: tuple[Tensor, ...], request: ExportRequest) -> torch.export.ExportedProgram:
+def _program(
+    network: nn.Module, example: tuple[Tensor, ...], request: ExportRequest
+) -> torch.export.ExportedProgram:
     program = torch.export.export(network, example)
     return _quantized(program, example, request) if request.precision == "int8" else program
 

@@ -48,7 +48,9 @@ class NcnnRunner(PerImageRunner):
         for place, port in enumerate(self.outputs):
             failed, result = extractor.extract(f"out{place}")
             if failed:
-                raise LowRankError(f"ncnn gives no output {port.name}: an operation of this network is not in ncnn.")
+                raise LowRankError(
+                    f"ncnn gives no output {port.name}: an operation of this network is not in ncnn."
+                )
             results.append(result.numpy().copy())
         return results
 

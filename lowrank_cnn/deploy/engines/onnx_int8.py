@@ -18,7 +18,9 @@ def quantize_onnx(path: Path, request: ExportRequest) -> None:
     tool: Any = require("onnxruntime.quantization", extra="onnx", purpose="int8 in ONNX")
     onnx: Any = require("onnx", extra="onnx", purpose="int8 in ONNX")
     names = [node.name for node in onnx.load(str(path)).graph.node]
-    kept = [name for name in names if any(name.startswith((f"{layer}/", f"{layer}.")) for layer in request.in_float)]
+    kept = [
+        name for name in names if any(name.startswith((f"{layer}/", f"{layer}.")) for layer in request.in_float)
+    ]
     before, target = logging.root.manager.disable, path.with_name(f"int8-{path.name}")
     logging.disable(logging.WARNING)  # a piece of advice about preparing the graph, which has nothing to prepare
     try:

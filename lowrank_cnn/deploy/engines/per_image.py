@@ -32,7 +32,10 @@ class PerImageRunner(Runner):
         results = [self._run_image(list(images)) for images in zip(*batches, strict=True)]
         if not results:
             raise LowRankError(f"{self.engine} needs at least one image.")
-        return {port.name: numpy.stack(each) for port, each in zip(self.outputs, zip(*results, strict=True), strict=True)}
+        return {
+            port.name: numpy.stack(each)
+            for port, each in zip(self.outputs, zip(*results, strict=True), strict=True)
+        }
 
     def _read_ports(self, path: Path) -> None:
         """Take names, shapes and precision from the file beside."""
