@@ -6,8 +6,8 @@
 
 `prepare` exports every network to every engine in fp32, fp16 and int8 through `lr.export` and `lr.quantize`, which
 compare each file with the network. int8 is calibrated on random images: that changes no time. `time` opens the
-files by `open_engine`; torch runs beside them, eager and compiled. All ways of a family and precision run in turns,
-with a rest between them; the record holds medians and quartiles. The thin dense network has the MACs of the
+files by `open_engine`; torch runs beside them, eager and compiled. All ways of a family and precision run in
+turns, with a rest between them; the record holds medians and quartiles. The thin dense network has the MACs of the
 low-rank one (`lr.thin`).
 """
 
@@ -95,13 +95,14 @@ def write(net: nn.Module, size: tuple[int, ...], path: Path, precision: Any) -> 
 def runs_of(family: str, precision: str, options: argparse.Namespace) -> dict[str, Callable[[], object]]:
     """Every way to run a family in a precision, by "network|engine"."""
     image = torch.randn(1, *size_of(family), generator=torch.Generator().manual_seed(1))
+    pixels = image.numpy()
     found: dict[str, Callable[[], object]] = {}
     for way in options.ways:
         for engine in options.engines:
             path = place(options.folder, family, way, engine, precision)
             if path.exists():
                 runner = open_engine(path, threads=options.threads)
-                found[f"{way}|{engine}"] = lambda r=runner, x=image.numpy(): r(x)
+                found[f"{way}|{engine}"] = lambda r=runner: r(pixels)
         if precision == "fp32" and options.torch:
             found |= {f"{way}|{name}": run for name, run in torch_runs(network(family, way), image).items()}
     return found
@@ -117,7 +118,7 @@ def torch_runs(net: nn.Module, image: torch.Tensor) -> dict[str, Callable[[], ob
 
 @torch.no_grad()
 def time_families(options: argparse.Namespace) -> None:
-    """Add rows to the record, in place of earlier ones of the same family, precision, threads, network and engine."""
+    """Add rows to the record, in place of earlier ones of the same way to run."""
     for family in options.family:
         macs = {way: lr.count(network(family, way), size_of(family)).macs for way in options.ways}
         for precision in options.precisions:

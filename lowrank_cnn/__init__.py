@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lowrank_cnn.method.spec import Composite, FilterGroup
     from lowrank_cnn.method.thinning import thin
     from lowrank_cnn.models import Network, create_model, list_models, list_pretrained
+    from lowrank_cnn.models.hub import from_pretrained, push_to_hub, save_pretrained
     from lowrank_cnn.report import write_report
     from lowrank_cnn.system.errors import LowRankError, MissingExtra
     from lowrank_cnn.system.provenance import Notes, notes
@@ -55,6 +56,7 @@ _HOMES = {
     "method.spec": ["Composite", "FilterGroup"],
     "method.thinning": ["thin"],
     "models": ["Network", "create_model", "list_models", "list_pretrained"],
+    "models.hub": ["from_pretrained", "push_to_hub", "save_pretrained"],
     "report": ["write_report"],
     "system.errors": ["LowRankError", "MissingExtra"],
     "system.provenance": ["Notes", "notes"],
@@ -101,6 +103,7 @@ __all__ = [
     "evaluate",
     "export",
     "fit",
+    "from_pretrained",
     "get_recipe",
     "init_",
     "learn_shapes",
@@ -116,7 +119,9 @@ __all__ = [
     "parse_scheme",
     "plan",
     "predict",
+    "push_to_hub",
     "quantize",
+    "save_pretrained",
     "stages",
     "thin",
     "time_model",

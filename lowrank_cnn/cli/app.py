@@ -46,6 +46,7 @@ COMMANDS = {
     "decompose": Entry("convert", "Convert", "Approximate trained convolutions by low-rank filters."),
     "time": Entry("deploy", "Deploy", "Time networks layer by layer, beside their dense twins."),
     "plan": Entry("deploy", "Deploy", "Find the fastest way to run a network on this machine."),
+    "optimize": Entry("optimize", "Deploy", "Find the fastest form of a network, and write it to a file."),
     "export": Entry("deploy", "Deploy", "Write a network as ONNX, .pt2 or .safetensors, and check the file."),
     "audit": Entry("audit", "Paper", "Compare every published figure and claim with what this code computes."),
     "reproduce": Entry("reproduce", "Paper", "Train the paper's networks and compare their accuracy."),

@@ -163,13 +163,13 @@ def _images(place: str, source: Source, size: tuple[int, ...]) -> Tensor:
 
 
 def export_source(
-    source: Source, network: nn.Module, path: Path, size: tuple[int, ...], *, overwrite: bool = False
+    source: Source, network: nn.Module, path: Path, size: tuple[int, ...], **options: Any
 ) -> Exported:
-    """Write a network made from a source, with its classes and preprocessing if they are known."""
+    """Write a network made from a source, with its classes and preprocessing if known; options of `export`."""
     from lowrank_cnn.deploy import export
 
     model = network if source.trained is None else replace(source.trained, network=network)
-    return export(model, path, input_size=size, overwrite=overwrite)
+    return export(model, path, input_size=size, **options)
 
 
 def _where(

@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from lowrank_cnn.cli.convert import export_source
-from lowrank_cnn.cli.options import MODEL_HELP, Device, Input, Into, Json, Model, Norm, Pretrained, Scheme, Width
+from lowrank_cnn.cli.options import (
+    MODEL_HELP,
+    Device,
+    Input,
+    Into,
+    Json,
+    Model,
+    Norm,
+    Pretrained,
+    Scheme,
+    Trusted,
+    Width,
+)
 from lowrank_cnn.cli.show import console, print_json, print_table, status_line
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
@@ -34,11 +46,13 @@ def time_command(
     width: Width = None,
     norm: Norm = None,
     into: Into = None,
+    trusted: Trusted = False,
     as_json: Json = False,
 ) -> None:
     """Time networks layer by layer, beside their dense twins.
 
-    A network and its twin run in turns, so that both see the same state of the machine.
+    A network and its twin run in turns, so that both see the same state of the machine. An exported file (.onnx,
+    .pt2, ...) runs in its engine, on the CPU.
 
     Examples:
 
@@ -47,12 +61,19 @@ def time_command(
       lowrank time model.py:make --scheme lr --input 3x32x32 --runtime onnx
     """
     from lowrank_cnn.cli.source import find_model, parse_size
-    from lowrank_cnn.deploy.timing import time_model
+    from lowrank_cnn.deploy.engines import is_engine_file
+    from lowrank_cnn.deploy.timing import time_file, time_model
     from lowrank_cnn.system.environment import environment
 
     options = {"batch": batch, "device": device, "threads": threads, "runtime": runtime, "repeats": repeats}
     timings = []
     for text in models:
+        if is_engine_file(text):
+            if scheme is not None or device not in ("cpu", "auto"):
+                raise LowRankError(f"{text} is timed as it is on the CPU, without --scheme and --device.")
+            how: dict[str, Any] = {"batch": batch, "threads": threads, "repeats": repeats, "trusted": trusted}
+            timings.append(time_file(text, parse_size(input_text), **how))
+            continue
         source = find_model(text, into=into, width=width, norm=norm, scheme=scheme)
         size = source.size(parse_size(input_text))
         timings.append(time_model(source.network, size, twin=source.dense, **options))
@@ -121,7 +142,7 @@ def plan_command(
         return print_json({**where, **fast.report.to_dict(), "plans": [plan.to_dict() for plan in plans]})
     for plan in plans:
         _print_plan(source.name, plan)
-    _print_variants(fast.report)
+    print_variants(fast.report)
     if (held := where.get("twin")) is not None:
         console.print(f" The dense network at its fastest ({held['choice']}): {held['twin_ms']:.2f} ms, in turns.")
         time, share = held["ms"] / held["twin_ms"], macs / held["macs"]
@@ -139,12 +160,20 @@ def _beside(fast: Any, rival: Any, image: torch.Tensor) -> dict[str, Any]:
 
 def export_command(
     model: Model,
-    path: Annotated[Path, typer.Argument(help="A file ending in .onnx, .pt2 or .safetensors.")],
+    path: Annotated[Path, typer.Argument(help="A file ending in .onnx, .pt2, .ts or .safetensors.")],
     scheme: Scheme = None,
     merged: Annotated[bool, typer.Option("--merge", help="Fold batch norms into the layers before them.")] = False,
     chains: Annotated[
         bool, typer.Option("--merge-chains", help="Merge basis + join and separable pairs into dense convs too.")
     ] = False,
+    dynamic: Annotated[
+        str, typer.Option(help="Axes of any length: batch, height, width, joined by commas; or none.")
+    ] = "batch",
+    opset: Annotated[int | None, typer.Option(help="Of .onnx.")] = None,
+    preprocess: Annotated[
+        Literal["nchw", "nhwc"] | None,
+        typer.Option(help="Prepare images inside the graph, which then takes uint8 in this layout; not resize."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
     input_text: Input = None,
     pretrained: Pretrained = None,
@@ -155,13 +184,13 @@ def export_command(
 ) -> None:
     """Write a network as ONNX, .pt2 or .safetensors, and check the file.
 
-    The file is run on random images and compared with the network. A .safetensors of a trained network can be
-    evaluated like the run it comes from.
+    The file is run on random images and compared with the network. The file of a trained network carries its
+    classes and preprocessing: evaluate, predict and time take it like the run it comes from.
 
     Examples:
 
       lowrank export nin-c3-lr net.onnx --pretrained cifar10
-      lowrank export runs/photos net.onnx --merge
+      lowrank export runs/photos net.onnx --merge --preprocess nhwc
       lowrank export model.py:make net.pt2 --scheme lr --input 3x32x32
     """
     from lowrank_cnn.cli.source import find_model, parse_size
@@ -174,7 +203,9 @@ def export_command(
     network = source.network
     if merged or chains:
         network = merge(network.eval(), chains=True if chains else None, example_input=_image_for(network, size))
-    written = export_source(source, network, path, size, overwrite=overwrite)
+    free = () if dynamic == "none" else tuple(dynamic.split(","))
+    graph: dict[str, Any] = {"dynamic": free, "opset": opset, "preprocess": preprocess or False}
+    written = export_source(source, network, path, size, overwrite=overwrite, **graph)
     macs = {"before": count(source.network, size).macs, "after": count(network, size).macs}
     rows = notes(network).merging
     if as_json:
@@ -232,7 +263,7 @@ def _print_timing(timing: Any) -> None:
         console.print(f" That is {time:.3f} of its time, for {macs:.3f} of its MACs.")
 
 
-def _print_variants(report: Any) -> None:
+def print_variants(report: Any) -> None:
     rows = [(name, _ms(time), _spread(time)) for name, time in report.times.items()]
     print_table("The whole network", ("variant", "ms", "quartiles"), rows)
     for name, why in report.failed.items():

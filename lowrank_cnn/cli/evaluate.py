@@ -20,6 +20,7 @@ from lowrank_cnn.cli.options import (
     PackageWeights,
     Size,
     TrainedModel,
+    Trusted,
     Workers,
 )
 from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
@@ -48,7 +49,10 @@ def evaluate_command(
     limit: Limit = None,
     image_size: Size = None,
     class_names: ClassNames = None,
-    every_class: Annotated[bool, typer.Option("--per-class", help="Print the accuracy of every class.")] = False,
+    every_class: Annotated[
+        bool, typer.Option("--per-class", help="Print every class, and the worst images.")
+    ] = False,
+    trusted: Trusted = False,
     as_json: Json = False,
 ) -> None:
     """Measure accuracy on test images.
@@ -74,7 +78,7 @@ def evaluate_command(
     shared = {"bad": bad, "limit": limit, "class_names": class_names, "progress": not as_json}
     reading = partial(open_data, data, only_test=True, **shared)
     images = reading(image_size=image_size)
-    trained = load_pretrained(model, pretrained) if pretrained else _find(model, best, images, into)
+    trained = load_pretrained(model, pretrained) if pretrained else _find(model, best, images, into, trusted)
     if isinstance(trained, Trained):
         images = _as_in_training(trained, images, image_size, reading)
     result = evaluate(trained, images, device=device, workers=workers, progress=not as_json)
@@ -98,6 +102,7 @@ def predict_command(
     pretrained: PackageWeights = None,
     into: Into = None,
     device: Device = "auto",
+    trusted: Trusted = False,
     as_json: Json = False,
 ) -> None:
     """Classify image files.
@@ -118,8 +123,8 @@ def predict_command(
     if is_ours(model) and not pretrained:
         raise LowRankError(_guessing(model))
     trained = load_pretrained(model, pretrained) if pretrained else model
-    if into and not pretrained:
-        trained = load_checkpoint(model, network=find_into(into, model))
+    if (into or trusted) and not pretrained:
+        trained = load_checkpoint(model, network=find_into(into, model), trusted=trusted)
     files = [path for image in images for path in (files_below(image) if image.is_dir() else [image])]
     answers = predict(trained, files, top=top, device=device, bad="skip")
     failed = [path for path, answer in zip(files, answers, strict=True) if answer is None]
@@ -152,7 +157,7 @@ def _print_answers(files: list[Path], answers: Sequence[Ranking | None], as_json
 
 
 def _print_details(details: EvaluationDetails, *, every_class: bool) -> None:
-    """Print the pairs confused most and the calibration; with `every_class`, also the accuracy of each class."""
+    """Print the pairs confused most and the calibration; with `every_class`, also classes and worst images."""
     if every_class:
         known = sorted((row for row in details.per_class() if row["n"]), key=lambda row: row["accuracy"])
         rows = [(row["class"], f"{row['accuracy']:.1%}", f"{row['n']:,}") for row in known]
@@ -163,29 +168,36 @@ def _print_details(details: EvaluationDetails, *, every_class: bool) -> None:
     ]
     if pairs:
         print_table("Most confused", ("class", "<taken for", "images", "of the class"), pairs)
+    if every_class and details.worst:
+        wrong = [
+            (image.image, image.true, image.predicted, f"{image.probability:.1%}")
+            for image in details.worst[:_SHOWN_PAIRS]
+        ]
+        print_table("Most wrong", ("image", "<class", "<taken for", "probability"), wrong)
     error = details.calibration_error
     console.print(f"Confidence and accuracy differ by {error:.1%} on average (calibration).", markup=False)
 
 
-def _find(model: str, best: bool, images: Data, into: str | None) -> Trained | torch.nn.Module:
+def _find(model: str, best: bool, images: Data, into: str | None, trusted: bool) -> Trained | torch.nn.Module:
     """The trained network at a path, or an untrained one by name, whose accuracy is that of guessing."""
     import torch
 
     from lowrank_cnn.cli.source import build_for, find_into, is_ours
     from lowrank_cnn.models import list_models
+    from lowrank_cnn.models.hub import is_hub_name
     from lowrank_cnn.train.trained import load_checkpoint
 
     if is_ours(model):
         errors.print(_guessing(model), markup=False, soft_wrap=True)
         torch.manual_seed(0)
         return build_for(images, model).network
-    if not Path(model).exists() and not Path(model).with_suffix(".json").exists():
+    if not (is_hub_name(model) or Path(model).exists() or Path(model).with_suffix(".json").exists()):
         if Path(model).suffix or Path(model).name != model:
             raise LowRankError(f"{model} does not exist.")
         raise LowRankError(
             f"{model} is neither a checkpoint nor a network's name; {nearest(model, list_models())}"
         )
-    trained = load_checkpoint(model, best=best, network=find_into(into, model))
+    trained = load_checkpoint(model, best=best, network=find_into(into, model), trusted=trusted)
     _tell_how_far(model, best=best)
     return trained
 

@@ -11,10 +11,13 @@ NETWORK, IMAGES, TRAINING = "Network", "Images", "Training"
 """Panels that group the options in help texts."""
 
 MODEL_HELP = (
-    "A network's name (`lowrank models`), timm:NAME, torchvision:NAME, an exported .safetensors, a run's "
-    "directory, or path.py:function, which runs your file and calls that function (num_classes is passed on)."
+    "A network's name (`lowrank models`), timm:NAME, torchvision:NAME, hf-hub:USER/NAME, an exported "
+    ".safetensors, a run's directory, or path.py:function, which runs your file and calls the function."
 )
-TRAINED_HELP = "A run's directory, a checkpoint, an exported .safetensors, or a network's name."
+TRAINED_HELP = (
+    "A run's directory, a checkpoint, an exported file (.onnx, .safetensors, ...), hf-hub:USER/NAME, or a "
+    "network's name."
+)
 
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 TrainedModel = Annotated[str, typer.Argument(help=TRAINED_HELP)]
@@ -48,6 +51,10 @@ Width = Annotated[
 ]
 Norm = Annotated[
     str | None, typer.Option(help="batch, for batch norm in one of our networks.", rich_help_panel=NETWORK)
+]
+Trusted = Annotated[
+    bool,
+    typer.Option("--trusted", help="Read a .pt2 or .ts, whose code may run.", rich_help_panel=NETWORK),
 ]
 Stride = Annotated[int | None, typer.Option(help="Stride of the first conv.", rich_help_panel=NETWORK)]
 Settings = Annotated[

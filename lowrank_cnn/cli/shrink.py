@@ -39,5 +39,7 @@ def shrink_command(
     for name, found in problems.items():
         if found:
             console.print(f"Left out of {name}: {found}", markup=False)
-    console.print(f"{size / 1e9:.2f} GB in {out}: train with --data {out}", markup=False, soft_wrap=True)
+    console.print(
+        f"{size / 1e9:.2f} GB in {out}: `lowrank train NETWORK --data {out}`", markup=False, soft_wrap=True
+    )
     return None

@@ -153,21 +153,24 @@ def _others(
 def _from_weights(path: Path, into: nn.Module | None) -> Source:
     """An exported network, or that of a run, for the images that it was trained on."""
     from lowrank_cnn.models.files import read_weights
+    from lowrank_cnn.models.hub import WEIGHTS, resolve
     from lowrank_cnn.train.trained import load_checkpoint, trained_of
 
+    name, path = (path.name if path.is_dir() else str(path)), resolve(path)
     if path.is_dir() or path.with_suffix(".json").is_file():
         trained = load_checkpoint(path, network=into)
         return Source(path.name, trained.network.eval(), trained.input_size, trained)
     if path.suffix != ".safetensors":
         raise LowRankError(
             f"{str(path)!r} names no network: write a network's name, path.py:function, timm:NAME, "
-            "torchvision:NAME, a run's directory or an exported .safetensors."
+            "torchvision:NAME, hf-hub:USER/NAME, a run's directory or an exported .safetensors."
         )
     if not path.is_file():
         raise LowRankError(f"there is no file {path}.")
     stored = read_weights(path, into=into)
     size = stored.input_size or notes(stored.network).input_size
-    return Source(path.stem, stored.network.eval(), size, trained_of(stored))
+    label = name if path.name == WEIGHTS else path.stem
+    return Source(label, stored.network.eval(), size, trained_of(stored))
 
 
 def parse_size(text: str | None) -> Size | None:
@@ -181,7 +184,7 @@ def parse_size(text: str | None) -> Size | None:
 
 
 def is_path(text: str) -> bool:
-    """Whether a text leads to a network elsewhere, in a file or another library, and is no plain name."""
+    """Whether a text names a network in a file, in another library or on the Hub, and is no plain name."""
     return ":" in text or bool(Path(text).suffix) or Path(text).exists()
 
 

@@ -175,10 +175,7 @@ def _resolve(name: str, file: dict[str, Any], frequent: dict[str, Any], settings
     from lowrank_cnn.train import get_recipe
     from lowrank_cnn.train.settings import parse_settings
 
-    resolved = get_recipe(name, **(file | _given(frequent) | parse_settings(settings)))
-    if resolved.epochs < 1:
-        raise LowRankError("0 epochs train nothing: `lowrank evaluate` measures a network as it is.")
-    return resolved
+    return get_recipe(name, **(file | _given(frequent) | parse_settings(settings)))
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:

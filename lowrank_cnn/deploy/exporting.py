@@ -36,10 +36,14 @@ from lowrank_cnn.deploy.engines import ENGINES, check_trusted, engine_of, open_e
 from lowrank_cnn.deploy.engines.precision import Precision, at_precision
 from lowrank_cnn.deploy.engines.request import Axes, Call, ExportRequest, free_axes
 from lowrank_cnn.deploy.metadata import PreparedNetwork, attach_metadata, metadata_of
+from lowrank_cnn.deploy.optimized import Optimized
+from lowrank_cnn.deploy.optimizing import reoptimize
 from lowrank_cnn.deploy.parity import checked_outputs, parity
+from lowrank_cnn.deploy.planning import objection_on
 from lowrank_cnn.deploy.runtime import EngineModel
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.models.files import Stored, dtype_of, read_weights, write_weights
+from lowrank_cnn.models.hub import resolve
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path, replacing
 from lowrank_cnn.system.provenance import note, notes
@@ -92,6 +96,7 @@ def export(
     - `precision`: "fp16" stores and computes in half precision. Inputs and outputs stay float32, except where the
       network itself is in half precision. `lr.quantize` writes int8.
 
+    What `optimize` gave goes to a .safetensors with what was chosen, and `load` makes it again without measuring.
     A file of a trained network says how its images are prepared and what its classes are: `evaluate` and `predict`
     take it as they take the run.
 
@@ -104,7 +109,7 @@ def export(
     stored = stored_of(model, input_size)
     check_place(path, overwrite)
     if path.suffix == ".safetensors":
-        return _write_weights(path, stored)
+        return _write_weights(path, _as_given(stored))
     names = {"inputs": input_names, "outputs": output_names}
     network, request = request_for(stored, example_input, dynamic, names, preprocess)
     return write_request(path, at_precision(replace(request, opset=opset), path.suffix, precision), network)
@@ -134,13 +139,14 @@ def write_request(path: Path, request: ExportRequest, network: nn.Module) -> Exp
 def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = False) -> nn.Module:
     """The network in a file that `export` wrote, or of a training run, in evaluation mode. Stored code is not run.
 
-    `notes(network).input_size` is that of the images it was exported for or trained on, where the file says so.
+    `path` may also be a folder of `save_pretrained`, or `hf-hub:user/name`. `notes(network).input_size` is the
+    size of the images that the network was exported for or trained on, if the file has it.
 
     - `into`: for the weights of a network that is not one of ours, that network, as it was before any conversion;
       it is left as it is.
     - `trusted`: needed for .pt2 and .ts, which torch reads by running parts of them.
     """
-    path = as_path(path)
+    path = resolve(path)
     if path.is_dir() or (path.suffix in ("", ".json", ".safetensors") and path.with_suffix(".json").is_file()):
         trained = load_checkpoint(path, network=copy.deepcopy(into))
         note(trained.network, input_size=trained.input_size)
@@ -148,11 +154,15 @@ def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = Fal
     if not path.is_file():
         raise LowRankError(f"there is no file {path}.")
     if path.suffix == ".safetensors":
-        return read_weights(path, into=into).network.eval()
+        stored = read_weights(path, into=into)
+        network = stored.network.eval()
+        return network if stored.optimized is None else reoptimize(network, stored.optimized)
     _check_suffix(path)
     check_trusted(path, trusted)
     runner = open_engine(path, trusted=trusted)
-    network = getattr(runner, "module", None) or EngineModel(runner)  # torch's own formats are modules already
+    # Torch's own formats are modules already; a file that prepares its images takes other values than they do.
+    network = getattr(runner, "module", None) if "pixels" not in runner.metadata else None
+    network = EngineModel(runner) if network is None else network
     return attach_metadata(network, runner.metadata)
 
 
@@ -179,6 +189,16 @@ def _check_suffix(path: Path) -> None:
     if path.suffix not in ENGINES:
         known = ", ".join([*ENGINES, ".safetensors"])
         raise LowRankError(f"a network's file ends in one of {known}, not in {path.suffix!r}.")
+
+
+def _as_given(stored: Stored) -> Stored:
+    """What a file of weights holds of an optimised network: the network before, and what was chosen for it."""
+    made = stored.network
+    if not isinstance(made, Optimized) or made.given is None:
+        return stored
+    if reason := objection_on(made, made.given, made.example):
+        raise LowRankError(f"the network was changed since it was optimised ({reason}): optimise it again.")
+    return replace(stored, network=made.given, optimized=made.chosen)
 
 
 def _write_weights(path: Path, stored: Stored) -> Exported:

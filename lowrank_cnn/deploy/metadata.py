@@ -39,11 +39,15 @@ def metadata_of(stored: Stored, *, pixels: str | None = None) -> dict[str, str]:
     """All that is known of a network, for its file; `pixels` is the layout of the images it prepares itself."""
     found: dict[str, Any] = {"lowrank_cnn": __version__, "input_size": stored.input_size, "pixels": pixels}
     if (trained := trained_of(stored)) is not None:
-        found |= {"classes": trained.classes, "image": trained.image, "recipe": trained.recipe.to_dict()}
+        standardized = stored.preprocess.keys() == {"mean", "std"}
+        recipe = trained.recipe.to_dict()
+        if pixels and not standardized:
+            recipe |= {"crop": None, "resize": None}  # the graph whitens whole images, and crops behind that
+        found |= {"classes": trained.classes, "image": trained.image, "recipe": recipe}
         found |= {"resize": trained.augment.resize, "crop": trained.input_size[1:]}
-        if stored.preprocess.keys() == {"mean", "std"}:
+        if standardized:
             found |= {name: tensor.tolist() for name, tensor in stored.preprocess.items()}
-        elif pixels is None:
+        elif not pixels:
             packed = tensors_to_bytes({name: tensor.contiguous() for name, tensor in stored.preprocess.items()})
             found["whitening"] = base64.b64encode(packed).decode()
     return {key: json.dumps(value) for key, value in found.items() if value is not None}

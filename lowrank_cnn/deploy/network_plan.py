@@ -35,6 +35,7 @@ class NetworkPlan:
     """All decisions, and the whole network before and after.
 
     `used` is False where the network was better as given, and `reason` says why nothing could be planned.
+    `neighbours` is whether pools and response norms run by kernels too, on a GPU.
     """
 
     input: tuple[int, ...]
@@ -44,6 +45,12 @@ class NetworkPlan:
     after: Sample
     used: bool
     reason: str = ""
+    neighbours: bool = False
+
+    @property
+    def ways(self) -> dict[str, str]:
+        """The blocks that run in another way than given, by name; none where the plan is not used."""
+        return {row.name: row.choice for row in self.decisions if row.choice != GIVEN} if self.used else {}
 
     def __str__(self) -> str:
         """The decision table: for each block its MACs, the milliseconds of each way, and the one chosen."""

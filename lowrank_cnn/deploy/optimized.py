@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import FunctionType
 from typing import Any
@@ -50,14 +50,19 @@ class Optimized(nn.Module):
 
     Where it was recorded, inputs of that size replay a CUDA graph, without launches; others run as ever. Where it
     was compiled, `network` still is what it was made of: that is what a tracer sees, and an export holds.
+    `chosen` has what `optimize` found in values that JSON can hold.
     """
 
     report: OptimizeReport
+    given: nn.Module | None
+    example: Tensor
+    chosen: dict[str, Any]
 
     def __init__(self, network: nn.Module, form: Form) -> None:
         super().__init__()
         self.network, self.form = network, form
         self.recording: Recorded | None = None
+        self.__dict__["given"] = None  # known, but no part: it would have all weights once more
         self._compiled_run: Callable[[Tensor], Any] | None = None
         note(self, optimized=True)
         self.eval()
@@ -75,6 +80,10 @@ class Optimized(nn.Module):
             with torch.inference_mode(False), torch.no_grad():
                 self.recording = recorded(self._run, self.form.laid_out(x))
         return self
+
+    def remember(self, given: nn.Module, x: Tensor, chosen: Mapping[str, Any]) -> None:
+        """Keep the network and the input that it was made for, and what was chosen: `export` writes these."""
+        self.__dict__.update(given=given, example=x, chosen=dict(chosen))
 
     def _run(self, x: Tensor) -> Any:
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
@@ -94,7 +103,7 @@ class Optimized(nn.Module):
     # A graph is bound to its memory, and compiled code holds weights. Copies start anew. Where weights move or are
     # loaded, the network runs as it is: torch would find the compiled code of the old ones again.
     def _forget(self) -> None:
-        self.recording, self.form = None, Form(self.form.layout)
+        self.recording, self.form, self.__dict__["given"] = None, Form(self.form.layout), None
         self.__dict__["_compiled_run"] = None
 
     def _weights(self) -> list[tuple[int, torch.dtype, torch.device]]:
@@ -102,7 +111,7 @@ class Optimized(nn.Module):
         return [(tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in tensors]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "recording": None, "_compiled_run": None}
+        return {**self.__dict__, "recording": None, "_compiled_run": None, "given": None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Optimized:
         before = self._weights()

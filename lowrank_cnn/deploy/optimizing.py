@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
+from math import prod
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.deploy.blocks import as_network, in_blocks
@@ -22,15 +26,18 @@ from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.deploy.network_plan import GIVEN
 from lowrank_cnn.deploy.optimized import FORMATS, Form, Optimized, OptimizeReport
 from lowrank_cnn.deploy.plan_cache import Cache, network_key
-from lowrank_cnn.deploy.planning import check_ready, objection_on, plan, silent
+from lowrank_cnn.deploy.planning import apply_ways, check_ready, objection_on, plan, silent
 from lowrank_cnn.kernels.fusing import fuse_neighbours
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.kernels.network_graph import CaptureError
+from lowrank_cnn.models.files import dtype_of
 from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.errors import LostDeviceError, LowRankError, first_line
 from lowrank_cnn.system.provenance import note, notes
 
 LAST = "channels_last"
+_LARGEST_EXAMPLE = 2**28
+"""Numbers in the largest example that a file may ask for."""
 Make = Callable[[], nn.Module]
 
 
@@ -70,8 +77,62 @@ def optimize(
         store = Cache.open(cache)  # a plan may have written its times meanwhile
         store.keep(key, {name: sample.ms for name, sample in best.report.times.items()})
         store.save()
-    note(best, input_size=tuple(example_input.shape[1:]), training_card=notes(model).training_card)
+    return _finished(best, model, example_input)
+
+
+def reoptimize(model: nn.Module, chosen: Mapping[str, Any], example_input: Tensor | None = None) -> Optimized:
+    """The form that `optimize` found before, made again without measuring; `chosen` is that of an `Optimized`.
+
+    It is compared with `model` on this machine. Where it fails or differs, the network runs as given, and
+    `report.failed` has the reason. `load` calls this for a file that was written from an optimised network.
+    """
+    try:
+        form, ways = str(chosen["choice"]), {str(name): str(way) for name, way in chosen["ways"].items()}
+        times = {str(name): Sample(float(ms), float(ms), float(ms), 0) for name, ms in chosen["times"].items()}
+        x = _example(model, chosen) if example_input is None else example_input
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise LowRankError("what was stored of the optimised network is damaged: optimise it again.") from error
+    check_ready(model, x)
+    work = _Workshop(model, x, False, 3, float("inf"), silent, ways, bool(chosen.get("neighbours")))
+    if form in work.variants():
+        work.attempt(form)
+    else:
+        work.failed[form] = f"there is no such form on {x.device.type}"
+    if form not in work.made:
+        work.attempt(GIVEN)
+    best = work.result(form if form in work.made else GIVEN, times)
+    return _finished(best, model, x, chosen)
+
+
+def _finished(best: Optimized, model: nn.Module, x: Tensor, chosen: Mapping[str, Any] | None = None) -> Optimized:
+    note(best, input_size=tuple(x.shape[1:]), training_card=notes(model).training_card)
+    best.remember(model, x, chosen or _chosen(best, x))
     return best
+
+
+def _chosen(best: Optimized, x: Tensor) -> dict[str, Any]:
+    """What `reoptimize` needs to make the same form again."""
+    plans = (notes(part).plan for part in best.modules())
+    plan = next((found for found in plans if found is not None), None)
+    times = {name: sample.ms for name, sample in best.report.times.items()}
+    ways, neighbours = (plan.ways, plan.neighbours) if plan else ({}, False)
+    return {
+        "choice": best.report.choice,
+        "ways": ways,
+        "neighbours": neighbours,
+        "times": times,
+        "input": [*x.shape],
+    }
+
+
+def _example(model: nn.Module, chosen: Mapping[str, Any]) -> Tensor:
+    """Random images of the shape that a network was optimised for."""
+    shape = [int(side) for side in chosen["input"]]
+    if min(shape, default=0) < 1 or prod(shape) > _LARGEST_EXAMPLE:
+        raise ValueError(shape)
+    like = next(chain(model.parameters(), model.buffers()), torch.zeros(()))
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return drawn.to(like.device, dtype_of(model))
 
 
 @dataclass
@@ -84,6 +145,8 @@ class _Workshop:
     repeats: int
     budget: float
     say: Callable[[str], None]
+    ways: Mapping[str, str] | None = None
+    neighbours: bool = False
     made: dict[str, Optimized] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
@@ -216,6 +279,8 @@ class _Workshop:
             return made.network
         name = f"planned, {layout}"
         network, images = self.folded(layout), Form(layout).laid_out(self.x)
+        if self.ways is not None:  # found before
+            return apply_ways(network, images, self.ways, neighbours=self.neighbours) if self.ways else network
         options = {"cache": self.cache, "repeats": self.repeats, "say": lambda text: self.say(f"{name}: {text}")}
         if not graphs:
             return plan(network, images, **options)  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from lowrank_cnn.deploy.examples import check_runs
 from lowrank_cnn.deploy.network_plan import GIVEN, Decision, NetworkPlan
 from lowrank_cnn.deploy.plan_cache import Cache, block_key
 from lowrank_cnn.kernels.cuda_graph import captured as captured_run
+from lowrank_cnn.kernels.fusing import fuse_neighbours
 from lowrank_cnn.kernels.mode import is_for_graphs
 from lowrank_cnn.kernels.network_graph import CaptureError
 from lowrank_cnn.method.counting import count
@@ -69,6 +70,21 @@ def plan(
     if not store.save() and say:
         say(f"measured times could not be kept in {store.entries.path}")
     return result
+
+
+@torch.no_grad()
+def apply_ways(model: nn.Module, x: Tensor, ways: Mapping[str, str], *, neighbours: bool = False) -> nn.Module:
+    """The network with its blocks in the ways that a plan chose before, without measuring."""
+    network, blocks, captured = in_blocks(model, x)
+    known = {block.name: block for block in blocks}
+    for name, way in ways.items():
+        made = CANDIDATES[way](known[name]) if name in known and way in CANDIDATES else None
+        if made is None:
+            raise LowRankError(f"{name} cannot run by {way} here.")
+        network.set_submodule(name, made.eval())
+    if neighbours:
+        fuse_neighbours(network)
+    return as_network(network, captured, copy.deepcopy(model))
 
 
 def silent(_text: str) -> None:
@@ -133,7 +149,8 @@ def _planned(
     best = min(list(totals)[1:], key=lambda name: totals[name].ms, default=GIVEN)
     used = totals[best].ms < totals[GIVEN].ms
     result = contenders[best] if used else given
-    note(result, plan=NetworkPlan(*where, decisions, totals[GIVEN], totals[best], used))
+    neighbours = used and best != "planned"
+    note(result, plan=NetworkPlan(*where, decisions, totals[GIVEN], totals[best], used, neighbours=neighbours))
     note(result, input_size=notes(model).input_size, training_card=notes(model).training_card)
     return result
 
@@ -146,8 +163,6 @@ def _unplanned(given: nn.Module, x: Tensor, where: tuple[Any, str], reason: str,
 
 def _with_neighbours(network: nn.Module, given: nn.Module, x: Tensor) -> nn.Module | None:
     """On a GPU: pools and response norms by the kernels too; None where that is none of it, or another network."""
-    from lowrank_cnn.kernels.fusing import fuse_neighbours
-
     twin = copy.deepcopy(network)
     return twin if fuse_neighbours(twin) and not objection_on(twin, given, x) else None
 

@@ -1,8 +1,9 @@
 """Quantise a trained network to int8 after training, and say what that costs in accuracy.
 
 Weights are quantised per output channel, activations per tensor with ranges from calibration images. The engines'
-own tools write the files: ONNX Runtime's for .onnx, NNCF for OpenVINO's .xml, torchao's pt2e for ExecuTorch's .pte.
-Before that, each layer is quantised alone in torch, to find those that int8 changes most: they stay in float.
+own tools write the files: ONNX Runtime's for .onnx, NNCF for OpenVINO's .xml, torchao's pt2e for ExecuTorch's
+.pte. Before that, each layer is quantised alone in torch, to find those that int8 changes most: they stay in
+float.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _LEVELS = 127
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """A layer: how far the network's output is off with this layer alone in int8, and whether it stays in float."""
+    """A layer: how far the output is off with this layer alone in int8, and whether it stays in float."""
 
     name: str
     error: float
@@ -212,8 +213,8 @@ def _prepared(calibration: Any, trained: Trained | None, images: int) -> tuple[T
         return torch.cat([tensor.detach().float().cpu() for tensor in calibration]), None
     if trained is None:
         raise LowRankError(
-            "images with labels calibrate a trained network, which knows how they are prepared: give prepared images "
-            "as a tensor for any other."
+            "images with labels calibrate a trained network, which knows how they are prepared: for any other, "
+            "give prepared images as a tensor."
         )
     data = calibration if isinstance(calibration, Data) else open_data(calibration, progress=False)
     match_classes(trained, data)

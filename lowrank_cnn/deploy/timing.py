@@ -13,10 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import StatisticsError, correlation, median
+from typing import Any
 
 import torch
 from torch import nn
 
+from lowrank_cnn.deploy.engines import Port, open_engine
+from lowrank_cnn.deploy.engines.onnx import OnnxRunner, node_macs
+from lowrank_cnn.deploy.exporting import export
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.selection import check_module
@@ -24,6 +28,7 @@ from lowrank_cnn.models.network import Network
 from lowrank_cnn.models.twins import dense_twin
 from lowrank_cnn.system.clock import CudaMarks, Marks, Sample, measure, torch_threads
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.files import as_path
 from lowrank_cnn.system.provenance import notes
 
 
@@ -82,13 +87,39 @@ def time_model(
     device = "cpu" if runtime == "onnx" else resolve_device(device)
     twin = dense_twin(model) if twin is None else twin
     networks = {"network": model} | ({} if twin is None else {"twin": twin})
-    prepare = _OnnxRunner if runtime == "onnx" else _TorchRunner
+    prepare = _FileRunner.of if runtime == "onnx" else _TorchRunner
     with torch_threads(threads), tempfile.TemporaryDirectory() as folder, torch.no_grad():
         runners = {key: prepare(net, (batch, *size), device, Path(folder) / key) for key, net in networks.items()}
         runs = {key: runner.run for key, runner in runners.items()}
         totals = measure(runs, repeats=repeats, cuda=device.startswith("cuda"))
         timed = {key: _timing(networks[key], runners[key], totals[key], runtime, device) for key in networks}
     return replace(timed["network"], twin=timed.get("twin"))
+
+
+def time_file(
+    path: str | Path,
+    input_size: Sequence[int] | None = None,
+    *,
+    batch: int = 1,
+    threads: int | None = None,
+    repeats: int = 15,
+    trusted: bool = False,
+) -> Timing:
+    """Time an exported file in its engine on the CPU, and the nodes of an .onnx file beside their MACs.
+
+    `input_size` is for files that take images of any size; `trusted` for .pt2 and .ts.
+    """
+    path = as_path(path)
+    if batch < 1:
+        raise LowRankError(f"the batch must be positive, not {batch}.")
+    with torch_threads(threads):
+        runner = _FileRunner(path, tuple(input_size) if input_size else None, batch, trusted=trusted)
+        total = measure({"file": runner.run}, repeats=repeats)["file"]
+        macs = runner.shape[0] * sum(runner.macs().values())
+        layers = _layers(runner.layers(), runner.macs(), {}, runner.shape[0])
+        used = torch.get_num_threads()
+    engine = runner.runner.engine
+    return Timing(path.name, runner.shape, engine, "cpu", used, macs, total, layers, pearson(layers))
 
 
 def pearson(layers: Sequence[LayerTime]) -> float | None:
@@ -124,6 +155,7 @@ class _TorchRunner:
         self.network = copy.deepcopy(model).eval().to(device).to(memory_format=last)  # type: ignore[call-overload]
         dtype = next((p.dtype for p in model.parameters()), torch.float32)
         self.image = torch.randn(shape, device=device, dtype=dtype).contiguous(memory_format=last)
+        self.shape = shape
         self.clock = CudaMarks() if device.startswith("cuda") else Marks()
 
     def run(self) -> object:
@@ -148,37 +180,53 @@ class _TorchRunner:
         return {name: median(taken) for name, taken in times.items()}
 
 
-class _OnnxRunner:
-    """A network in ONNX Runtime; its layers are the nodes of the graph."""
+class _FileRunner:
+    """A network's file in its engine; of an .onnx file, layers are the nodes of the graph."""
 
-    def __init__(self, model: nn.Module, shape: tuple[int, ...], device: str, scratch: Path) -> None:
-        from lowrank_cnn.deploy.exporting import export
-        from lowrank_cnn.deploy.runtime import OnnxModel
+    def __init__(self, path: Path, shape: tuple[int, ...] | None, batch: int, *, trusted: bool = False) -> None:
+        self.path, self.threads = path, torch.get_num_threads()
+        self.runner = open_engine(path, threads=self.threads, trusted=trusted)
+        self.arrays = {port.name: _random_array(port, shape, batch) for port in self.runner.inputs}
+        self.shape = tuple(next(iter(self.arrays.values())).shape)
 
-        self.path = scratch.with_suffix(".onnx")
-        export(model, self.path, input_size=shape[1:])
-        self.make = lambda **options: OnnxModel(self.path, threads=torch.get_num_threads(), **options)
-        self.network, self.image = self.make(), torch.randn(shape)
+    @classmethod
+    def of(cls, model: nn.Module, shape: tuple[int, ...], device: str, scratch: Path) -> _FileRunner:
+        path = scratch.with_suffix(".onnx")
+        export(model, path, input_size=shape[1:])
+        return cls(path, shape[1:], shape[0])
 
     def run(self) -> object:
-        return self.network(self.image)
+        return self.runner(self.arrays)
 
     def macs(self) -> dict[str, int]:
-        from lowrank_cnn.deploy.engines.onnx import node_macs
-
-        return node_macs(self.path)
+        return node_macs(self.path) if self.path.suffix == ".onnx" else {}
 
     def layers(self, repeats: int = 7) -> dict[str, float]:
         """Milliseconds of each node, from the runtime's own profile: the median of several runs."""
-        profiled = self.make(profile=self.path.with_suffix(""))
-        for _ in range(repeats + 1):
-            profiled(self.image)
+        if self.path.suffix != ".onnx":
+            return {}
         times: dict[str, list[float]] = defaultdict(list)
-        for event in json.loads(Path(profiled.runner.session.end_profiling()).read_text()):
+        with tempfile.TemporaryDirectory() as folder:
+            profiled = OnnxRunner(self.path, threads=self.threads, profile=Path(folder) / "profile")
+            for _ in range(repeats + 1):
+                profiled(self.arrays)
+            events = json.loads(Path(profiled.session.end_profiling()).read_text())
+        for event in events:
             if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
                 name = event["name"].removesuffix("_kernel_time").removeprefix("fused ")
                 times[name].append(event["dur"] / 1000)
         return {name: median(taken[1:]) for name, taken in times.items() if taken[1:]}
+
+
+def _random_array(port: Port, size: Sequence[int] | None, batch: int) -> Any:
+    """Random values for an input, its free axes as long as the batch and the image size say."""
+    known = dict(enumerate(size or (), start=1)) | {0: batch}
+    shape = [side if isinstance(side, int) else known.get(axis) for axis, side in enumerate(port.shape)]
+    if None in shape:
+        raise LowRankError(f"say the size of the images: {port.name} of this file is {port}.")
+    drawn = torch.randn(shape)  # type: ignore[arg-type]
+    dtype = getattr(torch, port.array_dtype)
+    return (drawn if dtype.is_floating_point else 255 * drawn.abs().clamp(max=1)).to(dtype).numpy()
 
 
 def _timed(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -192,14 +240,18 @@ def _timed(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _timing(
-    model: nn.Module, runner: _TorchRunner | _OnnxRunner, total: Sample, runtime: str, device: str
+    model: nn.Module, runner: _TorchRunner | _FileRunner, total: Sample, runtime: str, device: str
 ) -> Timing:
-    shape = tuple(runner.image.shape)
-    macs, times = runner.macs(), runner.layers()
     types = {name: type(module).__name__ for name, module in model.named_modules()}
-    layers = tuple(
-        LayerTime(name, types.get(name, ""), shape[0] * macs.get(name, 0), ms) for name, ms in times.items()
-    )
+    layers = _layers(runner.layers(), runner.macs(), types, runner.shape[0])
     name = str(model.config["name"]) if isinstance(model, Network) else type(model).__name__
-    whole = shape[0] * count(model, shape[1:]).macs
-    return Timing(name, shape, runtime, device, torch.get_num_threads(), whole, total, layers, pearson(layers))
+    whole = runner.shape[0] * count(model, runner.shape[1:]).macs
+    return Timing(
+        name, runner.shape, runtime, device, torch.get_num_threads(), whole, total, layers, pearson(layers)
+    )
+
+
+def _layers(
+    times: dict[str, float], macs: dict[str, int], types: dict[str, str], batch: int
+) -> tuple[LayerTime, ...]:
+    return tuple(LayerTime(name, types.get(name, ""), batch * macs.get(name, 0), ms) for name, ms in times.items())

@@ -75,10 +75,14 @@ def create_model(
     - `pretrained` names a data set, as in `pretrained="cifar10"`: the network comes with weights trained on it,
       and with the options that they were trained with; for another `num_classes`, its last layer begins anew.
       `list_pretrained` says which there are.
+
+    `hf-hub:user/name` is a network of the Hugging Face Hub, taken as it was trained.
     """
     _check_types(locals())
+    given = locals()
+    if name.startswith("hf-hub:"):
+        return _from_hub(name, {key: given[key] for key in _DEFAULTS} | {"pretrained": pretrained})
     if pretrained is not None:
-        given = locals()
         return _with_weights(name, pretrained, {key: given[key] for key in _DEFAULTS})
     if init not in INITIALISATIONS:
         raise LowRankError(f"there is no initialisation {init!r}; {nearest(init, INITIALISATIONS)}")
@@ -101,6 +105,14 @@ def _check_types(given: Mapping[str, object]) -> None:
     check_type("a network's name", given["name"], str)
     for option, kinds in _TYPES.items():
         check_type(option, given[option], *kinds)
+
+
+def _from_hub(name: str, options: Mapping[str, object]) -> Network:
+    from lowrank_cnn.models.hub import from_pretrained
+
+    if changed := [key for key, value in options.items() if value != _DEFAULTS.get(key)]:
+        raise LowRankError(f"{name} is taken as it was trained: leave out {' and '.join(changed)}.")
+    return from_pretrained(name)  # type: ignore[return-value]
 
 
 def _with_weights(name: str, data: str, options: Mapping[str, object]) -> Network:

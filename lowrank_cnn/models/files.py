@@ -26,12 +26,16 @@ CHANGED = (
 
 @dataclass(frozen=True)
 class Stored:
-    """A network out of a file, with what the file says of its images; the card is that of a trained one."""
+    """A network out of a file, with what the file says of its images; the card is that of a trained one.
+
+    `optimized` is what `optimize` chose for the network.
+    """
 
     network: nn.Module
     input_size: tuple[int, ...] | None = None
     card: Mapping[str, Any] | None = None
     preprocess: dict[str, Tensor] = field(default_factory=dict)
+    optimized: Mapping[str, Any] | None = None
 
 
 def write_weights(path: Path, stored: Stored) -> None:
@@ -39,7 +43,7 @@ def write_weights(path: Path, stored: Stored) -> None:
     description = describe(stored.network)
     _check_description(stored.network, description)
     size = stored.input_size
-    about = {"input": list(size) if size else None, "card": stored.card}
+    about = {"input": list(size) if size else None, "card": stored.card, "optimized": stored.optimized}
     write_network_file(path, stored.network.state_dict(), {**description, **about}, stored.preprocess)
 
 
@@ -65,7 +69,8 @@ def read_weights(path: Path, *, into: nn.Module | None = None) -> Stored:
     card, preprocess = card if isinstance(card, Mapping) else None, file.preprocess()
     if card is not None:
         note(network, training_card=TrainingCard(card, preprocess))
-    return Stored(network, size, card, preprocess)
+    chosen = file.description.get("optimized")
+    return Stored(network, size, card, preprocess, chosen if isinstance(chosen, Mapping) else None)
 
 
 def read_card(path: Path) -> Mapping[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -104,6 +105,18 @@ class Network(nn.Module):
         size = notes(self).input_size
         assert size is not None
         return size
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> Path:
+        """Write the network and its model card into a folder: `lowrank_cnn.models.hub.save_pretrained`."""
+        from lowrank_cnn.models.hub import save_pretrained
+
+        return save_pretrained(self, folder, **options)
+
+    def push_to_hub(self, repository: str, **options: Any) -> str:
+        """Upload the network to the Hugging Face Hub: `lowrank_cnn.models.hub.push_to_hub`."""
+        from lowrank_cnn.models.hub import push_to_hub
+
+        return push_to_hub(self, repository, **options)
 
     def settle(self) -> None:
         """Mend what the initialisation cannot know of this network; called once, right after it."""

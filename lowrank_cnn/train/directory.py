@@ -16,7 +16,7 @@ from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.record import Record, load_record
 
 FIXED = ("batch_size", "holdout", "preprocess", "zca_epsilon", "resize", "crop", "ema", "norm", "pool")
-FIXED += ("lookahead", "whiten_first", "alternate_mirror")
+FIXED += ("lookahead", "whiten_first", "alternate_mirror", "optimizer", "freeze")
 """Fields that cannot change in mid-run: the order of the data and the saved state depend on them."""
 IMAGES = "images with the digest"
 RECIPE, RECORD = "recipe.json", "record.json"

@@ -29,7 +29,7 @@ _ALLOWED = {
 _LARGE = 10.0**9
 _RANGES = {
     "batch_size": (1, _LARGE),
-    "epochs": (0, _LARGE),
+    "epochs": (1, _LARGE),
     "lr": (0, _LARGE),
     "momentum": (0, 1),
     "weight_decay": (0, _LARGE),

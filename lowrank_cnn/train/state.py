@@ -17,7 +17,7 @@ from lowrank_cnn.train.fabric import add_up, gather_objects, gather_tensors
 from lowrank_cnn.train.inputs import Inputs
 from lowrank_cnn.train.record import Record
 from lowrank_cnn.train.schedule import LevelOff
-from lowrank_cnn.train.step import TrainingStep, copy_into
+from lowrank_cnn.train.step import TrainingStep, copy_into, is_loss_scale
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -115,7 +115,9 @@ class RunState:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint, with the generators of this process."""
-        copy_into(self.step.tensors(), {n: checkpoint.tensors[n] for n in self.step.tensors()})
+        # A run that goes on in fp16 after another precision starts with a fresh loss scale.
+        known = [name for name in self.step.tensors() if name in checkpoint.tensors or not is_loss_scale(name)]
+        copy_into(self.step.tensors(), {name: checkpoint.tensors[name] for name in known})
         if self.fabric.global_rank:
             self.step.sums.zero_()  # the first process continues with the sums of all
         if states := checkpoint.part(f"random.{self.fabric.global_rank}"):

@@ -24,6 +24,8 @@ from lowrank_cnn.train.optimizers import Optimizer
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.short_runs import decay_at, look_ahead, norm_biases
 
+_SCALE = "scale."
+
 
 @dataclass(frozen=True)
 class Tally:
@@ -100,7 +102,7 @@ class TrainingStep:
         """Every tensor that a step changes, by the name it has in a checkpoint."""
         parts = {"model": self.weights, "average": self.averages}
         named = {f"{part}.{name}": t for part, group in parts.items() for name, t in group.items()}
-        scale = {"scale.factor": self.scaler.scale, "scale.good": self.scaler.good} if self.scaler else {}
+        scale = {f"{_SCALE}factor": self.scaler.scale, f"{_SCALE}good": self.scaler.good} if self.scaler else {}
         sums = {"tally.sums": self.sums, "tally.halted": self.halted}
         return named | self.optimizer.tensors() | scale | sums
 
@@ -171,6 +173,11 @@ class LossScale:
         self.good.mul_(1 - grows)
         self.scale.mul_((1 - 0.5 * bad) * (1 + grows))
         return (self.scale < self.LEAST).float()
+
+
+def is_loss_scale(name: str) -> bool:
+    """Whether a tensor of a checkpoint belongs to the loss scale, which runs in other precisions lack."""
+    return name.startswith(_SCALE)
 
 
 def _parts(images: Tensor, targets: Any, parts: int) -> Iterator[tuple[Tensor, Any]]:

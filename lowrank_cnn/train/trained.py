@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from lowrank_cnn.data.stream.streamed import frame
 from lowrank_cnn.method.settling import has_learned, settle
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.files import Stored, is_exported, read_card, read_weights
+from lowrank_cnn.models.hub import resolve
 from lowrank_cnn.models.network import TrainingCard
 from lowrank_cnn.models.pretrained import read_pretrained
 from lowrank_cnn.models.rebuild import entry_description, rebuild
@@ -79,16 +81,22 @@ class Trained:
         return self
 
 
-def load_checkpoint(path: str | Path, *, best: bool = False, network: nn.Module | None = None) -> Trained:
+def load_checkpoint(
+    path: str | Path, *, best: bool = False, network: nn.Module | None = None, trusted: bool = False
+) -> Trained:
     """The trained network of a run: its directory (the last weights, or the best), or one checkpoint file.
 
-    An exported .safetensors will do as well, where what was exported was trained. The network is built anew from
-    its name and options, and converted as it was; one that `create_model` does not know is passed in, as it was
-    before any conversion, or converted. Where the run kept a moving average of the weights, that is loaded.
+    An exported file, a saved folder or a repository of the Hub (`hf-hub:user/name`) works too, if its network was
+    trained; a .pt2 or .ts needs `trusted`, since reading it can run code stored in it. The network is built from
+    its name and options, and converted as it was. Pass your own network as `network`, before or after conversion.
+    If the run kept a moving average of the weights, that is loaded.
     """
-    if is_exported(Path(path)):
-        return _exported(Path(path), network)
-    checkpoint = _read(Path(path), best)
+    path = resolve(path)
+    if path.is_file() and path.suffix not in ("", ".json", ".safetensors"):
+        return _graph(path, trusted)
+    if is_exported(path):
+        return _exported(path, network)
+    checkpoint = _read(path, best)
     state = checkpoint.state
     network = rebuild(entry_description(state["model"]), into=network)
     weights = checkpoint.part("average") or checkpoint.part("model")
@@ -96,14 +104,14 @@ def load_checkpoint(path: str | Path, *, best: bool = False, network: nn.Module 
         network.load_state_dict(weights)
     except RuntimeError as error:
         raise LowRankError(f"the weights in {path} are not those of {state['model']['name']}.") from error
-    note(network, begun_from=Path(path).name)
+    note(network, begun_from=path.name)
     trained = _trained(network, checkpoint.part("preprocess"), state)
     return replace(trained, network=settle(network, trained.input_size)) if has_learned(network) else trained
 
 
 def classes_of(path: str | Path) -> int | None:
     """The number of classes that the weights of a run or an exported file are for; None where they do not say."""
-    path = Path(path)
+    path = resolve(path)
     try:
         card = read_card(path) if is_exported(path) else read_state(_newest(path))
         return len(card["data"]["classes"]) if card else None
@@ -153,6 +161,18 @@ def _exported(path: Path, network: nn.Module | None) -> Trained:
         raise LowRankError(
             f"{path} holds weights, but not which classes they tell apart and how images are prepared for them: "
             f"export it from the run that trained it (lowrank export RUN {path.name})."
+        )
+    return trained
+
+
+def _graph(path: Path, trusted: bool) -> Trained:
+    """A trained network out of an .onnx, .pt2 or other graph, run by the engine of the file."""
+    # The room that runs such files lies above this one, so it is imported when a file asks for it.
+    trained = carried_by(importlib.import_module("lowrank_cnn.deploy").load(path, trusted=trusted))
+    if trained is None:
+        raise LowRankError(
+            f"{path} does not say which classes it tells apart and how images are prepared for it: export it from "
+            f"the run that trained it (lowrank export RUN {path.name})."
         )
     return trained
 

@@ -4,8 +4,11 @@ import json
 
 import pytest
 import torch
+from PIL import Image
+from torch import nn
 
 from lowrank_cnn.deploy.exporting import load
+from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 
@@ -96,6 +99,34 @@ def test_export_writes_the_packages_own_weights(output_of, tmp_path):
         assert torch.equal(ours.state_dict()[name], value)
 
 
+def test_an_exported_file_is_timed_asked_and_evaluated(output_of, tmp_path):
+    image, file = tmp_path / "a.png", tmp_path / "net.onnx"
+    Image.new("RGB", (32, 32), (200, 30, 30)).save(image)
+    named = ("nin-c3-lr", "--pretrained", "cifar10")
+    output_of("export", named[0], file, *named[1:], "--preprocess", "nhwc", "--dynamic", "none")
+    (timing,) = json.loads(output_of("time", file, "--repeats", "3", "--json"))["timings"]
+    assert timing["runtime"] == "onnxruntime"
+    batch, height, width, _ = timing["input"]
+    assert timing["macs"] == batch * count(create_model(named[0]), (3, height, width)).macs
+    right, found = (json.loads(output_of("predict", *model, image, "--json")) for model in (named, (file,)))
+    assert [c["class"] for c in found[0]["classes"]] == [c["class"] for c in right[0]["classes"]]
+    text = output_of("time", file, "--repeats", "3")
+    assert fits(text)
+
+
+def test_optimize_writes_what_it_found(output_of, own, tmp_path):
+    file = tmp_path / "fast.safetensors"
+    text = output_of("optimize", f"{own}:net", "-o", file, "--input", "3x9x7", "--no-cache")
+    assert fits(text)
+    assert "Fastest:" in text
+    net = nn.Sequential(nn.Conv2d(3, 8, 3))
+    found = load(file, into=net)
+    assert found.report.choice in text
+    assert found(torch.zeros(1, 3, 9, 7)).shape == (1, 8, 7, 5)
+    with pytest.raises(LowRankError, match="--overwrite replaces it"):
+        output_of("optimize", f"{own}:net", "-o", file, "--input", "3x9x7")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -106,7 +137,10 @@ def test_export_writes_the_packages_own_weights(output_of, tmp_path):
         (["plan", "nin", "--device", "gpu"], "no device 'gpu'"),
         (["plan", "nin", "--batch", "0"], "batch must be positive"),
         (["time", "nin", "--runtime", "onnx", "--device", "cuda"], "timed on the CPU"),
-        (["export", "nin", "net.bin"], "ends in .onnx"),
+        (["export", "nin", "net.bin"], "ends in one of .onnx"),
+        (["export", "nin", "net.onnx", "--dynamic", "batch,size"], "not 'size'"),
+        (["time", "net.onnx"], "no file net.onnx"),
+        (["time", "net.onnx", "--scheme", "lr"], "without --scheme"),
     ],
 )
 def test_bad_input_is_one_sentence(output_of, arguments: list[str], says: str):

@@ -12,7 +12,6 @@ from lowrank_cnn.deploy.blocks import Epilogue
 from lowrank_cnn.deploy.exporting import export, load
 from lowrank_cnn.deploy.matrix import MatrixConv2d
 from lowrank_cnn.deploy.merging import merge
-from lowrank_cnn.deploy.optimizing import optimize
 from lowrank_cnn.deploy.winograd import WinogradConv2d
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
@@ -297,13 +296,9 @@ def test_what_a_user_calls_plan_or_report_is_the_users(tmp_path):
     assert torch.equal(again[0].weight, net[0].weight)
 
 
-@pytest.mark.parametrize("make", ["plan", "optimize"])
-def test_weights_of_what_was_planned_are_refused(tmp_path, make: str):
+def test_weights_of_what_was_planned_are_refused(tmp_path):
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()).eval()
-    if make == "plan":
-        note(net, plan=SimpleNamespace(used=True))
-    else:
-        net = optimize(net, torch.randn(1, 3, 8, 8), compile=False, cache=False, repeats=3)
+    note(net, plan=SimpleNamespace(used=True))
     with pytest.raises(LowRankError, match="planned, optimised"):
         export(net, tmp_path / "net.safetensors", input_size=(3, 8, 8))
     assert not list(tmp_path.iterdir())

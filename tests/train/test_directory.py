@@ -22,6 +22,8 @@ OTHERS = {
     "lookahead": 5,
     "whiten_first": True,
     "alternate_mirror": True,
+    "optimizer": "adamw",
+    "freeze": "features.*",
 }
 
 

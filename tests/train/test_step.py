@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
 
 import pytest
 import torch
@@ -249,3 +251,15 @@ def test_a_run_in_fp16_learns(driver):
     _, record = driver.train(None, driver.PLAIN, epochs=6, precision="fp16")
     assert record.precision == "fp16"
     assert record.result["top1"] > 0.7
+
+
+def test_a_run_in_fp16_resumes_exactly_and_after_another_precision(driver, tmp_path):
+    recipe = dataclasses.replace(driver.STATEFUL, epochs=3)
+    whole, _ = driver.train(None, recipe, precision="fp16")
+    driver.train(tmp_path / "fp16", dataclasses.replace(recipe, epochs=1), precision="fp16")
+    again, _ = driver.train(tmp_path / "fp16", recipe, precision="fp16", resume=True)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.state_dict().items())
+    driver.train(tmp_path / "fp32", dataclasses.replace(recipe, epochs=1), precision="fp32")
+    _, record = driver.train(tmp_path / "fp32", recipe, precision="fp16", resume=True)
+    assert record.status == "finished"
+    assert math.isfinite(record.result["loss"])

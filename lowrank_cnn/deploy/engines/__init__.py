@@ -44,6 +44,11 @@ def open_engine(path: str | Path, *, threads: int = 0, trusted: bool = False) ->
     return made(path, threads=threads)
 
 
+def is_engine_file(path: str | Path) -> bool:
+    """Whether a path is that of a file which an engine runs, by its suffix."""
+    return Path(path).suffix in ENGINES
+
+
 def engine_of(path: Path) -> tuple[str, str, str]:
     """The row of `ENGINES` for a file."""
     if path.suffix not in ENGINES:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -52,12 +53,6 @@ def write_program(folder: Path, stem: str, request: ExportRequest) -> Path:
     return path
 
 
-def read_program(path: Path) -> tuple[nn.Module, dict[str, str]]:
-    """The program of a trusted file as a module in evaluation, and what the file says of it."""
-    program, metadata = _read(path)
-    return _in_evaluation(program), metadata
-
-
 def _read(path: Path) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
     extra = {EXTRA: ""}
     try:
@@ -68,7 +63,14 @@ def _read(path: Path) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
 
 
 def _in_evaluation(program: torch.export.ExportedProgram) -> nn.Module:
-    module = program.module()
-    for part in module.modules():  # it has no eval() of its own, and was exported from evaluation
+    module: Any = program.module()
+    for part in module.modules():
         part.training = False
+    module.eval, module.train = lambda: module, partial(_stay, module)  # torch's own of a program raise
+    return module
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    if mode:
+        raise LowRankError("a .pt2 program was exported from evaluation and cannot be trained: train the network.")
     return module

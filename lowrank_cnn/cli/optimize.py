@@ -1,0 +1,70 @@
+"""The command `lowrank optimize`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lowrank_cnn.cli.convert import export_source
+from lowrank_cnn.cli.deploy import Batch, Threads, print_variants
+from lowrank_cnn.cli.options import Device, Input, Into, Json, Model, Norm, Pretrained, Scheme, Width
+from lowrank_cnn.cli.show import console, print_json, status_line
+from lowrank_cnn.system.errors import LowRankError
+
+
+def optimize_command(
+    model: Model,
+    out: Annotated[Path, typer.Option("-o", "--out", help="A file ending in .safetensors, .onnx, .pt2 or .ts.")],
+    scheme: Scheme = None,
+    batch: Batch = 1,
+    device: Device = "auto",
+    threads: Threads = None,
+    compile_: Annotated[bool, typer.Option("--compile", help="Try torch.compile too.")] = False,
+    cache: Annotated[bool, typer.Option(help="Keep measured times for the next time.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
+    input_text: Input = None,
+    pretrained: Pretrained = None,
+    width: Width = None,
+    norm: Norm = None,
+    into: Into = None,
+    as_json: Json = False,
+) -> None:
+    """Find the fastest form of a network, and write it to a file.
+
+    A .safetensors holds the network with what was chosen: lr.load makes that form again without measuring, and
+    compares it with the network. Other formats hold the layers alone, without what was chosen for this machine.
+
+    Examples:
+
+      lowrank optimize nin-c3-lr -o net.safetensors --pretrained cifar10
+      lowrank optimize runs/photos -o net.safetensors --batch 16 --compile
+    """
+    import torch
+
+    from lowrank_cnn.cli.source import find_model, parse_size
+    from lowrank_cnn.deploy import optimize
+    from lowrank_cnn.models.files import dtype_of
+    from lowrank_cnn.system.clock import torch_threads
+    from lowrank_cnn.system.environment import environment
+    from lowrank_cnn.train.fabric import resolve_device
+
+    if out.exists() and not overwrite:
+        raise LowRankError(f"{out} exists; --overwrite replaces it.")
+    if batch < 1:
+        raise LowRankError(f"the batch must be positive, not {batch}.")
+    source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm, scheme=scheme)
+    size = source.size(parse_size(input_text))
+    network = source.network.eval().to(resolve_device(device))
+    image = torch.randn(batch, *size).to(resolve_device(device), dtype_of(network))
+    with torch_threads(threads), status_line() as shown:
+        fast = optimize(network, image, compile=compile_, cache=cache, say=shown(source.name))
+        written = export_source(replace(source, network=fast), fast, out, size, overwrite=overwrite)
+    if as_json:
+        where = {"environment": environment(), "model": source.name, "input": list(image.shape)}
+        return print_json({**where, **fast.report.to_dict(), **written.to_dict()})
+    print_variants(fast.report)
+    console.print(f" {written.path}: {written.bytes / 2**20:.1f} MiB.", markup=False)
+    return None

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowrank_cnn.data import Data, ResidentSplit, StreamedSplit
+from lowrank_cnn.data.readers.folder import FolderStore, open_folder
+from lowrank_cnn.data.readers.read_options import ReadOptions
+from lowrank_cnn.data.readers.splits import LARGE_SIDE, divided, make_split, with_default_size, with_limit
+from lowrank_cnn.data.types import Problems
+from lowrank_cnn.system.errors import LowRankError
+
+Photo = Callable[..., bytes]
+
+
+@pytest.fixture
+def store(tmp_path: Path, photo: Photo, write_folder: Callable[..., Path]) -> FolderStore:
+    """Six images of each of two classes, of 12x10."""
+    files = {f"{name}/{number}.png": photo(number) for name in ("cat", "dog") for number in range(6)}
+    return open_folder(write_folder(tmp_path, files), ("cat", "dog"), Problems())
+
+
+ROWS = torch.arange(12)
+
+
+def test_few_images_of_one_size_are_held_in_memory(store: FolderStore) -> None:
+    assert isinstance(make_split(store, ROWS, Problems(), ReadOptions()), ResidentSplit)
+    streamed = make_split(store, ROWS, Problems(), ReadOptions(resident_bytes=12 * 12 * 10 * 3 - 1))
+    assert isinstance(streamed, StreamedSplit)
+    assert streamed.size == (3, 12, 10)
+
+
+def test_a_limit_takes_classes_in_proportion(store: FolderStore) -> None:
+    split = make_split(store, ROWS, Problems(), ReadOptions(limit=4))
+    assert sorted(split.labels.tolist()) == [0, 0, 1, 1]
+
+
+def test_images_of_many_sizes_have_no_common_one(store: FolderStore, photo: Photo) -> None:
+    Path(store.files[0]).write_bytes(photo(0, size=(9, 9)))
+    split = make_split(store, ROWS, Problems(), ReadOptions())
+    assert (split.size, split.channels) == (None, 3)
+    assert make_split(store, ROWS, Problems(), ReadOptions(image_size=(8, 6))).size == (3, 8, 6)
+    assert with_default_size(store, ROWS, ReadOptions(default_size=(8, 8))).image_size == (8, 8)
+
+
+def test_the_default_size_is_for_large_images_alone(store: FolderStore, photo: Photo) -> None:
+    options = ReadOptions(default_size=(8, 8))
+    assert with_default_size(store, ROWS, options) is options
+    Path(store.files[0]).write_bytes(photo(0, size=(LARGE_SIDE + 1, LARGE_SIDE + 1)))
+    assert with_default_size(store, torch.tensor([0]), options).image_size == (8, 8)
+    chosen = ReadOptions(default_size=(8, 8), image_size=(4, 4))
+    assert with_default_size(store, torch.tensor([0]), chosen) is chosen
+
+
+def test_a_share_of_each_class_is_divided_off(store: FolderStore) -> None:
+    train, test = divided(store, ROWS, 1 / 3, seed=0, name="photos")
+    assert sorted([*train.tolist(), *test.tolist()]) == ROWS.tolist()
+    assert store.labels[test].tolist() == [0, 0, 1, 1]
+    assert not torch.equal(test, divided(store, ROWS, 1 / 3, seed=1, name="photos")[1])
+    with pytest.raises(LowRankError, match="leaves none to train or test on"):
+        divided(store, ROWS, 0.01, seed=0, name="photos")
+
+
+def test_a_set_in_memory_takes_a_limit_and_nothing_else() -> None:
+    split = ResidentSplit.of(torch.zeros(8, 1, 4, 4, dtype=torch.uint8), torch.arange(8) % 2)
+    data = Data("squares", ("a", "b"), split, split)
+    assert len(with_limit(data, ReadOptions(limit=4)).train) == 4
+    with pytest.raises(LowRankError, match="1x4x4, which image_size and channels do not change"):
+        with_limit(data, ReadOptions(image_size=(8, 8)))
+    with pytest.raises(LowRankError, match="test images and class names of its own"):
+        with_limit(data, ReadOptions(val_split=0.5))

@@ -1,0 +1,181 @@
+"""Networks shared as folders and through a Hub: a small one of our own, on this machine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import torch
+from torch import nn
+
+import lowrank_cnn as lr
+from lowrank_cnn.cli.source import find_model
+from lowrank_cnn.models import hub
+from lowrank_cnn.system.errors import LowRankError
+
+hf = pytest.importorskip("huggingface_hub")
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What huggingface_hub asks of a Hub to make a repository, commit files to it and fetch them."""
+
+    files: dict[str, bytes]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path.endswith("/repos/create"):
+            asked = json.loads(body)
+            return self._answer({"url": f"{self._root()}/{asked['organization']}/{asked['name']}"})
+        repository = "/".join(self.path.split("/")[3:5])
+        if "/preupload/" in self.path:
+            wanted = json.loads(body)["files"]
+            regular = {"uploadMode": "regular", "shouldIgnore": False, "oid": None}
+            return self._answer({"files": [{"path": file["path"], **regular} for file in wanted]})
+        if "/commit/" not in self.path:  # the card is sent to be checked
+            return self._answer({"errors": [], "warnings": []})
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                self.files[f"{repository}/{line['value']['path']}"] = base64.b64decode(line["value"]["content"])
+        return self._answer({"commitUrl": f"{self._root()}/{repository}/commit/{COMMIT}", "commitOid": COMMIT})
+
+    def do_GET(self) -> None:
+        parts = unquote(self.path).split("/")
+        if self.path.startswith("/api/models/"):
+            return self._answer({"id": "/".join(parts[3:5]), "sha": COMMIT, "siblings": []})
+        payload = self.files.get("/".join([*parts[1:3], *parts[5:]]))
+        if payload is None or parts[4] == "absent":
+            code = {"X-Error-Code": "RevisionNotFound" if payload else "RepoNotFound"}
+            return self._send(404, b"", code)
+        return self._send(200, payload, {"X-Repo-Commit": COMMIT, "ETag": f'"{len(payload)}"'})
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def _root(self) -> str:
+        return f"http://{self.headers['Host']}"
+
+    def _answer(self, value: object) -> None:
+        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _send(self, status: int, payload: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(payload))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(payload)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bytes]]:
+    """The files of a Hub that runs on this machine, by repository and name."""
+    handler = type("EmptyHub", (Hub,), {"files": {}})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    for name, value in {"ENDPOINT": address, "HF_HUB_CACHE": str(tmp_path / "cache")}.items():
+        monkeypatch.setattr(hf.constants, name, value)
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(hf.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(hf.constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
+    yield handler.files
+    server.shutdown()
+
+
+@pytest.fixture
+def trained() -> lr.Network:
+    return lr.create_model("nin-c3-lr", pretrained="cifar10")
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    theirs = other.state_dict()
+    return all(torch.equal(tensor, theirs[name]) for name, tensor in one.state_dict().items())
+
+
+def test_a_folder_gives_back_the_network_its_classes_and_its_preprocessing(trained, tmp_path):
+    folder = trained.save_pretrained(tmp_path / "net", licence="apache-2.0")
+    again = lr.from_pretrained(folder)
+    assert same(trained, again)
+    assert not again.training
+    image = torch.randint(0, 255, (3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert lr.predict(again, image, device="cpu") == lr.predict(trained, image, device="cpu")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model"]["name"] == "nin-c3-lr"
+    assert len(config["preprocess"]["mean"]) == 3
+    assert same(trained, lr.load(folder))
+
+
+def test_a_network_is_pushed_fetched_and_named_everywhere(trained, local_hub):
+    address = trained.push_to_hub("someone/net", token="hf_x")
+    assert address.endswith(COMMIT)
+    assert sorted(local_hub) == [
+        f"someone/net/{name}" for name in ("README.md", "config.json", "model.safetensors")
+    ]
+    assert same(trained, lr.from_pretrained("someone/net"))
+    assert same(trained, lr.create_model("hf-hub:someone/net"))
+    assert same(trained, lr.load("hf-hub:someone/net@main"))
+    source = find_model("hf-hub:someone/net")
+    assert (source.name, source.input_size) == ("hf-hub:someone/net", (3, 32, 32))
+    assert source.trained is not None
+    image = torch.zeros(3, 32, 32, dtype=torch.uint8)
+    assert lr.predict("hf-hub:someone/net", image, device="cpu") == lr.predict(trained, image, device="cpu")
+
+
+def test_a_network_of_ones_own_is_loaded_into_it(tmp_path):
+    own = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())
+    low_rank = lr.convert(own, "lr")
+    folder = lr.save_pretrained(low_rank, tmp_path)
+    assert same(low_rank, lr.from_pretrained(folder, into=own))
+    with pytest.raises(LowRankError, match="not one of our networks"):
+        lr.from_pretrained(folder)
+    assert "into=your_network" in (folder / "README.md").read_text()
+
+
+@pytest.mark.usefixtures("local_hub")
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("nobody/none", r"nobody/none is no local folder, and its model.safetensors could not be fetched"),
+        ("hf-hub:nobody", "is written user/name, not 'nobody'"),
+        ("hf-hub:../../etc/passwd", "is written user/name"),
+        (Path(__file__).parent, "holds no model.safetensors"),
+        (__file__, "is not a safetensors file"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_sentence(source, says):
+    with pytest.raises(LowRankError, match=says):
+        lr.from_pretrained(source)
+
+
+def test_what_cannot_be_pushed_is_one_sentence(trained, local_hub, monkeypatch):
+    with pytest.raises(LowRankError, match="is written user/name"):
+        trained.push_to_hub("net")
+    monkeypatch.setattr(hub, "write_weights", lambda path, stored: path.touch())
+    with pytest.raises(LowRankError, match="safetensors"):
+        trained.push_to_hub("someone/net")
+    assert not local_hub
+    with pytest.raises(LowRankError, match="taken as it was trained: leave out width"):
+        lr.create_model("hf-hub:someone/net", width=0.5)
+
+
+def test_a_server_that_refuses_is_one_sentence(trained, local_hub, monkeypatch):
+    monkeypatch.setattr(hf.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(LowRankError, match=r"someone/net could not be uploaded .*hf auth login"):
+        trained.push_to_hub("someone/net")
+
+
+def test_torch_hub_builds_the_networks():
+    root = str(Path(__file__).parents[2])
+    network = torch.hub.load(root, "nin_c3_lr", source="local", pretrained="cifar10")
+    assert network.config["norm"] == "batch"
+    assert torch.hub.load(root, "vgg11_gmp_lr", source="local", width=0.1).config["width"] == 0.1
