@@ -17,6 +17,7 @@ from lowrank_cnn.system.version import __version__
 if TYPE_CHECKING:
     from lowrank_cnn.data import open_data
     from lowrank_cnn.deploy import export, load, merge, optimize, plan
+    from lowrank_cnn.deploy.quantizing import quantize
     from lowrank_cnn.deploy.timing import time_model
     from lowrank_cnn.method.converting import conversion_costs, convert
     from lowrank_cnn.method.counting import Count, count
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "data": ["open_data"],
     "deploy": ["export", "load", "merge", "optimize", "plan"],
+    "deploy.quantizing": ["quantize"],
     "deploy.timing": ["time_model"],
     "method.converting": ["conversion_costs", "convert"],
     "method.counting": ["Count", "count"],
@@ -118,6 +120,7 @@ __all__ = [
     "plan",
     "predict",
     "push_to_hub",
+    "quantize",
     "save_pretrained",
     "stages",
     "thin",

@@ -47,7 +47,7 @@ COMMANDS = {
     "time": Entry("deploy", "Deploy", "Time networks layer by layer, beside their dense twins."),
     "plan": Entry("deploy", "Deploy", "Find the fastest way to run a network on this machine."),
     "optimize": Entry("optimize", "Deploy", "Find the fastest form of a network, and write it to a file."),
-    "export": Entry("deploy", "Deploy", "Write a network as ONNX, .pt2 or .safetensors, and check the file."),
+    "export": Entry("export", "Deploy", "Write a network for ONNX Runtime and other engines, and check the file."),
     "audit": Entry("audit", "Paper", "Compare every published figure and claim with what this code computes."),
     "reproduce": Entry("reproduce", "Paper", "Train the paper's networks and compare their accuracy."),
     "frontier": Entry("frontier", "Paper", "Train a family over widths and schemes: accuracy against time."),

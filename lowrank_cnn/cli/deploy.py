@@ -1,4 +1,4 @@
-"""Commands for any network: time, plan, export."""
+"""Commands for any network: time and plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lowrank_cnn.cli.convert import export_source
 from lowrank_cnn.cli.options import (
     MODEL_HELP,
     Device,
@@ -17,7 +16,6 @@ from lowrank_cnn.cli.options import (
     Json,
     Model,
     Norm,
-    Pretrained,
     Scheme,
     Trusted,
     Width,
@@ -96,6 +94,13 @@ def plan_command(
     compile_: Annotated[bool, typer.Option("--compile", help="Try torch.compile too.")] = False,
     cache: Annotated[bool, typer.Option(help="Keep measured times for the next plan.")] = True,
     twin: Annotated[bool, typer.Option(help="Compare with the dense network, optimised in the same way.")] = True,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="auto: time the installed engines (ONNX Runtime, OpenVINO, ncnn, ...); or one by name."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="With --engine: a directory for the fastest engine's file.")
+    ] = None,
     input_text: Input = None,
     width: Width = None,
     norm: Norm = None,
@@ -110,6 +115,7 @@ def plan_command(
 
       lowrank plan nin-c3-lr
       lowrank plan model.py:make --scheme lr --input 3x32x32 --batch 16
+      lowrank plan nin-c3-lr --engine auto --out engines
     """
     import torch
 
@@ -122,6 +128,10 @@ def plan_command(
     from lowrank_cnn.train.fabric import resolve_device
 
     source = find_model(model, into=into, width=width, norm=norm, scheme=scheme)
+    if engine is not None:
+        from lowrank_cnn.cli.engines import plan_engines
+
+        return plan_engines(source, source.size(parse_size(input_text)), engine, out, threads, as_json=as_json)
     device = resolve_device(device)
     network = source.network.eval().to(device)
     if batch < 1:
@@ -156,86 +166,6 @@ def _beside(fast: Any, rival: Any, image: torch.Tensor) -> dict[str, Any]:
 
     times = measure({"ours": lambda: fast(image), "rival": lambda: rival(image)}, cuda=image.is_cuda)
     return {"choice": rival.report.choice, "twin_ms": times["rival"].ms, "ms": times["ours"].ms}
-
-
-def export_command(
-    model: Model,
-    path: Annotated[Path, typer.Argument(help="A file ending in .onnx, .pt2, .ts or .safetensors.")],
-    scheme: Scheme = None,
-    merged: Annotated[bool, typer.Option("--merge", help="Fold batch norms into the layers before them.")] = False,
-    chains: Annotated[
-        bool, typer.Option("--merge-chains", help="Merge basis + join and separable pairs into dense convs too.")
-    ] = False,
-    dynamic: Annotated[
-        str, typer.Option(help="Axes of any length: batch, height, width, joined by commas; or none.")
-    ] = "batch",
-    opset: Annotated[int | None, typer.Option(help="Of .onnx.")] = None,
-    preprocess: Annotated[
-        Literal["nchw", "nhwc"] | None,
-        typer.Option(help="Prepare images inside the graph, which then takes uint8 in this layout; not resize."),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
-    input_text: Input = None,
-    pretrained: Pretrained = None,
-    width: Width = None,
-    norm: Norm = None,
-    into: Into = None,
-    as_json: Json = False,
-) -> None:
-    """Write a network as ONNX, .pt2 or .safetensors, and check the file.
-
-    The file is run on random images and compared with the network. The file of a trained network carries its
-    classes and preprocessing: evaluate, predict and time take it like the run it comes from.
-
-    Examples:
-
-      lowrank export nin-c3-lr net.onnx --pretrained cifar10
-      lowrank export runs/photos net.onnx --merge --preprocess nhwc
-      lowrank export model.py:make net.pt2 --scheme lr --input 3x32x32
-    """
-    from lowrank_cnn.cli.source import find_model, parse_size
-    from lowrank_cnn.deploy import merge
-    from lowrank_cnn.method.counting import count
-
-    source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm)
-    source = source.converted(scheme) if scheme else source
-    size = source.size(parse_size(input_text))
-    network = source.network
-    if merged or chains:
-        network = merge(network.eval(), chains=True if chains else None, example_input=_image_for(network, size))
-    free = () if dynamic == "none" else tuple(dynamic.split(","))
-    graph: dict[str, Any] = {"dynamic": free, "opset": opset, "preprocess": preprocess or False}
-    written = export_source(source, network, path, size, overwrite=overwrite, **graph)
-    macs = {"before": count(source.network, size).macs, "after": count(network, size).macs}
-    rows = notes(network).merging
-    if as_json:
-        return print_json({**written.to_dict(), "macs": macs, "merging": [row.to_dict() for row in rows]})
-    if merged or chains:
-        folded = sum(row.error is not None for row in rows)
-        console.print(f" {folded} layers merged; {si(macs['before'])} MACs before, {si(macs['after'])} after.")
-        for reason, names in _by_reason(rows).items():
-            console.print(f" Not merged ({reason}): {', '.join(names)}.", markup=False)
-    checked = "" if written.error is None else f", off by {written.error:.0e} at most"
-    console.print(f" {written.path}: {written.bytes / 2**20:.1f} MiB{checked}.", markup=False)
-    return None
-
-
-def _image_for(network: torch.nn.Module, size: tuple[int, ...]) -> torch.Tensor:
-    """Random images in the network's own precision."""
-    import torch
-
-    from lowrank_cnn.models.files import dtype_of
-
-    return torch.randn(2, *size, generator=torch.Generator().manual_seed(0)).to(dtype_of(network))
-
-
-def _by_reason(rows: Any) -> dict[str, list[str]]:
-    """The names of layers that were not merged, by the reason."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        if row.reason:
-            found.setdefault(row.reason, []).append(row.name)
-    return found
 
 
 def _print_timing(timing: Any) -> None:

@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -105,15 +106,12 @@ def export(
     path = as_path(path)
     if path.suffix != ".safetensors":
         _check_suffix(path)
-    stored = model.stored(input_size) if isinstance(model, Trained) else _stored(model, input_size)
-    if path.exists() and not overwrite:
-        raise LowRankError(f"{path} exists; overwrite=True (--overwrite) replaces it.")
-    if not path.parent.is_dir():
-        raise LowRankError(f"there is no directory {path.parent} to write {path.name} into.")
+    stored = stored_of(model, input_size)
+    check_place(path, overwrite)
     if path.suffix == ".safetensors":
         return _write_weights(path, _as_given(stored))
     names = {"inputs": input_names, "outputs": output_names}
-    network, request = _request(stored, example_input, dynamic, names, preprocess)
+    network, request = request_for(stored, example_input, dynamic, names, preprocess)
     return write_request(path, at_precision(replace(request, opset=opset), path.suffix, precision), network)
 
 
@@ -168,7 +166,18 @@ def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = Fal
     return attach_metadata(network, runner.metadata)
 
 
-def _stored(model: nn.Module, input_size: Sequence[int] | None) -> Stored:
+def check_place(path: Path, overwrite: bool) -> None:
+    """Refuse a path that is taken, or has no directory."""
+    if path.exists() and not overwrite:
+        raise LowRankError(f"{path} exists; overwrite=True (--overwrite) replaces it.")
+    if not path.parent.is_dir():
+        raise LowRankError(f"there is no directory {path.parent} to write {path.name} into.")
+
+
+def stored_of(model: nn.Module | Trained, input_size: Sequence[int] | None) -> Stored:
+    """What a file keeps of a network: itself, and its images, classes and preparation where known."""
+    if isinstance(model, Trained):
+        return model.stored(input_size)
     check_module(model)
     size = input_size or notes(model).input_size
     stored = Stored(model, tuple(size) if size else None)
@@ -202,8 +211,12 @@ def _write_weights(path: Path, stored: Stored) -> Exported:
     return Exported(str(path), path.stat().st_size, None)
 
 
-def _request(
-    stored: Stored, example: Any, dynamic: Any, names: dict[str, Sequence[str] | None], preprocess: bool | Layout
+def request_for(
+    stored: Stored,
+    example: Any = None,
+    dynamic: Any = ("batch",),
+    names: Mapping[str, Sequence[str] | None] = MappingProxyType({}),
+    preprocess: bool | Layout = False,
 ) -> tuple[nn.Module, ExportRequest]:
     """What is asked of a writer, and the network that the file is compared with, both on the CPU."""
     network = copy.deepcopy(stored.network).eval().cpu()
@@ -211,10 +224,10 @@ def _request(
     if layout:
         network, example = _prepared(replace(stored, network=network), layout, example)
     example = _images(stored) if example is None else example
-    call = Call.of(network, example, names["inputs"])
+    call = Call.of(network, example, names.get("inputs"))
     call = call.replaced({name: tensor.detach().cpu() for name, tensor in call.tensors.items()})
     found = checked_outputs(network, call)
-    outputs = _output_names(found, call.names, names["outputs"])
+    outputs = _output_names(found, call.names, names.get("outputs"))
     axes = free_axes(call, dynamic)
     results = dict(zip(outputs, found.values(), strict=True))
     metadata = metadata_of(stored, pixels=layout) | {

@@ -17,10 +17,7 @@ def quantize_onnx(path: Path, request: ExportRequest) -> None:
     """Replace a float32 .onnx file by one with unsigned 8-bit activations and signed 8-bit weights."""
     tool: Any = require("onnxruntime.quantization", extra="onnx", purpose="int8 in ONNX")
     onnx: Any = require("onnx", extra="onnx", purpose="int8 in ONNX")
-    names = [node.name for node in onnx.load(str(path)).graph.node]
-    kept = [
-        name for name in names if any(name.startswith((f"{layer}/", f"{layer}.")) for layer in request.in_float)
-    ]
+    kept = [node.name for node in onnx.load(str(path)).graph.node if request.is_in_float(node.name)]
     before, target = logging.root.manager.disable, path.with_name(f"int8-{path.name}")
     logging.disable(logging.WARNING)  # a piece of advice about preparing the graph, which has nothing to prepare
     try:

@@ -68,10 +68,7 @@ def _quantized(model: Any, request: ExportRequest) -> Any:
     nncf = require("nncf", extra="engines", purpose="int8 in OpenVINO")
     nncf.set_log_level(logging.ERROR)
     images = [tuple(tensor.numpy() for tensor in sample) for sample in request.calibration or ()]
-    names = [node.get_friendly_name() for node in model.get_ops()]
-    kept = [
-        name for name in names if any(name.startswith((f"{layer}/", f"{layer}.")) for layer in request.in_float)
-    ]
+    kept = list(filter(request.is_in_float, (node.get_friendly_name() for node in model.get_ops())))
     return nncf.quantize(
         model,
         nncf.Dataset(images, list),

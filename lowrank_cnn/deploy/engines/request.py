@@ -132,6 +132,10 @@ class ExportRequest:
                 node.meta.pop("stack_trace", None)
         return program
 
+    def is_in_float(self, node: str) -> bool:
+        """Whether a node of a graph, named by its layer, belongs to a layer that int8 leaves in float."""
+        return any(node.startswith((f"{layer}/", f"{layer}.")) for layer in self.in_float)
+
     def positional(self) -> nn.Module:
         """The network as a module that takes its tensors in the order of their names and gives a tuple."""
         return _Positional(self.network, self.call).eval()

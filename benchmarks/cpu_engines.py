@@ -1,0 +1,190 @@
+"""Dense, thin dense and low-rank networks in the engines that people deploy with, on the CPU, batch 1.
+
+    python -m benchmarks.cpu_engines prepare                            # writes the files of all engines, once
+    python -m benchmarks.cpu_engines time --threads 2 --family vgg11-gmp # times them in turns, adds to the record
+    python -m benchmarks.cpu_engines show                               # the fastest of each, and the ratios
+
+`prepare` exports every network to every engine in fp32, fp16 and int8 through `lr.export` and `lr.quantize`, which
+compare each file with the network. int8 is calibrated on random images: that changes no time. `time` opens the
+files by `open_engine`; torch runs beside them, eager and compiled. All ways of a family and precision run in
+turns, with a rest between them; the record holds medians and quartiles. The thin dense network has the MACs of the
+low-rank one (`lr.thin`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import lowrank_cnn as lr
+from lowrank_cnn.deploy.engines import open_engine
+from lowrank_cnn.system.clock import measure, torch_threads
+from lowrank_cnn.system.environment import environment
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.files import write_json
+
+RESULTS = Path(__file__).parent / "results" / "cpu_engines.json"
+FAMILIES = {"vgg11-gmp": "vgg11-gmp-lr", "nin": "nin-c3-lr", "resnet18": "resnet18-lr"}
+"""Dense networks and their low-rank twins."""
+WAYS = ("dense", "thin", "low-rank")
+ENGINES = {"onnxruntime": ".onnx", "openvino": ".xml", "ncnn": ".param", "mnn": ".mnn", "executorch": ".pte"}
+PACKAGES = ("onnxruntime", "openvino", "nncf", "ncnn", "pnnx", "MNN", "executorch", "torchao", "torch")
+PRECISIONS = ("fp32", "fp16", "int8")
+REST = 0.03
+"""Seconds before each run, for the threads of the engine before it to fall asleep."""
+
+
+def network(family: str, way: str) -> nn.Module:
+    """One of the three networks of a family, batch norms folded, with fresh weights."""
+    torch.manual_seed(0)
+    dense = lr.create_model(family).eval()
+    low_rank = lr.create_model(FAMILIES[family]).eval()
+    if way == "low-rank":
+        return lr.merge(low_rank)
+    if way == "dense":
+        return lr.merge(dense)
+    size = dense.input_size
+    share = lr.count(low_rank, size).macs / lr.count(dense, size).macs
+    return lr.merge(lr.thin(dense, macs=share, input_size=size).eval())
+
+
+def size_of(family: str) -> tuple[int, ...]:
+    return tuple(lr.create_model(family).input_size)
+
+
+def place(folder: Path, family: str, way: str, engine: str, precision: str) -> Path:
+    return folder / f"{family}.{way}.{engine}.{precision}{ENGINES[engine]}"
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Write every file that is not there yet; what an engine refuses is noted beside."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for family in options.family:
+        for way in options.ways:
+            net = network(family, way)
+            for engine in options.engines:
+                for precision in options.precisions:
+                    path = place(options.folder, family, way, engine, precision)
+                    if not path.exists() and not path.with_suffix(".refused").exists():
+                        write(net, size_of(family), path, precision)
+
+
+def write(net: nn.Module, size: tuple[int, ...], path: Path, precision: Any) -> None:
+    start = time.perf_counter()
+    try:
+        if precision == "int8":
+            images = torch.randn(4, *size, generator=torch.Generator().manual_seed(0))
+            error = lr.quantize(net, images, path, overwrite=True).error
+        else:
+            error = lr.export(net, path, input_size=size, precision=precision, overwrite=True).error
+        print(f"{path.name}: off by {error:.1e}, {time.perf_counter() - start:.0f} s", flush=True)
+    except LowRankError as why:
+        path.with_suffix(".refused").write_text(str(why))
+        print(f"{path.name}: {why}", flush=True)
+
+
+def runs_of(family: str, precision: str, options: argparse.Namespace) -> dict[str, Callable[[], object]]:
+    """Every way to run a family in a precision, by "network|engine"."""
+    image = torch.randn(1, *size_of(family), generator=torch.Generator().manual_seed(1))
+    pixels = image.numpy()
+    found: dict[str, Callable[[], object]] = {}
+    for way in options.ways:
+        for engine in options.engines:
+            path = place(options.folder, family, way, engine, precision)
+            if path.exists():
+                runner = open_engine(path, threads=options.threads)
+                found[f"{way}|{engine}"] = lambda r=runner: r(pixels)
+        if precision == "fp32" and options.torch:
+            found |= {f"{way}|{name}": run for name, run in torch_runs(network(family, way), image).items()}
+    return found
+
+
+def torch_runs(net: nn.Module, image: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Eager and compiled, both in channels_last."""
+    last = torch.channels_last
+    net, image = net.to(memory_format=last), image.contiguous(memory_format=last)  # type: ignore[call-overload]
+    compiled: Any = torch.compile(net, options={"freezing": True}, dynamic=False)
+    return {"torch": lambda: net(image), "torch.compile": lambda: compiled(image)}
+
+
+@torch.no_grad()
+def time_families(options: argparse.Namespace) -> None:
+    """Add rows to the record, in place of earlier ones of the same way to run."""
+    for family in options.family:
+        macs = {way: lr.count(network(family, way), size_of(family)).macs for way in options.ways}
+        for precision in options.precisions:
+            with torch_threads(options.threads):
+                samples = measure(
+                    runs_of(family, precision, options), repeats=options.repeats, budget=options.budget, rest=REST
+                )
+            rows = []
+            for key, sample in samples.items():
+                way, engine = key.split("|")
+                where = {"family": family, "precision": precision, "threads": options.threads}
+                rows.append({**where, "network": way, "engine": engine, "macs": macs[way], **asdict(sample)})
+            add(options.out, rows)
+            for row in sorted(rows, key=lambda row: row["ms"]):
+                print(
+                    f"{family:10} {precision} {row['network']:9} {row['engine']:14} {row['ms']:8.2f}", flush=True
+                )
+
+
+def add(path: Path, rows: list[dict[str, Any]]) -> None:
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    names = ("family", "precision", "threads", "network", "engine")
+    new = {tuple(row[name] for name in names) for row in rows}
+    kept = [row for row in kept if tuple(row[name] for name in names) not in new]
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    write_json(path, {"environment": environment(), "versions": versions, "batch": 1, "rows": [*kept, *rows]})
+
+
+def best(rows: list[dict[str, Any]], **where: Any) -> dict[str, Any] | None:
+    """The fastest row of those that have these values."""
+    chosen = [row for row in rows if all(row[key] == value for key, value in where.items())]
+    return min(chosen, key=lambda row: row["ms"], default=None)
+
+
+def show(options: argparse.Namespace) -> None:
+    """The fastest engine of each network, and the low-rank network's ratio to the fastest dense and thin ones."""
+    rows = json.loads(options.out.read_text())["rows"]
+    for family in options.family:
+        for threads in sorted({row["threads"] for row in rows}):
+            for precision in PRECISIONS:
+                where = {"family": family, "threads": threads, "precision": precision}
+                found = {way: best(rows, network=way, **where) for way in WAYS}
+                if any(row is None for row in found.values()):
+                    continue
+                ms = {way: row["ms"] for way, row in found.items() if row}
+                told = ", ".join(f"{way} {row['ms']:.2f} ({row['engine']})" for way, row in found.items() if row)
+                ratios = f"of dense {ms['low-rank'] / ms['dense']:.2f}, of thin {ms['low-rank'] / ms['thin']:.2f}"
+                print(f"{family:10} {threads} threads {precision}: {told}; {ratios}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["prepare", "time", "show"])
+    parser.add_argument("--family", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
+    parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=list(PRECISIONS))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--budget", type=float, default=60, help="seconds for one family and precision")
+    parser.add_argument("--no-torch", dest="torch", action="store_false")
+    parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "lowrank-cnn" / "engines")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    {"prepare": prepare, "time": time_families, "show": show}[options.action](options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The command `lowrank export`: a network as a file for other programs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from lowrank_cnn.cli.convert import export_source
+from lowrank_cnn.cli.options import Input, Into, Json, Model, Norm, Pretrained, Scheme, Width
+from lowrank_cnn.cli.show import console, print_json
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.system.text import si
+
+if TYPE_CHECKING:
+    import torch
+
+    from lowrank_cnn.cli.source import Source
+
+
+def export_command(
+    model: Model,
+    path: Annotated[
+        Path | None, typer.Argument(help="A file: .onnx, .xml, .param, .mnn, .pte, .pt2, .ts or .safetensors.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The file; or with --to the directory, made if needed.")
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(help="onnx, openvino, ncnn, mnn, executorch, pt2 or torchscript: writes into a directory."),
+    ] = None,
+    fp16: Annotated[bool, typer.Option("--fp16", help="Compute in half precision.")] = False,
+    int8: Annotated[bool, typer.Option("--int8", help="Quantise to int8; needs --calibrate.")] = False,
+    calibrate: Annotated[
+        str | None, typer.Option(help="Images with labels for --int8: a folder or data set.")
+    ] = None,
+    scheme: Scheme = None,
+    merged: Annotated[bool, typer.Option("--merge", help="Fold batch norms into the layers before them.")] = False,
+    chains: Annotated[
+        bool, typer.Option("--merge-chains", help="Merge basis + join and separable pairs into dense convs too.")
+    ] = False,
+    dynamic: Annotated[
+        str, typer.Option(help="Axes of any length: batch, height, width, joined by commas; or none.")
+    ] = "batch",
+    opset: Annotated[int | None, typer.Option(help="Of .onnx.")] = None,
+    preprocess: Annotated[
+        Literal["nchw", "nhwc"] | None,
+        typer.Option(help="Prepare images inside the graph, which then takes uint8 in this layout; not resize."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
+    input_text: Input = None,
+    pretrained: Pretrained = None,
+    width: Width = None,
+    norm: Norm = None,
+    into: Into = None,
+    as_json: Json = False,
+) -> None:
+    """Write a network for ONNX Runtime and other engines, and check the file.
+
+    The file is run on random images and compared with the network. The file of a trained network carries its
+    classes and preprocessing: evaluate, predict and time take it like the run it comes from.
+
+    Examples:
+
+      lowrank export nin-c3-lr net.onnx --pretrained cifar10
+      lowrank export runs/photos net.onnx --merge --preprocess nhwc
+      lowrank export model.py:make net.pt2 --scheme lr --input 3x32x32
+      lowrank export runs/photos -o phone --to ncnn --fp16
+      lowrank export runs/photos -o net.int8.onnx --int8 --calibrate photos
+    """
+    from lowrank_cnn.cli.source import find_model, parse_size
+    from lowrank_cnn.deploy import merge
+    from lowrank_cnn.method.counting import count
+
+    path = _place(path, out, to, model)
+    source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm)
+    source = source.converted(scheme) if scheme else source
+    size = source.size(parse_size(input_text))
+    network = source.network
+    if merged or chains:
+        network = merge(network.eval(), chains=True if chains else None, example_input=_image_for(network, size))
+    free = () if dynamic == "none" else tuple(dynamic.split(","))
+    graph: dict[str, Any] = {"dynamic": free, "opset": opset, "preprocess": preprocess or False}
+    if int8:
+        return _export_int8(source, network, path, calibrate, size, overwrite=overwrite, as_json=as_json)
+    precision = "fp16" if fp16 else "fp32"
+    written = export_source(source, network, path, size, overwrite=overwrite, precision=precision, **graph)
+    macs = {"before": count(source.network, size).macs, "after": count(network, size).macs}
+    rows = notes(network).merging
+    if as_json:
+        return print_json({**written.to_dict(), "macs": macs, "merging": [row.to_dict() for row in rows]})
+    if merged or chains:
+        folded = sum(row.error is not None for row in rows)
+        console.print(f" {folded} layers merged; {si(macs['before'])} MACs before, {si(macs['after'])} after.")
+        for reason, names in _by_reason(rows).items():
+            console.print(f" Not merged ({reason}): {', '.join(names)}.", markup=False)
+    checked = "" if written.error is None else f", off by {written.error:.0e} at most"
+    console.print(f" {written.path}: {written.bytes / 2**20:.1f} MiB{checked}.", markup=False)
+    if to:
+        _print_usage(path, source.name, macs=macs["after"], error=written.error, precision=precision)
+    return None
+
+
+def _place(path: Path | None, out: Path | None, to: str | None, model: str) -> Path:
+    """The file to write: as given, or in the directory that --to takes."""
+    from lowrank_cnn.deploy.engines.targets import target_of
+
+    given = path or out
+    if given is None or (path and out):
+        raise LowRankError("say once where to write: a file (net.onnx), or a directory with --to.")
+    if to is None:
+        return given
+    target = target_of(to)
+    if given.suffix == target.suffix:
+        return given
+    if given.exists() and not given.is_dir():
+        raise LowRankError(f"{given} is a file: --to writes into a directory.")
+    given.mkdir(parents=True, exist_ok=True)
+    return given / f"{Path(model.rpartition(':')[2]).stem or 'net'}{target.suffix}"
+
+
+def _export_int8(
+    source: Source,
+    network: torch.nn.Module,
+    path: Path,
+    calibrate: str | None,
+    size: tuple[int, ...],
+    *,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Quantise, and print the accuracy before and after and the layers that stay in float."""
+    from lowrank_cnn.deploy.quantizing import quantize
+    from lowrank_cnn.method.counting import count
+
+    if calibrate is None:
+        raise LowRankError("--int8 needs images to set the ranges of activations: give --calibrate DATA.")
+    if source.trained is None:
+        raise LowRankError("--int8 is for a trained network: give a run, an exported file, or --pretrained.")
+    found = quantize(replace(source.trained, network=network), calibrate, path, overwrite=overwrite)
+    if as_json:
+        return print_json(found.to_dict())
+    console.print(f" {found.path}: {found.bytes / 2**20:.1f} MiB.", markup=False)
+    told = f"top-1 {found.before:.2%} before, {found.after:.2%} in int8, on {found.images:,} test images"
+    console.print(f" {told}.", markup=False)
+    kept = ", ".join(found.in_float) or "none"
+    console.print(f" Layers that stay in float: {kept}.", markup=False)
+    macs = count(network, size).macs
+    return _print_usage(path, source.name, macs=macs, error=found.error, precision="int8", accuracy=told)
+
+
+def _print_usage(path: Path, name: str, **about: Any) -> None:
+    """Write the card beside the file, and print how to run it."""
+    from lowrank_cnn.deploy.engines import open_engine
+    from lowrank_cnn.deploy.engines.cards import snippet, write_card
+
+    card = write_card(path, name, **about)
+    console.print(f" {card} says what it takes. To run it:", markup=False)
+    for line in snippet(path, open_engine(path, trusted=True), about["precision"]).splitlines():
+        console.print(f"   {line}", markup=False, soft_wrap=True)
+
+
+def _image_for(network: torch.nn.Module, size: tuple[int, ...]) -> torch.Tensor:
+    """Random images in the network's own precision."""
+    import torch
+
+    from lowrank_cnn.models.files import dtype_of
+
+    return torch.randn(2, *size, generator=torch.Generator().manual_seed(0)).to(dtype_of(network))
+
+
+def _by_reason(rows: Any) -> dict[str, list[str]]:
+    """The names of layers that were not merged, by the reason."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row.reason:
+            found.setdefault(row.reason, []).append(row.name)
+    return found

@@ -1,0 +1,235 @@
+"""Quantise a trained network to int8 after training, and say what that costs in accuracy.
+
+Weights are quantised per output channel, activations per tensor with ranges from calibration images. The engines'
+own tools write the files: ONNX Runtime's for .onnx, NNCF for OpenVINO's .xml, torchao's pt2e for ExecuTorch's
+.pte. Before that, each layer is quantised alone in torch, to find those that int8 changes most: they stay in
+float.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.data import Data, make_loader, open_data
+from lowrank_cnn.data.types import stratified
+from lowrank_cnn.deploy.engines.request import ExportRequest
+from lowrank_cnn.deploy.exporting import check_place, load, request_for, stored_of, write_request
+from lowrank_cnn.deploy.merging import merge
+from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.system.compare import difference, is_finite
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.files import as_path
+from lowrank_cnn.train.evaluation import evaluate, match_classes
+from lowrank_cnn.train.trained import Trained, carried_by
+
+INT8 = (".onnx", ".xml", ".pte")
+"""Suffixes of the files that can hold a network in int8."""
+_MOST_ERROR = 0.25
+"""A layer that alone changes the network's output by more than this share stays in float."""
+_TRIES = 3
+"""Layers that go back to float one by one where accuracy is lost."""
+_COMPARED = 64
+"""Images on which each layer is quantised alone."""
+_BATCH = 16
+_LEVELS = 127
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """A layer: how far the output is off with this layer alone in int8, and whether it stays in float."""
+
+    name: str
+    error: float
+    in_float: bool
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """The file, its layers, and the top-1 accuracy before and after where test images were given."""
+
+    path: str
+    bytes: int
+    error: float | None
+    layers: tuple[QuantizedLayer, ...]
+    before: float | None = None
+    after: float | None = None
+    images: int = 0
+
+    @property
+    def in_float(self) -> tuple[str, ...]:
+        """The layers that stay in float."""
+        return tuple(layer.name for layer in self.layers if layer.in_float)
+
+    @property
+    def loss(self) -> float | None:
+        """Points of top-1 accuracy lost."""
+        return None if self.before is None or self.after is None else 100 * (self.before - self.after)
+
+    def to_dict(self) -> dict[str, object]:
+        """In values that JSON can hold."""
+        return asdict(self)
+
+
+def quantize(
+    model: nn.Module | Trained,
+    calibration: Data | str | Path | Tensor | Sequence[Tensor],
+    path: str | Path,
+    *,
+    images: int = 256,
+    test: int | None = None,
+    most_loss: float = 0.3,
+    input_size: Sequence[int] | None = None,
+    overwrite: bool = False,
+) -> Quantized:
+    """Write `model` in int8 to an .onnx, .xml (OpenVINO) or .pte (ExecuTorch) file.
+
+    - `calibration`: images with labels (a `Data`, or what `open_data` takes), for a trained network: `images` of
+      the training images set the ranges of activations, and the test images give the accuracy before and after.
+      Or prepared images as tensors, [N, C, H, W]: then no accuracy is measured.
+    - `test`: at most so many test images.
+    - `most_loss`: points of accuracy that may be lost. While more are lost, the layer that int8 changes most goes
+      back to float, three layers at most.
+
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 30 * 30, 4)).eval()
+    >>> quantize(net, torch.randn(8, 3, 32, 32), "net.int8.onnx").in_float  # doctest: +SKIP
+    ()
+    """
+    path = as_path(path)
+    if path.suffix not in INT8:
+        raise LowRankError(
+            f"int8 is written to {', '.join(INT8)}, not to {path.suffix or 'a file without suffix'}."
+        )
+    check_place(path, overwrite)
+    trained = model if isinstance(model, Trained) else carried_by(model)
+    network = merge((trained.network if trained else model).eval())  # type: ignore[union-attr, arg-type]
+    prepared, data = _prepared(calibration, trained, images)
+    _check(prepared)
+    job = _Job.of(path, network, trained, prepared, input_size)
+    layers = sensitivities(network, prepared[:_COMPARED])
+    if data is None or trained is None:
+        return job.write(layers)
+    if test is not None:
+        data = replace(data, test=data.test.subset(torch.arange(min(test, len(data.test)))))
+    return _within_loss(job, layers, replace(trained, network=network), data, most_loss)
+
+
+def _within_loss(
+    job: _Job, layers: tuple[QuantizedLayer, ...], trained: Trained, data: Data, most_loss: float
+) -> Quantized:
+    """Write the file; while it loses too much on the test images, leave one more layer in float."""
+    before = evaluate(trained, data, device="cpu", progress=False).top1
+    for attempt in range(_TRIES + 1):
+        written = job.write(layers)
+        after = evaluate(replace(trained, network=load(job.path)), data, device="cpu", progress=False).top1
+        found = replace(written, before=before, after=after, images=len(data.test))
+        if 100 * (before - after) <= most_loss or attempt == _TRIES:
+            break
+        layers = _one_more_in_float(layers)
+    return found
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A network that is to be written in int8."""
+
+    path: Path
+    network: nn.Module
+    request: ExportRequest
+
+    @classmethod
+    def of(
+        cls, path: Path, network: nn.Module, trained: Trained | None, images: Tensor, size: Sequence[int] | None
+    ) -> _Job:
+        stored = stored_of(replace(trained, network=network) if trained else network, size or images.shape[1:])
+        given, request = request_for(stored)
+        call = request.call.replaced({request.call.names[0]: images[:2]})
+        batches = tuple((part,) for part in images.split(_BATCH))
+        return cls(path, given, replace(request, call=call, precision="int8", calibration=batches))
+
+    def write(self, layers: tuple[QuantizedLayer, ...]) -> Quantized:
+        kept = tuple(layer.name for layer in layers if layer.in_float)
+        written = write_request(self.path, replace(self.request, in_float=kept), self.network)
+        return Quantized(written.path, written.bytes, written.error, layers)
+
+
+@torch.no_grad()
+def sensitivities(network: nn.Module, images: Tensor) -> tuple[QuantizedLayer, ...]:
+    """Quantise each conv, composite and linear layer alone, and compare the network's output with its own."""
+    expected = network(images)
+    if not isinstance(expected, Tensor):
+        raise LowRankError("int8 is for networks that give one tensor.")
+    found = []
+    for name, layer in network.named_modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear | CompositeConv2d):
+            with _in_int8(layer):
+                error = difference(network(images), expected, by="norm")
+            found.append(QuantizedLayer(name, error, error > _MOST_ERROR))
+    if not found:
+        raise LowRankError("int8 is for convs and linear layers, and this network has none.")
+    return tuple(found)
+
+
+@contextmanager
+def _in_int8(layer: nn.Module) -> Iterator[None]:
+    """Within the block, a layer has rounded weights (per output channel) and rounds what it is given."""
+    weights = list(layer.weights) if isinstance(layer, CompositeConv2d) else [layer.weight]
+    given = [weight.detach().clone() for weight in weights]
+    hook = layer.register_forward_pre_hook(lambda _layer, inputs: (_rounded(inputs[0], inputs[0].abs().amax()),))
+    try:
+        for weight in weights:
+            most = weight.abs().amax(dim=tuple(range(1, weight.dim())), keepdim=True)
+            weight.copy_(_rounded(weight, most))
+        yield
+    finally:
+        hook.remove()
+        for weight, value in zip(weights, given, strict=True):
+            weight.copy_(value)
+
+
+def _rounded(values: Tensor, most: Tensor) -> Tensor:
+    """Values as multiples of a 127th of the largest."""
+    step = most.clamp_min(1e-12) / _LEVELS
+    return (values / step).round() * step
+
+
+def _one_more_in_float(layers: tuple[QuantizedLayer, ...]) -> tuple[QuantizedLayer, ...]:
+    """Leave the layer in float that changes the output most among those in int8."""
+    worst = max((layer for layer in layers if not layer.in_float), key=lambda layer: layer.error, default=None)
+    return tuple(replace(layer, in_float=True) if layer is worst else layer for layer in layers)
+
+
+def _prepared(calibration: Any, trained: Trained | None, images: int) -> tuple[Tensor, Data | None]:
+    """Calibration images as the network takes them, and the data that accuracy is measured on."""
+    if isinstance(calibration, Tensor):
+        return calibration.detach().float().cpu(), None
+    if isinstance(calibration, Sequence) and not isinstance(calibration, str):
+        return torch.cat([tensor.detach().float().cpu() for tensor in calibration]), None
+    if trained is None:
+        raise LowRankError(
+            "images with labels calibrate a trained network, which knows how they are prepared: for any other, "
+            "give prepared images as a tensor."
+        )
+    data = calibration if isinstance(calibration, Data) else open_data(calibration, progress=False)
+    match_classes(trained, data)
+    split = data.train if len(data.train) else data.test
+    chosen = split.subset(stratified(split.labels, images, seed=0))
+    options: dict[str, Any] = {"preprocess": trained.preprocess, "augment": trained.augment, "seed": 0}
+    loader = make_loader(chosen, batch_size=_BATCH, device="cpu", train=False, **options)
+    return torch.cat([batch.contiguous() for batch, _ in loader.epoch(0)]), data
+
+
+def _check(images: Tensor) -> None:
+    """Refuse images that set no ranges."""
+    if images.dim() != 4 or not len(images):
+        raise LowRankError(f"calibration takes images [N, C, H, W], not a tensor of shape {list(images.shape)}.")
+    if not is_finite(images):
+        raise LowRankError("the calibration images have NaN or infinite values.")
+    if bool((images == images.flatten()[0]).all()):
+        raise LowRankError("the calibration images are all one value, which sets no range: give real images.")
