@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -80,7 +80,10 @@ def train_command(
     ] = None,
     compile_: Compile = None,
     recompute: Recompute = False,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write scalars into --out.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="The same as --log tensorboard.")] = False,
+    log: Annotated[
+        list[str] | None, typer.Option(help="Also log to tensorboard, csv, wandb, mlflow or trackio; repeatable.")
+    ] = None,
     checkpoint_every: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 30.0,
     workers: Workers = 0,
     decode: Decode = "cpu",
@@ -138,7 +141,7 @@ def train_command(
     )
     seed_generators(seed)
     check_model(model, **own)  # before the images are read, which may take long
-    _check_place(out, resume, device, resolved.precision)
+    _check_place(out, resume, device, resolved.precision, log or ())
     images = reading()
     seed_generators(seed)
     source = build_for(images, model, into=into, **own)
@@ -162,6 +165,7 @@ def train_command(
             deterministic=deterministic,
             progress=not as_json,
             tensorboard=tensorboard,
+            log=log or (),
             checkpoint_every=checkpoint_every,
         )
     _print_result(record, out, as_json)
@@ -182,12 +186,14 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _check_place(out: Path | None, resume: bool, device: str, precision: str) -> None:
-    """Refuse a device that does not exist and a directory in use."""
+def _check_place(out: Path | None, resume: bool, device: str, precision: str, log: Sequence[str]) -> None:
+    """Refuse a device that does not exist, a directory in use and an unknown logger."""
     from lowrank_cnn.train.directory import RunDirectory
     from lowrank_cnn.train.fabric import resolve_device, resolve_precision
+    from lowrank_cnn.train.loggers import check_loggers
 
     resolve_precision(precision, resolve_device(device))
+    check_loggers(log)
     if resume and out is None:
         raise LowRankError("there is nothing to resume without the directory of a run: give --out.")
     if out is not None and not resume:
