@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +21,24 @@ _tuning: ContextVar[bool] = ContextVar("lowrank_tuning", default=False)
 _recording: ContextVar[bool] = ContextVar("lowrank_recording", default=False)
 _ahead: ContextVar[bool] = ContextVar("lowrank_ahead", default=False)
 _survey: ContextVar[list[Any] | None] = ContextVar("lowrank_survey", default=None)
+
+
+class KernelSettings(contextlib.ContextDecorator):
+    """Context variables that have other values within a block or a decorated function."""
+
+    def __init__(self, values: dict[ContextVar, object]) -> None:
+        self.values, self.tokens = values, {}
+
+    def __enter__(self) -> None:
+        self.tokens = {variable: variable.set(value) for variable, value in self.values.items()}
+
+    def __exit__(self, *_: object) -> None:
+        for variable, token in self.tokens.items():
+            variable.reset(token)
+
+    def _recreate_cm(self) -> KernelSettings:
+        """One for each call of a decorated function, as calls may overlap."""
+        return KernelSettings(self.values)
 
 
 def mode() -> str:
@@ -40,45 +57,45 @@ def asked_for() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1" and mode() == "on"
 
 
-def forced(chosen: str) -> AbstractContextManager[None]:
+def forced(chosen: str) -> KernelSettings:
     """Within the block, the mode is `chosen`: "off", "on" or "auto"."""
-    return _set(_forced, _known(chosen))
+    return KernelSettings({_forced: _known(chosen)})
 
 
-def for_graphs() -> AbstractContextManager[None]:
+def for_graphs() -> KernelSettings:
     """Within the block, choose as for a CUDA graph, in which launches cost the host nothing.
 
     Put it around the warm-up of a graph and around its capture, so that both make the same choices.
     """
-    return _set(_recording, True)
+    return KernelSettings({_recording: True})
 
 
-def tuning() -> AbstractContextManager[None]:
+def tuning() -> KernelSettings:
     """Within the block, measure every plan of each problem that runs."""
-    return _set(_tuning, True)
+    return KernelSettings({_tuning: True})
 
 
-def compiling_ahead() -> AbstractContextManager[None]:
+def compiling_ahead() -> KernelSettings:
     """Within the block, kernels are compiled but not run: their results are uninitialised memory."""
-    return _set(_ahead, True)
+    return KernelSettings({_ahead: True})
 
 
 @contextlib.contextmanager
 def surveying() -> Iterator[list[Any]]:
     """Within the block, every layer runs by torch, and the requests for a choice are collected."""
     asked: list[Any] = []
-    with _set(_survey, asked):
+    with KernelSettings({_survey: asked}):
         yield asked
 
 
-def unsurveyed() -> AbstractContextManager[None]:
+def unsurveyed() -> KernelSettings:
     """Within the block, ignore a survey around it: what torch.compile traces outlives the survey."""
-    return _set(_survey, None)
+    return KernelSettings({_survey: None})
 
 
-def as_now() -> AbstractContextManager[None]:
+def as_now() -> KernelSettings:
     """A block with the present settings, for autograd's threads, which do not inherit context variables."""
-    return _all_set({variable: variable.get() for variable in (_forced, _tuning, _recording)})
+    return KernelSettings({variable: variable.get() for variable in (_forced, _tuning, _recording)})
 
 
 def is_tuning() -> bool:
@@ -96,20 +113,3 @@ def is_compiling_ahead() -> bool:
 def survey() -> list[Any] | None:
     """The list that collects requests within a `surveying` block, else None."""
     return _survey.get()
-
-
-@contextlib.contextmanager
-def _all_set(values: dict[ContextVar, object]) -> Iterator[None]:
-    with contextlib.ExitStack() as blocks:
-        for variable, value in values.items():
-            blocks.enter_context(_set(variable, value))
-        yield
-
-
-@contextlib.contextmanager
-def _set(variable: ContextVar, value: object) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)

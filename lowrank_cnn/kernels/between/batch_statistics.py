@@ -53,6 +53,7 @@ def statistics(
     inside = (lane < TOTAL)[None, :]
     keep = (start + row < pixels)[:, None] & inside
     block = tl.load(x + place, mask=keep, other=0.0).to(tl.float32)
+    # The mean of the first block, which is subtracted from all values.
     about = tl.sum(block, 0) / tl.minimum(pixels - start, PIXELS)
     above = tl.zeros((PIXELS, LANES), tl.float32)
     squared = tl.zeros((PIXELS, LANES), tl.float32)
@@ -103,9 +104,11 @@ def merge(
     keep = (part < shares)[:, None] & inside[None, :]
     count = tl.minimum(pixels - part * share, share).to(tl.float32)[:, None]
     place = part[:, None] * TOTAL + lane[None, :]
+    # The mean of all, as a weighted sum of differences from the first share's mean.
     first = tl.load(means + lane, mask=inside, other=0.0)
     above = tl.where(keep, (tl.load(means + place, mask=keep, other=0.0) - first[None, :]) * count, 0.0)
     centre = first + tl.sum(above, 0) / pixels
+    # Squared deviations within the shares, and those of the shares' means.
     off = tl.load(means + place, mask=keep, other=0.0) - centre[None, :]
     within = tl.load(squares + place, mask=keep, other=0.0)
     squared = tl.sum(tl.where(keep, within + off * off * count, 0.0), 0)

@@ -71,6 +71,7 @@ def normalise_pool(
         best = tl.where(better, z, best)
         code = tl.where(better, place, code)
         value = tl.where(better, here, value)
+    # The ReLU is monotone, so it may follow the maximum.
     target = pixel[:, None] * TOTAL + lane[None, :]
     dead = best <= 0
     tl.store(y + target, tl.where(dead, 0.0, best).to(y.dtype.element_ty), mask=keep)

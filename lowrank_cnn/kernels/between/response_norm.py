@@ -170,9 +170,11 @@ def response_norm_gradient(
 ):  # fmt: skip
     """The gradient of `ROWS` rows; a channel is in the windows of `AFTER` channels before to `BEFORE` after it."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    # Gradients of all windows that hold a channel of the row, and the channels of all these windows.
     g = channels_about(grad, row, rows, TOTAL, AFTER, BEFORE, ROWS, HALVINGS)
     near = channels_about(x, row, rows, TOTAL, BEFORE + AFTER, BEFORE + AFTER, ROWS, HALVINGS)
     below = denominators(near, scale, k, BEFORE + 1 + AFTER)
+    # Per window j: g_j d_j^-beta, and g_j x_j d_j^(-beta - 1), which all channels of the window share.
     own = ()
     shared = ()
     for i in tl.static_range(len(below)):

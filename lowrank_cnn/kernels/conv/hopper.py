@@ -88,6 +88,8 @@ def composite_hopper(
     xs = (x_rows, x_rows_rest, x_columns, x_columns_rest)
     ys, rs, cs = (y_rows, y_columns), (r_rows, r_columns), (code_rows, code_columns)
     counts = (rows_x, rows_y, turned_x, turned_y)
+    # Shared memory: a ring of boxes of pixels, a ring of slabs of weights, the result on its way out, and a
+    # barrier for each fetch.
     pixels = gl.allocate_shared_memory(w.dtype, [BOXES * SPAN, IMAGES * CROSS, DEPTH], w.layout)
     slabs = gl.allocate_shared_memory(w.dtype, [SLABS, FILTERS, DEPTH], w.layout)
     staged = gl.allocate_shared_memory(w.dtype, y_rows.block_shape, y_rows.layout)
@@ -104,6 +106,7 @@ def composite_hopper(
     mbarrier.init(residual_ready.index(0), count=1)
     fence_async_shared()
     gl.thread_barrier()
+    # Fill the rings.
     geometry, corner = place_of(gl.program_id(0), counts, GROUPS, TILES, FILTERS, RUN, IMAGES, CROSS)
     state = (gl.program_id(0), 0, 0, 0, geometry, corner)
     if STAY:
@@ -120,6 +123,7 @@ def composite_hopper(
         channel, turned, run, image, cross = corner
         if HAS_RESIDUAL:  # in flight while the products run
             fetch_residual(rs, staged, residual_ready.index(0), turned, [run, image, cross, channel])
+        # One product per tap and block of channels; a box serves all taps of a run, each from another row.
         acc = gl.zeros([PIXELS, FILTERS], gl.float32, layout=ACC)
         for turn in range(runs * STEPS):
             box = boxes_used % BOXES

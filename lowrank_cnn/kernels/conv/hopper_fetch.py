@@ -41,6 +41,7 @@ def place_of(
             runs, along, across = GROUPS[g][RUNS], GROUPS[g][ALONG], GROUPS[g][ACROSS]
             before, beside, turned = GROUPS[g][BEFORE], GROUPS[g][BESIDE], GROUPS[g][TURNED]
             width, top_skip, left_skip = GROUPS[g][WIDTH], GROUPS[g][TOP_SKIP], GROUPS[g][LEFT_SKIP]
+    # The last tile of a group begins early, to be whole.
     offset = gl.minimum((tile - first) * FILTERS, filters - FILTERS)
     boxes_x = gl.where(turned > 0, counts[2], counts[0])
     boxes_y = gl.where(turned > 0, counts[3], counts[1])

@@ -169,7 +169,7 @@ def add_up(
 
 @gluon.jit
 def add_all(target, tap, inside, acc0, acc1, acc2, acc3, acc4, TAPS: gl.constexpr):
-    """Add all taps to what other shares found; they lie `tap` values apart."""
+    """Add all taps to the sums of the other shares; they are `tap` values apart."""
     channels, filters, width = inside
     add_up(target, acc0, channels, filters, width)
     if TAPS > 1:
@@ -196,6 +196,7 @@ def weights_hopper(
     SPAN: gl.constexpr = RUN + TAPS - 1
     PIXELS: gl.constexpr = RUN * IMAGES * CROSS
     xs, gs = (x_rows, x_rows_rest, x_columns, x_columns_rest), (g_rows, g_columns)
+    # Shared memory for STAGES steps, and a barrier for each: it opens when all fetches of its step have arrived.
     pixels = gl.allocate_shared_memory(g_rows.dtype, [STAGES * SPAN, IMAGES * CROSS, DEPTH], PIXEL_LAYOUT)
     grads = gl.allocate_shared_memory(g_rows.dtype, [STAGES, PIXELS, FILTERS], GRAD_LAYOUT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -206,6 +207,7 @@ def weights_hopper(
     start, channel, filters, along, across, before, beside, turned, depth, column, filter = part_of(
         gl.program_id(0) % TILES, GROUPS, DEPTHS, FILTERS, DEPTH
     )
+    # The first box of this share, as a place (along the run, image, across), for runs of the group's direction.
     first = gl.program_id(0) // TILES * steps
     across_boxes = gl.where(turned > 0, turned_y, rows_x)
     along_boxes = gl.where(turned > 0, turned_x, rows_y)
@@ -216,6 +218,7 @@ def weights_hopper(
     target = dw + start + (column * across * channels + depth) * filters + filter
     tap = along * channels * filters
     inside = (channels - depth, filters - filter, filters)
+    # The last share may have fewer boxes, or none.
     steps = gl.maximum(gl.minimum(steps, boxes - first), 0)
     for i in gl.static_range(STAGES - 1):
         fetch_step(xs, gs, pixels, grads, ready, i, steps, place, origin, turned, SPAN, RUN, TAPS, STAGES)

@@ -37,7 +37,7 @@ class WeightRunRow(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightTile:
-    """What is tuned: pixels per step, filters and channels of a tile, warps and stages."""
+    """Tuned sizes: pixels per step, filters and channels of a tile, warps and stages."""
 
     pixels: int = 64
     filters: int = 128

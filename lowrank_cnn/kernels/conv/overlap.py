@@ -165,6 +165,7 @@ def composite_overlap(
         image, row, column = place_of(index, COUNTS, ROWS, COLUMNS)
         start = stage * FETCHED * WINDOWS
         if POOL:
+            # Three rows of the conv make one row of results; the last of them is the first of the next three.
             last = conv_row(blocks, slabs, start, SLABS, WINDOWS, FILTERS, VIEW, ACC)
             for i in gl.static_range(ROWS):
                 here = start + (2 * i + 1) * STRIDE * WINDOWS

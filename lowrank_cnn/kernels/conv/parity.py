@@ -103,7 +103,7 @@ def _taps(conv: ParityConv) -> list[tuple[int, Pair]]:
 
 
 def _neighbours(conv: ParityConv) -> list[Pair]:
-    """Stretches of members whose filters lie side by side, as (first, after the last)."""
+    """Ranges of members whose filters are neighbours, as (first, after the last)."""
     stretches: list[list[int]] = []
     for place, (begin, group) in enumerate(zip(conv.begins, conv.problem.groups, strict=True)):
         if stretches and stretches[-1][2] == begin:

@@ -64,6 +64,7 @@ def gathered(
             values = values + (tl.load(x + away + c, mask=inside, other=0.0),)
     for _ in tl.static_range(VALUES - len(TAPS) * CHANNELS):
         values = values + (tl.zeros(base.shape, x.dtype.element_ty),)
+    # Join the values pairwise until one tensor is left, in an order that ends sorted.
     for _ in tl.static_range(8):
         if len(values) > 1:
             halves = ()

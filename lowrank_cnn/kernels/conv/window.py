@@ -106,6 +106,7 @@ def composite_window(
 ):  # fmt: skip
     """Persistent over tiles of windows, with `STAGES` of them in flight; the weights are fetched once."""
     TILES: gl.constexpr = TOTAL // FILTERS
+    # Shared memory: rows of windows for STAGES tiles, all weights, the result on its way out, and barriers.
     boxes = gl.allocate_shared_memory(x.dtype, [STAGES * 4, ROWS * COLUMNS, 16], VIEW)
     slabs = gl.allocate_shared_memory(w.dtype, [6, FILTERS, 16], w.layout)
     staged = gl.allocate_shared_memory(y.dtype, y.block_shape, y.layout)

@@ -98,6 +98,7 @@ def window_gradient(
 ):  # fmt: skip
     """Persistent over tiles of windows; the next tile's gradients are loaded while one is multiplied."""
     TILES: gl.constexpr = (TOTAL + FILTERS - 1) // FILTERS
+    # Shared memory: rows of windows for STAGES tiles, and the gradients by the winner's place in its pool.
     boxes = gl.allocate_shared_memory(x.dtype, [STAGES * 4, ROWS * COLUMNS, 16], VIEW)
     won = gl.allocate_shared_memory(x.dtype, [4, ROWS * COLUMNS, FILTERS], WON)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -121,15 +122,18 @@ def window_gradient(
     done = 0
     for box in range(first, total, step):
         stage = done % STAGES
+        # Lay the gradients out by winner: each pixel of the pool gets those that it has won.
         for quad in gl.static_range(4):
             won.index(quad).store(gl.where(code == quad, g, 0.0).to(x.dtype))
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.wait(ready.index(stage), done // STAGES & 1)
+        # Pixels 0 and 2 are in the left column of the pool, 1 and 3 in the right one.
         left0, left1, left2 = times_rows(won, boxes, stage, 0, left0, left1, left2)
         right0, right1, right2 = times_rows(won, boxes, stage, 1, right0, right1, right2)
         left0, left1, left2 = times_rows(won, boxes, stage, 2, left0, left1, left2)
         right0, right1, right2 = times_rows(won, boxes, stage, 3, right0, right1, right2)
+        # Load the next tile's gradients while the products run.
         g, code = read_tile(
             grad, codes, box + step, total, channel, height, width,
             COUNTS, TOTAL, FILTERS, ROWS, COLUMNS, READ,
