@@ -8,6 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 from lowrank_cnn.kernels.problem import Problem
+from lowrank_cnn.system.arithmetic import ceil_div, round_up
 
 Box = tuple[int, int, int]
 OVERHEAD_BOXES = 16
@@ -101,17 +102,7 @@ def power_above(value: int, least: int = 16) -> int:
     return max(least, 1 << (value - 1).bit_length())
 
 
-def round_up(value: int, step: int) -> int:
-    """The smallest multiple of `step` that is at least `value`."""
-    return ceil_div(value, step) * step
-
-
 def lanes_of(channels: int) -> int:
     """Channels per program of a kernel without matrix products: a power of two, if possible a divisor."""
     whole = min(128, channels & -channels)
     return whole if whole >= 32 else min(128, power_above(channels))
-
-
-def ceil_div(value: int, step: int) -> int:
-    """The quotient, rounded up."""
-    return -(-value // step)

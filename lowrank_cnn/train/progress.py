@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import require
 from lowrank_cnn.system.text import printable
 from lowrank_cnn.train.record import Epoch
@@ -89,7 +90,7 @@ class Live(Progress):
             f"loss {tally.loss / images:.3f}  accuracy {tally.correct / images:.1%}  "
             f"lr {rate:.2g}  {speed:,.0f} images/s"
         )
-        description = f"epoch {-(-iteration // self.per_epoch)}/{self.total // self.per_epoch}"
+        description = f"epoch {ceil_div(iteration, self.per_epoch)}/{self.total // self.per_epoch}"
         self.bar.update(self.task, completed=iteration, description=description, figures=figures)
 
     def epoch(self, row: Epoch, epochs: int) -> None:

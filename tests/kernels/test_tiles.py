@@ -1,6 +1,7 @@
 import pytest
 
-from lowrank_cnn.kernels.tiles import ceil_div, shares
+from lowrank_cnn.kernels.tiles import shares
+from lowrank_cnn.system.arithmetic import ceil_div
 
 
 @pytest.mark.parametrize(("tiles", "boxes"), [(36, 12544), (8, 12544), (144, 3136), (18, 3136), (96, 3136)])

@@ -21,7 +21,8 @@ from torch import Tensor
 from lowrank_cnn.kernels import gpu
 from lowrank_cnn.kernels.gpu import on_its_device
 from lowrank_cnn.kernels.problem import pixels_last
-from lowrank_cnn.kernels.tiles import ceil_div, lanes_of, power_above
+from lowrank_cnn.kernels.tiles import lanes_of, power_above
+from lowrank_cnn.system.arithmetic import ceil_div
 
 VALUES = 4096
 """Values per program and round: with 128 threads, four loads of 16 bytes of bfloat16 each."""

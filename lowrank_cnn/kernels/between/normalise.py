@@ -28,7 +28,8 @@ from lowrank_cnn.kernels.between.affine import activated, affine, of_channels, t
 from lowrank_cnn.kernels.between.batch_statistics import VALUES, share_out
 from lowrank_cnn.kernels.gpu import on_its_device
 from lowrank_cnn.kernels.problem import empty_maps, pixels_last
-from lowrank_cnn.kernels.tiles import ceil_div, lanes_of
+from lowrank_cnn.kernels.tiles import lanes_of
+from lowrank_cnn.system.arithmetic import ceil_div
 
 
 @triton.jit

@@ -28,7 +28,8 @@ from lowrank_cnn.kernels.between.batch_statistics import share_out
 from lowrank_cnn.kernels.between.pool import PoolGeometry, pool_geometry, won_from
 from lowrank_cnn.kernels.gpu import on_its_device
 from lowrank_cnn.kernels.problem import empty_maps, pixels_last
-from lowrank_cnn.kernels.tiles import ceil_div, lanes_of
+from lowrank_cnn.kernels.tiles import lanes_of
+from lowrank_cnn.system.arithmetic import ceil_div
 
 VALUES = 1024
 """Values per program: with 128 threads, 16 bytes of bfloat16 per thread and place of the window."""

@@ -35,7 +35,8 @@ from lowrank_cnn.kernels.conv.pack import pack_turned, unpack_rows
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem, empty_maps
-from lowrank_cnn.kernels.tiles import box_count, box_of, ceil_div, power_above, shares
+from lowrank_cnn.kernels.tiles import box_count, box_of, power_above, shares
+from lowrank_cnn.system.arithmetic import ceil_div
 
 DEAD = 4
 """The code of a result that the ReLU cut; 0 to 3 are the place of the winner in its 2x2 window."""

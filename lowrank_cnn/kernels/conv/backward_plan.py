@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import Problem, TapGroup
-from lowrank_cnn.kernels.tiles import ceil_div, round_up
+from lowrank_cnn.system.arithmetic import ceil_div, round_up
 
 INPUT_TILES = (
     Tile(),

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_cnn.kernels.gpu import on_its_device, start
-from lowrank_cnn.kernels.tiles import ceil_div
+from lowrank_cnn.system.arithmetic import ceil_div
 
 MOST_GROUPS = 4
 BLOCK = 1024

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowrank_cnn.kernels.problem import Pair, Problem, TapGroup, pixels_last
-from lowrank_cnn.kernels.tiles import ceil_div
+from lowrank_cnn.system.arithmetic import ceil_div
 
 
 def folded(problem: Problem) -> Problem | None:

@@ -54,7 +54,8 @@ from lowrank_cnn.kernels.conv.hopper_plan import (
 )
 from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
-from lowrank_cnn.kernels.tiles import ceil_div, filter_tiles
+from lowrank_cnn.kernels.tiles import filter_tiles
+from lowrank_cnn.system.arithmetic import ceil_div
 
 
 @gluon.jit

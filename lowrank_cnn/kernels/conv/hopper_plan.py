@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from lowrank_cnn.kernels.problem import Problem, TapGroup
-from lowrank_cnn.kernels.tiles import Box, ceil_div, filter_tiles
+from lowrank_cnn.kernels.tiles import Box, filter_tiles
+from lowrank_cnn.system.arithmetic import ceil_div
 
 SHARED = 228 * 1024
 """Bytes of shared memory of a multiprocessor. Each program takes one KiB more than it asks for."""

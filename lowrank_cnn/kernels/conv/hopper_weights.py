@@ -39,7 +39,8 @@ from lowrank_cnn.kernels.conv.hopper_weights_plan import (
 )
 from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem
-from lowrank_cnn.kernels.tiles import ceil_div, shares
+from lowrank_cnn.kernels.tiles import shares
+from lowrank_cnn.system.arithmetic import ceil_div
 
 (FIRST_TILE, START, CHANNEL, FILTER_COUNT, COLUMNS, ALONG, ACROSS, BEFORE, BESIDE, TURNED) = (
     gl.constexpr(index) for index in range(len(WeightRunRow._fields))

@@ -9,7 +9,8 @@ import torch
 
 from lowrank_cnn.kernels.conv.hopper_plan import SHARED, HopperTile, run_box, run_length
 from lowrank_cnn.kernels.problem import Problem
-from lowrank_cnn.kernels.tiles import Box, ceil_div
+from lowrank_cnn.kernels.tiles import Box
+from lowrank_cnn.system.arithmetic import ceil_div
 
 MOST_TAPS = 5
 """Taps of the longest run: the gradients of all its taps stay in registers."""

@@ -46,7 +46,7 @@ from lowrank_cnn.kernels.conv.window import halves, place_of
 from lowrank_cnn.kernels.conv.window_plan import filters_per_tile
 from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
-from lowrank_cnn.kernels.tiles import round_up
+from lowrank_cnn.system.arithmetic import round_up
 
 WORDS = {2: torch.int32, 4: torch.int64}
 """A type of two values, by the bytes of one."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from lowrank_cnn.kernels.conv.pack import union_taps
 from lowrank_cnn.kernels.conv.window_plan import filters_per_tile
 from lowrank_cnn.kernels.problem import OVERLAPPING, Problem
-from lowrank_cnn.kernels.tiles import ceil_div, round_up
+from lowrank_cnn.system.arithmetic import ceil_div, round_up
 
 WINDOWS = 64
 """Windows of a product: as many as four warps multiply at once. The last few lack blocks beyond the row."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.kernels.problem import Problem, TapGroup
-from lowrank_cnn.kernels.tiles import round_up
+from lowrank_cnn.system.arithmetic import round_up
 
 
 def copy_by_torch(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_cnn.kernels.gpu import start
-from lowrank_cnn.kernels.tiles import ceil_div
+from lowrank_cnn.system.arithmetic import ceil_div
 
 BLOCK = 1024
 

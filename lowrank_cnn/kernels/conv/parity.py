@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.kernels.problem import Pair, Problem, TapGroup, empty_maps
-from lowrank_cnn.kernels.tiles import ceil_div
+from lowrank_cnn.system.arithmetic import ceil_div
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import pixels_last
-from lowrank_cnn.kernels.tiles import ceil_div
+from lowrank_cnn.system.arithmetic import ceil_div
 
 MERGED = 128
 """Parts that one program merges."""

@@ -24,7 +24,8 @@ from lowrank_cnn.kernels.conv.epilogue import activated, activation_options, wit
 from lowrank_cnn.kernels.conv.pack import union_taps, unpack_union
 from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
-from lowrank_cnn.kernels.tiles import ceil_div, power_above
+from lowrank_cnn.kernels.tiles import power_above
+from lowrank_cnn.system.arithmetic import ceil_div
 
 MOST_VALUES = 64
 """The most gathered values per pixel: they stay in registers."""

@@ -26,7 +26,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lowrank_cnn.kernels.conv.epilogue import activated, activation_options, without_codes
 from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
-from lowrank_cnn.kernels.tiles import GroupRow, box_count, box_of, ceil_div, filter_tiles, group_rows, power_above
+from lowrank_cnn.kernels.tiles import GroupRow, box_count, box_of, filter_tiles, group_rows, power_above
+from lowrank_cnn.system.arithmetic import ceil_div
 
 FIRST_TILE, WEIGHT_ROW, CHANNEL, FILTER_COUNT, TAPS, WIDTH, TOP, TOP_SKIP, LEFT, LEFT_SKIP = (
     tl.constexpr(index) for index in range(len(GroupRow._fields))

@@ -39,7 +39,7 @@ from lowrank_cnn.kernels.conv.window_plan import (
 )
 from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem
-from lowrank_cnn.kernels.tiles import ceil_div
+from lowrank_cnn.system.arithmetic import ceil_div
 
 FILTERS = 64
 """Filters of a tile: the matrix unit takes 64 rows at once."""

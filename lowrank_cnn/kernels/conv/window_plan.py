@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowrank_cnn.kernels.conv.pack import union_taps
 from lowrank_cnn.kernels.problem import Problem
-from lowrank_cnn.kernels.tiles import ceil_div
+from lowrank_cnn.system.arithmetic import ceil_div
 
 WINDOWS = 64
 """Windows of a tile: as many as four warps multiply at once."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lowrank_cnn.report.figures.options import FigureOptions, network_name
 from lowrank_cnn.report.figures.style import COLUMN, CYCLE, INK, ORANGE, headline, new_figure
 from lowrank_cnn.report.numbers import TIMES, percent_tick
+from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError, require
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _last_words(names: list[str]) -> list[str]:
 def spatial_energy(weight: Tensor) -> Tensor:
     """The mean share of a kernel's energy in each of its singular values, the largest first."""
     kernels = weight.flatten(0, 1)
-    step = -(-len(kernels) // MOST_KERNELS)
+    step = ceil_div(len(kernels), MOST_KERNELS)
     energy = torch.linalg.svdvals(kernels[::step].double()) ** 2
     return (energy / energy.sum(dim=1, keepdim=True).clamp_min(1e-300)).mean(dim=0)
 
