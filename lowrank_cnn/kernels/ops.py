@@ -151,15 +151,22 @@ def _(x, weights, bias, stride, padding, plan):
 def _save_plain(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weights, bias, stride, padding, _ = inputs
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(x, bias, *weights)
+    ctx.save_for_backward(x, x.new_empty(0, dtype=torch.uint8), bias, *weights)
     ctx.options = (stride, padding, False, "")
 
 
 def _backward_plain(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Any, ...]:
-    x, bias, *weights = ctx.saved_tensors
-    seen, need_input = x.new_empty(0, dtype=torch.uint8), ctx.needs_input_grad[0]
+    return (*_gradients(ctx, grad), None, None, None)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
+    """The gradients of input, weights and bias, from what an operator has saved."""
+    x, seen, bias, *weights = ctx.saved_tensors
+    relu, pool = ctx.options[2:]
+    seen = seen.permute(0, 2, 3, 1) if relu and not pool else seen
+    need_input = ctx.needs_input_grad[0]
     dx, db, *dw = composite_conv2d_backward(grad, x, weights, seen, *ctx.options, need_input, bias is not None)
-    return (dx if need_input else None, dw, None if bias is None else db.to(bias.dtype), None, None, None)
+    return dx if need_input else None, dw, None if bias is None else db.to(bias.dtype)
 
 
 composite_conv2d_statistics.register_autograd(_backward_plain, setup_context=_save_plain)
@@ -216,13 +223,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    x, seen, bias, *weights = ctx.saved_tensors
-    relu, pool = ctx.options[2:]
-    seen = seen.permute(0, 2, 3, 1) if relu and not pool else seen
-    need_input = ctx.needs_input_grad[0]
-    dx, db, *dw = composite_conv2d_backward(grad, x, weights, seen, *ctx.options, need_input, bias is not None)
-    bias_grad = None if bias is None else db.to(bias.dtype)
-    return (dx if need_input else None, dw, bias_grad, *[None] * 7)
+    return (*_gradients(ctx, grad), *[None] * 7)
 
 
 composite_conv2d.register_autograd(_backward, setup_context=_save)
