@@ -21,6 +21,14 @@ LARGEST = {"num_classes": 10**7, "in_channels": 10**5, "stride": 10**3, "image_s
 
 
 @dataclass(frozen=True)
+class Variant:
+    """A row of a family's table: the scheme of its spatial convs, and the stride of the first."""
+
+    scheme: str = "dense"
+    stride: int = 1
+
+
+@dataclass(frozen=True)
 class Options:
     """The arguments of `create_model`, resolved."""
 
