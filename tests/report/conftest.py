@@ -70,7 +70,8 @@ def details(classes: int, final: float, noise: random.Random) -> dict[str, Any]:
     """Answers as a run's record holds them; neighbouring classes are confused most, and confidence is too high."""
     draw = torch.Generator().manual_seed(noise.randrange(10**6))
     confusion = torch.diag(torch.full((classes,), 100.0 * final))
-    confusion += torch.rand(classes, classes, generator=draw) * 20 * (1 - final)
+    rare = torch.rand(classes, classes, generator=draw) < 3 / classes
+    confusion += rare * torch.rand(classes, classes, generator=draw) * 20 * (1 - final)
     confusion += torch.diag(torch.full((classes - 1,), 60 * (1 - final)), 1)
     n = torch.arange(1.0, 16) ** 2
     confidence = (torch.arange(15) + 0.5) / 15
