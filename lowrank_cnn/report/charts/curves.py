@@ -7,8 +7,7 @@ from typing import Any
 
 from lowrank_cnn.report.charts.vega import Spec, filled, looks, template
 from lowrank_cnn.report.datasets import data_label
-from lowrank_cnn.report.records import Run
-from lowrank_cnn.report.result import NetworkResult
+from lowrank_cnn.report.records import NetworkResult, Run
 from lowrank_cnn.system.arithmetic import ceil_div
 
 MOST_EPOCHS = 400
