@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.frontier.training import free_memory, input_size, right_answers
+from lowrank_cnn.frontier.training import free_memory, right_answers
 from lowrank_cnn.method import shaping
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
@@ -47,6 +47,7 @@ from lowrank_cnn.system.files import write_json
 from lowrank_cnn.system.text import text_table
 from lowrank_cnn.train import Recipe, fit, get_recipe
 from lowrank_cnn.train import learning_shapes as learning
+from lowrank_cnn.train.inputs import augmentation, input_size
 from lowrank_cnn.train.settings import parse_settings
 
 OUT = Path(__file__).parent / "results" / "learned_shapes.json"
@@ -92,7 +93,7 @@ class Bench:
 
     def __init__(self, data: Data, recipe: Recipe, options: argparse.Namespace) -> None:
         self.data, self.recipe, self.options = data, recipe, options
-        self.size = input_size(data, recipe)
+        self.size = input_size(data.test, augmentation(recipe))
         self.how: dict[str, Any] = {"progress": False, "device": options.device, "compile": False}
 
     def dense(self, seed: int) -> nn.Module:

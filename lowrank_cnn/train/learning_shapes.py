@@ -35,12 +35,12 @@ from lowrank_cnn.method.shape_network import mac_costs, shape_network, time_cost
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import write_json
+from lowrank_cnn.train.determinism import generator_states, restore_generators
 from lowrank_cnn.train.fabric import resolve_device
 from lowrank_cnn.train.fitting import fit
 from lowrank_cnn.train.inputs import augmentation, input_size
 from lowrank_cnn.train.objective import Loss
 from lowrank_cnn.train.opening import open_for
-from lowrank_cnn.train.randomness import generator_states, restore_generators
 from lowrank_cnn.train.recipe import Recipe, changed
 from lowrank_cnn.train.recipes import get_recipe
 from lowrank_cnn.train.record import Epoch, Record
