@@ -26,7 +26,9 @@ from lowrank_cnn.system.errors import LowRankError
 _STEPS, _ROUNDED_STEPS = 30, 8
 _ROUNDS = 3
 """What a filter costs depends on what other layers choose: the choice is repeated so often."""
-_DEAREST, _LEAST = 1e9, 1e-3
+_CHEAPEST, _DEAREST = 1e-6, 1e9
+"""Prices of the whole dense network. The least is above zero: of two shapes that keep all, the cheaper wins."""
+_LEAST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class ShapeChooser:
     def least(self, network: nn.Module) -> float:
         """The smallest share of the dense network's cost that any choice has."""
         layers = self._layers(network, None)
-        picks = self._pick_all(layers, 0.0, None)
+        picks = self._pick_all(layers, _CHEAPEST, None)
         for _ in range(_ROUNDS):
             picks = self._pick_all(layers, _DEAREST, picks, rounded=True)
         return self.total(picks) / self.costs.dense
@@ -112,10 +114,14 @@ class ShapeChooser:
         Without a `damage`, that by energy is taken: then the choice depends on the weights alone.
         """
         layers = self._layers(network, damage)
-        picks, allowed, price = self._pick_all(layers, 0.0, None), share * self.costs.dense * (1 + 1e-9), 0.0
+        picks, allowed, price = (
+            self._pick_all(layers, _CHEAPEST, None),
+            share * self.costs.dense * (1 + 1e-9),
+            _CHEAPEST,
+        )
         if self.total(picks) > allowed:
             for _ in range(_ROUNDS):
-                price = self._price(layers, picks, allowed, (1e-6, _DEAREST), _STEPS)
+                price = self._price(layers, picks, allowed, (_CHEAPEST, _DEAREST), _STEPS)
                 picks = self._pick_all(layers, price, picks)
             # Rounding moves the total a little: look for the price once more, nearby.
             span = (price / 4, 4 * price)

@@ -141,3 +141,18 @@ def test_the_budget_falls_to_its_target():
     shares = [schedule.share_after(epoch) for epoch in range(11)]
     assert shares == sorted(shares, reverse=True)
     assert (shares[0], shares[4], schedule.last) == (1.0, 0.4, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without it")
+def test_two_processes_learn_the_same_shapes(driver, program, tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    process = program("shapes", tmp_path / "two", launcher=launcher)
+    _, complaints = process.communicate(timeout=120)
+    assert process.returncode == 0, complaints
+    two = driver.learn(tmp_path / "two")  # nothing is left to do: it is read
+    assert two.record.processes == 2
+    assert two.macs <= 0.6
+    x = torch.randn(2, 1, 8, 8)
+    loaded = load_checkpoint(tmp_path / "two", network=driver.tiny_net(stateful=True)).network
+    assert torch.equal(loaded.eval()(x), two.network.eval()(x))
