@@ -56,6 +56,18 @@ def train_command(
         str | None,
         typer.Option(help="A scheme for one of our networks; any other is converted.", rich_help_panel=NETWORK),
     ] = None,
+    macs: Annotated[
+        float | None,
+        typer.Option(help="Share of the MACs that --scheme 'learned(...)' keeps.", rich_help_panel=NETWORK),
+    ] = None,
+    latency: Annotated[
+        float | None,
+        typer.Option(help="Share of the time that --scheme 'learned(...)' keeps.", rich_help_panel=NETWORK),
+    ] = None,
+    shapes: Annotated[
+        Path | None,
+        typer.Option(help="A shapes.json of learned shapes, to train from scratch.", rich_help_panel=NETWORK),
+    ] = None,
     width: Width = None,
     norm: Annotated[
         str | None, typer.Option(help="batch or none; by default as in the recipe.", rich_help_panel=NETWORK)
@@ -115,15 +127,18 @@ def train_command(
       lowrank train vgg11-gmp-lr --data photos --image-size 64 --out runs/photos
       lowrank train torchvision:resnet18 --pretrained default --scheme lr-join --data photos --out runs/resnet
       lowrank train nin-c3-lr --data photos --out runs/photos --resume
+      lowrank train vgg11-gmp --data photos --scheme "learned(kx1, 1xk, 1x1, kxk)" --macs 0.4 --out runs/shapes
+      lowrank train vgg11-gmp --data photos --shapes runs/shapes/shapes.json --out runs/again
     """
+    from lowrank_cnn.cli.learning import training_of
     from lowrank_cnn.cli.source import build_for, check_model, is_path
     from lowrank_cnn.data import open_data
-    from lowrank_cnn.train import fit
     from lowrank_cnn.train.determinism import seed_generators
     from lowrank_cnn.train.opening import as_network_wants
 
     frequent = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "norm": norm, "precision": precision}
     resolved = _resolve(recipe, config_recipe(context), frequent, settings or [])
+    scheme, train = training_of(scheme, shapes, macs=macs, latency=latency)
     options = {"scheme": scheme, "width": width, "stride": stride, "pretrained": pretrained}
     # The recipe chooses norm and pool, except for trained weights and for networks that are not ours.
     own = {"norm": norm, **options} if pretrained or is_path(model) else {**resolved.network(), **options}
@@ -150,7 +165,7 @@ def train_command(
     if not as_json:
         _print_start(images, resolved, out, source.remark)
     with _leaving_politely():
-        record = fit(
+        record = train(
             source.network.train(),
             images,
             resolved,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.train import Interrupted, Recipe, Record, fit
 from lowrank_cnn.train.failure import StopRequest, may_end_process
+from lowrank_cnn.train.learning_shapes import Learned, learn_shapes
 from lowrank_cnn.train.trainer import Trainer
 
 STATEFUL = Recipe(
@@ -143,6 +144,12 @@ def train_until_stuck(out: Path) -> None:
         fit(network, tiny_data(), STATEFUL, out=out, checkpoint_every=0.0, progress=False, device="cpu")
 
 
+def learn(out: Path) -> Learned:
+    """A tiny run that learns shapes."""
+    options = {"progress": False, "device": "cpu", "shapes": ("kx1", "1xk", "kxk", "none"), "multiple": 1}
+    return learn_shapes(tiny_net(stateful=True), tiny_data(), PLAIN, macs=0.6, out=out, resume=True, **options)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     command, out = sys.argv[1], Path(sys.argv[2])
@@ -153,6 +160,8 @@ def main() -> None:
         train_as_one_of_many(out, dies_at)
     elif command == "stuck":
         train_until_stuck(out)
+    elif command == "shapes":
+        learn(out)
     elif command == "endless":
         try:
             train(out, progress=True, epochs=100_000)
