@@ -38,4 +38,6 @@ def test_every_module_has_its_test_file():
 
 
 def test_every_exception_is_a_module_without_tests():
-    assert {name for name in WITHOUT if not (PACKAGE / name).exists() or tested_by(PACKAGE / name).exists()} == set()
+    assert {
+        name for name in WITHOUT if not (PACKAGE / name).exists() or tested_by(PACKAGE / name).exists()
+    } == set()
