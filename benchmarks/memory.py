@@ -26,7 +26,7 @@ from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.memory import is_out_of_memory
-from lowrank_cnn.train.fused import fused_to_train
+from lowrank_cnn.train.fused_copy import fused_to_train
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recompute import recomputed
 from lowrank_cnn.train.step import TrainingStep
