@@ -6,7 +6,7 @@ VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))$(if $(TO
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
 
-.PHONY: demo test faults fuzz lint types format figures docs clean
+.PHONY: demo test faults fuzz foreign lint types format figures docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lowrank demo
@@ -27,6 +27,10 @@ fuzz: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_harness.py --inputs $(INPUTS)
 	for round in $$(seq $(ROUNDS)); do \
 		OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto -m hypothesis --hypothesis-profile fuzz || exit 1; done
+
+# Every transform on the networks of other libraries, with a table of what came of it; docs/foreign.md shows the last.
+foreign: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.foreign --out benchmarks/results/foreign.json
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -80,6 +80,12 @@ def train_command(
         int | None, typer.Option(help="Images per step, over all processes.", rich_help_panel=TRAINING)
     ] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate at the start.", rich_help_panel=TRAINING)] = None,
+    teacher: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run directory of a network to distil from, as well as labels.", rich_help_panel=TRAINING
+        ),
+    ] = None,
     settings: Settings = None,
     seed: Annotated[
         int, typer.Option(help="Seed of weights, data order, and dropout.", rich_help_panel=TRAINING)
@@ -182,6 +188,7 @@ def train_command(
             tensorboard=tensorboard,
             log=log or (),
             checkpoint_every=checkpoint_every,
+            **({} if teacher is None else {"teacher": teacher}),
         )
     _print_result(record, out, as_json)
     if out and not as_json and first_process():
