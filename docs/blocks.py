@@ -64,6 +64,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-training": gpu.gpu_training,
     "init-depth": depth.init_depth,
     "input-pipeline": pipeline.input_pipeline,
+    "loaders": pipeline.loaders,
     "memory": memory.memory,
     "networks": networks.networks,
     "records": records.records,
