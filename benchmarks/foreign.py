@@ -7,8 +7,8 @@ converted, decomposed, merged, planned, optimised and exported. A transform eith
 (the table shows the relative error), or refuses with a sentence. All else, a raw error or a wrong result, is a
 fault of ours and ends the command with exit code 1.
 
-Each network runs in a process of its own, which is stopped after `--limit` seconds. With `--out`, the record is
-written after each network; rows of networks that are not run again stay.
+Each network runs in a process of its own, which is stopped after `--limit` seconds of processor time. With
+`--out`, the record is written after each network; rows of networks that are not run again stay.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import resource
 import sys
 import tempfile
 import time
@@ -63,7 +64,7 @@ class Outcome:
 
 def examine(foreign: Foreign, *, steps: tuple[str, ...] = STEPS) -> Outcome:
     """Run each transform on one network."""
-    outcome, began = Outcome(foreign.name), time.monotonic()
+    outcome, began = Outcome(foreign.name), time.process_time()
     torch.manual_seed(0)
     try:
         model, inputs = foreign.build().eval(), foreign.inputs()
@@ -90,7 +91,7 @@ def examine(foreign: Foreign, *, steps: tuple[str, ...] = STEPS) -> Outcome:
     }
     for what in steps:
         outcome.cells[what] = _answer(transforms[what])
-    outcome.seconds = round(time.monotonic() - began, 1)
+    outcome.seconds = round(time.process_time() - began, 1)
     return outcome
 
 
@@ -173,33 +174,42 @@ def _planned(new: nn.Module, inputs: tuple[Any, ...], right: Any) -> str:
 
 
 def _exported(model: nn.Module, inputs: tuple[Any, ...], right: Any) -> str:
+    """Through ONNX Runtime, for any batch; a network that torch.export binds to its batch, for that batch."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "net.onnx"
-        lr.export(model, path, input_size=tuple(inputs[0].shape[1:]))
-        return _error(lr.load(path), inputs, right)
+        path, note = Path(folder) / "net.onnx", ""
+        try:
+            lr.export(model, path, example_input=inputs)
+        except lr.LowRankError:
+            lr.export(model, path, example_input=inputs, dynamic=())
+            note = ", fixed batch"
+        return _error(lr.load(path), inputs, right) + note
 
 
-def _alone(foreign: Foreign, limit: float) -> Outcome:
-    """Examine a network in a process of its own, for at most `limit` seconds."""
+def _alone(foreign: Foreign, limit: int) -> Outcome:
+    """Examine a network in a process of its own, for at most `limit` seconds of processor time."""
     context = multiprocessing.get_context("fork")  # packages are imported once, here
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: sender.send(examine(foreign)))
+
+    def run() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+        sender.send(examine(foreign))
+
+    process = context.Process(target=run)
     process.start()
+    sender.close()
     try:
-        if receiver.poll(limit):
-            return receiver.recv()
-        return Outcome(foreign.name, {"built": f"{_LATE}: stopped after {limit:g} s"}, limit)
+        return receiver.recv()
     except EOFError:
-        return Outcome(foreign.name, {"built": f"{_RAW}: the process died"})
+        process.join()
+        return Outcome(foreign.name, {"built": f"{_LATE}: stopped by signal {-(process.exitcode or 0)}"})
     finally:
-        process.kill()
         process.join()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="parts of names, comma-separated")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for one network")
+    parser.add_argument("--limit", type=int, default=300, help="seconds of processor time for one network")
     parser.add_argument("--out", type=Path, help="where to write the record")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")

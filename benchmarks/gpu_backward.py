@@ -16,7 +16,8 @@ from torch import Tensor
 
 from benchmarks.gpu_clock import milliseconds
 from lowrank_cnn.kernels.conv import backward, backward_plan
-from lowrank_cnn.kernels.conv.launch import forward, gradients, input_gradient, weight_gradient
+from lowrank_cnn.kernels.conv.forward import run_plan
+from lowrank_cnn.kernels.conv.gradients import compute_gradients, input_gradient, weight_gradient
 from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes, pixels_last
@@ -29,14 +30,14 @@ def measure_backward(
     """Our backward whole and in parts, its errors, and the rivals'."""
     problem = describe(x, weights, **options)
     codes = empty_codes(problem, x)
-    y = forward(plan, problem, x, weights, bias, codes)
+    y = run_plan(plan, problem, x, weights, bias, codes)
     seen = (codes if codes is not None else y.permute(0, 2, 3, 1)).contiguous()
     grad, need_input = torch.randn_like(y), x.shape[1] > 4
     row: dict[str, Any] = {
-        "forward with codes": milliseconds(lambda: forward(plan, problem, x, weights, bias, codes)),
-        "all": milliseconds(lambda: gradients(problem, grad, x, weights, seen, need_input=need_input)),
+        "forward with codes": milliseconds(lambda: run_plan(plan, problem, x, weights, bias, codes)),
+        "all": milliseconds(lambda: compute_gradients(problem, grad, x, weights, seen, need_input=need_input)),
     }
-    ours = gradients(problem, grad, x, weights, seen, need_input=need_input)
+    ours = compute_gradients(problem, grad, x, weights, seen, need_input=need_input)
     row["error"] = _errors(ours, x, weights, bias, grad, options)
     if need_input:
         last, pixels = pixels_last(grad), pixels_last(x)
@@ -83,7 +84,7 @@ def run_backward(x: Tensor, weights: list[Tensor], options: dict[str, Any]) -> N
     grad = torch.randn(shape, device=x.device, dtype=x.dtype)
     seen = grad if problem.pool is None else torch.zeros(shape, device=x.device, dtype=torch.uint8)
     need_input = x.shape[1] > 4
-    gradients(problem, grad.permute(0, 3, 1, 2), x, weights, seen, need_input=need_input)
+    compute_gradients(problem, grad.permute(0, 3, 1, 2), x, weights, seen, need_input=need_input)
     if not need_input:
         return
     g, _ = backward.launch_undo(problem, grad, seen, 264)

@@ -26,7 +26,7 @@ from benchmarks.gpu_backward import measure_backward, run_backward, show_backwar
 from benchmarks.gpu_clock import milliseconds
 from benchmarks.gpu_floor import limits
 from benchmarks.gpu_trials import try_all
-from lowrank_cnn.kernels.conv.launch import forward
+from lowrank_cnn.kernels.conv.forward import run_plan
 from lowrank_cnn.kernels.conv.plans import KernelPlan, plans
 from lowrank_cnn.kernels.conv.presets import shape_of
 from lowrank_cnn.kernels.conv.tiled import Tile
@@ -114,7 +114,7 @@ def runner(
     problem: Problem, x: Tensor, weights: list[Tensor], bias: Tensor, plan: KernelPlan
 ) -> Callable[[], Tensor]:
     """The launch of one plan; its weights are packed at the first."""
-    return lambda: forward(plan, problem, x, weights, bias)
+    return lambda: run_plan(plan, problem, x, weights, bias)
 
 
 def relative_error(y: Tensor, x: Tensor, weights: list[Tensor], bias: Tensor, options: dict[str, Any]) -> float:

@@ -30,7 +30,8 @@ import torch
 from benchmarks.gpu_book import TWINS, Book, Setting, compare, show
 from benchmarks.gpu_floor import layers, limits
 from benchmarks.gpu_ways import OURS, RIVALS, TRICKS, network, step_of
-from lowrank_cnn.kernels.autotune.measure import times
+from lowrank_cnn.kernels.autotune.kernel_trial import times
+from lowrank_cnn.kernels.autotune.request import Request
 
 NETWORKS = [name for name in TWINS if name not in ("vgg11", "vgg11-gmp") and "/" not in name]
 FIRST = ("vgg11-gmp-lr", "vgg11-gmp-lr-2x", "vgg11-gmp-lr-join")
@@ -76,7 +77,7 @@ def compile_tiles(options: argparse.Namespace, shard: int, shards: int) -> None:
         bias = torch.float32 if training else torch.bfloat16
         for plan in plans(problem, capability=capability):
             for purpose in (False, True)[: 1 + training]:
-                times(problem, torch.device("cuda"), plan, training=purpose, bias=bias, repeats=1)
+                times(Request(problem, torch.device("cuda"), purpose, bias=bias), plan, repeats=1)
         torch.cuda.empty_cache()
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowrank_cnn.kernels.autotune.ahead import prepare
+from lowrank_cnn.kernels.autotune.compile_ahead import prepare
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.system.environment import environment

@@ -18,6 +18,7 @@ MOVED = {
     "demo": "cli.demo",
     "deploy.export": "deploy.exporting",
     "deploy.merge": "deploy.merging",
+    "deploy.network_plan": "system.history",
     "deploy.optimize": "deploy.optimizing",
     "deploy.plan": "deploy.planning",
     "environment": "system.environment",

@@ -252,7 +252,7 @@ def test_the_newest_run_of_a_network_is_shown_with_the_dense_one_beside_it(block
     shown = ["0.300", "**0.400**", "4.000", "4.00 (3.60 to 4.40)", "10.00 (9.00 to 11.00) compile"]
     assert cells(text, "`b`")[1:6] == shown
     assert "commits 1old, 2new" in text
-    assert "No time was left for rivals: max-autotune of `dense`." in text
+    assert "Not measured: `dense` with max-autotune." in text
 
 
 def test_runs_that_are_not_shown_are_not_named(blocks: ModuleType, put: Put):

@@ -132,8 +132,8 @@ def _note(mode: str, batch: int, found: list[tuple[Run, Row]]) -> str:
     replays = _span([run["ways"][_key(row, row["network"], row["way"])]["repeats"] for run, row in found], 0)
     text = f"\n{what}, bf16, batch {batch}, {SIZES}; medians (least to most) of {replays} replays of a graph,\n"
     text += f"ours and dense in one run. Floors: {tflops} TFLOP/s and {bandwidth} TB/s."
-    missing = dict.fromkeys(f"{way} of `{row['dense']}`" for run, row in found for way in _missing(run, row))
-    text += f" No time was left for rivals: {', '.join(missing)}." if missing else ""
+    missing = dict.fromkeys(f"`{row['dense']}` with {way}" for run, row in found for way in _missing(run, row))
+    text += f" Not measured: {', '.join(missing)}." if missing else ""
     notes = dict.fromkeys(run["note"] for run, _ in found if "note" in run)
     return text + "".join(f"\n{note}" for note in notes) + "\n"
 

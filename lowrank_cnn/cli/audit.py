@@ -56,8 +56,8 @@ def audit_command(runs: Runs = None, as_json: Json = False) -> None:
 
 def _audit_runs(runs: Runs) -> list[Finding]:
     from lowrank_cnn.paper.auditing import audit
-    from lowrank_cnn.report.files import read_records, require_records
     from lowrank_cnn.report.paper_runs import accuracies, layer_times
+    from lowrank_cnn.report.reading import read_records, require_records
 
     records = read_records(runs or [])
     require_records(runs or [], records)

@@ -33,8 +33,8 @@ def report_command(
       lowrank report
       lowrank report runs -o report.html
     """
-    from lowrank_cnn.report.files import read_records, require_records
     from lowrank_cnn.report.page import found_in, write_page
+    from lowrank_cnn.report.reading import read_records, require_records
 
     paths = runs or [DEFAULT_RUNS]
     records = read_records(paths)
@@ -77,7 +77,7 @@ def figure_command(
     """
     from lowrank_cnn.report.figures import FigureOptions, draw_figure
     from lowrank_cnn.report.figures.charts import TRADE_FIGURES
-    from lowrank_cnn.report.files import read_records
+    from lowrank_cnn.report.reading import read_records
 
     if name is None:
         return _list_figures(as_json)

@@ -100,6 +100,7 @@ def _open(data: str | None, **options: Any) -> Data:
 def _reproduce(experiment: str, images: Data, out: Path, **options: Any) -> ExperimentTable:
     from lowrank_cnn.paper.reproducing import reproduce
     from lowrank_cnn.train import Interrupted
+    from lowrank_cnn.train.failure import may_end_process
 
     def say(line: str) -> None:
         if first_process():
@@ -109,7 +110,8 @@ def _reproduce(experiment: str, images: Data, out: Path, **options: Any) -> Expe
         if split.problems:
             say(f"Left out of {name}: {split.problems}")
     try:
-        return reproduce(experiment, images, out, say=say, **options)
+        with may_end_process():
+            return reproduce(experiment, images, out, say=say, **options)
     except Interrupted as farewell:
         say("Stopped and saved: the same command continues from here.")
         raise typer.Exit(farewell.exit_code) from farewell

@@ -141,7 +141,7 @@ def _others(
         raise LowRankError(f"{text} is taken with the weights it has; --pretrained is for networks by name.")
     if colon and kind.endswith(".py"):
         return _from_file(Path(kind), rest, classes)
-    source = _from_weights(Path(text), find_into(into, text))
+    source = _for_classes(_from_weights(Path(text), find_into(into, text)), classes)
     # Built anew: what was passed in holds the weights now, and is what it was converted to.
     if into and notes(source.network).conversion:
         dense = find_into(into, text)
@@ -171,6 +171,19 @@ def _from_weights(path: Path, into: nn.Module | None) -> Source:
     size = stored.input_size or notes(stored.network).input_size
     label = name if path.name == WEIGHTS else path.stem
     return Source(label, stored.network.eval(), size, trained_of(stored))
+
+
+def _for_classes(source: Source, classes: int | None) -> Source:
+    """A trained network of ours for other classes than it was trained on: with a new last layer."""
+    if source.trained is None or classes in (None, len(source.trained.classes)):
+        return source
+    from lowrank_cnn.models.network import Network
+    from lowrank_cnn.models.rebuild import with_classes
+
+    if not isinstance(source.network, Network):
+        return source  # `fit` says which number of outputs it needs
+    fresh = replace(source, network=with_classes(source.network, classes), trained=None)
+    return _with_new_head(fresh, "trained", classes)
 
 
 def parse_size(text: str | None) -> Size | None:

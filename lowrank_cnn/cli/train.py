@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -56,6 +56,18 @@ def train_command(
         str | None,
         typer.Option(help="A scheme for one of our networks; any other is converted.", rich_help_panel=NETWORK),
     ] = None,
+    macs: Annotated[
+        float | None,
+        typer.Option(help="Share of the MACs that --scheme 'learned(...)' keeps.", rich_help_panel=NETWORK),
+    ] = None,
+    latency: Annotated[
+        float | None,
+        typer.Option(help="Share of the time that --scheme 'learned(...)' keeps.", rich_help_panel=NETWORK),
+    ] = None,
+    shapes: Annotated[
+        Path | None,
+        typer.Option(help="A shapes.json of learned shapes, to train from scratch.", rich_help_panel=NETWORK),
+    ] = None,
     width: Width = None,
     norm: Annotated[
         str | None, typer.Option(help="batch or none; by default as in the recipe.", rich_help_panel=NETWORK)
@@ -80,7 +92,10 @@ def train_command(
     ] = None,
     compile_: Compile = None,
     recompute: Recompute = False,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write scalars into --out.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="The same as --log tensorboard.")] = False,
+    log: Annotated[
+        list[str] | None, typer.Option(help="Also log to tensorboard, csv, wandb, mlflow or trackio; repeatable.")
+    ] = None,
     checkpoint_every: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 30.0,
     workers: Workers = 0,
     decode: Decode = "cpu",
@@ -112,15 +127,18 @@ def train_command(
       lowrank train vgg11-gmp-lr --data photos --image-size 64 --out runs/photos
       lowrank train torchvision:resnet18 --pretrained default --scheme lr-join --data photos --out runs/resnet
       lowrank train nin-c3-lr --data photos --out runs/photos --resume
+      lowrank train vgg11-gmp --data photos --scheme "learned(kx1, 1xk, 1x1, kxk)" --macs 0.4 --out runs/shapes
+      lowrank train vgg11-gmp --data photos --shapes runs/shapes/shapes.json --out runs/again
     """
+    from lowrank_cnn.cli.learning import training_of
     from lowrank_cnn.cli.source import build_for, check_model, is_path
     from lowrank_cnn.data import open_data
-    from lowrank_cnn.train import fit
     from lowrank_cnn.train.determinism import seed_generators
     from lowrank_cnn.train.opening import as_network_wants
 
     frequent = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "norm": norm, "precision": precision}
     resolved = _resolve(recipe, config_recipe(context), frequent, settings or [])
+    scheme, train = training_of(scheme, shapes, macs=macs, latency=latency)
     options = {"scheme": scheme, "width": width, "stride": stride, "pretrained": pretrained}
     # The recipe chooses norm and pool, except for trained weights and for networks that are not ours.
     own = {"norm": norm, **options} if pretrained or is_path(model) else {**resolved.network(), **options}
@@ -138,7 +156,7 @@ def train_command(
     )
     seed_generators(seed)
     check_model(model, **own)  # before the images are read, which may take long
-    _check_place(out, resume, device, resolved.precision)
+    _check_place(out, resume, device, resolved.precision, log or ())
     images = reading()
     seed_generators(seed)
     source = build_for(images, model, into=into, **own)
@@ -147,7 +165,7 @@ def train_command(
     if not as_json:
         _print_start(images, resolved, out, source.remark)
     with _leaving_politely():
-        record = fit(
+        record = train(
             source.network.train(),
             images,
             resolved,
@@ -162,6 +180,7 @@ def train_command(
             deterministic=deterministic,
             progress=not as_json,
             tensorboard=tensorboard,
+            log=log or (),
             checkpoint_every=checkpoint_every,
         )
     _print_result(record, out, as_json)
@@ -182,12 +201,14 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _check_place(out: Path | None, resume: bool, device: str, precision: str) -> None:
-    """Refuse a device that does not exist and a directory in use."""
+def _check_place(out: Path | None, resume: bool, device: str, precision: str, log: Sequence[str]) -> None:
+    """Refuse a device that does not exist, a directory in use and an unknown logger."""
     from lowrank_cnn.train.directory import RunDirectory
     from lowrank_cnn.train.fabric import resolve_device, resolve_precision
+    from lowrank_cnn.train.loggers import check_loggers
 
     resolve_precision(precision, resolve_device(device))
+    check_loggers(log)
     if resume and out is None:
         raise LowRankError("there is nothing to resume without the directory of a run: give --out.")
     if out is not None and not resume:
@@ -198,9 +219,11 @@ def _check_place(out: Path | None, resume: bool, device: str, precision: str) ->
 def _leaving_politely() -> Iterator[None]:
     """After Ctrl-C, exit with the usual code once the run has saved its state."""
     from lowrank_cnn.train import Interrupted
+    from lowrank_cnn.train.failure import may_end_process
 
     try:
-        yield
+        with may_end_process():
+            yield
     except Interrupted as farewell:
         errors.print(str(farewell), markup=False, soft_wrap=True)
         raise typer.Exit(farewell.exit_code) from farewell

@@ -23,6 +23,7 @@ from lowrank_cnn.data.readers.read_options import ReadOptions
 from lowrank_cnn.data.readers.sources import open_source
 from lowrank_cnn.data.stream.streamed import StreamedSplit
 from lowrank_cnn.data.types import Problems, generator
+from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError, require
 from lowrank_cnn.system.files import replacing
 
@@ -46,7 +47,7 @@ class Shards(Dataset):
     per_shard: int
 
     def __len__(self) -> int:
-        return -(-len(self.rows) // self.per_shard)
+        return ceil_div(len(self.rows), self.per_shard)
 
     def __getitem__(self, number: int) -> list[tuple[str, str]]:
         path = self.folder / f"{self.split}-{number:05d}-of-{len(self):05d}.parquet"

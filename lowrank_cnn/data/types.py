@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.data.fingerprint import fingerprint_of_parts
+from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError
 
 Size = tuple[int, int, int]
@@ -200,4 +201,4 @@ def check_batches(images: int, *, batch_size: int, rank: int, world: int, train:
         raise LowRankError(f"the global batch of {batch_size} does not divide over {world} processes.")
     if images < (batch_size if train else 1):
         raise LowRankError(f"{images} images do not fill one batch of {batch_size}.")
-    return images // batch_size if train else -(-images // batch_size)
+    return images // batch_size if train else ceil_div(images, batch_size)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -89,15 +90,19 @@ class BlockAsGiven(nn.Module):
 
 
 class ForSizes(nn.Module):
-    """A rewritten network for inputs of the sizes that it was captured for; the original takes all others."""
+    """A rewritten network for inputs of the sizes that it was captured for.
+
+    The original takes all others, and calls with options.
+    """
 
     def __init__(self, rewritten: nn.Module, original: nn.Module, sizes: tuple[tuple[int, ...], ...]) -> None:
         super().__init__()
         self.rewritten, self.original, self.sizes = rewritten, original, sizes
 
-    def forward(self, *inputs: Tensor) -> object:
-        fits = tuple(tuple(x.shape) for x in inputs) == self.sizes
-        return self.rewritten(*inputs) if fits else self.original(*inputs)
+    def forward(self, *inputs: Any, **options: Any) -> object:
+        sizes = tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in inputs)
+        fits = sizes == self.sizes and not options
+        return self.rewritten(*inputs) if fits else self.original(*inputs, **options)
 
 
 def in_blocks(model: nn.Module, x: Tensor) -> tuple[fx.GraphModule, list[Block], NetworkGraph]:

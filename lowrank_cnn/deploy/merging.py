@@ -13,8 +13,9 @@ whole network is compared with the original. What is not exact, or cannot be com
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,24 +33,11 @@ from lowrank_cnn.method.rewriting import copy_with, laid_out_as
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.system.compare import objection, tolerance
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.history import Merging
 from lowrank_cnn.system.provenance import note, notes
 
 _KINDS = ("conv", "own conv", "linear", "composite", "chain")
 _NOT_FED, _NOT_RUN = "no layer is seen to feed it, and it alone", "it does not run in evaluation"
-
-
-@dataclass(frozen=True)
-class Merging:
-    """One layer: what went into it, and the largest error relative to the largest output, or why it stayed."""
-
-    name: str
-    parts: tuple[str, ...]
-    error: float | None = None
-    reason: str = ""
-
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
 
 
 def merge(
@@ -83,8 +71,6 @@ def merge(
         if example is None:
             raise CaptureError("no example input is known to compare the result on: pass example_input")
         captured = capture(copy_with(model, {}), *example)
-        if captured.sizes is not None:
-            raise CaptureError("what its forward does depends on the size of its input")
         seen = _dimensions(model, example)
         found = _Folds(model, captured, seen, chains=chains, norms=norms, given=given)
     except CaptureError as why:
@@ -123,7 +109,10 @@ class _Folds:
             layer = self.model.get_submodule(pattern.name)
             norm_name = str(pattern.norm.target) if pattern.norm is not None else ""
             norm = self.model.get_submodule(norm_name) if norm_name else None
-            if norm is not None and (reason := self._wrong_axis(pattern, layer, norm_name)):
+            reason = norm_name and (
+                self._wrong_axis(pattern, layer, norm_name) or self._elsewhere(pattern.name, norm_name)
+            )
+            if norm is not None and reason:
                 report.append(Merging(norm_name, (type(norm).__name__,), reason=reason))
                 norm = None
             new, row = self._merged(pattern.name, layer, norm, norm_name)
@@ -144,6 +133,23 @@ class _Folds:
         if isinstance(layer, nn.Linear) and not self.given and not _is_flattened(pattern):
             return "it normalises another axis where inputs have three dimensions: pass example_input"
         return ""
+
+    def _elsewhere(self, layer: str, norm: str) -> str:
+        """Why another size or another option might lead past a norm; empty where that is excluded.
+
+        A graph of one size shows one path. The module that holds both must show the pair for every size by itself.
+        """
+        if self.captured.sizes is None:
+            return ""
+        parent = ".".join(a for a, _ in itertools.takewhile(lambda p: p[0] == p[1], _paired(layer, norm)))
+        try:
+            own = capture(copy_with(self.model.get_submodule(parent), {})) if parent else None
+        except CaptureError:
+            own = None
+        found = [] if own is None else find_patterns(own, norms=True, kinds=_KINDS)
+        pairs = [(pattern.name, str(pattern.norm.target)) for pattern in found if pattern.norm is not None]
+        there = tuple(name.removeprefix(f"{parent}.") for name in (layer, norm))
+        return "" if there in pairs else "what its forward does depends on the size of its input, or on options"
 
     def _merged(
         self, name: str, layer: nn.Module, norm: nn.Module | None, norm_name: str
@@ -206,6 +212,10 @@ def _left_alone(model: nn.Module, reason: str, *, norms: bool) -> nn.Module:
     rows = [*names, *(_norms(same) if norms else ())]
     note(same, merging=tuple(Merging(name, (kind,), reason=reason) for name, kind in rows))
     return same
+
+
+def _paired(first: str, second: str) -> Iterator[tuple[str, str]]:
+    return zip(first.split("."), second.split("."), strict=False)
 
 
 def _norms(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from lowrank_cnn.deploy.blocks import as_network, in_blocks
 from lowrank_cnn.deploy.candidates import fused
 from lowrank_cnn.deploy.merging import merge
-from lowrank_cnn.deploy.network_plan import GIVEN
 from lowrank_cnn.deploy.optimized import FORMATS, Form, Optimized, OptimizeReport
 from lowrank_cnn.deploy.plan_cache import Cache, network_key
 from lowrank_cnn.deploy.planning import apply_ways, check_ready, objection_on, plan, silent
@@ -33,6 +32,7 @@ from lowrank_cnn.kernels.network_graph import CaptureError
 from lowrank_cnn.models.files import dtype_of
 from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.errors import LostDeviceError, LowRankError, first_line
+from lowrank_cnn.system.history import GIVEN
 from lowrank_cnn.system.provenance import note, notes
 
 LAST = "channels_last"

@@ -21,7 +21,6 @@ from torch import Tensor, fx, nn
 from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, as_network, in_blocks
 from lowrank_cnn.deploy.candidates import CANDIDATES, Candidate
 from lowrank_cnn.deploy.examples import check_runs
-from lowrank_cnn.deploy.network_plan import GIVEN, Decision, NetworkPlan
 from lowrank_cnn.deploy.plan_cache import Cache, block_key
 from lowrank_cnn.kernels.cuda_graph import captured as captured_run
 from lowrank_cnn.kernels.fusing import fuse_neighbours
@@ -32,6 +31,7 @@ from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.compare import agree, objection
 from lowrank_cnn.system.errors import LostDeviceError, LowRankError, first_line
+from lowrank_cnn.system.history import GIVEN, Decision, NetworkPlan
 from lowrank_cnn.system.provenance import note, notes
 
 _GAIN = 0.97

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowrank_cnn.system.arithmetic import ceil_div, round_up
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import UnreadableError, is_regular, read_json, write_json
@@ -113,7 +114,7 @@ class Frontier:
 
     @property
     def bytes_per_run(self) -> int:
-        return -(-self.images // 8)
+        return ceil_div(self.images, 8)
 
     def row(self, name: str) -> DesignRow | None:
         return next((row for row in self.rows if row.name == name), None)
@@ -176,7 +177,7 @@ class Frontier:
 
 def pack(right: Tensor) -> bytes:
     """Booleans as bits, the first in the highest bit of the first byte."""
-    bits = torch.zeros(-(-len(right) // 8) * 8, dtype=torch.uint8)
+    bits = torch.zeros(round_up(len(right), 8), dtype=torch.uint8)
     bits[: len(right)] = right.to(torch.uint8).cpu()
     powers = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
     return bytes((bits.view(-1, 8) * powers).sum(1).to(torch.uint8).tolist())

@@ -1,10 +1,10 @@
 """Fused GPU kernels for composite layers, their eager reference, and the choice between them.
 
-`composite_conv2d` is the whole interface; it runs anywhere, and fused where that is supported and faster.
+`composite_conv2d` is the whole interface. It runs anywhere, and fused if that is supported and faster.
 """
 
 from lowrank_cnn.kernels.autotune.choice import Choice, choose, explain
-from lowrank_cnn.kernels.autotune.support import unsupported
+from lowrank_cnn.kernels.autotune.request import unsupported
 from lowrank_cnn.kernels.dispatch import (
     composite_conv2d,
     composite_conv2d_with_statistics,

@@ -1,11 +1,10 @@
-"""Gather random crops of stored images, each mirrored and cut, in one pass over memory.
+"""Gather random crops of stored images, mirrored and with a square cut out, in one pass over memory.
 
-Indexing by tensors of coordinates does the same with three index values per pixel, which on a GPU takes far longer
-than the bytes do. Here one program writes one row of one output image: pixels of a row lie side by side, and a
-mirrored row is read backwards.
+Indexing with tensors of coordinates needs three index values per pixel, which on a GPU takes far longer than
+moving the bytes. Here a program writes one row of one output image, LANES values at a time. The pixels of a row
+are neighbours in memory, and a mirrored row is read backwards.
 """
 
-# ruff: noqa: N803
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 

@@ -1,4 +1,4 @@
-"""CUDA graphs: work captured once and replayed without launches, for measuring, training and inference alike."""
+"""CUDA graphs: capture work once and replay it without launches, for measuring, training and inference."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ WARM_UP_RUNS = 3
 def captured(
     run: Callable[[], object], *, before_capture: Callable[[], object] | None = None
 ) -> torch.cuda.CUDAGraph:
-    """A function's work as a graph, after it has run outside of one: compiled, allocated, algorithms chosen.
+    """Capture a function's work as a graph, after a few runs that compile, allocate and choose algorithms.
 
-    `before_capture` is called between the warm-up and the capture, to undo what the warm-up changed.
+    `before_capture` is called between these runs and the capture, to undo what they changed.
     """
     stream = _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
@@ -37,8 +37,8 @@ def captured(
         if before_capture is not None:
             before_capture()
         graph = torch.cuda.CUDAGraph()
-        # Threads that only load data may call CUDA meanwhile: "thread_local" leaves them alone.
-        # The stream of this device: torch's own for captures is that of the first device that captured.
+        # "thread_local" lets other threads, such as data loaders, call CUDA meanwhile.
+        # A stream of this device: torch's own capture stream belongs to the first device that captured.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             run()
     return graph
@@ -46,13 +46,13 @@ def captured(
 
 @lru_cache(maxsize=8)
 def _stream(device: int) -> torch.cuda.Stream:
-    """One for all captures of a device: torch has few, and gives them out again, to a loader say."""
+    """One stream for all captures of a device: torch has few, and may hand the same one to a data loader."""
     return torch.cuda.Stream(device)
 
 
 @dataclass
 class Recorded:
-    """A network's run as a graph, where it reads, and where it leaves its results; callers take turns."""
+    """A network's run as a graph, with the memory of its input and output; callers take turns."""
 
     graph: torch.cuda.CUDAGraph
     input: Tensor
@@ -61,13 +61,13 @@ class Recorded:
     lock: Any = field(default_factory=Lock)
 
     def takes(self, x: Tensor) -> bool:
-        """Whether such an input can be replayed here and now: not within a tracer or another graph."""
+        """Whether an input can be replayed now: it has the size of the capture, and nothing traces or captures."""
         alike = (x.shape, x.dtype, x.device) == (self.input.shape, self.input.dtype, self.input.device)
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
         return alike and not traced and not torch.cuda.is_current_stream_capturing()
 
     def __call__(self, x: Tensor) -> Any:
-        """The results for an input, in memory of their own."""
+        """The results for an input, in new memory."""
         with self.lock, torch.cuda.device(self.input.device):
             torch.cuda.current_stream().wait_event(self.done)
             self.input.copy_(x)
@@ -80,7 +80,7 @@ class Recorded:
 @torch.inference_mode(False)
 @torch.no_grad()
 def recorded(run: Callable[[Tensor], Any], x: Tensor) -> Recorded:
-    """A run on inputs like this one, checked on another: a network that waits for the host cannot be recorded."""
+    """Capture a run on inputs like this one and compare it on another; networks that wait for the host fail."""
     given = x.clone(memory_format=torch.preserve_format)
     results: list[Any] = []
     with torch.cuda.device(x.device):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def compose(first: Tensor, second: Tensor, *, groups: int = 1) -> Tensor:
-    """The weight of `second` after `first`: [m, c, h, 1] and [d, m, 1, w], say, give [d, c, h, w].
+    """The weight of `second` after `first`; for example, [m, c, h, 1] and [d, m, 1, w] give [d, c, h, w].
 
     Along each axis one of the two must have a single tap. Both have the same channel groups.
     """

@@ -1,6 +1,6 @@
-"""One composite layer with what follows it: fused where that is supported and faster, else by torch.
+"""`composite_conv2d`: one composite layer with its epilogue, fused if that is supported and faster, else by torch.
 
-`choice` decides, `mode` says how. What torch.export takes down is torch's own convolutions, which run anywhere.
+`autotune.choice` decides. torch.export always records torch's own convolutions, which run anywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 from lowrank_cnn.kernels import mode
 from lowrank_cnn.kernels.activation import canonical, is_monotone
 from lowrank_cnn.kernels.autotune import choice
-from lowrank_cnn.kernels.conv.pack import layout_of
 from lowrank_cnn.kernels.problem import OVERLAPPING, CallOptions, Pair, Sides, describe
 from lowrank_cnn.kernels.reference import composite_by_torch, followed
 
@@ -33,13 +32,13 @@ def composite_conv2d(
     activation: str | None = None,
     packed: Callable[[str, torch.dtype], Tensor] | None = None,
 ) -> Tensor:
-    """One composite layer with what follows it: fused where that is supported and faster, else by torch.
+    """One composite layer with its epilogue: fused if that is supported and faster, else by torch.
 
     The order is conv, bias, residual, activation, pool. `padding` has ((top, bottom), (left, right)) per group.
     `residual` has the size of the conv's result. `activation` is "relu" (`relu=True` for short), "leaky_relu" (or
     with its slope, "leaky_relu:0.1"), "silu", "gelu" or "hardswish". `pool` is "floor" or "ceil" for a 2x2
-    max-pool that rounds so, or "3x3/2" for windows of 3x3, stride 2 and padding 1. `packed`, where weights never
-    change, gives them in a layout of `conv.pack` and in a type; without it they are packed at every call.
+    max-pool with that rounding, or "3x3/2" for windows of 3x3, stride 2 and padding 1. If weights never change,
+    `packed` returns them in a layout of `conv.pack` and a type; without it they are packed at every call.
 
         y = composite_conv2d(x, [down, across], bias, padding=[((1, 1), (0, 0)), ((0, 0), (1, 1))],
                              residual=x, activation="silu")
@@ -57,7 +56,7 @@ def composite_conv2d(
         kept = residual if inside.residual else None
         y = composite_conv2d(x, weights, bias, **_options(inside), residual=kept, packed=packed)
         return _rest(y, residual, asked, inside)
-    # index() makes numbers of sizes that torch.compile holds open: the choice is made for one size.
+    # index() turns symbolic sizes of torch.compile into numbers: the choice is made for one size.
     shapes = tuple(tuple(map(index, tensor.shape)) for tensor in (x, *weights))
     added = None if bias is None else bias.dtype
     plan = plan_of(shapes, x.dtype, x.device, tuple(asked), training, x.requires_grad, added)
@@ -68,6 +67,8 @@ def composite_conv2d(
     how = (list(stride), ops.flat_padding(padding), asked.activation or "", pool or "")
     if packed is None or training:
         return ops.composite_conv2d(x, list(weights), bias, residual, *how, training and pool is not None, plan)[0]
+    from lowrank_cnn.kernels.conv.plans import layout_of
+
     sizes = [size for shape in shapes[1:] for size in shape]
     return ops.packed_conv2d(x, packed(layout_of(plan), x.dtype), bias, residual, sizes, *how, plan)
 
@@ -81,10 +82,10 @@ def composite_conv2d_with_statistics(
     padding: Sequence[Sides],
     by_torch: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """One composite layer, and what a batch norm behind it needs: mean and biased variance per channel.
+    """One composite layer, with its mean and biased variance per channel for the batch norm behind it.
 
-    These are float32, over batch and positions, and have no gradient of their own: a batch norm's backward
-    accounts for them. Without `by_torch` they are None where no kernel of ours computes the layer.
+    These are float32, over batch and positions, and have no gradient of their own: the batch norm's backward
+    accounts for them. Without `by_torch` they are None if no kernel of ours runs the layer.
 
         y, mean, variance = composite_conv2d_with_statistics(x, weights, padding=padding)
         normed = (y - mean.view(-1, 1, 1)) * (variance + eps).rsqrt().view(-1, 1, 1)
@@ -119,7 +120,7 @@ def explain_call(x: Tensor, weights: Sequence[Tensor], *, training: bool = False
 
 def tune(model: torch.nn.Module, example: Tensor, *, training: bool = False) -> None:
     """Measure every plan of every layer a model calls on an example; later runs take the fastest."""
-    from lowrank_cnn.kernels.autotune.ahead import prepare
+    from lowrank_cnn.kernels.autotune.compile_ahead import prepare
 
     with mode.tuning(), torch.set_grad_enabled(training):
         prepare(lambda: model(example))
@@ -127,10 +128,10 @@ def tune(model: torch.nn.Module, example: Tensor, *, training: bool = False) -> 
 
 
 def _fusable(asked: CallOptions, *, training: bool, same: bool) -> CallOptions:
-    """As much of a layer as one kernel may take; the rest follows by torch.
+    """The part of a layer that one kernel may run; torch does the rest.
 
-    Kernels pool before they add and activate, which needs an order that is kept. Their gradients know bias, ReLU
-    and 2x2 pools. A residual of another type decides the type of the sum.
+    Kernels pool before they activate, which needs a monotone activation and no residual. Gradients exist for bias,
+    ReLU and 2x2 pools. A residual of another type would change the type of the sum.
     """
     alone = asked._replace(residual=False, activation=None, pool=None)
     if asked.residual and (training or not same):
@@ -145,7 +146,7 @@ def _fusable(asked: CallOptions, *, training: bool, same: bool) -> CallOptions:
 
 
 def _rest(y: Tensor, residual: Tensor | None, asked: CallOptions, inside: CallOptions) -> Tensor:
-    """What a layer does beyond the part that was fused."""
+    """Finish the part of a layer that was not fused."""
     activation = None if inside.activation == asked.activation else asked.activation
     return followed(y, None if inside.residual else residual, activation, asked.pool)
 
@@ -158,7 +159,7 @@ def _unfused(
     asked: CallOptions,
     packed: Callable[[str, torch.dtype], Tensor] | None,
 ) -> Tensor:
-    """By torch; a conv before overlapping windows may still be fused without them."""
+    """Run a layer by torch; a conv before an overlapping pool may still be fused without the pool."""
     if asked.pool != OVERLAPPING:
         return _by_torch(x, weights, bias, residual, asked)
     options = _options(asked._replace(pool=None))
@@ -177,7 +178,7 @@ def _options(asked: CallOptions) -> dict[str, Any]:
 
 
 def _deciders() -> tuple[Any, Any, Any]:
-    """Who is asked: the functions themselves, or what stands for them while torch.compile traces."""
+    """The functions that decide, or the constants that replace them while torch.compile traces."""
     if torch.compiler.is_compiling():
         from lowrank_cnn.kernels import torch_compile
 

@@ -1,7 +1,7 @@
-"""Layers between convs that run through the kernels where these can: batch norm and ReLU, max-pool, response norm.
+"""Layers between convs that use the kernels if they can: batch norm with its activation, max-pool, response norm.
 
-Elsewhere they are what they stand for: off the GPU, under LOWRANK_KERNELS=off, in types the kernels do not
-know, and where torch.export traces, for what it takes down must run anywhere.
+Otherwise they run by torch: without a GPU, under LOWRANK_KERNELS=off, in other types, and for torch.export, whose
+result must run anywhere.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from lowrank_cnn.kernels.network_graph import is_plain
 from lowrank_cnn.kernels.problem import Pair
 
 WIDEST = 15
-"""Rows or columns of the largest window: a place in it fits in a byte."""
+"""Rows or columns of the largest window: a place in it must fit in a byte."""
 MOST_CHANNELS = 33
-"""Channels of the largest window of a response norm: what is added up of it stays in registers."""
+"""Channels of the largest window of a response norm: its sums stay in registers."""
 
 
 class FusedNorm(nn.Module):
     """A batch norm, a residual that is added to its result, an activation by name, and a max-pool.
 
-    Its parameters, statistics and mode are those of the norm it is for. With `twice`, the result comes twice, for
-    two readers: their gradients are then added where the norm's gradient is computed.
+    It shares parameters, statistics and mode with the norm that it replaces. With `twice` it returns the result
+    twice, for two readers: the norm's gradient kernel then adds up their gradients.
     """
 
     norm: nn.BatchNorm2d
@@ -42,11 +42,11 @@ class FusedNorm(nn.Module):
         twice: bool = False,
     ) -> None:
         super().__init__()
-        # The very same dictionaries: what is replaced in one, by a move to a device say, is so in the other.
+        # The same dictionaries, so that a tensor replaced in one, as by a move to a device, is replaced in both.
         self._parameters, self._buffers = norm._parameters, norm._buffers
         self.activation, self.inplace = canonical(activation), inplace
         self.pool, self.twice = pool, twice
-        self.__dict__["norm"] = norm  # known, but no part: its tensors are registered here already
+        self.__dict__["norm"] = norm  # not a submodule: its tensors are registered here already
 
     def train(self, mode: bool = True) -> FusedNorm:
         self.norm.train(mode)
@@ -65,12 +65,12 @@ class FusedNorm(nn.Module):
         return self.normalised(x, mean, rstd, residual)
 
     def takes(self, x: Tensor) -> bool:
-        """Whether the kernels normalise such maps now: in training, by the statistics of several values."""
+        """Whether the kernels normalise such maps now: in training, with more than one value per channel."""
         norm = self.norm
         return norm.training and norm.momentum is not None and _several(x) and kernels_take(x)
 
     def normalised(self, x: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None) -> Any:
-        """The result, by the kernels, from the statistics of the batch."""
+        """The result by the kernels, for given statistics of the batch."""
         from lowrank_cnn.kernels.between.normalise import TwiceRead, batch_norm_activation
         from lowrank_cnn.kernels.between.normalise_pool import batch_norm_relu_pool
 
@@ -80,7 +80,7 @@ class FusedNorm(nn.Module):
             y = batch_norm_relu_pool(x, *scales, *self.pool.options(), codes)[0]
             return (y, y) if self.twice else y
         inputs = (x, *scales, residual, *parsed(self.activation))
-        # torch.compile sees no gain in it: what it adds up, it adds up in kernels of its own.
+        # Not under torch.compile, which adds gradients in kernels of its own.
         if self.twice and self.pool is None and not torch.compiler.is_compiling():
             return TwiceRead.apply(*inputs)
         y = batch_norm_activation(*inputs)
@@ -100,7 +100,7 @@ class FusedNorm(nn.Module):
 class NormedConv(nn.Module):
     """A conv and the norm behind it, with what follows the norm.
 
-    A conv `with_statistics` gives its result and, out of the same launch where a kernel can, mean and variance.
+    If the conv has `with_statistics`, its kernel computes mean and variance along with the result.
     """
 
     def __init__(self, conv: nn.Module, norm: FusedNorm) -> None:
@@ -139,17 +139,17 @@ class FusedPool(nn.Module):
         return max_pool2d(x, *self.options(), codes)[0]
 
     def options(self) -> tuple[list[int], list[int], list[int], bool]:
-        """Window, stride, padding and rounding, as the operators take them."""
+        """Window, stride, padding and rounding, as arguments of the operators."""
         return list(self.kernel), list(self.stride), list(self.padding), self.ceil
 
     def unrolls(self, x: Tensor) -> bool:
-        """Whether the kernel that normalises as it pools takes such windows."""
+        """Whether the kernel that normalises and pools in one pass takes such windows."""
         from lowrank_cnn.kernels.between.normalise_pool import MOST_PLACES
 
         return self._fits(x) and self.kernel[0] * self.kernel[1] <= MOST_PLACES
 
     def _fits(self, x: Tensor) -> bool:
-        """Whether every window meets the image; torch says what is wrong where not."""
+        """Whether every window overlaps the image; if not, torch raises the error."""
         sides = zip(x.shape[2:], self.kernel, self.padding, strict=True)
         return all(2 * pad <= kernel <= min(WIDEST, size + 2 * pad) for size, kernel, pad in sides)
 
@@ -160,8 +160,8 @@ class FusedPool(nn.Module):
 class FusedResponseNorm(nn.Module):
     """A local response norm.
 
-    Under autocast torch's own gives float32, because of the power in it. By the kernels the result has the input's
-    type, to which the conv that follows would round it anyway; inside they compute in float32 too.
+    Under autocast torch's own returns float32. The kernels compute in float32 too, but return the input's type, to
+    which the next conv would round anyway.
     """
 
     def __init__(self, *, size: int, alpha: float, beta: float, k: float) -> None:
@@ -180,17 +180,17 @@ class FusedResponseNorm(nn.Module):
 
 
 def _alike(residual: Tensor, x: Tensor) -> bool:
-    """Whether a residual can be added to maps in a kernel: it is of their size and type."""
+    """Whether a kernel can add a residual to maps: it has their size and type."""
     return residual.shape == x.shape and residual.dtype == x.dtype
 
 
 def _several(x: Tensor) -> bool:
-    """Whether there is more than one value per channel; torch refuses to normalise a single one."""
+    """Whether there is more than one value per channel; torch refuses to normalise a single value."""
     return x.numel() > x.shape[1]
 
 
 def fused_pool(module: nn.Module) -> FusedPool | None:
-    """A plain max-pool as a layer that knows the kernels, or None for anything else."""
+    """A plain max-pool as a layer that uses the kernels; None for anything else."""
     if not isinstance(module, nn.MaxPool2d) or not is_plain(module, nn.MaxPool2d):
         return None
     if module.return_indices or _pair(module.dilation) != (1, 1):
@@ -200,10 +200,10 @@ def fused_pool(module: nn.Module) -> FusedPool | None:
 
 
 def fused_response_norm(module: nn.Module) -> FusedResponseNorm | None:
-    """A plain local response norm as a layer that knows the kernels, or None for anything else."""
+    """A plain local response norm as a layer that uses the kernels; None for anything else."""
     if not isinstance(module, nn.LocalResponseNorm) or not is_plain(module, nn.LocalResponseNorm):
         return None
-    # Of a denominator below zero torch knows the whole powers, the kernels none.
+    # With a denominator below zero torch still computes integer powers; the kernels do not.
     if not 0 < module.size <= MOST_CHANNELS or module.alpha < 0 or module.k < 0:
         return None
     return FusedResponseNorm(size=module.size, alpha=module.alpha, beta=module.beta, k=module.k)

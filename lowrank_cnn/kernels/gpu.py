@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache, partial, wraps
 from importlib.util import find_spec
+from inspect import signature
 from math import prod
 from operator import index
 from typing import Any, ParamSpec, TypeVar
@@ -34,6 +35,8 @@ def on_its_device(launch: Callable[P, R]) -> Callable[P, R]:
         with torch.cuda.device_of(tensor):
             return launch(*arguments, **options)
 
+    # With types in place of their names, so that torch can read an operator's schema from it.
+    guarded.__signature__ = signature(launch, eval_str=True)  # type: ignore[attr-defined]
     return guarded
 
 
@@ -94,7 +97,7 @@ def _is_recent(device: torch.device) -> bool:
 
 def _runs(device: torch.device) -> bool:
     """Run a small kernel."""
-    from lowrank_cnn.kernels.between.batch_statistics import launch_statistics
+    from lowrank_cnn.kernels.between import batch_statistics
 
-    launch_statistics(torch.zeros(2, 8, 2, 2, device=device), None, None, 0.1, 1e-5)
+    batch_statistics.batch_norm_statistics(torch.zeros(2, 8, 2, 2, device=device), None, None, None, 0.1, 1e-5)
     return True

@@ -1,7 +1,7 @@
-"""How to choose between the fused kernels and torch: by the environment, by blocks of code.
+"""How to choose between the fused kernels and torch: an environment variable, and context managers.
 
 LOWRANK_KERNELS=off   torch's own convolutions, always
-LOWRANK_KERNELS=on    the fused kernels wherever they can
+LOWRANK_KERNELS=on    the fused kernels wherever they can run
 LOWRANK_KERNELS=auto  the faster of the two on this device and shape, measured once (the default)
 """
 
@@ -23,69 +23,79 @@ _ahead: ContextVar[bool] = ContextVar("lowrank_ahead", default=False)
 _survey: ContextVar[list[Any] | None] = ContextVar("lowrank_survey", default=None)
 
 
+class KernelSettings(contextlib.ContextDecorator):
+    """Context variables that have other values within a block or a decorated function."""
+
+    def __init__(self, values: dict[ContextVar, object]) -> None:
+        self.values, self.tokens = values, {}
+
+    def __enter__(self) -> None:
+        self.tokens = {variable: variable.set(value) for variable, value in self.values.items()}
+
+    def __exit__(self, *_: object) -> None:
+        for variable, token in self.tokens.items():
+            variable.reset(token)
+
+    def _recreate_cm(self) -> KernelSettings:
+        """One for each call of a decorated function, as calls may overlap."""
+        return KernelSettings(self.values)
+
+
 def mode() -> str:
-    """How to choose: from the `forced` block, else the environment, else "auto"."""
-    chosen = _forced.get() or os.environ.get("LOWRANK_KERNELS", "auto")
+    """The current mode: that of the `forced` block, else of the environment, else "auto"."""
+    return _forced.get() or _known(os.environ.get("LOWRANK_KERNELS", "auto"))
+
+
+def _known(chosen: str) -> str:
     if chosen not in MODES:
         raise LowRankError(f"LOWRANK_KERNELS is {', '.join(MODES)}, not {chosen!r}.")
     return chosen
 
 
 def asked_for() -> bool:
-    """Off the GPU only the interpreter could run the kernels, which is for tests that ask for it."""
+    """Whether kernels run without a GPU: only in Triton's interpreter, and only if mode "on" asks for it."""
     return os.environ.get("TRITON_INTERPRET") == "1" and mode() == "on"
 
 
-@contextlib.contextmanager
-def forced(chosen: str) -> Iterator[None]:
-    """Within the block, choose as `chosen` says: "off", "on" or "auto"."""
-    with _set(_forced, chosen):
-        mode()
-        yield
+def forced(chosen: str) -> KernelSettings:
+    """Within the block, the mode is `chosen`: "off", "on" or "auto"."""
+    return KernelSettings({_forced: _known(chosen)})
 
 
-@contextlib.contextmanager
-def for_graphs() -> Iterator[None]:
-    """Within the block, choose as for a CUDA graph, whose launches cost the host nothing.
+def for_graphs() -> KernelSettings:
+    """Within the block, choose as for a CUDA graph, in which launches cost the host nothing.
 
-    Put it around the steps that warm a graph up and around its capture, so that both make the same choices.
+    Put it around the warm-up of a graph and around its capture, so that both make the same choices.
     """
-    with _set(_recording, True):
-        yield
+    return KernelSettings({_recording: True})
 
 
-@contextlib.contextmanager
-def tuning() -> Iterator[None]:
-    """Within the block, measure every plan of a problem that is met."""
-    with _set(_tuning, True):
-        yield
+def tuning() -> KernelSettings:
+    """Within the block, measure every plan of each problem that runs."""
+    return KernelSettings({_tuning: True})
 
 
-@contextlib.contextmanager
-def compiling_ahead() -> Iterator[None]:
-    """Within the block, kernels are compiled and not run: what they would have written holds anything."""
-    with _set(_ahead, True):
-        yield
+def compiling_ahead() -> KernelSettings:
+    """Within the block, kernels are compiled but not run: their results are uninitialised memory."""
+    return KernelSettings({_ahead: True})
 
 
 @contextlib.contextmanager
 def surveying() -> Iterator[list[Any]]:
-    """Within the block, every layer runs by torch's own operations; what choices were asked for is given back."""
+    """Within the block, every layer runs by torch, and the requests for a choice are collected."""
     asked: list[Any] = []
-    with _set(_survey, asked):
+    with KernelSettings({_survey: asked}):
         yield asked
 
 
-@contextlib.contextmanager
-def unsurveyed() -> Iterator[None]:
-    """Within the block, choose as if nothing were surveyed around it: what torch.compile takes down lasts."""
-    with _set(_survey, None):
-        yield
+def unsurveyed() -> KernelSettings:
+    """Within the block, ignore a survey around it: what torch.compile traces outlives the survey."""
+    return KernelSettings({_survey: None})
 
 
-def as_now() -> contextlib.AbstractContextManager[None]:
-    """A block in which is chosen as now, for what autograd does later: its threads know of no blocks around it."""
-    return _as({variable: variable.get() for variable in (_forced, _tuning, _recording)})
+def as_now() -> KernelSettings:
+    """A block with the present settings, for autograd's threads, which do not inherit context variables."""
+    return KernelSettings({variable: variable.get() for variable in (_forced, _tuning, _recording)})
 
 
 def is_tuning() -> bool:
@@ -101,22 +111,5 @@ def is_compiling_ahead() -> bool:
 
 
 def survey() -> list[Any] | None:
-    """Where to note what a choice was asked for, while a block surveys."""
+    """The list that collects requests within a `surveying` block, else None."""
     return _survey.get()
-
-
-@contextlib.contextmanager
-def _as(values: dict[ContextVar, object]) -> Iterator[None]:
-    with contextlib.ExitStack() as blocks:
-        for variable, value in values.items():
-            blocks.enter_context(_set(variable, value))
-        yield
-
-
-@contextlib.contextmanager
-def _set(variable: ContextVar, value: object) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)

@@ -1,14 +1,14 @@
 """Capture a network once, as a graph of module and function calls that every transform reads and rewrites.
 
-The capture is a `torch.fx` trace in which torch's layers, ours, and whatever has hooks stay whole. It keeps calls
-of modules. `merge` needs these, since it returns the user's class with some modules replaced; a rewritten network
-needs them too, since a fused block is a module under the name of its layer. `torch.export` dissolves modules into
-operators of one input size, so a way back to modules would have to be guessed.
+The capture is a `torch.fx` trace in which torch's layers, ours, and modules with hooks stay whole. It keeps the
+calls of modules: `merge` replaces modules in the user's class, and a fused block is a module under the name of its
+layer. `torch.export` would turn modules into operators of one input size, from which modules would have to be
+guessed.
 
 A plain trace holds for inputs of every size, because no value and no size decides anything in it. A forward that
-looks at sizes cannot be traced so; with an example it is traced again with the example's sizes, and
-`NetworkGraph.sizes` says that the graph holds for inputs of that size alone. A forward that looks at values is not
-captured: `capture` raises `CaptureError`, and its message says why.
+looks at sizes or at options (`output_hidden_states=None`) cannot be traced so. With an example it is traced again
+with the example's sizes and the options' defaults, and `NetworkGraph.sizes` says that the graph holds for such
+calls alone. A forward that looks at values is not captured: `capture` raises `CaptureError` with the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -41,26 +41,26 @@ _SIZE_METHODS = {
 
 
 class CaptureError(Exception):
-    """A network's forward cannot be captured; the message says why, in a few words."""
+    """A network's forward cannot be captured; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class NetworkGraph:
-    """A captured network. `sizes` are the input shapes that the graph holds for; None where it holds for all."""
+    """A captured network. `sizes` are the input shapes that the graph is valid for; None if it is for all."""
 
     root: nn.Module
     graph: fx.Graph
     sizes: tuple[tuple[int, ...], ...] | None = None
 
     def module(self, node: fx.Node) -> nn.Module | None:
-        """The module that a node calls; None where it calls a function."""
+        """The module that a node calls; None if it calls a function."""
         return self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def called_once(self) -> dict[str, fx.Node]:
         """The calls of modules that a transform may replace, by name.
 
         Left out are modules that are called several times, that are part of a module kept whole, or whose tensors
-        the forward reads directly: each of these would be missed, or changed for another reader.
+        the forward reads directly: replacing them would miss a use, or change another one.
         """
         calls = [node for node in self.graph.nodes if node.op == "call_module"]
         times = Counter(id(self.module(node)) for node in calls)
@@ -80,15 +80,15 @@ class NetworkGraph:
 
 
 def capture(root: nn.Module, *example: Any) -> NetworkGraph:
-    """The graph of a network; with example inputs, a forward that looks at sizes is captured for their sizes.
+    """Capture a network; with example inputs, a forward that branches on sizes is captured for their sizes.
 
-    The trace may add tensors that the forward makes to `root`: give it a copy of the user's network.
+    The trace may add tensors that the forward creates to `root`: pass a copy of the user's network.
     """
     if has_hooks(root) or _any_global_hook():
         raise CaptureError("hooks are registered on the network as a whole")
     try:
         return NetworkGraph(root, _finished(_Tracer().trace(root)))
-    except Exception as error:  # a forward may fail on symbolic values in any way of its own
+    except Exception as error:  # a forward may fail on symbolic values in any way
         reason = first_line(error)
     if example:
         try:
@@ -107,10 +107,10 @@ def within(name: str, parent: str) -> bool:
 
 
 def layer_kind(module: nn.Module | None) -> str | None:
-    """What a module is to the transforms: "conv", "linear", "composite", "chain", or None for anything else.
+    """The kind of a layer: "conv", "linear", "composite", "chain" or "own conv"; None for any other module.
 
-    A module with hooks or computed weights is none of these. A subclass of a conv whose forward ends in the conv
-    itself, after padding its input say, is an "own conv".
+    A module with hooks or parametrized weights is none of these. An "own conv" is a subclass of a conv whose
+    forward ends in the conv itself, for example after padding its input.
     """
     if module is None or has_hooks(module) or "forward" in vars(module) or is_parametrized(module):
         return None
@@ -144,10 +144,10 @@ _CONVOLVE = (torch.conv1d, torch.conv2d, torch.conv3d)
 
 
 def _ends_in_conv(module: nn.Module) -> bool:
-    """Whether a forward gives the result of one convolution with the module's weight, and of no other call."""
+    """Whether a forward returns the result of one convolution with the module's own weight and bias."""
     try:
         graph = _Tracer().trace(module)
-    except Exception:  # a forward may fail on symbolic values in any way of its own
+    except Exception:  # a forward may fail on symbolic values in any way
         return False
     (result,) = (node.args[0] for node in graph.nodes if node.op == "output")
     if not isinstance(result, fx.Node) or result.target not in _CONVOLVE or result.kwargs or len(result.args) < 3:
@@ -160,7 +160,7 @@ def _ends_in_conv(module: nn.Module) -> bool:
 
 
 class _Proxy(fx.Proxy):
-    """Records `y += x` as the change in place that it is; fx alone would record a sum that leaves y as it was."""
+    """Records `y += x` as a change in place; fx alone would record a sum that does not change y."""
 
 
 def _in_place(change: Any) -> Any:
@@ -175,12 +175,19 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
 
 
 class _Tracer(fx.Tracer):
-    """Keeps layers whole, and whatever has hooks (they would be lost) or no parts (no layers meet inside)."""
+    """Keeps layers whole, and modules with hooks, which a trace would lose, or without parts."""
 
-    proxy_buffer_attributes = True  # a buffer that the forward reads is seen to be read
+    proxy_buffer_attributes = True  # so that the graph shows which buffers the forward reads
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        """A dictionary that is a dataclass, as the outputs of Hugging Face's networks are, keeps its class."""
+        if isinstance(a, dict) and is_dataclass(a):
+            given = {name: self.create_arg(value) for name, value in a.items()}
+            return self.create_node("call_function", type(a), (), given)
+        return super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         ours = layer_kind(m) in ("composite", "chain", "own conv")
@@ -189,7 +196,7 @@ class _Tracer(fx.Tracer):
 
 
 class _SizedProxy(_Proxy):
-    """Stands for a value, and knows the one that it had on the example, of which it tells the size."""
+    """A symbolic value that also has its value on the example, and answers questions about its size."""
 
     value: Any
 
@@ -204,14 +211,19 @@ class _SizedProxy(_Proxy):
 
 
 class _SizedTracer(_Tracer):
-    """Runs the network on the example while it traces, so that sizes are numbers. Values stay symbolic."""
+    """Runs the network on the example while it traces, so that sizes are numbers; values stay symbolic."""
 
     def __init__(self, root: nn.Module, example: tuple[Any, ...]) -> None:
         super().__init__()
-        self.example, self.network, self.computing = iter(example), root, False
+        self.example, self.network, self.computing = example, root, False
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _SizedProxy(node, self)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """Call the forward with the example's inputs alone: options that it leaves out keep their defaults."""
+        inputs = [self.create_proxy("placeholder", f"input_{n}", (), {}) for n in range(len(self.example))]
+        return root_fn, [self.root, *inputs]
 
     # What a leaf computes on real values is no part of the trace, though fx intercepts calls within it too.
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -239,7 +251,7 @@ class _SizedTracer(_Tracer):
 
     def _run(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kind == "placeholder":
-            return next(self.example, args[0] if args else None)
+            return self.example[int(target.removeprefix("input_"))]
         if kind == "get_attr":
             return operator.attrgetter(target)(self.network)
         if kind == "call_function":
@@ -261,7 +273,7 @@ def _has_tensors(value: Any) -> bool:
 
 def _finished(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
-        node.type = None  # annotations are strings to fx, which it cannot write to a file
+        node.type = None  # fx cannot write annotations, which are strings here, to a file
     graph.lint()
     return graph
 

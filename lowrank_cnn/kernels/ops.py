@@ -1,9 +1,8 @@
-"""The fused composite convolution as torch operators, with gradients, shapes for tracing and a count.
+"""The fused composite convolution as torch operators, with gradients, fake results for tracing and FLOP counts.
 
-`lowrank::composite_conv2d` gives the result and, where a pool is fused and gradients are wanted, the codes of
-the windows' winners. `lowrank::packed_conv2d` is for inference and takes weights that were packed before. Both
-run the plan that they are given as text. Being operators, they pass through torch.compile, CUDA graphs, export and
-DDP.
+`lowrank::composite_conv2d` returns the result and, for the gradient of a fused pool, the codes of the windows'
+winners. `lowrank::packed_conv2d` is for inference and takes packed weights. Both run the plan that they are given
+as text. As operators they work with torch.compile, CUDA graphs, export and DDP.
 """
 
 from __future__ import annotations
@@ -19,25 +18,8 @@ from lowrank_cnn.kernels.problem import Problem, Sides, empty_codes, empty_resul
 
 
 def flat_padding(padding: Sequence[Sides]) -> list[int]:
-    """Padding as an operator takes it: top, bottom, left, right of each group in turn."""
+    """Padding as an argument of an operator: top, bottom, left, right of each group in turn."""
     return [value for rows, columns in padding for value in (*rows, *columns)]
-
-
-def run_plan(
-    plan: str,
-    problem: Problem,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    padding: Sequence[Sides],
-    *,
-    codes: bool = False,
-) -> Tensor:
-    """The result of a plan by the operator, which knows its gradients; `codes` where a pool is to have one."""
-    epilogue = (problem.activation or "", problem.pool or "")
-    sides, stride = flat_padding(padding), list(problem.stride)
-    return composite_conv2d(x, list(weights), bias, residual, stride, sides, *epilogue, codes, plan)[0]
 
 
 def _problem(
@@ -71,13 +53,13 @@ def composite_conv2d(
     codes: bool,
     plan: str,
 ) -> tuple[Tensor, Tensor]:
-    """Result and codes. `activation` and `pool` are "" for none; without `codes` the second result is empty."""
-    from lowrank_cnn.kernels.conv import launch
+    """The result and the codes. `activation` and `pool` are "" for none; without `codes` the second is empty."""
+    from lowrank_cnn.kernels.conv import forward
     from lowrank_cnn.kernels.conv.plans import KernelPlan
 
     problem = _problem(x, _shapes(weights), stride, padding, activation, pool, residual)
     seen = empty_codes(problem, x) if codes else None
-    y = launch.forward(KernelPlan.parse(plan), problem, x, weights, bias, seen, residual)
+    y = forward.run_plan(KernelPlan.parse(plan), problem, x, weights, bias, seen, residual)
     return y, seen if seen is not None else x.new_empty(0, dtype=torch.uint8)
 
 
@@ -102,15 +84,15 @@ def packed_conv2d(
     pool: str,
     plan: str,
 ) -> Tensor:
-    """The result without gradients, of weights that `pack_weights` laid out for the kernel of `plan`.
+    """The result without gradients, from weights that `pack_weights` packed for the kernel of `plan`.
 
     `shapes` are the sizes of each group's weights, [filters, channels, height, width], in turn.
     """
-    from lowrank_cnn.kernels.conv import launch
+    from lowrank_cnn.kernels.conv import forward
     from lowrank_cnn.kernels.conv.plans import KernelPlan
 
     problem = _problem(x, _unflattened(shapes), stride, padding, activation, pool, residual)
-    return launch.forward_packed(KernelPlan.parse(plan), problem, x, packed, bias, None, residual)
+    return forward.run_packed(KernelPlan.parse(plan), problem, x, packed, bias, None, residual)
 
 
 @packed_conv2d.register_fake
@@ -122,24 +104,24 @@ def _(x, packed, bias, residual, shapes, stride, padding, activation, pool, plan
 def pack_weights(
     weights: Sequence[Tensor], size: Sequence[int], stride: Sequence[int], padding: Sequence[int], layout: str
 ) -> Tensor:
-    """Weights in the layout of a kernel, for inputs of a size. A compiler that freezes weights folds this away."""
-    from lowrank_cnn.kernels.conv import launch
+    """Weights in the layout of a kernel, for inputs of a size. A compiler that freezes weights runs it once."""
+    from lowrank_cnn.kernels.conv import forward
 
     x = torch.empty(tuple(size), dtype=weights[0].dtype, device="meta")
     problem = _problem(x, _shapes(weights), stride, padding, "", "")
-    packed = launch.pack_weights(layout, problem, weights, x.dtype)
-    # What an operator gives must not share memory with what it takes.
+    packed = forward.pack_weights(layout, problem, weights, x.dtype)
+    # The result of an operator must not share memory with its arguments.
     shared = packed.untyped_storage().data_ptr() == weights[0].untyped_storage().data_ptr()
     return packed.clone() if shared else packed
 
 
 @pack_weights.register_fake
 def _(weights, size, stride, padding, layout):
-    from lowrank_cnn.kernels.conv import launch
+    from lowrank_cnn.kernels.conv import forward
 
     x = torch.empty(tuple(size), dtype=weights[0].dtype, device="meta")
     problem = _problem(x, _shapes(weights), stride, padding, "", "")
-    return weights[0].new_empty(launch.packed_shape(layout, problem))
+    return weights[0].new_empty(forward.packed_shape(layout, problem))
 
 
 @torch.library.custom_op("lowrank::composite_conv2d_statistics", mutates_args=())
@@ -151,12 +133,12 @@ def composite_conv2d_statistics(
     padding: Sequence[int],
     plan: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result without an activation, and its mean and biased variance per channel in float32."""
-    from lowrank_cnn.kernels.conv import launch
+    """The conv's result with its mean and biased variance per channel in float32."""
+    from lowrank_cnn.kernels.conv import forward
     from lowrank_cnn.kernels.conv.plans import KernelPlan
 
     problem = _problem(x, _shapes(weights), stride, padding, "", "")
-    return launch.forward_with_statistics(KernelPlan.parse(plan), problem, x, weights, bias)
+    return forward.run_with_statistics(KernelPlan.parse(plan), problem, x, weights, bias)
 
 
 @composite_conv2d_statistics.register_fake
@@ -169,15 +151,22 @@ def _(x, weights, bias, stride, padding, plan):
 def _save_plain(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weights, bias, stride, padding, _ = inputs
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(x, bias, *weights)
+    ctx.save_for_backward(x, x.new_empty(0, dtype=torch.uint8), bias, *weights)
     ctx.options = (stride, padding, False, "")
 
 
 def _backward_plain(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Any, ...]:
-    x, bias, *weights = ctx.saved_tensors
-    seen, need_input = x.new_empty(0, dtype=torch.uint8), ctx.needs_input_grad[0]
+    return (*_gradients(ctx, grad), None, None, None)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
+    """The gradients of input, weights and bias, from what an operator has saved."""
+    x, seen, bias, *weights = ctx.saved_tensors
+    relu, pool = ctx.options[2:]
+    seen = seen.permute(0, 2, 3, 1) if relu and not pool else seen
+    need_input = ctx.needs_input_grad[0]
     dx, db, *dw = composite_conv2d_backward(grad, x, weights, seen, *ctx.options, need_input, bias is not None)
-    return (dx if need_input else None, dw, None if bias is None else db.to(bias.dtype), None, None, None)
+    return dx if need_input else None, dw, None if bias is None else db.to(bias.dtype)
 
 
 composite_conv2d_statistics.register_autograd(_backward_plain, setup_context=_save_plain)
@@ -200,15 +189,15 @@ def composite_conv2d_backward(
     need_input: bool,
     need_bias: bool,
 ) -> list[Tensor]:
-    """Gradients of input and bias (empty where not needed) and of the weights, in this order."""
-    from lowrank_cnn.kernels.conv import launch
+    """Gradients of input and bias (empty if not needed) and of the weights, in this order."""
+    from lowrank_cnn.kernels.conv import gradients
     from lowrank_cnn.kernels.conv.pack import copy_groups
 
     problem = _problem(x, _shapes(weights), stride, padding, "relu" if relu else "", pool)
     how = {"need_input": need_input, "need_bias": need_bias}
-    dx, dw, db = launch.gradients(problem, grad.to(x.dtype), x, weights, seen, **how)
-    # Copies, for what an operator gives must not share memory, and the groups' gradients lie in one. They lie as
-    # the weights do, so that autograd need not copy them once more.
+    dx, dw, db = gradients.compute_gradients(problem, grad.to(x.dtype), x, weights, seen, **how)
+    # Copies: results of an operator must not share memory, as the groups' gradients do. They get the weights'
+    # layout, so that autograd does not copy them again.
     parts = [torch.empty_like(weight) for weight in weights]
     copy_groups(dw, parts)
     needed = [(dx, need_input), (db, need_bias)]
@@ -227,20 +216,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     x, weights, bias, _, stride, padding, activation, pool, _, _ = inputs
     y, codes = output
     ctx.mark_non_differentiable(codes)
-    # Without a ReLU the result is not needed again, and what follows may overwrite it.
+    # Without a ReLU the result is not kept, and later layers may overwrite it.
     relu = activation == "relu"
     ctx.save_for_backward(x, y if relu and not pool else codes, bias, *weights)
     ctx.options = (stride, padding, relu, pool)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    x, seen, bias, *weights = ctx.saved_tensors
-    relu, pool = ctx.options[2:]
-    seen = seen.permute(0, 2, 3, 1) if relu and not pool else seen
-    need_input = ctx.needs_input_grad[0]
-    dx, db, *dw = composite_conv2d_backward(grad, x, weights, seen, *ctx.options, need_input, bias is not None)
-    bias_grad = None if bias is None else db.to(bias.dtype)
-    return (dx if need_input else None, dw, bias_grad, *[None] * 7)
+    return (*_gradients(ctx, grad), *[None] * 7)
 
 
 composite_conv2d.register_autograd(_backward, setup_context=_save)
@@ -255,7 +238,7 @@ def _macs(x: Sequence[int], weights: Sequence[Sequence[int]], out: Sequence[int]
 def _forward_flops(
     x, weights, bias, residual, stride, padding, activation, pool, codes, plan, *, out_shape, **_
 ) -> int:
-    """Two operations per MAC, as torch counts; a fused pool's output stands for four pixels."""
+    """Two operations per MAC, as torch counts; with a fused pool each result takes four pixels."""
     return 2 * _macs(x, weights, out_shape[0], pool)
 
 

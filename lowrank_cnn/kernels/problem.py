@@ -1,7 +1,6 @@
-"""What one fused launch computes, as data: sizes, filter groups, epilogue, and the counts that bound its time.
+"""`Problem`: what one fused launch computes, as data. Kernels, reference and dispatch all work on it.
 
-The kernels, their reference and the dispatch all speak of a `Problem`. It is hashable: choices and plans are kept
-per problem.
+A problem is hashable: choices and plans are stored per problem.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ Sides = tuple[Pair, Pair]
 OVERLAPPING = "3x3/2"
 """The pool of a ResNet's stem: 3x3 windows, stride 2, padding 1."""
 POOLS = (None, "floor", "ceil", OVERLAPPING)
-"""No pool, 2x2 windows of stride 2 by how they round at the border, and overlapping windows."""
+"""No pool, 2x2 windows of stride 2 that round down or up at the border, and overlapping windows."""
 
 
 @dataclass(frozen=True)
 class TapGroup:
-    """`filters` filters of `height` x `width`; the first tap reads `top` rows above and `left` columns before."""
+    """`filters` filters of `height` x `width` taps; the first reads `top` rows above and `left` columns before."""
 
     height: int
     width: int
@@ -41,10 +40,7 @@ class TapGroup:
 
 @dataclass(frozen=True)
 class Problem:
-    """A composite convolution of one input size, with what follows it in the same launch.
-
-    The order is conv, bias, residual, activation, pool.
-    """
+    """A composite conv of one input size, with its epilogue: bias, residual, activation, pool, in this order."""
 
     batch: int
     channels: int
@@ -66,7 +62,7 @@ class Problem:
 
     @property
     def can_pool_first(self) -> bool:
-        """Whether a kernel may pool before bias and activation: these keep the order of values in a window."""
+        """Whether a kernel may pool before bias and activation: if these keep the order of values in a window."""
         return self.pool is None or (not self.residual and is_monotone(self.activation))
 
     @property
@@ -76,11 +72,23 @@ class Problem:
 
     @property
     def result_size(self) -> Pair:
-        """Height and width of what is written: the pooled size where a pool follows."""
+        """Height and width of the result, after the pool."""
         if self.pool is None:
             return self.out_height, self.out_width
         spare = 0 if self.pool == "floor" else 1
         return (self.out_height + spare) // 2, (self.out_width + spare) // 2
+
+    @property
+    def padding(self) -> list[Sides]:
+        """((top, bottom), (left, right)) per group."""
+        rows, columns = self.stride
+        return [
+            (
+                (g.top, (self.out_height - 1) * rows + g.height - self.height - g.top),
+                (g.left, (self.out_width - 1) * columns + g.width - self.width - g.left),
+            )
+            for g in self.groups
+        ]
 
     @property
     def even(self) -> bool:
@@ -95,7 +103,7 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """The fewest bytes through device memory: all inputs and weights read once, the result written once."""
+        """The fewest bytes of memory traffic: inputs and weights read once, the result written once."""
         result = self.result_size[0] * self.result_size[1] * self.filters * (2 if self.residual else 1)
         pixels = self.height * self.width * self.channels
         weights = self.channels * sum(group.taps * group.filters for group in self.groups)
@@ -111,7 +119,7 @@ class Problem:
 
 
 class CallOptions(NamedTuple):
-    """What a call asks for besides its tensors: hashable plain values, which torch.compile can hold."""
+    """The arguments of a call that are not tensors: hashable plain values, which torch.compile can store."""
 
     stride: Pair
     padding: tuple[Sides, ...]
@@ -131,7 +139,7 @@ def describe(
     residual: bool = False,
     activation: str | None = None,
 ) -> Problem:
-    """The problem that these tensors pose; every group must give the same output size."""
+    """The problem of these tensors; every group must give the same output size."""
     shapes = [tuple(weight.shape) for weight in weights]
     epilogue = {"activation": canonical(activation, relu), "pool": pool, "residual": residual}
     return pose(tuple(x.shape), shapes, x.dtype, stride=stride, padding=padding, **epilogue)
@@ -149,7 +157,7 @@ def pose(
     residual: bool = False,
     activation: str | None = None,
 ) -> Problem:
-    """The problem of an input [N, C, H, W] and of groups' weights [filters, C, height, width], by their sizes."""
+    """The problem of an input of size [N, C, H, W] and weights of shapes [filters, C, height, width]."""
     if pool not in POOLS:
         raise LowRankError(f'pool is None, "floor", "ceil" or "{OVERLAPPING}", not {pool!r}.')
     if len(padding) != len(shapes):
@@ -173,14 +181,14 @@ def pose(
 
 
 def pixels_last(x: Tensor) -> Tensor:
-    """The channels-last memory of a batch as [N, H, W, C], copied only where it lies otherwise."""
+    """A batch as contiguous [N, H, W, C]; copied only if it is not channels-last already."""
     pixels = x.permute(0, 2, 3, 1).contiguous()
-    # To torch the stride of a side of one is anything; the copy engine refuses one that is not aligned.
+    # A side of size 1 may have any stride in torch, but tensor descriptors need aligned strides.
     return pixels.view(-1).view(pixels.shape) if 1 in pixels.shape else pixels
 
 
 def empty_codes(problem: Problem, x: Tensor) -> Tensor | None:
-    """Memory for what the backward needs of a fused pool: the winner of each window, or that ReLU cut it."""
+    """Memory for the codes of a 2x2 pool, which the backward reads: each window's winner, or 4 if ReLU cut it."""
     if problem.pool not in ("floor", "ceil"):
         return None
     return torch.empty((problem.batch, *problem.result_size, problem.filters), device=x.device, dtype=torch.uint8)
@@ -189,12 +197,12 @@ def empty_codes(problem: Problem, x: Tensor) -> Tensor | None:
 def empty_result(problem: Problem, x: Tensor) -> Tensor:
     """Memory for the result, [N, filters, H, W] in channels-last order.
 
-    Kernels write its `permute(0, 2, 3, 1)`; what they give back is no view, or an in-place ReLU after a layer
-    that trains would be refused.
+    Kernels write to its `permute(0, 2, 3, 1)` and return the memory itself: autograd would refuse an in-place ReLU
+    on a view.
     """
     return empty_maps((problem.batch, problem.filters, *problem.result_size), x)
 
 
 def empty_maps(size: Sequence[int], like: Tensor) -> Tensor:
-    """Memory for [N, C, H, W] in channels-last order, of a tensor's kind."""
+    """Memory for [N, C, H, W] in channels-last order, of a tensor's type and device."""
     return torch.empty(tuple(size), device=like.device, dtype=like.dtype, memory_format=torch.channels_last)

@@ -1,6 +1,6 @@
-"""The definition of right: one convolution per group, concatenated, then bias, residual, activation and max-pool.
+"""The composite layer by torch's own operations: the definition that every kernel is compared with.
 
-`composite_by_torch` computes the same by the fastest operations torch itself has: the rival of the fused kernels.
+`composite_by_torch` computes the same with the fastest operations that torch has: the rival of the fused kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def composite_reference(
     residual: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """What every fused path must give, by torch's own operations; it runs on any device."""
+    """One conv per group, concatenated, then bias, residual, activation and max-pool; runs on any device."""
     parts = [
         conv_on_sides(x, weight, part, sides, stride)
         for weight, part, sides in zip(weights, _biases(bias, weights), padding, strict=True)
@@ -43,19 +43,17 @@ def composite_by_torch(
     *,
     stride: Pair,
     padding: Sequence[Sides],
-    relu: bool = False,
+    activation: str | None = None,
     pool: str | None = None,
     residual: Tensor | None = None,
-    activation: str | None = None,
 ) -> Tensor:
-    """The reference in the types of the input, by cuDNN's convolutions with what they can take of the epilogue."""
+    """The reference in the type of the input, with cuDNN's fused conv + bias + add + ReLU if it applies."""
     bias = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
-    last = canonical(activation, relu)
     alone = residual is None or (len(weights) == 1 and residual.dtype == x.dtype)
     tensors = [t for t in (x, *weights, bias, residual) if t is not None]
-    if last != "relu" or not alone or not _cudnn_fuses(x, tensors, padding):
+    if canonical(activation) != "relu" or not alone or not _cudnn_fuses(x, tensors, padding):
         options = {"stride": stride, "padding": padding, "residual": residual}
-        return composite_reference(x, weights, bias, **options, activation=last, pool=pool)
+        return composite_reference(x, weights, bias, **options, activation=activation, pool=pool)
     parts = [
         _conv_relu(x, weight.to(x.dtype), part, residual, stride, (rows[0], columns[0]))
         for weight, part, (rows, columns) in zip(weights, _biases(bias, weights), padding, strict=True)
@@ -64,7 +62,7 @@ def composite_by_torch(
 
 
 def followed(y: Tensor, residual: Tensor | None, activation: str | None, pool: str | None) -> Tensor:
-    """A conv's result with what follows it, by torch: residual, activation, max-pool."""
+    """Finish a conv's result by torch: residual, activation, max-pool."""
     y = activate(y if residual is None else y + residual, activation)
     if pool == OVERLAPPING:
         return F.max_pool2d(y, 3, 2, 1)
@@ -80,7 +78,7 @@ def _conv_relu(
 
 
 def _cudnn_fuses(x: Tensor, tensors: Sequence[Tensor], padding: Sequence[Sides]) -> bool:
-    """Whether cuDNN takes bias and ReLU in: without gradients, in 16 bits, eagerly, equal sides, many channels."""
+    """Whether cuDNN fuses bias and ReLU: eagerly, without gradients, 16 bits, equal sides, channels in eights."""
     eager = not torch.compiler.is_compiling() and survey() is None
     if not x.is_cuda or not eager or not torch.backends.cudnn.is_available():
         return False
@@ -107,7 +105,7 @@ def conv_on_sides(
     dilation: Pair = (1, 1),
     groups: int = 1,
 ) -> Tensor:
-    """A conv with any padding: equal sides are left to it, others are padded, or cropped, before."""
+    """A conv with any padding; unequal or negative sides are padded or cropped before it."""
     (top, bottom), (left, right) = sides
     if top == bottom and left == right and top >= 0 and left >= 0:
         return F.conv2d(x, weight, bias, stride, (top, left), dilation, groups)
@@ -123,7 +121,7 @@ def pad_on_sides(x: Tensor, sides: Sides, mode: str) -> Tensor:
 
 
 def interleaved(parts: list[Tensor], channel_groups: int, axis: int) -> Tensor:
-    """The filter groups' outputs as one: what comes of a channel group stays together, as in a grouped conv."""
+    """Concatenate the filter groups' outputs; filters of one channel group stay together, as in a grouped conv."""
     if len(parts) == 1:
         return parts[0]
     if channel_groups == 1:

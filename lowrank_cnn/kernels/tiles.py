@@ -1,4 +1,4 @@
-"""How the output is cut into tiles: boxes of pixels over batch, rows and columns, all powers of two."""
+"""Divide the output into tiles: boxes of pixels over batch, rows and columns, all powers of two."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from math import prod
 from typing import NamedTuple
 
 from lowrank_cnn.kernels.problem import Problem
+from lowrank_cnn.system.arithmetic import ceil_div, round_up
 
 Box = tuple[int, int, int]
 OVERHEAD_BOXES = 16
-"""What a program's beginning and end take, in boxes of work."""
+"""The cost of a program's beginning and end, in boxes of work."""
 
 
 class GroupRow(NamedTuple):
-    """What the tiles of one filter group need; `tiled` reads the fields by index, in this order.
+    """One filter group in `tiled`, which reads the fields by index.
 
     A tap `r` rows down reads block row `(r + top_skip) // stride - top` at parity `(r + top_skip) % stride`, where
-    `stride` rows make a block; columns likewise. At stride 1 the skips are zero.
+    `stride` rows make a block. The same holds for columns. At stride 1 the skips are zero.
     """
 
     first_tile: int
@@ -37,7 +38,7 @@ class GroupRow(NamedTuple):
 def box_of(batch: int, height: int, width: int, pixels: int, least: int = 1) -> Box:
     """The box (images, rows, columns) of `pixels` output pixels that wastes the fewest at the borders.
 
-    Among equals, the one whose rows and columns are largest: neighbouring taps then read the same lines.
+    Of equal ones, that with the fewest images, then the squarest: neighbouring taps then read the same lines.
     """
     powers = [2**i for i in range(pixels.bit_length())]
     boxes = [
@@ -69,7 +70,7 @@ def filter_tiles(problem: Problem, block: int) -> int:
 
 
 def group_rows(problem: Problem, block: int) -> tuple[GroupRow, ...]:
-    """Per group, what its tiles of `block` filters need."""
+    """The groups for tiles of `block` filters."""
     rows, tile, weight, channel = [], 0, 0, 0
     for group in problem.groups:
         top, left = ceil_div(group.top, problem.stride[0]), ceil_div(group.left, problem.stride[1])
@@ -84,9 +85,9 @@ def group_rows(problem: Problem, block: int) -> tuple[GroupRow, ...]:
 
 @lru_cache(maxsize=4096)
 def shares(tiles: int, boxes: int, programs: int) -> int:
-    """Into how many shares `boxes` are cut, a program for each of `tiles` in each share, so that all end soonest.
+    """Into how many shares to divide `boxes` so that the work ends soonest, with a program per tile and share.
 
-    `programs` run at once; a few more would take as long again for the few.
+    `programs` run at once. A few more than that would take another full round.
     """
     most = min(boxes, max(1, 4 * programs // tiles))
 
@@ -97,21 +98,11 @@ def shares(tiles: int, boxes: int, programs: int) -> int:
 
 
 def power_above(value: int, least: int = 16) -> int:
-    """The smallest power of two that is not below `value` (nor `least`, what a matrix unit takes)."""
+    """The smallest power of two that is at least `value` and `least`, the smallest side of a matrix product."""
     return max(least, 1 << (value - 1).bit_length())
 
 
-def round_up(value: int, step: int) -> int:
-    """The least multiple of `step` that is not below `value`."""
-    return ceil_div(value, step) * step
-
-
 def lanes_of(channels: int) -> int:
-    """Channels per program where there is no matrix product: a power of two that divides them, if large enough."""
+    """Channels per program of a kernel without matrix products: a power of two, if possible a divisor."""
     whole = min(128, channels & -channels)
     return whole if whole >= 32 else min(128, power_above(channels))
-
-
-def ceil_div(value: int, step: int) -> int:
-    """How many steps cover a value: the quotient, rounded up."""
-    return -(-value // step)

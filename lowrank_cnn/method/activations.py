@@ -128,9 +128,9 @@ def _sampled(
     windows, wanted = [], []
     groups = groups_of(layer) if isinstance(layer, nn.Linear | _ConvNd) else layer.groups
     for index, x in enumerate(inputs):
-        rows = _windows(layer, x).double()
+        rows = _windows(layer, x)
         chosen = torch.randperm(len(rows), generator=generator)[:share].to(rows.device)
-        windows.append(rows[chosen].unflatten(1, (groups, -1)))  # type: ignore[arg-type]
+        windows.append(rows[chosen].double().unflatten(1, (groups, -1)))  # type: ignore[arg-type]
         if targets is not None:
             flat = _pixels(layer, targets[index])
             wanted.append(flat[chosen].double().unflatten(1, (groups, -1)))  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +20,7 @@ from lowrank_cnn.method.layers import FactoredConv2d, weights_of
 from lowrank_cnn.method.scheme import Scheme
 from lowrank_cnn.method.spec import Composite, FilterGroup
 from lowrank_cnn.system.errors import LowRankError
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A layer: its number of basis filters, and the share of its squared weights that they keep.
-
-    `error` is the relative squared error of the layer's output on the images that it was refitted on, if any.
-    """
-
-    name: str
-    m: int
-    energy: float
-    error: float | None = None
-
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
+from lowrank_cnn.system.history import Fitted
 
 
 @torch.no_grad()

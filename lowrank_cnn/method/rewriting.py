@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
@@ -15,47 +14,15 @@ from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.init import followed_by_relu, init_
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, build_conv
 from lowrank_cnn.method.scheme import Scheme
-from lowrank_cnn.method.selection import Kept
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, exact_layer, shaped_layer
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.history import Change, Conversion, Kept
 from lowrank_cnn.system.provenance import forget, note, notes
-from lowrank_cnn.system.text import text_table
 
 _BY_LAYER = {"exact": exact_layer, "learned": shaped_layer}
 """Schemes that choose layers by their kind themselves: of convs, linear layers and batch norms."""
 Fill = Callable[[str, nn.Conv2d, nn.Module], None]
 """Gives a replacement its weights: called with the name, the dense conv and what replaces it."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """A conv that was rewritten: its filters before and after, by which scheme, and its parameters."""
-
-    name: str
-    before: str
-    after: str
-    scheme: str
-    params_before: int
-    params_after: int
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What was done to a network; `changed` is enough to do it again."""
-
-    changed: tuple[Change, ...] = ()
-    kept: tuple[Kept, ...] = ()
-
-    def __str__(self) -> str:
-        """Line by line what changed, in weights; `conversion_costs` has the multiply-accumulates."""
-        rows = [(c.name, c.before, c.after, c.params_before, c.params_after) for c in self.changed]
-        changed = text_table(("layer", "filters", "now", ">weights", ">now"), rows)
-        kept = text_table(("left", "layer", "why"), [(k.name, k.layer, k.reason) for k in self.kept])
-        return f"{changed}\n\n{kept}" if self.kept else changed
-
-    def to_dict(self) -> dict[str, object]:
-        """In values that JSON can hold."""
-        return asdict(self)
 
 
 def low_rank_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -21,6 +20,7 @@ from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
 from lowrank_cnn.method.references import held_by_functions
 from lowrank_cnn.method.scheme import Scheme
 from lowrank_cnn.system.errors import LowRankError, nearest
+from lowrank_cnn.system.history import Kept
 from lowrank_cnn.system.provenance import notes
 
 LARGE = 7
@@ -34,15 +34,6 @@ class NothingToConvertError(LowRankError):
 Kernel = int | tuple[int, int]
 Where = str | Kernel | Collection[str | Kernel] | Callable[[str, nn.Conv2d], bool] | None
 """Which convs: by name, prefix or pattern, by kernel, by several of these, or by a function of name and conv."""
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A conv that was left as it was, and why."""
-
-    name: str
-    layer: str
-    reason: str
 
 
 def select(

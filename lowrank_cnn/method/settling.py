@@ -21,6 +21,7 @@ from lowrank_cnn.method.channel_order import Route, free_routes
 from lowrank_cnn.method.layers import weights_of
 from lowrank_cnn.method.rewriting import Change, Conversion, change_of, changes_of, copy_with, laid_out_as, rewrite
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
+from lowrank_cnn.method.shape_damage import shaped_convs
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, conv_of_form, exact_layer, exact_scheme
 from lowrank_cnn.method.spec import Pair
 from lowrank_cnn.system.compare import difference
@@ -88,7 +89,7 @@ def load_shapes(path: str | Path) -> LearnedShapes:
 
 def has_learned(model: nn.Module) -> bool:
     """Whether a network still has the masks and gates of learning shapes."""
-    return any(isinstance(module, ShapedConv2d) for module in model.modules())
+    return bool(shaped_convs(model))
 
 
 @torch.no_grad()
@@ -100,7 +101,7 @@ def settle(network: nn.Module, input_size: Sequence[int] | None = None) -> nn.Mo
     if size is None:
         raise LowRankError("give the size of the images (channels, height, width) that the network takes.")
     routes = free_routes(network, size)
-    orders = {name: _order(layer, free=name in routes) for name, layer in _shaped(network).items()}
+    orders = {name: _order(layer, free=name in routes) for name, layer in shaped_convs(network).items()}
     arriving = {
         reader.name: _features(orders[name], reader.block)
         for name, route in routes.items()
@@ -195,10 +196,6 @@ def _change(network: nn.Module, name: str, new: nn.Module, scheme: Scheme) -> Ch
     change = change_of(name, network.get_submodule(name), new, scheme)
     dense = next((row for row in changes_of(network) if row.name == name), change)
     return replace(change, before=dense.before, params_before=dense.params_before)
-
-
-def _shaped(network: nn.Module) -> dict[str, ShapedConv2d]:
-    return {name: m for name, m in network.named_modules() if isinstance(m, ShapedConv2d)}
 
 
 def _check_equal(gated: nn.Module, settled: nn.Module, size: Sequence[int]) -> None:

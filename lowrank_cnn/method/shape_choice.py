@@ -1,14 +1,11 @@
-"""Choose the shape of every filter, so that the network stays within a budget and keeps most of its energy.
+"""Choose the shape of every filter, so that the network stays within a budget and loses little.
 
-The value of a shape for a filter is the share of the filter's squared weights that lies inside it, times how much
-passes through the filter. The choice maximises
+`shape_damage` estimates what a layer loses if a filter has a shape. The choice maximises
 
-    sum over layers of log(value that the layer keeps)  -  lambda * cost
+    sum over layers of log(share of the layer that is kept)  -  lambda * cost
 
 with the one lambda, found by bisection, at which the network meets its budget. A filter may also be removed, which
 saves what its channel costs in the layers that read it: low rank and thinner layers compete for the same budget.
-
-The result depends on the weights alone: every process of a run, and a run that is resumed, chooses the same.
 """
 
 from __future__ import annotations
@@ -22,13 +19,16 @@ from torch import Tensor, nn
 
 from lowrank_cnn.method.channel_order import Route
 from lowrank_cnn.method.filter_picking import pick_each, pick_segments
+from lowrank_cnn.method.shape_damage import Damage, damage_by_energy, shaped_convs
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, may_remove
 from lowrank_cnn.system.errors import LowRankError
 
 _STEPS, _ROUNDED_STEPS = 30, 8
 _ROUNDS = 3
 """What a filter costs depends on what other layers choose: the choice is repeated so often."""
-_DEAREST = 1e9
+_CHEAPEST, _DEAREST = 1e-6, 1e9
+"""Prices of the whole dense network. The least is above zero: of two shapes that keep all, the cheaper wins."""
+_LEAST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -54,30 +54,33 @@ class ShapeCosts:
 
 @dataclass(frozen=True)
 class _Layer:
-    """What the choice of a conv's shapes depends on: the value and the cost of each shape, and its freedom."""
+    """What the choice of a conv's shapes depends on: the damage and the cost of each shape, and its freedom."""
 
-    value: Tensor
+    damage: Damage
     cost: Tensor
     unit: int
     free: bool
     removable: bool
 
-    def pick(self, scores: Tensor, *, rounded: bool) -> _Pick:
+    def pick(self, weight: float, price: Tensor, *, rounded: bool) -> _Pick:
+        """The shapes that lose least, where what is lost is weighed against the price of each shape."""
+        scores = weight * (self.damage.removal[:, None] - self.damage.shapes) - price
         if self.free:
             choice, kept = pick_each(scores, self.unit if rounded else 1, removable=self.removable)
         else:
             choice, kept = pick_segments(scores, self.unit), torch.ones(len(scores), dtype=torch.bool)
-        value = float(self.value.gather(1, choice[:, None])[kept].sum())
-        return _Pick(choice, kept, value, float(self.cost[choice][kept].sum()))
+        lost = self.damage.shapes.gather(1, choice[:, None])[kept].sum() + self.damage.removal[~kept].sum()
+        share = 1 - float(lost) / self.damage.whole
+        return _Pick(choice, kept, share, float(self.cost[choice][kept].sum()))
 
 
 @dataclass(frozen=True)
 class _Pick:
-    """A shape for each filter of a layer and whether it stays; what the layer then keeps and costs."""
+    """A shape for each filter of a layer and whether it stays; the share that the layer keeps, and its cost."""
 
     choice: Tensor
     kept: Tensor
-    value: float
+    share: float
     cost: float
 
     @property
@@ -99,19 +102,26 @@ class ShapeChooser:
 
     def least(self, network: nn.Module) -> float:
         """The smallest share of the dense network's cost that any choice has."""
-        layers = self._layers(network)
-        picks = self._pick_all(layers, 0.0, None)
+        layers = self._layers(network, None)
+        picks = self._pick_all(layers, _CHEAPEST, None)
         for _ in range(_ROUNDS):
             picks = self._pick_all(layers, _DEAREST, picks, rounded=True)
         return self.total(picks) / self.costs.dense
 
-    def choose(self, network: nn.Module, share: float) -> float:
-        """Set shapes that cost at most this share of the dense network, or the least; the share they cost."""
-        layers = self._layers(network)
-        picks, allowed, price = self._pick_all(layers, 0.0, None), share * self.costs.dense * (1 + 1e-9), 0.0
+    def choose(self, network: nn.Module, share: float, damage: Mapping[str, Damage] | None = None) -> float:
+        """Set shapes that cost at most this share of the dense network, or the least; the share they cost.
+
+        Without a `damage`, that by energy is taken: then the choice depends on the weights alone.
+        """
+        layers = self._layers(network, damage)
+        picks, allowed, price = (
+            self._pick_all(layers, _CHEAPEST, None),
+            share * self.costs.dense * (1 + 1e-9),
+            _CHEAPEST,
+        )
         if self.total(picks) > allowed:
             for _ in range(_ROUNDS):
-                price = self._price(layers, picks, allowed, (1e-6, _DEAREST), _STEPS)
+                price = self._price(layers, picks, allowed, (_CHEAPEST, _DEAREST), _STEPS)
                 picks = self._pick_all(layers, price, picks)
             # Rounding moves the total a little: look for the price once more, nearby.
             span = (price / 4, 4 * price)
@@ -154,9 +164,9 @@ class ShapeChooser:
         """The best choice of each layer at a price, with what its neighbours cost as they are `now`."""
         picks = {}
         for name, layer in layers.items():
-            weight = 1.0 if now is None else 1 / max(now[name].value, 1e-6)
+            weight = (1.0 if now is None else 1 / max(now[name].share, _LEAST)) / layer.damage.whole
             cost = (layer.cost * self._arriving(name, now) + self._reading(name, now)) / self.costs.dense
-            picks[name] = layer.pick(weight * layer.value - price * cost, rounded=rounded)
+            picks[name] = layer.pick(weight, price * cost, rounded=rounded)
         return picks
 
     def _reading(self, name: str, picks: Picks | None) -> float:
@@ -175,32 +185,15 @@ class ShapeChooser:
         gated = all(isinstance(reader, ShapedConv2d | GatedLinear) for reader in readers)
         return gated and may_remove(network.get_submodule(name).scheme)  # type: ignore[arg-type]
 
-    def _layers(self, network: nn.Module) -> Layers:
-        """For each conv, what each shape keeps of each filter (of all filters together, one) and what it costs."""
+    def _layers(self, network: nn.Module, damage: Mapping[str, Damage] | None) -> Layers:
+        damage = damage_by_energy(network, self.routes) if damage is None else damage
         found = {}
-        for name, layer in _shaped(network).items():
-            squares = layer.weight.detach().double().square() * layer.inputs[:, None, None]
-            energy = squares.sum((1, 2, 3)).clamp_min(1e-30)
-            value = layer.energies() / energy[:, None] * self._passing(network, name, energy)[:, None]
+        for name, layer in shaped_convs(network).items():
             cost = torch.tensor(list(self.costs.filters[name]), dtype=torch.float64)
             free = name in self.routes
             removable = free and self._removable(network, name)
-            found[name] = _Layer(value.cpu(), cost, unit_of(layer), free, removable)
+            found[name] = _Layer(damage[name], cost, unit_of(layer), free, removable)
         return found
-
-    def _passing(self, network: nn.Module, name: str, energy: Tensor) -> Tensor:
-        """How much passes through each filter: the squared scale of its norm times the weights that read it."""
-        route = self.routes.get(name)
-        if route is None:
-            return torch.full_like(energy, 1 / len(energy))
-        scales = [getattr(network.get_submodule(norm), "weight", None) for norm in route.norms]
-        passing = energy if not scales or scales[0] is None else scales[0].detach().double().square()
-        read = torch.zeros_like(energy)
-        for reader in route.readers:
-            weight = network.get_submodule(reader.name).weight.detach().double()  # type: ignore[operator, union-attr]
-            read += weight.square().unflatten(1, (len(energy), -1)).flatten(2).sum((0, 2))
-        passing = (passing * read).clamp_min(1e-30)
-        return passing / passing.sum()
 
     @torch.no_grad()
     def _set(self, network: nn.Module, picks: Picks) -> None:
@@ -230,7 +223,3 @@ def check_reachable(chooser: ShapeChooser, network: nn.Module, share: float) -> 
         raise LowRankError(
             f"{chooser.costs.kind}={share:g} is below {least:.3f}, what the cheapest shapes and all else cost."
         )
-
-
-def _shaped(network: nn.Module) -> dict[str, ShapedConv2d]:
-    return {name: m for name, m in network.named_modules() if isinstance(m, ShapedConv2d)}

@@ -8,9 +8,10 @@ from types import ModuleType
 from lowrank_cnn.method.init import INITIALISATIONS
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.models import airbench, googlenet, nin, resnet, vgg
-from lowrank_cnn.models.network import Network, Options, TrainingCard
+from lowrank_cnn.models.network import Network, Options
 from lowrank_cnn.models.pretrained import agreed, list_pretrained, load_into, read_pretrained
 from lowrank_cnn.system.errors import LowRankError, check_type, nearest
+from lowrank_cnn.system.history import TrainingCard
 from lowrank_cnn.system.provenance import note
 
 PAPER_FAMILIES: tuple[ModuleType, ...] = (vgg, googlenet, nin)

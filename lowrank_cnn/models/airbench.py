@@ -9,14 +9,13 @@ ours, and the 3x3 convs take any scheme. The recipe `cifar10-fast` is the other 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.method.init import weight_layers
 from lowrank_cnn.method.layers import build_conv, weights_of
-from lowrank_cnn.models.network import GlobalMaxPool, Network, Options
+from lowrank_cnn.models.network import GlobalMaxPool, Network, Options, Variant
 
 FILTERS = (64, 256, 256)
 MULTIPLE = 16
@@ -24,14 +23,6 @@ PATCH = 2
 NORM_MOMENTUM = 0.4
 """Statistics follow the last few batches: Lookahead, which replaces weights every five steps, gains only so."""
 LOGIT_SCALE = 1 / 9
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A row of the table: the scheme of every 3x3 conv."""
-
-    scheme: str = "dense"
-    stride: int = 1
 
 
 VARIANTS = {"airbench": Variant(), "airbench-lr": Variant("lr")}

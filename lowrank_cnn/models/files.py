@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.models.network import TrainingCard
 from lowrank_cnn.models.network_file import NetworkFile, read_header, write_network_file
 from lowrank_cnn.models.rebuild import describe, rebuild
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.history import TrainingCard
 from lowrank_cnn.system.provenance import note, notes
 
 CHANGED = (

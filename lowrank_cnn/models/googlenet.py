@@ -10,23 +10,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
-from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, conv_block
+from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, Variant, conv_block
 from lowrank_cnn.system.provenance import note
 
 
 @dataclass(frozen=True)
-class Variant:
-    """The scheme inside the inception modules, and that of the two convs before them."""
+class GoogLeNetVariant(Variant):
+    """The scheme is that of the inceptions; `stem` is that of conv1 and conv2."""
 
-    inception: str = "dense"
-    stem: str = "dense"
     stride: int = 2
+    stem: str = "dense"
 
 
 VARIANTS = {
-    "googlenet": Variant(),
-    "googlenet-lr": Variant("lr"),
-    "googlenet-lr-conv1": Variant("lr", stem="lr"),
+    "googlenet": GoogLeNetVariant(),
+    "googlenet-lr": GoogLeNetVariant("lr"),
+    "googlenet-lr-conv1": GoogLeNetVariant("lr", stem="lr"),
 }
 
 INCEPTIONS = {  # 1x1; 3x3 reduce, 3x3; 5x5 reduce, 5x5; pool projection
@@ -50,11 +49,11 @@ _AUXILIARY_AFTER = {"4a": "aux1", "4d": "aux2"}
 class GoogLeNet(Network):
     """Gives the logits; in training the two auxiliary heads' logits behind them, as a tuple."""
 
-    def __init__(self, variant: Variant, options: Options) -> None:
+    def __init__(self, variant: GoogLeNetVariant, options: Options) -> None:
         heads = ("aux1", "aux2")
         super().__init__(options.size_or(IMAGE), auxiliary=heads, unpublished=(*heads, "classifier.fc"))
         self.smallest = 16 * options.stride
-        scheme = options.scheme_or(variant.inception)
+        scheme = options.scheme_or(variant.scheme)
         stem = parse_scheme(variant.stem) if variant.stem == "dense" else options.scheme_or(variant.stem)
         self.stem, channels = _stem(options, stem)
         self.inceptions = nn.ModuleDict()

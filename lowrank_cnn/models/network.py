@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +18,14 @@ from lowrank_cnn.system.provenance import note, notes
 WIDEST = 64
 LARGEST = {"num_classes": 10**7, "in_channels": 10**5, "stride": 10**3, "image_size": 10**5}
 """Sizes up to which a network is built; what lies above is a mistake, and would take all memory."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of a family's table: the scheme of its spatial convs, and the stride of the first."""
+
+    scheme: str = "dense"
+    stride: int = 1
 
 
 @dataclass(frozen=True)
@@ -69,14 +76,6 @@ class Options:
 
     def drop(self, default: float) -> nn.Dropout:
         return nn.Dropout(default if self.dropout is None else self.dropout)
-
-
-@dataclass(frozen=True)
-class TrainingCard:
-    """What a trained network carries beside its weights: its recipe and data as JSON, preprocessing as tensors."""
-
-    card: Mapping[str, Any]
-    preprocess: Mapping[str, Tensor]
 
 
 class Network(nn.Module):

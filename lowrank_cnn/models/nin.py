@@ -9,27 +9,30 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.method.init import sigma
-from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, conv_block
+from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, Variant, conv_block
 
 Conv = tuple[int, int, str]
 """Kernel, filters, scheme."""
 
 
 @dataclass(frozen=True)
-class Variant:
-    """The spatial convs that open each of the three stages; the 1x1 convs after them are common to all."""
+class NiNVariant(Variant):
+    """The spatial convs that open each stage, each with its own scheme; the 1x1 convs are common to all."""
 
-    conv1: tuple[Conv, ...]
-    conv2: tuple[Conv, ...]
-    conv3: tuple[Conv, ...]
-    stride: int = 1
+    conv1: tuple[Conv, ...] = ()
+    conv2: tuple[Conv, ...] = ()
+    conv3: tuple[Conv, ...] = ()
 
 
 # The second layer of nin-c3's conv2 has three taps: the published counts hold with no other reading.
 VARIANTS = {
-    "nin": Variant(((5, 192, "dense"),), ((5, 192, "dense"),), ((3, 192, "dense"),)),
-    "nin-c3": Variant(((3, 192, "dense"),), ((3, 192, "dense"), (3, 192, "lr")), ((3, 192, "dense"),)),
-    "nin-c3-lr": Variant(((3, 192, "lr"),), ((3, 192, "lr"), (3, 192, "lr")), ((3, 192, "lr"),)),
+    "nin": NiNVariant(conv1=((5, 192, "dense"),), conv2=((5, 192, "dense"),), conv3=((3, 192, "dense"),)),
+    "nin-c3": NiNVariant(
+        conv1=((3, 192, "dense"),), conv2=((3, 192, "dense"), (3, 192, "lr")), conv3=((3, 192, "dense"),)
+    ),
+    "nin-c3-lr": NiNVariant(
+        conv1=((3, 192, "lr"),), conv2=((3, 192, "lr"), (3, 192, "lr")), conv3=((3, 192, "lr"),)
+    ),
 }
 
 POINTWISE = ((160, 96), (192, 192), (192,))
@@ -39,7 +42,7 @@ CLASSES, IMAGE = 10, 30
 
 
 class NiN(Network):
-    def __init__(self, variant: Variant, options: Options) -> None:
+    def __init__(self, variant: NiNVariant, options: Options) -> None:
         super().__init__(options.size_or(IMAGE))
         self.smallest = 4 * options.stride
         self.features = _features(variant, options)
@@ -65,7 +68,7 @@ class NiN(Network):
         nn.init.constant_(layer.bias, 1.0 if rectified else 0.0)  # type: ignore[arg-type]
 
 
-def _features(variant: Variant, options: Options) -> nn.Sequential:
+def _features(variant: NiNVariant, options: Options) -> nn.Sequential:
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     channels, stride = options.in_channels, options.stride
     stages = zip((variant.conv1, variant.conv2, variant.conv3), POINTWISE, strict=True)

@@ -43,6 +43,21 @@ def rebuild(description: Mapping[str, Any], *, into: nn.Module | None = None) ->
     return into if schemes == done else rewrite_again(into, conversion)
 
 
+def with_classes(network: nn.Module, classes: int) -> nn.Module:
+    """One of our networks for another number of classes: its last layer is new, all other weights are the same.
+
+    >>> with_classes(create_model("nin", num_classes=100, width=0.1), 2).config["num_classes"]
+    2
+    """
+    description = describe(network)
+    if isinstance(config := description["model"], dict):
+        config["num_classes"] = classes
+    fresh = rebuild(description)
+    known, new = network.state_dict(), fresh.state_dict()
+    fresh.load_state_dict({name: known[name] if known[name].shape == t.shape else t for name, t in new.items()})
+    return fresh
+
+
 def rewrite_again(model: nn.Module, conversion: Mapping[str, object]) -> nn.Module:
     """Repeat a stored conversion (`Conversion.to_dict()`) on the network it was made from, with fresh weights."""
     schemes = _schemes(conversion)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from lowrank_cnn.method.layers import build_conv
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
-from lowrank_cnn.models.network import GlobalAveragePool, Network, Options
+from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, Variant
 from lowrank_cnn.system.errors import LowRankError
 
 FILTERS = (64, 128, 256, 512)
@@ -24,32 +25,31 @@ ALL, LATE = (0, 1, 2, 3, 4), (3, 4)
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A row of the table: the stem (kernel, stride, pool), the scheme and its stages, the blocks of each stage."""
+class ResNetVariant(Variant):
+    """The stem (kernel, stride, pool), the stages that take the scheme, and the blocks of each stage."""
 
-    kernel: int
-    stride: int
-    pool: bool
-    scheme: str = "dense"
+    kernel: int = 7
+    pool: bool = True
     where: tuple[int, ...] = ALL
     blocks: tuple[int, ...] = (2, 2, 2, 2)
     image: int = 224
 
 
 # The small ones keep the size of the maps in their stem: for images of 32 to 64 pixels.
+_SMALL: dict[str, Any] = {"stride": 1, "kernel": 3, "pool": False, "image": 64}
 VARIANTS = {
-    "resnet18": Variant(7, 2, True),
-    "resnet18-lr": Variant(7, 2, True, "lr"),
-    "resnet18-lr-late": Variant(7, 2, True, "lr", LATE),
-    "resnet18-small": Variant(3, 1, False, image=64),
-    "resnet18-small-lr": Variant(3, 1, False, "lr", image=64),
-    "resnet18-small-lr-late": Variant(3, 1, False, "lr", LATE, image=64),
+    "resnet18": ResNetVariant(stride=2),
+    "resnet18-lr": ResNetVariant("lr", stride=2),
+    "resnet18-lr-late": ResNetVariant("lr", stride=2, where=LATE),
+    "resnet18-small": ResNetVariant(**_SMALL),
+    "resnet18-small-lr": ResNetVariant("lr", **_SMALL),
+    "resnet18-small-lr-late": ResNetVariant("lr", where=LATE, **_SMALL),
 }
 
 CLASSES, NORM = 1000, "batch"
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Two 3x3 convs and the input added to what they give; a 1x1 conv fits the input where the shapes differ."""
 
     def __init__(self, channels: int, filters: int, stride: int, scheme: Scheme) -> None:
@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class ResNet(Network):
-    def __init__(self, variant: Variant, options: Options) -> None:
+    def __init__(self, variant: ResNetVariant, options: Options) -> None:
         super().__init__(options.size_or(variant.image))
         scheme = options.scheme_or(variant.scheme)
         if scheme.to not in (None, 1.0):
@@ -81,7 +81,7 @@ class ResNet(Network):
         for stage, (count, blocks) in enumerate(zip(filters, variant.blocks, strict=True), start=1):
             strides = [1 if stage == 1 else 2] + [1] * (blocks - 1)
             parts = [
-                Block(before, count, stride, schemes[stage])
+                ResidualBlock(before, count, stride, schemes[stage])
                 for before, stride in zip([channels] + [count] * (blocks - 1), strides, strict=True)
             ]
             self.stages.add_module(f"stage{stage}", nn.Sequential(*parts))
@@ -98,7 +98,7 @@ def _sixteens(options: Options, count: int) -> int:
     return max(1, round(count * options.width / MULTIPLE)) * MULTIPLE
 
 
-def _stem(variant: Variant, options: Options, filters: int, scheme: Scheme) -> nn.Sequential:
+def _stem(variant: ResNetVariant, options: Options, filters: int, scheme: Scheme) -> nn.Sequential:
     kernel = variant.kernel
     conv = build_conv(
         options.in_channels, filters, kernel, scheme, stride=options.stride, padding=kernel // 2, bias=False

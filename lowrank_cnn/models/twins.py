@@ -68,7 +68,9 @@ def _macs_before(model: nn.Module, change: Change, rows: Sequence[LayerCount]) -
     transposed = isinstance(model.get_submodule(rows[0].name), _ConvTransposeNd)
     worked = rows[0] if transposed else rows[-1]
     pixels = worked.macs // (worked.params - _biases(model, worked))
-    return pixels * (change.params_before - _biases(model, rows[-1]))
+    # As many biases as the dense layer had filters, of which some may have been removed since.
+    filters = int(change.before.rpartition(",")[2]) if _biases(model, rows[-1]) else 0
+    return pixels * (change.params_before - filters)
 
 
 def _biases(model: nn.Module, row: LayerCount) -> int:

@@ -10,38 +10,36 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.method.scheme import Scheme
-from lowrank_cnn.models.network import FlattenSized, GlobalMaxPool, Network, Options, conv_block
+from lowrank_cnn.models.network import FlattenSized, GlobalMaxPool, Network, Options, Variant, conv_block
 
 STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 """Filters of the 3x3 convs; a 2x2 max-pool closes each stage."""
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A row of the table: the scheme of every conv, the head, the filters of conv5, the first conv's stride."""
+class VGGVariant(Variant):
+    """Beside the scheme of every conv: the head, and the filters of conv5."""
 
-    scheme: str = "dense"
     global_pool: bool = True
     last: int = 512
-    stride: int = 1
 
 
 VARIANTS = {
-    "vgg11": Variant(global_pool=False),
-    "vgg11-gmp": Variant(),
-    "vgg11-gmp-sf": Variant("separable"),
-    "vgg11-gmp-lr": Variant("lr"),
-    "vgg11-gmp-lr-2x": Variant("lr", last=1024),
-    "vgg11-gmp-lr-join": Variant("lr-join"),
-    "vgg11-gmp-lr-lde": Variant("embed", stride=2),
-    "vgg11-gmp-lr-join-wfull": Variant("mixture(kx1=3, 1xk=3, kxk=2, join)", last=1024),
+    "vgg11": VGGVariant(global_pool=False),
+    "vgg11-gmp": VGGVariant(),
+    "vgg11-gmp-sf": VGGVariant("separable"),
+    "vgg11-gmp-lr": VGGVariant("lr"),
+    "vgg11-gmp-lr-2x": VGGVariant("lr", last=1024),
+    "vgg11-gmp-lr-join": VGGVariant("lr-join"),
+    "vgg11-gmp-lr-lde": VGGVariant("embed", stride=2),
+    "vgg11-gmp-lr-join-wfull": VGGVariant("mixture(kx1=3, 1xk=3, kxk=2, join)", last=1024),
 }
 
 CLASSES, IMAGE = 1000, 224
 
 
 class VGG(Network):
-    def __init__(self, variant: Variant, options: Options) -> None:
+    def __init__(self, variant: VGGVariant, options: Options) -> None:
         super().__init__(options.size_or(IMAGE))
         scheme = options.scheme_or(variant.scheme)
         self.features = _features(variant, options, scheme)
@@ -53,7 +51,7 @@ class VGG(Network):
         return self.head(self.features(x))
 
 
-def _features(variant: Variant, options: Options, scheme: Scheme) -> nn.Sequential:
+def _features(variant: VGGVariant, options: Options, scheme: Scheme) -> nn.Sequential:
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     channels, stride = options.in_channels, options.stride
     stages = (*STAGES[:-1], (variant.last,) * len(STAGES[-1]))
@@ -67,7 +65,7 @@ def _features(variant: Variant, options: Options, scheme: Scheme) -> nn.Sequenti
     return nn.Sequential(layers)
 
 
-def _head(channels: int, variant: Variant, options: Options) -> nn.Sequential:
+def _head(channels: int, variant: VGGVariant, options: Options) -> nn.Sequential:
     hidden = options.filters(4096)
     if variant.global_pool:
         top: list[tuple[str, nn.Module]] = [("pool5", GlobalMaxPool())]

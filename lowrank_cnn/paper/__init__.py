@@ -1,1 +1,1 @@
-"""The paper: its published figures as data, the rivals it counts, and the audit of both."""
+"""The paper: its published figures as data, the audit of them, and the experiments that reproduce them."""

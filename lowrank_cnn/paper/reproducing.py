@@ -19,18 +19,22 @@ import torch
 from lowrank_cnn.data import Data
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
+from lowrank_cnn.models.hub import save_pretrained
 from lowrank_cnn.paper.experiments import CLASSES, ExperimentLine, ExperimentPart, lines, parts_of
 from lowrank_cnn.paper.table import ExperimentTable, build_table
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.lock import HeldError, locked
-from lowrank_cnn.train import fit, get_recipe, load_record
+from lowrank_cnn.train import Record, fit, get_recipe, load_record
 from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.inputs import augmentation, input_size
 from lowrank_cnn.train.recipe import Recipe, differences, in_words
+from lowrank_cnn.train.trained import load_checkpoint
 
 NETWORK_OPTIONS: dict[str, Callable[[Any], object]] = {"init": str, "width": float, "scheme": str, "stride": int}
 """Settings that are the network's and not the recipe's, and how their text is read."""
+NETWORK = "network"
+"""The folder in a finished run's directory with the network to use, share and fine-tune."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +142,8 @@ class _Bench:
         how = {"seed": task.seed, "out": directory, "resume": begun, **self.how}
         record = fit(self.network(task), self.data, recipe, **how)
         self.say(f"  top-1 {100 * record.result['top1']:.2f}% in {record.result['seconds']:.0f} s")
-        if not self.keep_weights and first_process():
-            _delete_weights(directory)
+        if first_process():
+            _write_network(record, directory) if self.keep_weights else _delete_weights(directory)
 
 
 def _read(option: str, value: object) -> object:
@@ -163,6 +167,13 @@ def _check_made_by(recipe: Recipe, directory: Path) -> None:
 def _tested_once(recipe: Recipe) -> Recipe:
     """Without images held out the test set would be watched on the way: it is met at the end alone."""
     return recipe if recipe.holdout else replace(recipe, evaluate_every=max(1, recipe.epochs))
+
+
+def _write_network(record: Record, directory: Path) -> None:
+    """Write the folder `network` that `from_pretrained` reads and `push_to_hub` publishes."""
+    if not (directory / NETWORK).exists() and any(directory.glob("step-*.json")):
+        metrics = {name: record.result[name] for name in ("top1", "top5")}
+        save_pretrained(load_checkpoint(directory).network, directory / NETWORK, metrics=metrics)
 
 
 def _delete_weights(directory: Path) -> None:

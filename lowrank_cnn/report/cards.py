@@ -9,9 +9,8 @@ from lowrank_cnn.paper.claims import COMPARABLE
 from lowrank_cnn.report.comparing import is_twin, twin_id
 from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.gathering import comparable
-from lowrank_cnn.report.numbers import TIMES, percent, points
-from lowrank_cnn.report.records import CPU, GPU
-from lowrank_cnn.report.result import NetworkResult
+from lowrank_cnn.report.records import CPU, GPU, NetworkResult
+from lowrank_cnn.system.text import TIMES, percent, points
 
 MOST_CARDS = 4
 COSTS = {GPU: "GPU time", CPU: "CPU time", "macs": "MACs", "params": "parameters"}

@@ -12,8 +12,7 @@ import torch
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.twins import baseline_of
-from lowrank_cnn.report.records import CPU, GPU, NetworkId, by_seed
-from lowrank_cnn.report.result import NetworkResult
+from lowrank_cnn.report.records import CPU, GPU, NetworkId, NetworkResult, by_seed
 from lowrank_cnn.system.errors import LowRankError, MissingExtra
 from lowrank_cnn.system.statistics import pooled_deviation, student_t
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from lowrank_cnn.models import list_models
 from lowrank_cnn.report.comparing import compare_all, identity
-from lowrank_cnn.report.records import Records, Run, TimedNetwork
-from lowrank_cnn.report.result import NetworkResult
+from lowrank_cnn.report.records import NetworkResult, Records, Run, TimedNetwork
 
 _PHRASES: dict[str, Callable[[str], str]] = {
     "epochs": lambda value: f"{value} epochs",

@@ -11,12 +11,11 @@ from typing import Any
 
 from lowrank_cnn.paper.auditing import audit, summary
 from lowrank_cnn.report.cards import cards
-from lowrank_cnn.report.charts import curves, layers, trade, vega
-from lowrank_cnn.report.files import read_records, require_records
+from lowrank_cnn.report.charts import curves, details, layers, trade, vega
 from lowrank_cnn.report.gathering import gather
 from lowrank_cnn.report.paper_runs import accuracies, layer_times
-from lowrank_cnn.report.records import Records
-from lowrank_cnn.report.result import NetworkResult
+from lowrank_cnn.report.reading import read_records, require_records
+from lowrank_cnn.report.records import NetworkResult, Records
 from lowrank_cnn.report.tables import (
     VERDICT_COLOURS,
     audit_table,
@@ -28,7 +27,7 @@ from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError, require
 from lowrank_cnn.system.files import write_atomically
 
-SCRIPTS = ("vega/vega.js", "base.js", "drawing.js", "trade.js", "curves.js", "page.js")
+SCRIPTS = ("vega/vega.js", "base.js", "drawing.js", "trade.js", "curves.js", "details.js", "page.js")
 """In the order in which the page runs them."""
 
 
@@ -63,6 +62,7 @@ def render(records: Records) -> str:
         script=script,
         made=f"{str(here['date'])[:16].replace('T', ' ')} UTC by lowrank-cnn {here['lowrank_cnn']}",
         found=found_in(records),
+        unsealed=sum(not run.sealed for run in records.runs),
         cards=cards(results),
         networks=summary_table(results),
         published=published_table(),
@@ -81,6 +81,7 @@ def _chart_data(records: Records, results: Sequence[NetworkResult]) -> dict[str,
         "trade": trade.trade_charts(trade.trade_points(results)),
         "curves": curves.training_curves(results),
         "layers": layers.layer_charts(records.timings),
+        "details": details.details_data(results),
         "specs": {"trade": trade.SPEC, "curves": curves.SPEC, "layers": layers.SPEC},
         "labels": {"transform": vega.LABELS, "leaders": vega.LEADERS},
         "themes": {"light": vega.theme(), "dark": vega.theme(dark=True)},

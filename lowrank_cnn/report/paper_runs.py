@@ -10,8 +10,8 @@ from lowrank_cnn.paper.auditing import Accuracies, LayerTimes
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.fields import number
-from lowrank_cnn.report.reading import settings_of
 from lowrank_cnn.report.records import Run, TimedNetwork, by_seed
+from lowrank_cnn.report.training_record import settings_of
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recipes import get_recipe
 

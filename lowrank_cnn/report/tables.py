@@ -20,10 +20,8 @@ from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.comparing import is_twin, twin_id, twin_known
 from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.fields import text
-from lowrank_cnn.report.numbers import DASH, percent, points, ratio
-from lowrank_cnn.report.records import CPU, GPU, NetworkId, Records
-from lowrank_cnn.report.result import NetworkResult
-from lowrank_cnn.system.text import duration, si
+from lowrank_cnn.report.records import CPU, GPU, NetworkId, NetworkResult, Records
+from lowrank_cnn.system.text import DASH, duration, percent, points, ratio, si
 
 VERDICT_COLOURS = {
     CONTRADICTED: "bad",
@@ -113,7 +111,10 @@ def runs_in_words(result: NetworkResult) -> str:
     """How many runs of how many seeds; unfinished runs count only where none has finished."""
     runs, seeds = len(result.scored), result.seeds
     count = f"{runs} run{'s' * (runs != 1)}" if result.finished else f"{runs} unfinished"
-    return count if seeds in (0, runs) else f"{count} of {seeds} seed{'s' * (seeds != 1)}"
+    words = [count if seeds in (0, runs) else f"{count} of {seeds} seed{'s' * (seeds != 1)}"]
+    unsealed = sum(not run.sealed for run in result.scored)
+    words += [f"{unsealed} unsealed" if unsealed < runs else "unsealed"] if unsealed else []
+    return ", ".join(words)
 
 
 def _named_runs(result: NetworkResult) -> Iterator[str]:
@@ -121,7 +122,8 @@ def _named_runs(result: NetworkResult) -> Iterator[str]:
     for run in result.runs:
         seed = "" if run.seed is None else f", seed {run.seed}"
         state = "" if run.finished else f", {run.status}"
-        yield f"{run.path}{seed}: {percent(run.top1)}{state}"
+        seal = "" if run.sealed else ", unsealed"
+        yield f"{run.path}{seed}: {percent(run.top1)}{state}{seal}"
 
 
 def _to_twin(result: NetworkResult) -> str:

@@ -10,14 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the rooms above define these types; this file only carries values of them
-    from torch import nn
+from lowrank_cnn.system.history import Conversion, Fitted, Merging, NetworkPlan, TrainingCard
 
-    from lowrank_cnn.deploy.merging import Merging
-    from lowrank_cnn.deploy.network_plan import NetworkPlan
-    from lowrank_cnn.method.decomposing import Fitted
-    from lowrank_cnn.method.rewriting import Conversion
-    from lowrank_cnn.models.network import TrainingCard
+if TYPE_CHECKING:
+    from torch import nn
 
 _ATTRIBUTE = "_lowrank"
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 _REORDERING = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 """Unicode's marks that reorder the text around them."""
+TIMES, DASH, MINUS = "\N{MULTIPLICATION SIGN}", "\N{EN DASH}", "\N{MINUS SIGN}"
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -16,6 +17,21 @@ def si(number: float, digits: int = 3) -> str:
         if abs(number) >= unit:
             return f"{number / unit:#.{digits}g}".rstrip(".") + letter
     return f"{number:g}"
+
+
+def percent(share: float | None) -> str:
+    """A share as a percentage, a dash where it is unknown: 0.9012 -> 90.12%."""
+    return DASH if share is None else f"{100 * share:.2f}%"
+
+
+def points(value: float) -> str:
+    """A difference in percentage points."""
+    return f"{value:+.2f}".replace("-", MINUS)
+
+
+def ratio(value: float) -> str:
+    """A share of the dense twin's cost."""
+    return f"{TIMES}{value:.3f}"
 
 
 def duration(seconds: float) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.kernels.autotune.ahead import prepare
+from lowrank_cnn.kernels.autotune.compile_ahead import prepare
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.system.memory import is_out_of_memory
 from lowrank_cnn.train.step import GraphedStep, TrainingStep, put_back

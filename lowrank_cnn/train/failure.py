@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,12 @@ from lowrank_cnn.train.determinism import generator_states, restore_generators
 
 if TYPE_CHECKING:
     from lowrank_cnn.train.state import Position
+
+
+PATIENCE_SECONDS = 1.5
+"""How long the main thread has to answer a request to stop, before the process ends if all is saved."""
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_MAY_END_PROCESS: list[bool] = []
 
 
 class NotFiniteError(LowRankError):
@@ -106,33 +114,33 @@ def farewell(position: Position, directory: Path | None) -> str:
 
 
 class StopRequest:
-    """Receives Ctrl-C and SIGTERM; the training step under way is finished first.
+    """Receives Ctrl-C and SIGTERM, says so at once, and is True from then on. A second Ctrl-C ends the process.
 
-    A second Ctrl-C stops the process at once. Python handles signals in the main thread alone; elsewhere this does
-    nothing.
+    Python handles signals in the main thread, between two operations, of which one can take many seconds on a CPU.
+    Another thread therefore gives the answer. In a process that may end (`may_end_process`) it also ends it, as
+    soon as `farewell` returns the last words: all is saved then. Outside the main thread this does nothing.
     """
 
     def __init__(self) -> None:
         self.received = False
         self.signal: int = signal.SIGINT
+        self.farewell: Callable[[], str | None] = lambda: None
+        self._over, self._unannounced = threading.Event(), [True]
 
     def __bool__(self) -> bool:
         return self.received
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if not self.received:
-            told = "Stopping at the next safe point. Ctrl-C again leaves at once, without saving."
-            print(f"\n{told}", file=sys.stderr, flush=True)
-        self.received, self.signal = True, number
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Listen for as long as the block lasts."""
+        """Listen until the block ends."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        before = {number: signal.signal(number, self._receive) for number in _STOP_SIGNALS}
+        threading.Thread(target=self._answer, args=(ours,), name="Ctrl-C", daemon=True).start()
         try:
             yield self
         except Interrupted as farewell:
@@ -141,6 +149,41 @@ class StopRequest:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            signal.set_wakeup_fd(wakeup)
+            self._over.set()
+            theirs.close()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._announce()
+        self.received, self.signal = True, number
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _announce(self) -> None:
+        with contextlib.suppress(IndexError):  # of two threads, one finds an item to pop
+            self._unannounced.pop()
+            told = "Stopping at the next safe point. Ctrl-C again leaves at once, without saving."
+            print(f"\n{told}", file=sys.stderr, flush=True)
+
+    def _answer(self, signals: socket.socket) -> None:
+        with signals:
+            number = next((code for code in iter(lambda: signals.recv(1), b"") if code[0] in _STOP_SIGNALS), b"")
+        if not number:
+            return  # the run is over
+        self._announce()
+        while not self._over.wait(PATIENCE_SECONDS) and _MAY_END_PROCESS:
+            if words := self.farewell():
+                print(words, file=sys.stderr, flush=True)
+                os._exit(128 + number[0])
+
+
+@contextlib.contextmanager
+def may_end_process() -> Iterator[None]:
+    """Let Ctrl-C end the process in the middle of a step if all is saved: for commands, not for notebooks."""
+    _MAY_END_PROCESS.append(True)
+    try:
+        yield
+    finally:
+        _MAY_END_PROCESS.pop()
 
 
 class StoppedWithin(Exception):
@@ -149,21 +192,22 @@ class StoppedWithin(Exception):
 
 @dataclass
 class StepStart:
-    """What a step changes before its update: statistics of batch norms, and random generators."""
+    """What a step changes before its update: batch norm statistics, the tally of the epoch, random generators."""
 
-    buffers: list[tuple[Tensor, Tensor]]
+    changed: list[tuple[Tensor, Tensor]]
     generators: dict[str, Tensor]
     device: torch.device
 
     @classmethod
-    def of(cls, network: nn.Module, device: torch.device) -> StepStart:
-        return cls([(b, b.clone()) for b in network.buffers()], generator_states(device), device)
+    def of(cls, network: nn.Module, tally: Tensor) -> StepStart:
+        changed = [(tensor, tensor.clone()) for tensor in (*network.buffers(), tally)]
+        return cls(changed, generator_states(tally.device), tally.device)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Stand where the step began."""
-        for buffer, value in self.buffers:
-            buffer.copy_(value)
+        """Undo what the step has changed so far."""
+        for tensor, value in self.changed:
+            tensor.copy_(value)
         restore_generators(self.generators, self.device)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,10 +23,11 @@ from lowrank_cnn.train.execution import Compile
 from lowrank_cnn.train.fabric import add_up, batch_norm_over_all, launch
 from lowrank_cnn.train.failure import told_out_of_memory
 from lowrank_cnn.train.job import ExecutionOptions, Extras, Job
+from lowrank_cnn.train.loggers import Logged, check_loggers
 from lowrank_cnn.train.memory_check import check_memory
 from lowrank_cnn.train.objective import Loss
 from lowrank_cnn.train.opening import open_for
-from lowrank_cnn.train.progress import Charts, Lines, Live, Progress
+from lowrank_cnn.train.progress import Lines, Live, Progress, is_interactive
 from lowrank_cnn.train.recipe import Recipe, changed
 from lowrank_cnn.train.recipes import get_recipe
 from lowrank_cnn.train.record import Record
@@ -61,6 +61,7 @@ def fit(
     deterministic: bool = False,
     progress: bool = True,
     tensorboard: bool = False,
+    log: str | Sequence[str] = (),
     checkpoint_every: float = 30.0,
 ) -> Record:
     """Train `model` in place and return the record of the run, its result measured on the test images.
@@ -75,6 +76,8 @@ def fit(
     - `loss`: a function of the outputs and targets of a batch in place of cross-entropy, for any other task.
     - `callbacks`: functions called after each epoch with its figures and the network; True ends the run.
     - `teacher`: a trained network whose answers count beside the labels (`distill_weight` of the recipe).
+    - `log`: where the figures of every epoch are sent: "tensorboard", "csv", "wandb", "mlflow", "trackio", or
+      several of them.
 
     With `out`, the run lives in that directory: a checkpoint every `checkpoint_every` seconds, recipe and record
     beside it; `resume=True` goes on from there, or starts where there is nothing yet. The result is that of the
@@ -92,6 +95,8 @@ def fit(
     if not isinstance(model, nn.Module):
         hint = "give its .network" if hasattr(model, "network") else "create_model makes one from a name"
         raise LowRankError(f"fit trains an nn.Module, not a {type(model).__name__}: {hint}.")
+    names = ((log,) if isinstance(log, str) else tuple(log)) + (("tensorboard",) if tensorboard else ())
+    check_loggers(names)
     options = ExecutionOptions(compile, cuda_graphs, checkpoint_activations, workers, decode)
     recipe = _resolve(recipe, epochs, data)
     data = open_for(model, data, recipe)
@@ -107,7 +112,7 @@ def fit(
             return done
         for sentence in remarks(model, recipe):
             shown.say(sentence)
-        return _train(job, job.saved(resume=resume), tensorboard=tensorboard, checkpoint_every=checkpoint_every)
+        return _train(job, job.saved(resume=resume), log=names, checkpoint_every=checkpoint_every)
 
 
 def _resolve(recipe: Recipe | str, epochs: int | None, data: Any) -> Recipe:
@@ -117,7 +122,7 @@ def _resolve(recipe: Recipe | str, epochs: int | None, data: Any) -> Recipe:
     return changed(recipe, given) if given else recipe
 
 
-def _train(job: Job, saved: Checkpoint | None, *, tensorboard: bool, checkpoint_every: float) -> Record:
+def _train(job: Job, saved: Checkpoint | None, *, log: Sequence[str], checkpoint_every: float) -> Record:
     """Carry the job out, from its start or from what was saved of it."""
     fabric, model, recipe, shown = job.fabric, job.model, job.recipe, job.shown
     keep_threads(saved.state.get("conditions", {}) if saved else {})
@@ -146,7 +151,7 @@ def _train(job: Job, saved: Checkpoint | None, *, tensorboard: bool, checkpoint_
         if not isinstance(inputs.preprocess, AsGiven):
             Trained(model, inputs.preprocess, recipe, job.data.classes, job.data.test.size or ()).attach()
         _resume(trainer, saved, shown)
-        _run(trainer, _progress(trainer, shown, tensorboard))
+        _run(trainer, _progress(trainer, shown, log))
     return trainer.record
 
 
@@ -167,15 +172,14 @@ def _resume(trainer: Trainer, checkpoint: Checkpoint | None, shown: Progress) ->
         trainer.directory.begin(trainer.recipe)
 
 
-def _progress(trainer: Trainer, shown: Progress, tensorboard: bool) -> Progress:
-    if isinstance(shown, Lines) and sys.stdout.isatty():
+def _progress(trainer: Trainer, shown: Progress, log: Sequence[str]) -> Progress:
+    if isinstance(shown, Lines) and is_interactive():
         total = trainer.recipe.epochs * trainer.per_epoch
         shown = Live(total, trainer.per_epoch, trainer.iteration, processes=trainer.fabric.world_size)
-    if not tensorboard or not trainer.fabric.is_global_zero:
+    if not log or not trainer.fabric.is_global_zero:
         return shown
-    if trainer.directory is None:
-        raise LowRankError("TensorBoard scalars are written beside the run: give --out.")
-    return Charts(shown, trainer.directory.path / "tensorboard", trainer.position.epoch)
+    trainer.state.update_record()
+    return Logged(shown, log, trainer.record, trainer.directory.path if trainer.directory else None)
 
 
 def _run(trainer: Trainer, progress: Progress) -> None:
@@ -183,12 +187,13 @@ def _run(trainer: Trainer, progress: Progress) -> None:
     try:
         with trainer.progress:
             evaluation = trainer.run()
+            trainer.record.result = _result(trainer, evaluation)
+            trainer.progress.result(trainer.record.result)
     except BaseException as error:
         # The reason matters more than a record that cannot be written, on a full disk say.
         with contextlib.suppress(LowRankError):
             _close(trainer, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         raise
-    trainer.record.result = _result(trainer, evaluation)
     _close(trainer, "finished")
 
 

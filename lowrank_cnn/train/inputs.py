@@ -24,6 +24,7 @@ from lowrank_cnn.data.dataset import AsGiven, DatasetSplit
 from lowrank_cnn.data.pixels import PixelAugment
 from lowrank_cnn.data.stream.streamed import frame
 from lowrank_cnn.data.types import Decode, Split
+from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.mixing import Mixer
 from lowrank_cnn.train.recipe import Recipe
@@ -179,8 +180,8 @@ def evaluation_batch(split: Split, augment: Augment, world: int = 1) -> int:
     """
     _, height, width = input_size(split, augment)
     most = max(1, EVALUATION_PIXELS // (height * width) // world)
-    batches = -(-len(split) // (most * world))
-    return max(1, -(-len(split) // (max(1, batches) * world))) * world
+    batches = ceil_div(len(split), most * world)
+    return max(1, ceil_div(len(split), max(1, batches) * world)) * world
 
 
 def input_size(split: Split, augment: Augment) -> tuple[int, int, int]:

@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
+from lowrank_cnn.data import Data, make_loader
 from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.channel_order import free_routes
 from lowrank_cnn.method.counting import count
@@ -25,21 +30,27 @@ from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.method.selection import Where
 from lowrank_cnn.method.settling import LearnedShapes, settle
 from lowrank_cnn.method.shape_choice import ShapeChooser, ShapeCosts, check_reachable
+from lowrank_cnn.method.shape_damage import damage_by_loss
 from lowrank_cnn.method.shape_network import mac_costs, shape_network, time_costs
+from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import write_json
+from lowrank_cnn.train.determinism import generator_states, restore_generators
 from lowrank_cnn.train.fabric import resolve_device
 from lowrank_cnn.train.fitting import fit
 from lowrank_cnn.train.inputs import augmentation, input_size
+from lowrank_cnn.train.objective import Loss
 from lowrank_cnn.train.opening import open_for
 from lowrank_cnn.train.recipe import Recipe, changed
 from lowrank_cnn.train.recipes import get_recipe
 from lowrank_cnn.train.record import Epoch, Record
-from lowrank_cnn.train.trained import load_checkpoint
+from lowrank_cnn.train.trained import carried_by, load_checkpoint
 
 SHAPES = ("kx1", "1xk", "1x1", "kxk")
 FALLING, CHOOSING = 0.4, 0.6
 """Shares of the epochs: until the budget has fallen to the target, and until shapes stay as they are."""
+SAMPLED, _SEED = 8, 24
+"""Batches that the damage of shapes is measured on, and the seed of their order."""
 COSTS, FOUND = "shape_costs.json", "shapes.json"
 """In the directory of a run: the measured costs, which a run that is resumed reads again, and the result."""
 
@@ -67,6 +78,9 @@ class ShapeSchedule:
     chooser: ShapeChooser
     target: float
     epochs: int
+    sample: Callable[[int, nn.Module], Iterator[tuple[Tensor, Any]]] | None = None
+    """Batches to measure the damage of shapes on, after an epoch; without them it is that by energy."""
+    loss: Loss | None = None
     met: list[int] = field(default_factory=list)
     """The epochs of this process."""
 
@@ -83,8 +97,27 @@ class ShapeSchedule:
 
     def __call__(self, row: Epoch, network: nn.Module) -> None:
         self.met.append(row.epoch)
-        if row.epoch <= self.last:
-            self.chooser.choose(network, self.share_after(row.epoch))
+        if row.epoch > self.last:
+            return
+        damage = None
+        if self.sample is not None:
+            batches = self.sample(row.epoch, network)
+            damage = damage_by_loss(network, self.chooser.routes, batches, self.loss or _cross_entropy)
+        self.chooser.choose(network, self.share_after(row.epoch), damage)
+        _agree(network)
+
+
+def _agree(network: nn.Module) -> None:
+    """Let every process have the choice of the first: sums on GPUs may differ in their last bits."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    for module in network.modules():
+        for name in ("choice", "kept", "inputs"):
+            if isinstance(module, ShapedConv2d | GatedLinear) and hasattr(module, name):
+                buffer = getattr(module, name)
+                value = buffer.long()
+                torch.distributed.broadcast(value, 0)
+                buffer.copy_(value.to(buffer.dtype))
 
 
 def learn_shapes(
@@ -102,6 +135,7 @@ def learn_shapes(
     resume: bool = False,
     device: str = "auto",
     callbacks: Sequence[Any] = (),
+    by: Literal["loss", "energy"] = "loss",
     **options: Any,
 ) -> Learned:
     """Train a copy of a dense network whose filters learn their shapes, within a share of its MACs or time.
@@ -116,7 +150,10 @@ def learn_shapes(
     - `multiple`: filters of one shape come in multiples of this.
     - `where`: the convs that learn, as for `convert`.
 
-    All else goes to `fit`: `out` and `resume` for a run that survives interruptions, `callbacks`, `seed`, `epochs`.
+    - `by`: how shapes are weighed: "loss" measures on a few batches what the loss says of each tap, "energy"
+      looks at the weights alone.
+
+    All else goes to `fit`: `out` and `resume` for a run that survives interruptions, `callbacks`, `seed`.
     Layers whose channels are added to others keep the order of their filters: a shape there has one run of them.
     The network returned has no masks; it was compared with the one that was trained, in float64.
     """
@@ -136,12 +173,31 @@ def learn_shapes(
     costs = _costs(shaped, model, size, budget.kind, None if out is None else Path(out), device)
     chooser = ShapeChooser(free_routes(shaped, size), costs)
     check_reachable(chooser, shaped, budget.share)
-    schedule = ShapeSchedule(chooser, budget.share, recipe.epochs)
+    sample = partial(_sample, data, recipe) if by == "loss" else None
+    schedule = ShapeSchedule(chooser, budget.share, recipe.epochs, sample, options.get("loss"))
     run = {**options, "out": out, "resume": resume, "device": device}
     record = fit(shaped.train(), data, recipe, callbacks=(schedule, *callbacks), **run)
     if not schedule.met and out is not None:  # the run was finished before
         shaped = load_checkpoint(out, network=shaped).network
     return _finished(model, shaped, size, record, out)
+
+
+def _sample(data: Data, recipe: Recipe, epoch: int, network: nn.Module) -> Iterator[tuple[Tensor, Any]]:
+    """A few batches of training images, others after each epoch, prepared as those that the network trains on."""
+    card = carried_by(network)
+    device = next(network.parameters()).device
+    how: dict[str, Any] = {"train": True, "device": device, "seed": _SEED + epoch}
+    preprocess = card.preprocess if card else None
+    loader = make_loader(
+        data.train, batch_size=recipe.batch_size, preprocess=preprocess, augment=augmentation(recipe), **how
+    )
+    before = generator_states(device)
+    yield from islice(loader.epoch(0), SAMPLED)
+    restore_generators(before, device)
+
+
+def _cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
+    return functional.cross_entropy((outputs[0] if isinstance(outputs, tuple) else outputs).float(), targets)
 
 
 def learned_scheme(shapes: Sequence[str] | Scheme, multiple: int = 8) -> Scheme:

@@ -1,11 +1,14 @@
-"""What a run shows: a live line on a terminal, one line per epoch elsewhere, and scalars for charts."""
+"""What a run shows: a moving bar on a terminal or in a notebook, one line per epoch elsewhere."""
 
 from __future__ import annotations
 
+import sys
 import time
-from pathlib import Path
+from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
+from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import require
 from lowrank_cnn.system.text import printable
 from lowrank_cnn.train.record import Epoch
@@ -15,7 +18,7 @@ REFRESH_SECONDS = 0.5
 
 
 class Progress:
-    """Shows nothing. The base of those that do, and what the processes beyond the first use."""
+    """Shows nothing: the base class, used as it is by all processes but the first."""
 
     def __enter__(self) -> Progress:
         return self
@@ -24,7 +27,7 @@ class Progress:
         pass
 
     def due(self) -> bool:
-        """Whether a live figure is wanted now; reading one makes the device wait, so this is seldom so."""
+        """Whether to show figures now. Reading them makes the device wait, so this is seldom true."""
         return False
 
     def say(self, line: str) -> None:
@@ -36,9 +39,12 @@ class Progress:
     def epoch(self, row: Epoch, epochs: int) -> None:
         """Show a finished epoch."""
 
+    def result(self, result: Mapping[str, Any]) -> None:
+        """Show the result on the test images, at the end of a run."""
+
 
 class Lines(Progress):
-    """One line per epoch: for logs, notebooks and pipes."""
+    """One line per epoch: for logs and pipes."""
 
     def say(self, line: str) -> None:
         print(printable(line), flush=True)
@@ -84,7 +90,7 @@ class Live(Progress):
             f"loss {tally.loss / images:.3f}  accuracy {tally.correct / images:.1%}  "
             f"lr {rate:.2g}  {speed:,.0f} images/s"
         )
-        description = f"epoch {-(-iteration // self.per_epoch)}/{self.total // self.per_epoch}"
+        description = f"epoch {ceil_div(iteration, self.per_epoch)}/{self.total // self.per_epoch}"
         self.bar.update(self.task, completed=iteration, description=description, figures=figures)
 
     def epoch(self, row: Epoch, epochs: int) -> None:
@@ -93,36 +99,12 @@ class Live(Progress):
         self.say(epoch_line(row, epochs))
 
 
-class Charts(Progress):
-    """TensorBoard scalars, one set per epoch, beside another way of showing."""
-
-    def __init__(self, shown: Progress, directory: Path, epoch: int) -> None:
-        tensorboard = require("torch.utils.tensorboard", extra="train", purpose="writing TensorBoard scalars")
-        self.shown = shown
-        self.writer: Any = tensorboard.SummaryWriter(str(directory), purge_step=epoch + 1)
-
-    def __enter__(self) -> Charts:
-        self.shown.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.writer.close()
-        self.shown.__exit__(*error)
-
-    def due(self) -> bool:
-        return self.shown.due()
-
-    def say(self, line: str) -> None:
-        self.shown.say(line)
-
-    def step(self, tally: Tally, rate: float, iteration: int) -> None:
-        self.shown.step(tally, rate, iteration)
-
-    def epoch(self, row: Epoch, epochs: int) -> None:
-        for name in ("lr", "train_loss", "train_accuracy", "accuracy", "images_per_second"):
-            if (value := getattr(row, name)) is not None:
-                self.writer.add_scalar(name, value, row.epoch)
-        self.shown.epoch(row, epochs)
+def is_interactive() -> bool:
+    """Whether a bar can move here: on a terminal, and in a notebook that has widgets."""
+    if sys.stdout.isatty():
+        return True
+    rich = require("rich.console", extra="train", purpose="the progress line")
+    return rich.Console().is_jupyter and find_spec("ipywidgets") is not None
 
 
 def epoch_line(row: Epoch, epochs: int) -> str:

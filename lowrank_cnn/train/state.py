@@ -72,12 +72,10 @@ class RunState:
     unsaved_best: dict[str, Tensor] = field(default_factory=dict)
     epoch_end: dict[str, Tensor] = field(default_factory=dict)
 
-    def iteration(self, *, epoch: int | None = None) -> int:
-        """Steps taken so far, or those before the end of an epoch."""
-        per_epoch = len(self.inputs.train)
-        if epoch is not None:
-            return epoch * per_epoch
-        return self.position.epoch * per_epoch + self.position.batch
+    def iteration(self, position: Position | None = None) -> int:
+        """Steps taken so far, or up to another position."""
+        at = position or self.position
+        return at.epoch * len(self.inputs.train) + at.batch
 
     def hold_best(self) -> None:
         """Remember the weights as they are now; the next save writes them."""
@@ -149,7 +147,7 @@ class RunState:
             # The best first: the state that names it is written only once it is there.
             if self.unsaved_best:
                 weights = {f"model.{name}": t for name, t in self.unsaved_best.items()}
-                at = self.iteration(epoch=self.position.best_epoch)
+                at = self.iteration(Position(self.position.best_epoch))
                 directory.store.save(Checkpoint(weights | preprocess, state), at, kind="best", keep=1)
             directory.store.save(Checkpoint(tensors | preprocess, state), self.iteration())
             directory.write_record(self.record)

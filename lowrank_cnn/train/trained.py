@@ -16,10 +16,10 @@ from lowrank_cnn.method.settling import has_learned, settle
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.files import Stored, is_exported, read_card, read_weights
 from lowrank_cnn.models.hub import resolve
-from lowrank_cnn.models.network import TrainingCard
 from lowrank_cnn.models.pretrained import read_pretrained
 from lowrank_cnn.models.rebuild import entry_description, rebuild
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.history import TrainingCard
 from lowrank_cnn.system.provenance import note, notes
 from lowrank_cnn.train.checkpoint import Checkpoint, CheckpointStore, read_checkpoint, read_state
 from lowrank_cnn.train.inputs import augmentation

@@ -115,7 +115,7 @@ class Trainer:
             self.step.prepare(self._rate(self.iteration), self.iteration, epochs=self.iteration / self.per_epoch)
             self.update = self.update or self._build_update(images, targets)
             if self.fabric.device.type == "cpu":
-                self.step_start = StepStart.of(self.network, self.fabric.device)
+                self.step_start = StepStart.of(self.network, self.step.sums)
             self.update(images, targets)
             self.step_start = None
             self.position.batch += 1
@@ -249,6 +249,7 @@ class Trainer:
         if self.fabric.device.type != "cpu" or self.fabric.world_size > 1:
             yield
             return
+        stop.farewell = self._farewell_if_saved
         try:
             with stopping_within(self.network, stop):
                 yield
@@ -260,3 +261,8 @@ class Trainer:
 
     def _farewell(self) -> str:
         return farewell(self.position, self.directory and self.directory.path)
+
+    def _farewell_if_saved(self) -> str | None:
+        """The last words, if all steps that are done are on disk; an evaluation since then can be repeated."""
+        saved = self.state.saved
+        return self._farewell() if saved and self.state.iteration(saved) == self.iteration else None

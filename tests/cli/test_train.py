@@ -17,7 +17,7 @@ from lowrank_cnn.deploy.engines.onnx import node_macs
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
-from lowrank_cnn.train import load_record
+from lowrank_cnn.train import fit, get_recipe, load_record
 from lowrank_cnn.train.evaluation import load_checkpoint
 from lowrank_cnn.train.trainer import Trainer
 
@@ -203,6 +203,22 @@ def test_trained_weights_are_trained_on_and_the_record_says_so(lowrank, squares,
     name = "features.conv1_1.weights.0"
     assert torch.equal(kept.state_dict()[name], theirs.state_dict()[name])
     assert notes(kept).begun_from == tmp_path.name
+
+
+def test_a_run_is_fine_tuned_for_other_classes(lowrank, tmp_path):
+    network = create_model("nin-c3-lr", num_classes=5, in_channels=1, width=0.05, norm="batch")
+    labels = torch.arange(48) % 5
+    split = ResidentSplit.of((40 * labels[:, None, None, None] + torch.zeros(48, 1, 16, 16)).byte(), labels)
+    recipe = get_recipe("modern", epochs=1, batch_size=16)
+    fit(network, Data("five", tuple("abcde"), split, split), recipe, out=tmp_path / "five", device="cpu")
+    frozen = ["--set", "freeze=features.conv1*", "--out", tmp_path / "two"]
+    done = lowrank("train", tmp_path / "five", "--data", "squares", *SMALL[2:], *frozen)
+    assert done.exit_code == 0, done.output
+    assert "The last layer is new, for 2 classes" in done.output
+    record, kept = load_record(tmp_path / "two"), load_checkpoint(tmp_path / "two").network
+    assert record.begun_from == "five, trained"
+    name = "features.conv1_1.weights.0"
+    assert torch.equal(kept.state_dict()[name], network.state_dict()[name])
 
 
 @pytest.mark.parametrize(

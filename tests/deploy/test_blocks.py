@@ -41,8 +41,8 @@ def test_a_network_captured_for_one_size_leaves_other_sizes_to_the_original():
             super().__init__()
             self.conv = nn.Conv2d(3, 4, 3)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.conv(x)
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            y = self.conv(x) * scale
             return torch.relu(y) if y.shape[2] > 4 else y * 2
 
     net = Looks().eval()
@@ -52,6 +52,7 @@ def test_a_network_captured_for_one_size_leaves_other_sizes_to_the_original():
     assert isinstance(whole, ForSizes)
     for x in (large, small):
         torch.testing.assert_close(whole(x), net(x))
+        torch.testing.assert_close(whole(x, scale=3.0), net(x, scale=3.0))
 
 
 @pytest.mark.parametrize("size", [(8, 6), (7, 6), (9, 9)])

@@ -409,3 +409,39 @@ def test_convs_with_a_forward_of_their_own(kind: type[nn.Conv2d], folds: bool):
     assert isinstance(merged[1], nn.Identity) == folds
     x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
     torch.testing.assert_close(merged(x), net(x))
+
+
+class Unit(nn.Module):
+    """A conv and its norm, for every size; or with a path around the norm for small maps."""
+
+    def __init__(self, *, around: bool = False) -> None:
+        super().__init__()
+        self.conv, self.norm, self.around = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), around
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        return y if self.around and x.shape[2] < 8 else self.norm(y)
+
+
+class WithOptions(nn.Module):
+    """Looks at the size of its input and at an option, as Hugging Face's networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.around = Unit(), Unit(around=True)
+        self.outside, self.outside_norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor, raw: bool | None = None) -> torch.Tensor:
+        y = self.outside(self.around(self.plain(x)))
+        return y if raw or x.shape[2] < 4 else self.outside_norm(y)
+
+
+def test_of_a_network_with_options_the_pairs_that_hold_for_every_call_are_folded():
+    net = shaken(WithOptions()).eval()
+    merged = merge(net, example_input=torch.randn(1, 4, 8, 8))
+    assert isinstance(merged.plain.norm, nn.Identity)
+    assert isinstance(merged.around.norm, nn.BatchNorm2d)
+    assert isinstance(merged.outside_norm, nn.BatchNorm2d)
+    for size, options in ((8, {}), (8, {"raw": True}), (6, {}), (3, {})):
+        x = torch.randn(2, 4, size, size)
+        torch.testing.assert_close(merged(x, **options), net(x, **options), rtol=1e-4, atol=1e-5)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowrank_cnn.frontier.record import ANSWERS, RECORD, Frontier, load_frontier, open_frontier, pack, unpack
+from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError
 
 TWO = {"dense": (0.9, 1.0, 2), "lr": (0.8, 0.5, 3)}
@@ -16,7 +17,7 @@ TWO = {"dense": (0.9, 1.0, 2), "lr": (0.8, 0.5, 3)}
 @given(st.lists(st.booleans(), min_size=1, max_size=40))
 def test_answers_come_back_as_they_were_packed(right: list[bool]):
     packed = pack(torch.tensor(right))
-    assert len(packed) == -(-len(right) // 8)
+    assert len(packed) == ceil_div(len(right), 8)
     assert unpack(packed, len(right)).tolist() == right
 
 

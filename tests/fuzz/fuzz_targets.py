@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import lowrank_cnn as lr
-from lowrank_cnn.report.files import read_records
+from lowrank_cnn.report.reading import read_records
 from lowrank_cnn.system.cache import JsonCache, cached_tensors
 from lowrank_cnn.system.files import as_path
 from lowrank_cnn.train import get_recipe, load_record

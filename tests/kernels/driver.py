@@ -25,11 +25,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lowrank_cnn.kernels import gpu
-from lowrank_cnn.kernels.autotune.ahead import compile_ahead
-from lowrank_cnn.kernels.autotune.support import Request
-from lowrank_cnn.kernels.autotune.trial import Trial
+from lowrank_cnn.kernels.autotune.compile_ahead import compile_kernels
+from lowrank_cnn.kernels.autotune.kernel_trial import KernelTrial
+from lowrank_cnn.kernels.autotune.request import Request
 from lowrank_cnn.kernels.between import batch_statistics, normalise, normalise_pool, pool, response_norm
-from lowrank_cnn.kernels.conv import launch
+from lowrank_cnn.kernels.conv import forward, gradients
 from lowrank_cnn.kernels.conv.plans import KernelPlan, plans
 from lowrank_cnn.kernels.fused_neighbours import MOST_CHANNELS
 from lowrank_cnn.kernels.problem import Problem, describe, empty_codes
@@ -142,20 +142,20 @@ def forwards(capability: tuple[int, int]) -> None:
         problem, x, weights = posed(layer, torch.bfloat16)
         bias = torch.zeros(problem.filters)
         for plan in plans(problem, capability=capability):
-            launch.forward(plan, problem, x, weights, bias, empty_codes(problem, x))
+            forward.run_plan(plan, problem, x, weights, bias, empty_codes(problem, x))
     problem, x, weights = posed(LAYERS["lr"], torch.float32)
-    launch.forward(plans(problem, capability=capability)[0], problem, x, weights, None)
+    forward.run_plan(plans(problem, capability=capability)[0], problem, x, weights, None)
     for layer in STEMS.values():
         problem, x, weights = posed(layer, torch.bfloat16, stride=(2, 2))
         for plan in one_of_each_kernel(problem, capability):
-            launch.forward(plan, problem, x, weights, torch.zeros(problem.filters))
+            forward.run_plan(plan, problem, x, weights, torch.zeros(problem.filters))
     for name, stride, activation in EPILOGUES:
         size, groups, _ = LAYERS[name]
         problem, x, weights = posed((size, groups, None), torch.float16, stride=stride, activation=activation)
         problem = replace(problem, residual=True)
         added = torch.zeros(problem.batch, problem.filters, *problem.result_size, dtype=torch.float16)
         for plan in one_of_each_kernel(problem, capability):
-            launch.forward(plan, problem, x, weights, None, None, added)
+            forward.run_plan(plan, problem, x, weights, None, None, added)
 
 
 def forwards_with_statistics(capability: tuple[int, int]) -> None:
@@ -164,7 +164,7 @@ def forwards_with_statistics(capability: tuple[int, int]) -> None:
         size, groups, _ = LAYERS[name]
         problem, x, weights = posed((size, groups, None), torch.bfloat16, stride=stride, activation=None)
         for plan in one_of_each_kernel(problem, capability):
-            launch.forward_with_statistics(plan, problem, x, weights, None)
+            forward.run_with_statistics(plan, problem, x, weights, None)
 
 
 def backwards(capability: tuple[int, int]) -> None:
@@ -173,36 +173,37 @@ def backwards(capability: tuple[int, int]) -> None:
         y = torch.zeros(problem.batch, problem.filters, *problem.result_size, dtype=x.dtype)
         codes = empty_codes(problem, x)
         seen = codes if codes is not None else y.permute(0, 2, 3, 1)
-        launch.gradients(problem, y, x, weights, seen, need_input=x.shape[1] > 3)
+        gradients.compute_gradients(problem, y, x, weights, seen, need_input=x.shape[1] > 3)
     for dtype, stride in ((torch.float16, (2, 2)), (torch.float32, (1, 1))):
         problem, x, weights = posed((*LAYERS["lr"][:2], None), dtype, stride=stride)
         y = torch.zeros(problem.batch, problem.filters, *problem.result_size, dtype=dtype)
-        launch.gradients(problem, y, x, weights, y.permute(0, 2, 3, 1), need_input=stride == (1, 1))
+        gradients.compute_gradients(problem, y, x, weights, y.permute(0, 2, 3, 1), need_input=stride == (1, 1))
 
 
 def neighbours() -> None:
     """Batch norm, max-pool and local response norm, which train beside the composites."""
     x = torch.zeros(128, 192, 16, 16, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     numbers = torch.zeros(192)
-    running, tracked = (numbers, numbers), torch.zeros((), dtype=torch.int64)
-    mean, rstd = batch_statistics.launch_statistics(x, running, tracked, 0.1, 1e-5)
-    batch_statistics.launch_track(mean, rstd, running, tracked, 1024, 0.1, 1e-5)
+    running = (numbers, numbers, torch.zeros((), dtype=torch.int64))
+    mean, rstd = batch_statistics.batch_norm_statistics(x, *running, 0.1, 1e-5)
+    batch_statistics.batch_norm_track(mean, rstd, *running, 1024, 0.1, 1e-5)
     scales = (mean, rstd, numbers, numbers)
     for residual, activation in ((None, "relu"), (x, "relu"), (x, "silu")):
-        normalise.launch_normalise(x, *scales, residual, activation, 0.0)
-        normalise.launch_gradients(x, residual, x, *scales, residual, activation, 0.0)
-    window = pool.window(x.shape, (3, 3), (2, 2), (1, 1), False)
-    y, codes, won = normalise_pool.launch_forward(x, *scales, window, codes=True)
-    normalise_pool.launch_backward(y, codes, won, x, *scales[:3], window)
-    window = pool.window(x.shape, (3, 3), (2, 2), (0, 0), True)
-    codes = torch.zeros((128, *window.result, 192), dtype=torch.uint8)
-    pool.launch_backward(pool.launch_forward(x, window, codes), codes, window)
+        normalise.batch_norm_activation(x, *scales, residual, activation, 0.0)
+        normalise.batch_norm_activation_backward(x, residual, x, *scales, residual, activation, 0.0)
+    window = ((3, 3), (2, 2), (1, 1), False)
+    y, codes, won = normalise_pool.batch_norm_relu_pool(x, *scales, *window, True)
+    normalise_pool.batch_norm_relu_pool_backward(y, codes, won, x, *scales[:3], *window)
+    window = ((3, 3), (2, 2), (0, 0), True)
+    y, codes = pool.max_pool2d(x, *window, True)
+    pool.max_pool2d_backward(y, codes, (16, 16), *window)
     kinds = ((64, torch.bfloat16), (192, torch.bfloat16), (100, torch.float16), (64, torch.float32))
     for channels, dtype in kinds:
         x = torch.zeros(16, channels, 16, 16, dtype=dtype).contiguous(memory_format=torch.channels_last)
-        response_norm.launch_backward(response_norm.launch_forward(x, 5, 1e-4, 0.75, 1.0), x, 5, 1e-4, 0.75, 1.0)
-    response_norm.launch_backward(x, x, MOST_CHANNELS, 1.0, 0.6, 0.0)
-    response_norm.launch_forward(x, MOST_CHANNELS, 1.0, 0.6, 0.0)
+        y = response_norm.local_response_norm(x, 5, 1e-4, 0.75, 1.0)
+        response_norm.local_response_norm_backward(y, x, 5, 1e-4, 0.75, 1.0)
+    response_norm.local_response_norm_backward(x, x, MOST_CHANNELS, 1.0, 0.6, 0.0)
+    response_norm.local_response_norm(x, MOST_CHANNELS, 1.0, 0.6, 0.0)
 
 
 def ahead() -> None:
@@ -210,10 +211,12 @@ def ahead() -> None:
     compiled: list[str] = []
     knobs.compilation.listener = lambda **about: compiled.append(about["metadata"]["name"])
     problem = posed(LAYERS["lr"], torch.bfloat16)[0]
-    compile_ahead([Request(problem, torch.device("cpu"), training=True)])
+    compile_kernels([Request(problem, torch.device("cpu"), training=True)])
     counts = [len(compiled)]
     compile_only({})
-    Trial.random(problem, torch.device("cpu"), training=True).run(plans(problem, capability=(9, 0))[0])
+    KernelTrial.random(Request(problem, torch.device("cpu"), training=True)).run(
+        plans(problem, capability=(9, 0))[0]
+    )
     print(json.dumps([*counts, len(compiled)]))
 
 

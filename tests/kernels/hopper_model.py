@@ -378,3 +378,18 @@ def pad_channels(pixels, size, beyond, border=1):
 def same(height, width):
     rows, columns = (height - 1) // 2, (width - 1) // 2
     return (rows, height - 1 - rows), (columns, width - 1 - columns)
+
+
+def posed(size, groups, stride, activation, **more):
+    torch.manual_seed(4)
+    x, weights = torch.randn(size), [torch.randn(f, size[1], h, w) for h, w, f in groups]
+    padding = [same(h, w) for h, w, _ in groups]
+    options = {"stride": stride, "padding": padding, "activation": activation}
+    return x, weights, torch.randn(sum(f for *_, f in groups)), options, describe(x, weights, **options, **more)
+
+
+def poison(emulated):
+    """Memory for results comes full of NaN, so that what is never written shows."""
+    emulated.empty_result = lambda problem, x: torch.full(
+        (problem.batch, *problem.result_size, problem.filters), torch.nan
+    ).permute(0, 3, 1, 2)

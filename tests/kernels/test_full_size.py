@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import forced
 from lowrank_cnn.kernels.between.response_norm import local_response_norm
-from lowrank_cnn.kernels.conv import launch
+from lowrank_cnn.kernels.conv import forward, gradients
 from lowrank_cnn.kernels.conv.backward import launch_weight_gradient
 from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.plans import plans as plans_of
@@ -72,7 +72,7 @@ def flat(parts) -> torch.Tensor:
 def test_every_plan_gives_the_result(size, groups, pool):
     problem, x, weights, bias, _, y = posed(size, groups, pool)
     for plan in plans(problem):
-        found = launch.forward(plan, problem, x, weights, bias)
+        found = forward.run_plan(plan, problem, x, weights, bias)
         assert off(found, y.detach()) < ROUNDED, str(plan)
         assert worst(found, y.detach()) < ROUNDED, str(plan)
 
@@ -106,7 +106,7 @@ def test_every_plan_gives_stride_residual_and_activation(size, groups, stride, a
     y = composite_reference(*numbers, **options, residual=None if added is None else added.double())
     for plan in plans(problem):
         for _ in range(3):  # a race shows as a moving error
-            found = launch.forward(plan, problem, x, weights, bias, residual=added)
+            found = forward.run_plan(plan, problem, x, weights, bias, residual=added)
             assert off(found, y) < ROUNDED, str(plan)
             assert worst(found, y) < ROUNDED, str(plan)
 
@@ -121,12 +121,12 @@ def test_every_plan_gives_the_statistics(size, groups, stride):
         x.double(), [w.double() for w in weights], None, stride=stride, padding=sides(groups)
     )
     for plan in plans(problem):
-        y, mean, variance = launch.forward_with_statistics(plan, problem, x, weights, None)
+        y, mean, variance = forward.run_with_statistics(plan, problem, x, weights, None)
         assert off(y, right) < ROUNDED, str(plan)
         exact = torch.var_mean(y.double(), (0, 2, 3), correction=0)
         assert off(variance, exact[0]) < SUMMED, str(plan)
         assert float((mean - exact[1]).abs().max()) < SUMMED * float(exact[0].max()) ** 0.5, str(plan)
-        for again in launch.forward_with_statistics(plan, problem, x, weights, None)[1:]:
+        for again in forward.run_with_statistics(plan, problem, x, weights, None)[1:]:
             assert torch.equal(again, mean) or torch.equal(again, variance), str(plan)
 
 
@@ -150,7 +150,7 @@ def test_every_plan_of_a_stem(size, groups, stride, pool):
     assert any(plan.kernel == "overlap" for plan in plans(problem)) or torch.cuda.get_device_capability()[0] != 9
     for plan in plans(problem):
         for _ in range(3):  # a race shows as a moving error
-            found = launch.forward(plan, problem, x, weights, bias)
+            found = forward.run_plan(plan, problem, x, weights, bias)
             assert off(found, y) < ROUNDED, str(plan)
             assert worst(found, y) < ROUNDED, str(plan)
 
@@ -170,7 +170,7 @@ def test_every_plan_of_a_first_layer_gives_the_result_and_the_winners(size, grou
     quads = before[:, :, : 2 * y.shape[2], : 2 * y.shape[3]].unfold(2, 2, 2).unfold(3, 2, 2).flatten(-2)
     for plan in plans(problem):
         codes = empty_codes(problem, x)
-        found = launch.forward(plan, problem, x, weights, bias, codes)
+        found = forward.run_plan(plan, problem, x, weights, bias, codes)
         assert worst(found, y.detach()) < ROUNDED, str(plan)
         code = codes.permute(0, 3, 1, 2).long()
         won = quads.gather(-1, code.clamp(max=3).unsqueeze(-1)).squeeze(-1)
@@ -181,7 +181,7 @@ def test_every_plan_of_a_first_layer_gives_the_result_and_the_winners(size, grou
 def test_the_gradients_of_a_first_layer(size, groups):
     problem, x, weights, bias, exact, y = posed(size, groups, "floor")
     codes = empty_codes(problem, x)
-    launch.forward(plans(problem)[0], problem, x, weights, bias, codes)
+    forward.run_plan(plans(problem)[0], problem, x, weights, bias, codes)
     linear = composite_reference(exact[0], exact[1:-1], None, stride=(1, 1), padding=sides(groups))
     quads = linear[:, :, : 2 * y.shape[2], : 2 * y.shape[3]].unfold(2, 2, 2).unfold(3, 2, 2).flatten(-2)
     code = codes.permute(0, 3, 1, 2).long()
@@ -189,7 +189,7 @@ def test_the_gradients_of_a_first_layer(size, groups):
     grad = torch.randn_like(y).to(x.dtype)
     cut = grad.double() * (code < 4)
     right = torch.autograd.grad(won, exact[1:-1], cut)
-    dx, dw, db = launch.gradients(problem, grad, x, weights, codes, need_input=False)
+    dx, dw, db = gradients.compute_gradients(problem, grad, x, weights, codes, need_input=False)
     assert dx is None
     assert off(flat(dw), flat(right)) < SUMMED
     assert off(db, cut.sum((0, 2, 3))) < SUMMED
@@ -214,11 +214,11 @@ def test_a_compiled_first_layer_trains_alike():
 def test_the_gradients(size, groups):
     problem, x, weights, bias, exact, y = posed(size, groups)
     grad = torch.randn_like(y).to(x.dtype)
-    seen = launch.forward(plans(problem)[0], problem, x, weights, bias)
+    seen = forward.run_plan(plans(problem)[0], problem, x, weights, bias)
     linear = composite_reference(exact[0], exact[1:-1], None, stride=(1, 1), padding=sides(groups))
     cut = grad.double() * (seen > 0)  # results next to zero may be rounded to either side
     right = torch.autograd.grad(linear, exact[:-1], cut)
-    dx, dw, db = launch.gradients(problem, grad, x, weights, seen.permute(0, 2, 3, 1), need_input=True)
+    dx, dw, db = gradients.compute_gradients(problem, grad, x, weights, seen.permute(0, 2, 3, 1), need_input=True)
     assert worst(dx, right[0]) < ROUNDED
     assert off(flat(dw), flat(right[1:])) < SUMMED
     assert off(db, cut.sum((0, 2, 3))) < SUMMED
@@ -231,7 +231,7 @@ def test_the_weights_gradient_of_other_devices(size, groups):
     g = torch.randn(size[0], size[2], size[3], problem.filters, device="cuda", dtype=x.dtype)
     y = composite_reference(exact[0], exact[1:-1], None, stride=(1, 1), padding=sides(groups))
     right = flat(torch.autograd.grad(y, exact[1:-1], g.permute(0, 3, 1, 2).double()))
-    tile = launch._weight_tile(problem, torch.cuda.get_device_capability())
+    tile = gradients._weight_tile(problem, torch.cuda.get_device_capability())
     for _ in range(10):
         found = launch_weight_gradient(problem, g, x.permute(0, 2, 3, 1), 264, tile)
         assert off(flat(found), right) < SUMMED

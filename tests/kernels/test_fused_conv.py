@@ -85,12 +85,12 @@ def frozen_layer(groups=((3, 1, 8), (1, 3, 8)), channels=8, **options):
 @pytest.mark.parametrize("channels", [16, 3])
 def test_frozen_weights_are_packed_once(monkeypatch, channels):
     """In the layout that the chosen kernel reads: rows for many channels, the union of taps for few."""
-    from lowrank_cnn.kernels.conv import launch
+    from lowrank_cnn.kernels.conv import forward
 
     layer, net = frozen_layer(channels=channels)
     x = torch.randn(2, channels, 6, 5, device=DEVICE).contiguous(memory_format=torch.channels_last)
-    made, pack = [], launch.pack_weights
-    monkeypatch.setattr(launch, "pack_weights", lambda layout, *rest: made.append(layout) or pack(layout, *rest))
+    made, pack = [], forward.pack_weights
+    monkeypatch.setattr(forward, "pack_weights", lambda layout, *rest: made.append(layout) or pack(layout, *rest))
     with torch.no_grad(), forced("on"):
         found = [net(x) for _ in range(3)]
         right = F.silu(layer(x))

@@ -62,7 +62,7 @@ def test_where_triton_cannot_build_torch_runs(monkeypatch):
     def fails(*_):
         raise RuntimeError("Failed to find C compiler.")
 
-    monkeypatch.setattr(batch_statistics, "launch_statistics", fails)
+    monkeypatch.setattr(batch_statistics, "batch_norm_statistics", fails)
     monkeypatch.setattr(gpu, "_ABLE", {})
     chain = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)).to(DEVICE)
     x = torch.randn(2, 8, 4, 4, device=DEVICE).contiguous(memory_format=torch.channels_last)
@@ -78,7 +78,7 @@ def test_triton_is_asked_again_where_memory_ran_out(monkeypatch):
     def fails(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(batch_statistics, "launch_statistics", fails)
+    monkeypatch.setattr(batch_statistics, "batch_norm_statistics", fails)
     monkeypatch.setattr(gpu, "_ABLE", {})
     assert not gpu._able(torch.device("cpu"))
     assert gpu._ABLE == {}

@@ -1,8 +1,10 @@
 import copy
+from collections import OrderedDict
+from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from lowrank_cnn.kernels.network_graph import CaptureError, capture, layer_kind
 from lowrank_cnn.kernels.patterns import find_patterns
@@ -135,3 +137,33 @@ def test_a_chain_with_a_hook_inside_is_no_layer():
     assert layer_kind(chain) is None
     captured = capture(nn.Sequential(chain).eval())
     assert [pattern.name for pattern in find_patterns(captured)] == ["0.basis"]
+
+
+@dataclass
+class Answer(OrderedDict):
+    """An output as Hugging Face's are: a dataclass that is a dictionary of what it holds."""
+
+    logits: torch.Tensor | None = None
+    hidden: tuple[torch.Tensor, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self.update({key: value for key, value in vars(self).items() if value is not None})
+
+
+class TakesOptions(LooksAtSizes):
+    def forward(self, x: torch.Tensor, hidden: bool | None = None, **options: object) -> Answer:
+        if x.shape[1] != 4 or options:
+            raise ValueError("four channels and no other options")
+        first = self.conv(x)
+        second = self.norm(first)
+        return Answer(second, hidden=(first, second) if hidden else None)
+
+
+def test_options_that_the_example_leaves_out_keep_their_defaults_and_outputs_their_class():
+    net = TakesOptions().eval()
+    captured = capture(copy.deepcopy(net), X)
+    assert captured.sizes == ((2, 4, 8, 8),)
+    given, right = fx.GraphModule(captured.root, captured.graph)(X), net(X)
+    assert type(given) is Answer
+    assert given.keys() == right.keys() == {"logits"}
+    torch.testing.assert_close(given["logits"], right["logits"])

@@ -135,3 +135,23 @@ def test_our_networks_have_a_pattern_per_layer():
     _, words = joined(net)
     assert len(words) == 8
     assert words[0] == "features.conv1_1 relu pool"
+
+
+def test_a_pattern_ends_where_it_is_not_accepted():
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 3, 1), nn.MaxPool2d(3))
+    whole, second = find_patterns(capture(net))
+    assert whole.activation == "relu"
+    assert (whole.pool, second.pool) == (net[2], net[4])
+    small = find_patterns(capture(net), accepts=lambda layer, parts: parts.get("pool") is not net[4])
+    assert [pattern.pool for pattern in small] == [net[2], None]
+    assert [len(pattern.nodes) for pattern in small] == [3, 1]
+
+
+def test_a_norm_that_no_layer_takes_begins_a_pattern():
+    net = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.SiLU())
+    found = find_patterns(capture(net), norms=True, kinds=("conv", "norm"))
+    assert [(pattern.name, pattern.norm is not None, pattern.activation) for pattern in found] == [
+        ("0", False, "relu"),
+        ("2", True, "silu"),
+    ]
+    assert [pattern.name for pattern in find_patterns(capture(net), norms=True)] == ["2"]

@@ -1,14 +1,15 @@
 import pytest
 
 from lowrank_cnn.kernels.tiles import shares
+from lowrank_cnn.system.arithmetic import ceil_div
 
 
 @pytest.mark.parametrize(("tiles", "boxes"), [(36, 12544), (8, 12544), (144, 3136), (18, 3136), (96, 3136)])
 def test_shares_leave_few_programs_idle(tiles, boxes):
     programs = 264
     count = shares(tiles, boxes, programs)
-    rounds = -(-tiles * count // programs)
-    assert rounds * -(-boxes // count) < 1.06 * tiles * boxes / programs
+    rounds = ceil_div(tiles * count, programs)
+    assert rounds * ceil_div(boxes, count) < 1.06 * tiles * boxes / programs
 
 
 def test_there_are_no_more_shares_than_boxes():

@@ -23,6 +23,12 @@ def schemes(draw: st.DrawFn) -> Scheme:
     if name == "separable":
         halves = draw(st.permutations((("kx1", Fraction(1)), ("1x5", Fraction(2)))))
         return Scheme(name, tuple(halves), draw(AMOUNTS))
+    if name in ("exact", "learned"):
+        mix = draw(st.dictionaries(SHAPES, st.integers(1, 99), min_size=1))
+        number = draw(st.integers(1, 99))
+        given = {"inputs": number} if name == "exact" else {"multiple": number}
+        shapes = ((shape, Fraction(count if name == "exact" else 1)) for shape, count in mix.items())
+        return Scheme(name, tuple(shapes), **given)
     to = {
         "lr": None,
         "lr-join": 1.0,
@@ -40,6 +46,10 @@ def test_a_scheme_round_trips_through_its_string_and_its_dict(scheme: Scheme):
 
 @given(schemes(), st.integers(1, 300), st.sampled_from([(3, 3), (5, 5), (7, 3), (1, 3)]))
 def test_no_filter_is_lost(scheme: Scheme, filters: int, kernel: tuple[int, int]):
+    if scheme.name == "learned":
+        with pytest.raises(LowRankError, match="learned in training"):
+            scheme.stages(kernel, filters)
+        return
     stages = scheme.stages(kernel, filters)
     assert stages[-1].filters == scheme.out_filters(filters)
     if len(stages) == 2:

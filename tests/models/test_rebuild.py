@@ -11,7 +11,7 @@ from torch import nn
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.decomposing import decompose
 from lowrank_cnn.models import create_model
-from lowrank_cnn.models.rebuild import describe, entry_description, rebuild, run_entry
+from lowrank_cnn.models.rebuild import describe, entry_description, rebuild, run_entry, with_classes
 from lowrank_cnn.system.errors import LowRankError
 
 
@@ -85,3 +85,19 @@ def test_a_config_of_another_library_is_not_taken_for_ours():
 def test_damaged_descriptions_are_refused_in_a_sentence(description: dict, says: str):
     with pytest.raises(LowRankError, match=says):
         rebuild(description)
+
+
+@pytest.mark.parametrize("name", ["nin-c3-lr", "vgg11-gmp-lr", "googlenet-lr"])
+def test_a_network_for_other_classes_keeps_all_but_its_last_layers(name: str):
+    network = create_model(name, num_classes=7, width=0.05, norm="batch")
+    fewer = with_classes(network, 3)
+    assert fewer.config == {**network.config, "num_classes": 3}
+    before, after = network.state_dict(), fewer.state_dict()
+    changed = [key for key, tensor in after.items() if not torch.equal(tensor, before[key])]
+    assert changed
+    assert all(before[key].shape[0] == 7 and after[key].shape[0] == 3 for key in changed)
+
+
+def test_a_foreign_network_has_no_other_classes():
+    with pytest.raises(LowRankError, match="not one of our networks"):
+        with_classes(nn.Linear(2, 2), 3)

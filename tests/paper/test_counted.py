@@ -1,7 +1,9 @@
 import pytest
+from torch import nn
 
-from lowrank_cnn.paper.counted import PADDED, count_padded_googlenet, count_row
+from lowrank_cnn.paper.counted import PADDED, build_rival, count_padded_googlenet, count_row
 from lowrank_cnn.paper.published import published, rows
+from lowrank_cnn.system.errors import LowRankError
 
 
 @pytest.mark.parametrize("name", PADDED)
@@ -17,3 +19,11 @@ def test_the_dense_googlenet_was_counted_without_that_padding():
 
 def test_every_row_can_be_counted():
     assert all(count_row(row).macs > 0 for row in rows())
+
+
+def test_rivals_are_known_by_name():
+    vgg, size = build_rival("vgg19")
+    assert sum(isinstance(layer, nn.Conv2d | nn.Linear) for layer in vgg) == 19
+    assert size == (3, 224, 224)
+    with pytest.raises(LowRankError, match="did you mean alexnet"):
+        build_rival("alexnett")

@@ -1,5 +1,7 @@
 """The page in a real browser: charts, choices, zoom, hover, keys, downloads, print, and what must not happen."""
 
+import base64
+import io
 import json
 import shutil
 from collections.abc import Iterator
@@ -7,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from lowrank_cnn.report import read_records, write_report
 
@@ -273,6 +276,36 @@ def test_the_layers_of_the_paper_can_be_chosen_and_each_bar_has_its_own_share(pa
     assert "CPU r = 0.94, GPU r = 0.82" in layers.inner_text()
     layers.locator(".bars_marks path").first.hover()
     assert "14.5M MACs" in shown_tip(page)
+
+
+def test_test_images_are_shown_by_class_by_confusion_and_by_confidence(page: Any):
+    box = page.locator("#details-charts")
+    assert box.locator("figure").count() == 4
+    assert chart(page, "confusion").locator(".cells_marks path").count() > 25
+    assert chart(page, "classes").locator(".bars_marks path").count() == 10
+    chart(page, "confusion").locator(".cells_marks path").nth(1).hover()
+    assert "class 0 taken for class 1" in shown_tip(page)
+    chart(page, "calibration").locator(DOTS).last.focus()
+    assert "confidence" in shown_tip(page)
+    assert "0007.png" in page.locator("#details-worst").inner_text()
+    choose(page, "tiny-imagenet-100, vgg-paper", "#details-choices")
+    choose(page, "vgg11-gmp-lr", "#details-choices")
+    assert "the 25 hardest of 100" in chart(page, "classes").inner_text()
+    assert "details=vgg11-gmp-lr" in page.url
+
+
+def test_worst_images_are_shown_where_the_record_carries_them(browser: Any, tmp_path: Path):
+    drawn = io.BytesIO()
+    Image.new("RGB", (1, 1)).save(drawn, "PNG")
+    pixel = f"data:image/png;base64,{base64.b64encode(drawn.getvalue()).decode()}"
+    worst = [{"image": "a.png", "true": "cat", "predicted": "dog", "probability": 0.9, "thumbnail": pixel}]
+    details = {"per_class": [{"class": "cat", "n": 2, "accuracy": 0.5}], "worst": worst}
+    record = {"kind": "training", "model": {"name": "nin"}, "result": {"top1": 0.5, "details": details}}
+    (tmp_path / "record.json").write_text(json.dumps({**record, "status": "finished"}))
+    for found in opened(browser, write_report([tmp_path], tmp_path / "report.html").as_uri(), 1200, "light"):
+        image = found.locator("#details-worst img")
+        assert image.evaluate("(shown) => shown.complete && shown.naturalWidth") == 1
+        assert "cat, taken for dog (90% sure)" in found.locator("#details-worst").inner_text()
 
 
 def test_the_theme_follows_the_button(page: Any):

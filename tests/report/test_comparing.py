@@ -15,8 +15,7 @@ from lowrank_cnn.report.cards import cards
 from lowrank_cnn.report.comparing import is_twin, twin_id, twin_known
 from lowrank_cnn.report.gathering import gather
 from lowrank_cnn.report.reading import read_record
-from lowrank_cnn.report.records import NetworkId, Records
-from lowrank_cnn.report.result import NetworkResult
+from lowrank_cnn.report.records import NetworkId, NetworkResult, Records
 from lowrank_cnn.report.tables import summary_table
 
 SIZE = (3, 30, 30)

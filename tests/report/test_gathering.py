@@ -5,8 +5,7 @@ import pytest
 
 from lowrank_cnn.report.gathering import comparable, gather
 from lowrank_cnn.report.reading import read_record
-from lowrank_cnn.report.records import Records
-from lowrank_cnn.report.result import NetworkResult
+from lowrank_cnn.report.records import NetworkResult, Records
 
 SIZE = [3, 30, 30]
 

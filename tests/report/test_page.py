@@ -79,6 +79,21 @@ def test_rows_name_their_runs(page: str, runs: Path):
         assert f"{runs / name / 'record.json'}, seed {name[-1]}: " in Reader(page).text
 
 
+def test_records_without_a_checksum_are_shown_as_unsealed(page: str, runs: Path, tmp_path: Path):
+    assert "unsealed" not in Reader(page).text.partition("<script")[0]
+    whole = json.loads((runs / "nin-0" / "record.json").read_text())
+    edited = {**whole, "result": {**whole["result"], "top1": 0.999}}
+    (tmp_path / "edited.json").write_text(json.dumps(edited))  # the checksum is that of other values
+    (tmp_path / "whole.json").write_text(json.dumps(whole))
+    del edited["sha256"]
+    (tmp_path / "unsealed.json").write_text(json.dumps({**edited, "seed": 7}))
+    text = render(read_records([tmp_path]))
+    assert "1 run is unsealed" in text
+    assert "2 runs, 1 unsealed" in text
+    assert re.search(r"unsealed\.json, seed 7: 99\.90%, unsealed<", text)
+    assert re.search(r"edited\.json</code>: its checksum is not the one that was written", text)
+
+
 def test_the_audit_holds_accuracies_against_the_runs_of_the_page():
     results = Path(__file__).parents[2] / "benchmarks" / "results" / "cifar10"
     assert "standard deviation 0.20; reproduced if" in render(read_records([results / "paper"]))

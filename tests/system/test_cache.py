@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lowrank_cnn.deploy.plan_cache import Cache
-from lowrank_cnn.kernels.autotune.store import store_path
+from lowrank_cnn.kernels.autotune.tuned import store_path
 from lowrank_cnn.system.cache import (
     JsonCache,
     cache_folder,

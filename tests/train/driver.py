@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.train import Interrupted, Recipe, Record, fit
-from lowrank_cnn.train.failure import StopRequest
+from lowrank_cnn.train.failure import StopRequest, may_end_process
+from lowrank_cnn.train.learning_shapes import Learned, learn_shapes
 from lowrank_cnn.train.trainer import Trainer
 
 STATEFUL = Recipe(
@@ -119,6 +121,35 @@ def train_as_one_of_many(out: Path, dies_at: int | None) -> None:
     train(out, PLAIN, resume=True, checkpoint_every=0.0)
 
 
+class Stuck(nn.Module):
+    """Waits within one operation, as a large conv does for seconds, when it is called for the n-th time."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.calls = at, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.at:
+            signal.siginterrupt(signal.SIGINT, False)  # else the signal would end the wait
+            print("stuck", flush=True)
+            ctypes.CDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+        return x
+
+
+def train_until_stuck(out: Path) -> None:
+    layers = [*tiny_net(stateful=True).children()]
+    network = nn.Sequential(*layers[:3], Stuck(at=9), *layers[3:])
+    with may_end_process():
+        fit(network, tiny_data(), STATEFUL, out=out, checkpoint_every=0.0, progress=False, device="cpu")
+
+
+def learn(out: Path) -> Learned:
+    """A tiny run that learns shapes."""
+    options = {"progress": False, "device": "cpu", "shapes": ("kx1", "1xk", "kxk", "none"), "multiple": 1}
+    return learn_shapes(tiny_net(stateful=True), tiny_data(), PLAIN, macs=0.6, out=out, resume=True, **options)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     command, out = sys.argv[1], Path(sys.argv[2])
@@ -127,6 +158,10 @@ def main() -> None:
     elif command == "processes":
         dies_at = int(sys.argv[3]) if len(sys.argv) > 3 else None
         train_as_one_of_many(out, dies_at)
+    elif command == "stuck":
+        train_until_stuck(out)
+    elif command == "shapes":
+        learn(out)
     elif command == "endless":
         try:
             train(out, progress=True, epochs=100_000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Interrupted, NotFiniteError, OutOfMemoryError, fit, load_record
 from lowrank_cnn.train.failure import (
+    PATIENCE_SECONDS,
     StoppedWithin,
     StopRequest,
     first_not_finite,
@@ -259,3 +261,16 @@ def test_it_is_said_at_once(capsys):
         stop._receive(2, None)
         stop._receive(2, None)
     assert capsys.readouterr().err.count("Stopping at the next safe point") == 1
+
+
+def test_an_operation_that_takes_long_does_not_delay_the_stop(driver, program, tmp_path):
+    process = program("stuck", tmp_path)
+    assert process.stdout.readline().strip() == "stuck"
+    saved = driver.newest(tmp_path)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert time.monotonic() - began < PATIENCE_SECONDS + 2  # some of it to end the process on a busy machine
+    assert process.returncode == 130
+    assert said.index("Stopping at the next safe point") < said.index("all is saved")
+    assert driver.newest(tmp_path) == saved > 0

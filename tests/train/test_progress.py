@@ -1,12 +1,10 @@
-"""What a run shows on a terminal, elsewhere, and in charts."""
+"""What a run shows on a terminal, in a notebook, and elsewhere."""
 
 from __future__ import annotations
 
 import io
 
-import pytest
-
-from lowrank_cnn.train.progress import Charts, Lines, Live, Progress
+from lowrank_cnn.train.progress import Lines, Live, Progress, is_interactive
 from lowrank_cnn.train.record import Epoch
 from lowrank_cnn.train.step import Tally
 
@@ -55,24 +53,14 @@ def test_the_last_step_belongs_to_the_last_epoch():
         assert live.bar.tasks[0].description == f"epoch {epoch}/2"
 
 
-def test_scalars_for_tensorboard(driver, tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    driver.train(tmp_path, driver.PLAIN, tensorboard=True)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert {"lr", "train_loss", "accuracy"} <= set(events.Tags()["scalars"])
-    assert [event.step for event in events.Scalars("train_loss")] == [1, 2, 3]
-
-
-def test_charts_pass_everything_on(tmp_path, capsys):
-    pytest.importorskip("tensorboard")
-    with Charts(Lines(), tmp_path, epoch=0) as charts:
-        charts.say("hello")
-        charts.epoch(ROW, 10)
-        assert not charts.due()
-    assert capsys.readouterr().out.startswith("hello\nepoch 2/10")
+def test_a_bar_moves_on_a_terminal_and_in_a_notebook_with_widgets(monkeypatch):
+    assert not is_interactive()
+    for jupyter, widgets, moves in ((True, True, True), (True, None, False), (False, True, False)):
+        monkeypatch.setattr("rich.console._is_jupyter", lambda jupyter=jupyter: jupyter)
+        monkeypatch.setattr("lowrank_cnn.train.progress.find_spec", lambda _, widgets=widgets: widgets)
+        assert is_interactive() == moves
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert is_interactive()
 
 
 def test_silence_is_the_default(capsys):

@@ -25,6 +25,7 @@ from lowrank_cnn.data.readers.decoded_cache import DecodedRows, decoded_once
 from lowrank_cnn.data.readers.image_store import ImageStore
 from lowrank_cnn.data.resident import Decoded
 from lowrank_cnn.data.types import Bad, Problems, Size
+from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError
 
 OTHER_SIZE = "image of another size, resized"
@@ -45,7 +46,7 @@ class Chunks(Dataset):
     any_size: bool
 
     def __len__(self) -> int:
-        return -(-len(self.rows) // _CHUNK)
+        return ceil_div(len(self.rows), _CHUNK)
 
     def __getitem__(self, chunk: int) -> tuple[Tensor, Tensor, list[tuple[str, str]]]:
         rows = self.rows[chunk * _CHUNK : (chunk + 1) * _CHUNK].tolist()

@@ -20,6 +20,7 @@ from lowrank_cnn.data.images.decode import BadImageError
 from lowrank_cnn.data.readers.bounded import MOST_SHARDS, READ_ERRORS, check_rows, read_binaries, read_integers
 from lowrank_cnn.data.readers.image_store import NO_LABEL
 from lowrank_cnn.data.types import Problems
+from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError, require
 from lowrank_cnn.system.files import is_regular
 
@@ -87,7 +88,7 @@ class ParquetStore:
 
     def keep(self, places: int, rows: int) -> None:
         mean = max(1, len(self.labels) // len(self.groups))
-        self._capacity = places * (-(-rows // mean) + 1)
+        self._capacity = places * (ceil_div(rows, mean) + 1)
 
     def _find(self, row: int) -> tuple[int, int]:
         index = bisect_right(self._starts, row) - 1

@@ -17,6 +17,7 @@ from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, stack
 from lowrank_cnn.data.images.framing import Framing, ScaledCrop, frame_image
 from lowrank_cnn.data.readers.image_store import ImageStore
 from lowrank_cnn.data.types import generator
+from lowrank_cnn.system.arithmetic import ceil_div
 
 TOO_MANY = "too many images are bad"
 _TRIES = 64
@@ -112,7 +113,7 @@ class EpochParts(Dataset):
 
     @property
     def batches(self) -> int:
-        return -(-self.lanes.shape[1] // self.per_lane)
+        return ceil_div(self.lanes.shape[1], self.per_lane)
 
     def __getitem__(self, key: tuple[int, int]) -> BatchPart:
         draws, keys = self._draws(key[0]), list(self._places(*key))

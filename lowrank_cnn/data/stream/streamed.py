@@ -23,6 +23,7 @@ from lowrank_cnn.data.stream.lanes import WINDOW, epoch_lanes, lane_count, rank_
 from lowrank_cnn.data.stream.parts import BatchPart, EpochParts, Trouble, trouble_of
 from lowrank_cnn.data.stream.prefetch import Made, ahead
 from lowrank_cnn.data.types import Bad, Decode, Problems, Size, check_batches, generator
+from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError
 
 _SAMPLE = 1024
@@ -159,7 +160,7 @@ class StreamedLoader:
         self, lanes: Tensor, mine: range, per_lane: int, *, draw: tuple[str | int, ...] | None
     ) -> EpochParts:
         parts = min(max(1, self.workers), len(mine))
-        self.split.store.keep(-(-len(mine) // parts), WINDOW if draw else per_lane)
+        self.split.store.keep(ceil_div(len(mine), parts), WINDOW if draw else per_lane)
         channels, encoded = self.split.channels, self._decoder is not None
         return EpochParts(self.split.store, lanes, mine, per_lane, parts, channels, self._framing, draw, encoded)
 

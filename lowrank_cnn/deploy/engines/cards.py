@@ -21,9 +21,7 @@ def write_card(
     lines = [f"# {name}, {precision}, for {runner.engine} {_version(path)}", ""]
     lines += [f"- {si(macs)} multiply-accumulates an image"]
     lines += [f"- takes {_ports(runner.inputs)}", f"- gives {_ports(runner.outputs)}"]
-    lines += (
-        [f"- differs from the network in torch by {error:.1e} of the largest output at most"] if error else []
-    )
+    lines += [f"- differs from the network in torch by {error:.1e} of the largest output at most"] if error else []
     lines += [f"- {accuracy}"] if accuracy else []
     lines += _preparation(runner)
     lines += ["", "```python", snippet(path, runner, precision), "```", ""]

@@ -1,1 +1,1 @@
-"""What is timed, compared and chosen on a device, and where that is kept."""
+"""Time, compare and choose plans on a device, and store the results."""

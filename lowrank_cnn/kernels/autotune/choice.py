@@ -1,9 +1,9 @@
-"""Fused or not: what is supported, what was measured faster here, and the choice, kept on disk.
+"""Choose between the fused kernels and torch: by what is supported, and by times measured on this device.
 
-Two times are measured for each path. The device's own decides for CUDA graphs; the time of a call from Python, in
-which launches of small kernels weigh more than their work, decides everywhere else. Nothing is measured while a
-graph is captured or torch.compile traces: then the stored choice holds, or the default one. A plan whose results
-are not torch's is never chosen.
+Each path has two times. The device's own time decides inside CUDA graphs. Elsewhere the time of a call from Python
+decides, in which launches of small kernels cost more than their work. Nothing is measured while a graph is
+captured or torch.compile traces: the stored choice applies then, or the default. A plan is never chosen unless its
+results agree with torch's.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowrank_cnn.kernels.autotune import store
-from lowrank_cnn.kernels.autotune.measure import FAILED, Times, agrees, times
-from lowrank_cnn.kernels.autotune.support import Request, plans_of, refusal
-from lowrank_cnn.kernels.autotune.table import entry_of, key_of, plan_for, plan_in, tuned_plan
+from lowrank_cnn.kernels import gpu
+from lowrank_cnn.kernels.autotune import tuned
+from lowrank_cnn.kernels.autotune.kernel_trial import agrees, times
+from lowrank_cnn.kernels.autotune.request import Request, plans_of, refusal
+from lowrank_cnn.kernels.autotune.tuned import FAILED, Times, entry_of, plan_for, plan_in, tuned_plan
 from lowrank_cnn.kernels.mode import is_for_graphs, is_tuning, mode, survey
 from lowrank_cnn.kernels.problem import CallOptions, Problem, pose
 
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from lowrank_cnn.kernels.conv.plans import KernelPlan
 
 DECISIVE_RATIO = 2
-"""Where torch's path takes so many times as long as ours, it is not measured again with cuDNN's search."""
+"""If torch without cuDNN's search takes this many times as long as ours, the search is skipped."""
+LARGE = 1e8
+"""MACs from which a layer is expected to hide the cost of a launch."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,9 @@ def plan_text(
     need_input: bool,
     bias: torch.dtype | None = torch.float32,
 ) -> str | None:
-    """The choice for a call, by plain values: a plan as text, None for torch.
+    """The choice for a call, from plain values to plain values: a plan as text, None for torch.
 
-    `shapes` are the input's size and those of the weights; `asked` holds the fields of `CallOptions`.
+    `shapes` are those of the input and of the weights; `asked` holds the fields of `CallOptions`.
     """
     problem = pose(shapes[0], shapes[1:], dtype, **CallOptions(*asked)._asdict())
     chosen = choose(problem, device, training=training, need_input=need_input, bias=bias)
@@ -79,7 +82,7 @@ def choose(
 
 
 def in_question(request: Request) -> list[KernelPlan]:
-    """The plans that a choice would try: all where it tunes, the default, or none but the one it has stored."""
+    """The plans that a choice would run: all if it tunes, else the stored one or the default."""
     if mode() == "on" or not (_to_tune(request) or _stored(request) is None):
         choice = choose(request.problem, request.device, training=request.training, need_input=request.need_input)
         return [choice.plan] if choice.plan else []
@@ -87,12 +90,8 @@ def in_question(request: Request) -> list[KernelPlan]:
     return plans if is_tuning() else plans[:1]
 
 
-def _to_tune(request: Request) -> bool:
-    return is_tuning() and not (entry_of(request) or {}).get("tuned")
-
-
 def fastest(problem: Problem, device: torch.device, *, training: bool, need_input: bool = True) -> float | None:
-    """Milliseconds of the path that a problem takes, measured now if that can be; None where it is not known."""
+    """Milliseconds of the path that a problem takes, measured now if possible; None if unknown."""
     choose(problem, device, training=training, need_input=need_input)
     entry = entry_of(Request(problem, device, training, need_input))
     return min(entry[path][_way()] for path in ("fused", "torch")) if entry else None
@@ -109,57 +108,51 @@ def explain(problem: Problem, device: torch.device | str = "cuda", *, training: 
 
 
 def _default(request: Request) -> Choice:
-    """Unmeasured: fused on Hopper where the work is large enough to hide a launch, else torch."""
-    hopper = request.device.type == "cuda" and torch.cuda.get_device_capability(request.device)[0] == 9
-    if hopper and request.problem.macs > 1e8:
-        return Choice(
-            True, "not measured; the default for large layers", plans_of(request.problem, request.device)[0]
-        )
+    """The choice without times: fused on Hopper for large layers, else torch."""
+    if gpu.capability_of(request.device)[0] == 9 and request.problem.macs > LARGE:
+        plan = plans_of(request.problem, request.device)[0]
+        return Choice(True, "not measured; the default for large layers", plan)
     return Choice(False, "not measured; the default for small layers and other GPUs")
 
 
 def _measured(request: Request) -> Choice | None:
-    """Time the paths now, unless a graph is being captured or traced."""
-    problem, device, training = request.problem, request.device, request.training
-    if torch.compiler.is_compiling() or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    """Time both paths now and store the times; None while a graph is captured or traced, or if nothing runs."""
+    capturing = request.device.type != "cuda" or torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or capturing:
         return None
-    plan, tried = _fastest(problem, device, request.bias)
-    ours = times(problem, device, plan, training=training, bias=request.bias)
+    plan, tried = _fastest(request)
+    ours = times(request, plan)
     by_torch = _by_torch(request, ours or FAILED)
     if all(path in (None, FAILED) for path in (ours, by_torch)):
-        return None  # nothing runs here now, as within a tracer's own tensors
-    right = agrees(problem, device, plan, training=training, bias=request.bias)
+        return None  # as on the fake tensors of a tracer
+    right = agrees(request, plan)
     entry = {
         "torch": (by_torch or FAILED)._asdict(),
         "fused": ((right and ours) or FAILED)._asdict(),
         "plan": str(plan),
         "tuned": is_tuning(),
     }
-    # Memory that ran out says nothing of a path: this run does without it, and a later one measures again.
-    store.keep(key_of(request), entry, lasting=tried and None not in (by_torch, ours, right))
+    # If memory ran out, this run does without the path, and a later run measures again.
+    tuned.keep(request, entry, lasting=tried and None not in (by_torch, ours, right))
     return _choice(entry)
 
 
 def _by_torch(request: Request, ours: Times) -> Times | None:
-    """What torch's own path takes.
-
-    Where cuDNN searches for its fastest algorithms, it does so for seconds a layer: only where that may decide.
-    """
-    how = {"training": request.training, "bias": request.bias}
+    """The times of torch's own path. cuDNN's search takes seconds per layer: only if it may decide."""
     if torch.backends.cudnn.benchmark and request.problem.dtype.itemsize == 2:
-        with _unsearched():
-            found = times(request.problem, request.device, None, **how)
+        with _without_search():
+            found = times(request, None)
         if found is None or all(DECISIVE_RATIO * mine < theirs for mine, theirs in zip(ours, found, strict=True)):
             return found
-    return times(request.problem, request.device, None, **how)
+    return times(request, None)
 
 
 @contextlib.contextmanager
-def _unsearched() -> Iterator[None]:
-    """Without cuDNN's search, and apart from what torch keeps for convolutions with it.
+def _without_search() -> Iterator[None]:
+    """Run convs without cuDNN's search, and without effect on later convs with it.
 
-    Torch keeps the algorithm of a shape whether it was searched for or not, and looks no further. TF32, which
-    means nothing to 16 bits, is part of what it keeps them by.
+    Torch remembers the algorithm of a shape, whether it was searched for or not, under a key that includes the
+    TF32 setting. That setting means nothing to 16-bit convs, so flipping it keeps the two apart.
     """
     cudnn = torch.backends.cudnn
     searches, exact = cudnn.benchmark, cudnn.allow_tf32
@@ -170,18 +163,28 @@ def _unsearched() -> Iterator[None]:
         cudnn.benchmark, cudnn.allow_tf32 = searches, exact
 
 
-def _fastest(problem: Problem, device: torch.device, bias: torch.dtype | None) -> tuple[KernelPlan, bool]:
-    """Where tuning, the plan whose forward is right and fastest, and whether memory let all be tried."""
-    plans = plans_of(problem, device)
+def _fastest(request: Request) -> tuple[KernelPlan, bool]:
+    """The default plan, or while tuning the fastest right one; and whether memory sufficed to try all plans."""
+    plans = plans_of(request.problem, request.device)
     if not is_tuning() or len(plans) == 1:
         return plans[0], True
-    if (tuned := tuned_plan(problem, device)) is not None:
-        return tuned, True
-    right = {plan: agrees(problem, device, plan, training=False, bias=bias) for plan in plans}
+    if (found := tuned_plan(request.problem, request.device)) is not None:
+        return found, True
+    inference = Request(request.problem, request.device, bias=request.bias)
+    right = {plan: agrees(inference, plan) for plan in plans}
     candidates = [plan for plan in plans if right[plan]] or plans
-    taken = {plan: times(problem, device, plan, training=False, bias=bias) for plan in candidates}
+    taken = {plan: times(inference, plan) for plan in candidates}
     tried = None not in (*right.values(), *taken.values())
     return min(taken, key=lambda plan: (taken[plan] or FAILED).graph), tried
+
+
+def _to_tune(request: Request) -> bool:
+    return is_tuning() and not (entry_of(request) or {}).get("tuned")
+
+
+def _stored(request: Request) -> Choice | None:
+    entry = entry_of(request)
+    return _choice(entry) if entry else None
 
 
 def _choice(entry: dict[str, Any]) -> Choice:
@@ -193,8 +196,3 @@ def _choice(entry: dict[str, Any]) -> Choice:
 
 def _way() -> str:
     return "graph" if is_for_graphs() else "call"
-
-
-def _stored(request: Request) -> Choice | None:
-    entry = entry_of(request)
-    return _choice(entry) if entry else None

@@ -1,1 +1,1 @@
-"""What stands between the convolutions of a network: norms and max-pools, forward and backward."""
+"""Kernels for the layers between convolutions: norms and max-pools, forward and backward."""

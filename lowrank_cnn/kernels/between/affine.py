@@ -1,6 +1,5 @@
-"""What batch norms share: the values of a channel, and the activations that follow, with their slopes."""
+"""Shared by the batch norm kernels: loading the values of channels, activations and their derivatives."""
 
-# ruff: noqa: N803
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
@@ -15,8 +14,11 @@ ROOT_TWO_PI = tl.constexpr(2.5066282746310002)
 
 
 @triton.jit
-def of_channels(mean, rstd, weight, bias, lane, TOTAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
-    """Mean, reciprocal deviation, weight and bias [TOTAL] of some channels, in float32, as [1, channels]."""
+def of_channels(
+    mean, rstd, weight, bias,  # [TOTAL]
+    lane, TOTAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Mean, reciprocal deviation, weight and bias of some channels, in float32, as [1, channels]."""
     inside = lane < TOTAL
     m = tl.load(mean + lane, mask=inside, other=0.0)
     r = tl.load(rstd + lane, mask=inside, other=0.0)
@@ -31,7 +33,7 @@ def of_channels(mean, rstd, weight, bias, lane, TOTAL: tl.constexpr, WEIGHT: tl.
 
 @triton.jit
 def activated(z, slope, ACTIVATION: tl.constexpr):
-    """The activation, as `kernels.activation` names it; NaN stays NaN."""
+    """Apply an activation, named as in `kernels.activation`; NaN stays NaN."""
     if ACTIVATION == "relu":
         z = tl.where(z < 0, 0.0, z)
     elif ACTIVATION == "leaky_relu":
@@ -47,7 +49,7 @@ def activated(z, slope, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def times_slope(g, z, slope, ACTIVATION: tl.constexpr):
-    """The gradient before the activation, of that after it; at a kink as torch has it."""
+    """The gradient before the activation, from the one after it; at a kink as in torch."""
     if ACTIVATION == "relu":
         g = tl.where(z <= 0, 0.0, g)
     elif ACTIVATION == "leaky_relu":
@@ -63,5 +65,5 @@ def times_slope(g, z, slope, ACTIVATION: tl.constexpr):
 
 
 def affine(mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
-    """What the kernels read per channel; where there is no weight or bias, anything: it is not read."""
+    """The kernels' pointers to values per channel; for a missing weight or bias a pointer that is not read."""
     return mean, rstd, mean if weight is None else weight, mean if bias is None else bias

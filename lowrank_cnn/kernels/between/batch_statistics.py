@@ -1,15 +1,17 @@
-"""Statistics of a batch per channel, over channels-last maps, and the running ones of a batch norm.
+"""Mean and reciprocal deviation of a batch per channel, and the running statistics of a batch norm.
 
-The pixels are shared out among programs, each of which leaves its mean and squared deviations to a small merge.
-There are no atomics: the result is the same every time. Statistics that a conv's epilogue has gathered need the
-last step alone (`batch_norm_track`).
+Layout: maps are [pixels, channels], channels-last. The pixels are divided among as many programs as the GPU runs
+at once; each goes over its share in blocks of PIXELS x LANES and stores its mean and squared deviations. A second,
+small kernel merges the shares and updates the running statistics. There are no atomics, so results are
+reproducible. If a conv's epilogue has gathered the statistics, only the last step remains (`batch_norm_track`).
 """
 
-# ruff: noqa: N803
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,13 +22,14 @@ from lowrank_cnn.kernels import gpu
 from lowrank_cnn.kernels.gpu import on_its_device
 from lowrank_cnn.kernels.problem import pixels_last
 from lowrank_cnn.kernels.tiles import lanes_of, power_above
+from lowrank_cnn.system.arithmetic import ceil_div
 
 VALUES = 4096
-"""Values per program and turn: with 128 threads, four loads of 16 bytes of bfloat16 each."""
+"""Values per program and round: with 128 threads, four loads of 16 bytes of bfloat16 each."""
 RESIDENT = {4096: 3, 2048: 4}
-"""Programs per multiprocessor that share a sum, by values of a turn: as many as its registers hold at once."""
+"""Programs per multiprocessor, by values of a round: as many as its registers hold at once."""
 PARTS = 512
-"""The most parts of a sum: the merge holds all parts of its channels at once."""
+"""The most shares: the merge holds all shares of its channels at once."""
 MERGED = 8
 """Channels per program of the merge."""
 
@@ -39,9 +42,9 @@ def statistics(
     pixels,
     TOTAL: tl.constexpr, ROUNDS: tl.constexpr, PIXELS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Mean and sum of squared deviations of a share of the pixels.
+    """The mean and the sum of squared deviations of this program's pixels.
 
-    Sums are taken of what lies above the mean of the share's first block: what cancels is then bounded by the
+    Sums are of the differences from the mean of the program's first block. Cancellation is then bounded by the
     number of blocks, however far the mean is from zero.
     """
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
@@ -51,6 +54,7 @@ def statistics(
     inside = (lane < TOTAL)[None, :]
     keep = (start + row < pixels)[:, None] & inside
     block = tl.load(x + place, mask=keep, other=0.0).to(tl.float32)
+    # The mean of the first block, which is subtracted from all values.
     about = tl.sum(block, 0) / tl.minimum(pixels - start, PIXELS)
     above = tl.zeros((PIXELS, LANES), tl.float32)
     squared = tl.zeros((PIXELS, LANES), tl.float32)
@@ -69,10 +73,13 @@ def statistics(
 
 @triton.jit
 def keep_running(
-    centre, squared, running_mean, running_var, tracked, lane, inside, pixels, momentum,
+    centre, squared,  # [LANES]: the batch's mean and sum of squared deviations
+    running_mean, running_var,  # [TOTAL], updated
+    tracked,  # [1] int64, updated
+    lane, inside, pixels, momentum,
     RUNNING: tl.constexpr, TRACKED: tl.constexpr,
 ):  # fmt: skip
-    """Bring the running statistics [TOTAL] up by a batch's mean and squared deviations, as torch does."""
+    """Update the running statistics and the count of batches, as torch does."""
     if RUNNING:
         old = tl.load(running_mean + lane, mask=inside, other=0.0).to(tl.float32)
         tl.store(running_mean + lane, old + momentum * (centre - old), mask=inside)
@@ -86,21 +93,23 @@ def keep_running(
 def merge(
     means, squares,  # [shares, TOTAL] float32
     mean, rstd,  # [TOTAL] float32, written
-    running_mean, running_var,  # [TOTAL], brought up
-    tracked,  # one whole number, brought up
+    running_mean, running_var,  # [TOTAL], updated
+    tracked,  # [1] int64, updated: the count of batches
     pixels, share, shares, momentum, eps,
     TOTAL: tl.constexpr, RUNNING: tl.constexpr, TRACKED: tl.constexpr, SHARES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of all pixels from those of shares of `share` pixels (Chan et al. 1979), and the running ones."""
+    """Merge the statistics of shares of `share` pixels each (Chan et al. 1979), and update the running ones."""
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     inside = lane < TOTAL
     part = tl.arange(0, SHARES)
     keep = (part < shares)[:, None] & inside[None, :]
     count = tl.minimum(pixels - part * share, share).to(tl.float32)[:, None]
     place = part[:, None] * TOTAL + lane[None, :]
+    # The mean of all, as a weighted sum of differences from the first share's mean.
     first = tl.load(means + lane, mask=inside, other=0.0)
     above = tl.where(keep, (tl.load(means + place, mask=keep, other=0.0) - first[None, :]) * count, 0.0)
     centre = first + tl.sum(above, 0) / pixels
+    # Squared deviations within the shares, and those of the shares' means.
     off = tl.load(means + place, mask=keep, other=0.0) - centre[None, :]
     within = tl.load(squares + place, mask=keep, other=0.0)
     squared = tl.sum(tl.where(keep, within + off * off * count, 0.0), 0)
@@ -116,12 +125,12 @@ def merge(
 def track(
     mean, variance,  # [TOTAL] float32
     rstd,  # [TOTAL] float32, written
-    running_mean, running_var,  # [TOTAL], brought up
-    tracked,  # one whole number, brought up
+    running_mean, running_var,  # [TOTAL], updated
+    tracked,  # [1] int64, updated: the count of batches
     pixels, momentum, eps,
     TOTAL: tl.constexpr, RUNNING: tl.constexpr, TRACKED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The last step of `merge`, from a mean and a variance that are known."""
+    """The last step of `merge` for a known mean and variance."""
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     inside = lane < TOTAL
     centre = tl.load(mean + lane, mask=inside, other=0.0)
@@ -133,64 +142,28 @@ def track(
     )  # fmt: skip
 
 
-@on_its_device
-def launch_statistics(
-    x: Tensor, running: tuple[Tensor, Tensor] | None, tracked: Tensor | None, momentum: float, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Mean and reciprocal deviation per channel in float32; running statistics and their count follow in place."""
-    channels, pixels = x.shape[1], x.numel() // x.shape[1]
-    lanes, block, rounds, shares = share_out(pixels, channels, x.device)
-    parts = torch.empty((2, shares, channels), device=x.device, dtype=torch.float32)
-    statistics[(shares, -(-channels // lanes))](
-        pixels_last(x), parts[0], parts[1], pixels,
-        TOTAL=channels, ROUNDS=rounds, PIXELS=block, LANES=lanes, num_warps=4,
-    )  # fmt: skip
-    mean, rstd = (torch.empty(channels, device=x.device, dtype=torch.float32) for _ in range(2))
-    merge[(-(-channels // MERGED),)](
-        parts[0], parts[1], mean, rstd, *(running or (mean, rstd)), tracked if tracked is not None else mean,
-        pixels, block * rounds, shares, momentum, eps, TOTAL=channels, RUNNING=running is not None,
-        TRACKED=tracked is not None, SHARES=power_above(shares), LANES=MERGED, num_warps=4,
-    )  # fmt: skip
-    return mean, rstd
+class Sharing(NamedTuple):
+    """How a sum over pixels is divided: channels and pixels of a block, blocks per program, programs."""
+
+    lanes: int
+    block: int
+    rounds: int
+    count: int
 
 
-@on_its_device
-def launch_track(
-    mean: Tensor,
-    variance: Tensor,
-    running: tuple[Tensor, Tensor] | None,
-    tracked: Tensor | None,
-    pixels: int,
-    momentum: float,
-    eps: float,
-) -> Tensor:
-    """The reciprocal deviation; running statistics and their count follow in place."""
-    channels, rstd = len(mean), torch.empty_like(mean)
-    lanes = min(256, power_above(channels))
-    track[(-(-channels // lanes),)](
-        mean, variance, rstd, *(running or (mean, variance)), tracked if tracked is not None else mean,
-        pixels, momentum, eps, TOTAL=channels, RUNNING=running is not None, TRACKED=tracked is not None,
-        LANES=lanes, num_warps=4,
-    )  # fmt: skip
-    return rstd
-
-
-def share_out(
-    pixels: int, channels: int, device: torch.device, values: int | None = None
-) -> tuple[int, int, int, int]:
-    """How a sum over pixels is shared: channels and pixels of a block, blocks per share, and shares.
-
-    A kernel that needs many registers per value takes fewer `values` at a time than the others.
-    """
+def share_out(pixels: int, channels: int, device: torch.device, values: int | None = None) -> Sharing:
+    """Divide a sum over pixels. A kernel that needs many registers per value takes fewer `values` per round."""
     values, lanes = values or VALUES, lanes_of(channels)
     block = values // lanes
-    wanted = min(PARTS, max(1, gpu.multiprocessors(device) * RESIDENT.get(values, 3) // -(-channels // lanes)))
-    blocks = -(-pixels // block)
-    rounds = -(-blocks // wanted)
-    return lanes, block, rounds, -(-blocks // rounds)
+    programs = gpu.multiprocessors(device) * RESIDENT.get(values, 3)
+    wanted = min(PARTS, max(1, programs // ceil_div(channels, lanes)))
+    blocks = ceil_div(pixels, block)
+    rounds = ceil_div(blocks, wanted)
+    return Sharing(lanes, block, rounds, ceil_div(blocks, rounds))
 
 
 @torch.library.custom_op("lowrank::batch_norm_statistics", mutates_args=("running_mean", "running_var", "tracked"))
+@on_its_device
 def batch_norm_statistics(
     x: Tensor,
     running_mean: Tensor | None,
@@ -199,13 +172,25 @@ def batch_norm_statistics(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Mean and reciprocal deviation of a batch per channel; the running ones and their count are brought up.
+    """Mean and reciprocal deviation of a batch per channel, in float32; updates the running ones and their count.
 
-    It is an operator of its own because one that changes its arguments cannot have a gradient in torch. The
-    gradient of the normalised result counts the statistics as functions of the input, which they are.
+    It is an operator of its own because torch allows no gradient for operators that change their arguments. The
+    gradient of the normalised result accounts for the statistics being functions of the input.
     """
-    running = None if running_mean is None or running_var is None else (running_mean, running_var)
-    return launch_statistics(x, running, tracked, momentum, eps)
+    channels, pixels = x.shape[1], x.numel() // x.shape[1]
+    share = share_out(pixels, channels, x.device)
+    parts = torch.empty((2, share.count, channels), device=x.device, dtype=torch.float32)
+    statistics[(share.count, ceil_div(channels, share.lanes))](
+        pixels_last(x), parts[0], parts[1], pixels,
+        TOTAL=channels, ROUNDS=share.rounds, PIXELS=share.block, LANES=share.lanes, num_warps=4,
+    )  # fmt: skip
+    mean, rstd = (torch.empty(channels, device=x.device, dtype=torch.float32) for _ in range(2))
+    updated, flags = _running(running_mean, running_var, tracked, mean)
+    merge[(ceil_div(channels, MERGED),)](
+        parts[0], parts[1], mean, rstd, *updated, pixels, share.block * share.rounds, share.count, momentum, eps,
+        TOTAL=channels, **flags, SHARES=power_above(share.count), LANES=MERGED, num_warps=4,
+    )  # fmt: skip
+    return mean, rstd
 
 
 @batch_norm_statistics.register_fake
@@ -214,6 +199,7 @@ def _(x, running_mean, running_var, tracked, momentum, eps):
 
 
 @torch.library.custom_op("lowrank::batch_norm_track", mutates_args=("running_mean", "running_var", "tracked"))
+@on_its_device
 def batch_norm_track(
     mean: Tensor,
     variance: Tensor,
@@ -224,11 +210,25 @@ def batch_norm_track(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """The reciprocal deviation of a known mean and (biased) variance; the running ones are brought up."""
-    running = None if running_mean is None or running_var is None else (running_mean, running_var)
-    return launch_track(mean, variance, running, tracked, pixels, momentum, eps)
+    """The reciprocal deviation of a known mean and (biased) variance; updates the running ones and their count."""
+    channels, rstd = len(mean), torch.empty_like(mean)
+    lanes = min(256, power_above(channels))
+    updated, flags = _running(running_mean, running_var, tracked, mean)
+    track[(ceil_div(channels, lanes),)](
+        mean, variance, rstd, *updated, pixels, momentum, eps, TOTAL=channels, **flags, LANES=lanes, num_warps=4
+    )
+    return rstd
 
 
 @batch_norm_track.register_fake
 def _(mean, variance, running_mean, running_var, tracked, pixels, momentum, eps):
     return torch.empty_like(mean)
+
+
+def _running(
+    mean: Tensor | None, var: Tensor | None, tracked: Tensor | None, unread: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, bool]]:
+    """The kernels' pointers to running statistics and their count, `unread` for missing ones, and their flags."""
+    running = (unread, unread) if mean is None or var is None else (mean, var)
+    flags = {"RUNNING": running[0] is not unread, "TRACKED": tracked is not None}
+    return (*running, unread if tracked is None else tracked), flags

@@ -1,16 +1,17 @@
-"""Batch norm in training with what follows it: y = act((x - mean) rstd weight + bias + residual), channels-last.
+"""Batch norm in training with what follows it: y = act((x - mean) rstd weight + bias + residual).
 
-Forward: one pass. Backward, with g = dy act'(z), z what the activation is applied to, and n = (x - mean) rstd:
+Layout: maps are [pixels, channels], channels-last. A program takes a block of pixels by a block of channels; the
+values of a channel (mean, rstd, weight, bias) are loaded once per program. The forward is one pass. In the
+backward, let z be the activation's input, g = dy act'(z) and n = (x - mean) rstd. Then
 
     dbias = sum g        dweight = sum g n        dresidual = g
     dx = weight rstd (g - (dbias + n dweight) / pixels)
 
-is one pass for the two sums and one for dx. z is computed again, so nothing but the inputs is kept. Where g is
-needed anyway, as the residual's gradient, the first pass writes it and the second reads it. Results with two
-readers (the next conv and the skip around it) come as two, so that the passes add their gradients up on the way.
+One pass computes the two sums, a second one dx. Both recompute z, so only the inputs are kept. If g is needed as
+the residual's gradient, the first pass stores it and the second reads it. A result with two readers, the next conv
+and the skip around it, is returned twice: the passes then add the two gradients as they read them.
 """
 
-# ruff: noqa: N803
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
@@ -28,6 +29,7 @@ from lowrank_cnn.kernels.between.batch_statistics import VALUES, share_out
 from lowrank_cnn.kernels.gpu import on_its_device
 from lowrank_cnn.kernels.problem import empty_maps, pixels_last
 from lowrank_cnn.kernels.tiles import lanes_of
+from lowrank_cnn.system.arithmetic import ceil_div
 
 
 @triton.jit
@@ -39,7 +41,7 @@ def normalise(
     TOTAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr, PIXELS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """A block of results for a block of channels."""
+    """Normalise, add and activate a block of pixels for a block of channels."""
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     m, r, w, b = of_channels(mean, rstd, weight, bias, lane, TOTAL, WEIGHT, BIAS)
@@ -53,10 +55,11 @@ def normalise(
 
 @triton.jit
 def before_activation(
-    grad, second, x, residual, place, keep, m, r, w, b, slope,
+    grad, second, x, residual,  # [pixels, TOTAL]
+    place, keep, m, r, w, b, slope,
     SECOND: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Normalised values of a block, and the gradient before the activation."""
+    """The normalised values of a block, n, and the gradient before the activation, g."""
     g = tl.load(grad + place, mask=keep, other=0.0).to(tl.float32)
     if SECOND:
         g += tl.load(second + place, mask=keep, other=0.0).to(tl.float32)
@@ -79,7 +82,7 @@ def gradient_sums(
     TOTAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, SECOND: tl.constexpr, RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr, STORE: tl.constexpr, ROUNDS: tl.constexpr, PIXELS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Over a share of the pixels: the gradient's sum, and that of the gradient times the normalised value."""
+    """The sums of g and of g n over this program's pixels (first pass)."""
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
     start = tl.program_id(0) * ROUNDS * PIXELS
     row = tl.arange(0, PIXELS)
@@ -94,7 +97,7 @@ def gradient_sums(
             grad, second, x, residual, place, keep, m, r, w, b, slope, SECOND, RESIDUAL, ACTIVATION
         )  # fmt: skip
         if STORE:
-            # The sums are of what is stored, rounded: the second pass takes their means off it.
+            # Sum the values as rounded for storage: the second pass subtracts the means from these.
             g = g.to(out.dtype.element_ty)
             tl.store(out + place, g, mask=keep)
             g = g.to(tl.float32)
@@ -116,7 +119,7 @@ def input_gradient(
     TOTAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     PIXELS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """A block of the input's gradient: what mean and deviation take away is in `sums`, over all pixels."""
+    """A block of dx (second pass); `sums` are those of the first pass over all pixels."""
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     m, r, w, b = of_channels(mean, rstd, weight, bias, lane, TOTAL, WEIGHT, BIAS)
@@ -131,8 +134,9 @@ def input_gradient(
     tl.store(dx + place, out.to(dx.dtype.element_ty), mask=keep)
 
 
+@torch.library.custom_op("lowrank::batch_norm_activation", mutates_args=())
 @on_its_device
-def launch_normalise(
+def batch_norm_activation(
     x: Tensor,
     mean: Tensor,
     rstd: Tensor,
@@ -142,12 +146,12 @@ def launch_normalise(
     activation: str,
     slope: float,
 ) -> Tensor:
-    """The result, channels-last."""
+    """Normalise by the given statistics, scale, shift, add the residual and activate; channels-last."""
     y, channels = empty_maps(x.shape, x), x.shape[1]
     pixels, lanes = x.numel() // channels, lanes_of(channels)
     block = VALUES // lanes
     source = pixels_last(x)
-    normalise[(-(-pixels // block), -(-channels // lanes))](
+    normalise[(ceil_div(pixels, block), ceil_div(channels, lanes))](
         source, source if residual is None else pixels_last(residual), y.permute(0, 2, 3, 1),
         *affine(mean, rstd, weight, bias), pixels, slope,
         TOTAL=channels, WEIGHT=weight is not None, BIAS=bias is not None, RESIDUAL=residual is not None,
@@ -156,8 +160,14 @@ def launch_normalise(
     return y
 
 
+@batch_norm_activation.register_fake
+def _(x, mean, rstd, weight, bias, residual, activation, slope):
+    return empty_maps(x.shape, x)
+
+
+@torch.library.custom_op("lowrank::batch_norm_activation_backward", mutates_args=())
 @on_its_device
-def launch_gradients(
+def batch_norm_activation_backward(
     grad: Tensor,
     second: Tensor | None,
     x: Tensor,
@@ -171,75 +181,44 @@ def launch_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the input, channels-last, of bias and weight, [2, C] in float32, and before the activation.
 
-    The last is the residual's; it is empty where there is neither a residual nor a second gradient.
+    The last is the residual's. It is empty if there is neither a residual nor a `second` reader's gradient.
     """
     channels = x.shape[1]
     pixels = x.numel() // channels
-    store = residual is not None or second is not None
-    lanes, block, rounds, shares = share_out(pixels, channels, x.device, VALUES // 2 if store else VALUES)
-    tiles = -(-channels // lanes)
+    dx, sums, kept = _gradients(x, second, residual)
+    store = kept.numel() > 0
+    share = share_out(pixels, channels, x.device, VALUES // 2 if store else VALUES)
+    tiles = ceil_div(channels, share.lanes)
     g, source, scales = pixels_last(grad), pixels_last(x), affine(mean, rstd, weight, bias)
-    kept = empty_maps(x.shape, x) if store else x.new_empty(0)
+    before = kept.permute(0, 2, 3, 1) if store else kept
     options: dict[str, Any] = {
         "TOTAL": channels, "WEIGHT": weight is not None, "BIAS": bias is not None,
-        "PIXELS": block, "LANES": lanes, "num_warps": 4,
+        "PIXELS": share.block, "LANES": share.lanes, "num_warps": 4,
     }  # fmt: skip
-    parts = torch.empty((2, shares, channels), device=x.device, dtype=torch.float32)
-    gradient_sums[(shares, tiles)](
+    parts = torch.empty((2, share.count, channels), device=x.device, dtype=torch.float32)
+    gradient_sums[(share.count, tiles)](
         g, g if second is None else pixels_last(second), source,
-        source if residual is None else pixels_last(residual), kept.permute(0, 2, 3, 1) if store else kept,
+        source if residual is None else pixels_last(residual), before,
         parts, *scales, pixels, slope, SECOND=second is not None, RESIDUAL=residual is not None,
-        ACTIVATION=activation, STORE=store, ROUNDS=rounds, **options,
+        ACTIVATION=activation, STORE=store, ROUNDS=share.rounds, **options,
     )  # fmt: skip
-    sums, dx = parts.sum(1), empty_maps(x.shape, x)
-    input_gradient[(-(-pixels // block), tiles)](
-        kept.permute(0, 2, 3, 1) if store else g, source, dx.permute(0, 2, 3, 1), sums, *scales, pixels, slope,
+    torch.sum(parts, 1, out=sums)
+    input_gradient[(ceil_div(pixels, share.block), tiles)](
+        before if store else g, source, dx.permute(0, 2, 3, 1), sums, *scales, pixels, slope,
         ACTIVATION="" if store else activation, **options,
     )  # fmt: skip
     return dx, sums, kept
 
 
-@torch.library.custom_op("lowrank::batch_norm_activation", mutates_args=())
-def batch_norm_activation(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    slope: float,
-) -> Tensor:
-    """The input normalised by its statistics, times weight plus bias, plus the residual, activated."""
-    return launch_normalise(x, mean, rstd, weight, bias, residual, activation, slope)
-
-
-@batch_norm_activation.register_fake
-def _(x, mean, rstd, weight, bias, residual, activation, slope):
-    return empty_maps(x.shape, x)
-
-
-@torch.library.custom_op("lowrank::batch_norm_activation_backward", mutates_args=())
-def batch_norm_activation_backward(
-    grad: Tensor,
-    second: Tensor | None,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    slope: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the input, of bias and weight as [2, C] in float32, and of the residual (see the launcher)."""
-    return launch_gradients(grad, second, x, mean, rstd, weight, bias, residual, activation, slope)
-
-
 @batch_norm_activation_backward.register_fake
 def _(grad, second, x, mean, rstd, weight, bias, residual, activation, slope):
-    store = residual is not None or second is not None
-    kept = empty_maps(x.shape, x) if store else x.new_empty(0)
+    return _gradients(x, second, residual)
+
+
+def _gradients(x: Tensor, second: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the results of the backward."""
+    stored = residual is not None or second is not None
+    kept = empty_maps(x.shape, x) if stored else x.new_empty(0)
     return empty_maps(x.shape, x), x.new_empty((2, x.shape[1]), dtype=torch.float32), kept
 
 
@@ -250,7 +229,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor | None, second: Tensor | None = None) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # asked for once: activation checkpointing computes them then, and lets them go
+    saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them, then frees them
     *_, weight, bias, residual = saved
     grad, second = (grad, second) if grad is not None else (second, None)
     dx, (db, dw), kept = batch_norm_activation_backward(grad, second, *saved, *ctx.options)
@@ -263,7 +242,7 @@ batch_norm_activation.register_autograd(_backward, setup_context=_save)
 
 
 class TwiceRead(torch.autograd.Function):
-    """`batch_norm_activation` for two readers: it gives the result twice, and takes a gradient from each."""
+    """`batch_norm_activation` for two readers: returns the result twice and takes a gradient from each."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:

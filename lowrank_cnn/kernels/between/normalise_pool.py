@@ -1,16 +1,15 @@
-"""Batch norm in training with the ReLU and the max-pool behind it, as one step: the first layers of a ResNet.
+"""Batch norm in training with the ReLU and the max-pool behind it in one step, as in a ResNet's stem.
 
-The largest maps of such a network stand between its first conv and its pool. Only the pooled ones are written
-here:
+The maps between the first conv and the pool are the largest of such a network. Here only the pooled maps are
+written. Layout and blocks are those of `pool` and `normalise`.
 
-- forward, a window's places are normalised as they are read. Kept are the winner's place (a byte) and its value
-  before the norm; `DEAD` stands for a winner that ReLU cut;
-- backward, the two sums over pixels that a norm's gradient needs (see `normalise`) have terms at winners alone,
-  so they are sums over the pooled maps. The gradient of the input then looks up the few windows that cover a
-  pixel, and is the only pass over the large maps.
+- Forward: the places of a window are normalised as they are read. Two values are kept per result: the winner's
+  place (a byte, `DEAD` if the ReLU cut it) and its value before the norm.
+- Backward: the two sums that a norm's gradient needs (see `normalise`) have terms at winners only, so they are
+  sums over the pooled maps. Then each input pixel looks up the few windows that cover it. That is the only pass
+  over the large maps.
 """
 
-# ruff: noqa: N803
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
@@ -26,17 +25,18 @@ from torch import Tensor
 
 from lowrank_cnn.kernels.between.affine import affine, of_channels
 from lowrank_cnn.kernels.between.batch_statistics import share_out
-from lowrank_cnn.kernels.between.pool import Window, window, won_from
+from lowrank_cnn.kernels.between.pool import PoolGeometry, pool_geometry, won_from
 from lowrank_cnn.kernels.gpu import on_its_device
 from lowrank_cnn.kernels.problem import empty_maps, pixels_last
 from lowrank_cnn.kernels.tiles import lanes_of
+from lowrank_cnn.system.arithmetic import ceil_div
 
 VALUES = 1024
 """Values per program: with 128 threads, 16 bytes of bfloat16 per thread and place of the window."""
 MOST_PLACES = 25
-"""Places of the largest window: loops over them are unrolled, so that all their loads are under way at once."""
+"""Places of the largest window: loops over them are unrolled, so that all their loads run at the same time."""
 DEAD = tl.constexpr(255)
-"""The code of a window whose winner ReLU cut."""
+"""The code of a window whose winner the ReLU cut."""
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def normalise_pool(
     TOTAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr,
     PADDING: tl.constexpr, CODES: tl.constexpr, PIXELS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """A block of results for a block of channels; the first of equals wins, and NaN over all."""
+    """Normalise and pool a block of results for a block of channels. Of equals the first wins; NaN wins always."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
     m, r, w, b = of_channels(mean, rstd, weight, bias, lane, TOTAL, WEIGHT, BIAS)
@@ -72,6 +72,7 @@ def normalise_pool(
         best = tl.where(better, z, best)
         code = tl.where(better, place, code)
         value = tl.where(better, here, value)
+    # The ReLU is monotone, so it may follow the maximum.
     target = pixel[:, None] * TOTAL + lane[None, :]
     dead = best <= 0
     tl.store(y + target, tl.where(dead, 0.0, best).to(y.dtype.element_ty), mask=keep)
@@ -82,13 +83,13 @@ def normalise_pool(
 
 @triton.jit
 def pooled_sums(
-    grad, codes, won,  # [results, TOTAL]
+    grad, codes, won,  # [results, TOTAL]: the gradient, the winners' places and their values
     sums,  # [2, shares, TOTAL] float32, written
     mean, rstd,  # [TOTAL]
     results,
     TOTAL: tl.constexpr, ROUNDS: tl.constexpr, RESULTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Over a share of the results: sums of the gradients that reach a winner, and of these times its value."""
+    """The sums of g and of g n over this program's results, where g is zero for dead windows."""
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
     start = tl.program_id(0) * ROUNDS * RESULTS
     m, r, _, _ = of_channels(mean, rstd, mean, mean, lane, TOTAL, False, False)
@@ -121,7 +122,7 @@ def unpooled_gradient(
     TOTAL: tl.constexpr, WEIGHT: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIXELS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """A block of input pixels for a block of channels; at most `ROWS` x `COLUMNS` windows cover a pixel."""
+    """The gradient of a block of input pixels; at most `ROWS` x `COLUMNS` windows cover a pixel."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
     m, r, w, _ = of_channels(mean, rstd, weight, mean, lane, TOTAL, WEIGHT, False)
@@ -143,63 +144,8 @@ def unpooled_gradient(
     tl.store(dx + place, out.to(dx.dtype.element_ty), mask=keep)
 
 
-@on_its_device
-def launch_forward(
-    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, pool: Window, *, codes: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, channels-last, the winners' places and their values; the last two empty without `codes`."""
-    batch, channels = x.shape[:2]
-    y = empty_maps((batch, channels, *pool.result), x)
-    seen, won = _kept(x, pool, codes)
-    pixels, lanes = batch * pool.result[0] * pool.result[1], lanes_of(channels)
-    block = VALUES // lanes
-    normalise_pool[(-(-pixels // block), -(-channels // lanes))](
-        pixels_last(x), y.permute(0, 2, 3, 1), seen, won, *affine(mean, rstd, weight, bias), pixels, *pool.size,
-        *pool.result, TOTAL=channels, WEIGHT=weight is not None, BIAS=bias is not None, KERNEL=pool.kernel,
-        STRIDE=pool.stride, PADDING=pool.padding, CODES=codes, PIXELS=block, LANES=lanes, num_warps=4,
-    )  # fmt: skip
-    return y, seen, won
-
-
-@on_its_device
-def launch_backward(
-    grad: Tensor,
-    seen: Tensor,
-    won: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    pool: Window,
-) -> tuple[Tensor, Tensor]:
-    """The gradient of the input, channels-last, and [2, C]: those of bias and weight, in float32."""
-    channels = x.shape[1]
-    g, results = pixels_last(grad), grad.numel() // channels
-    lanes, block, rounds, shares = share_out(results, channels, x.device)
-    tiles = -(-channels // lanes)
-    parts = torch.empty((2, shares, channels), device=x.device, dtype=torch.float32)
-    pooled_sums[(shares, tiles)](
-        g, seen, won, parts, mean, rstd, results,
-        TOTAL=channels, ROUNDS=rounds, RESULTS=block, LANES=lanes, num_warps=4,
-    )  # fmt: skip
-    sums, dx = parts.sum(1), empty_maps(x.shape, x)
-    pixels, block = x.numel() // channels, VALUES // lanes
-    rows, columns = (-(-kernel // stride) for kernel, stride in zip(pool.kernel, pool.stride, strict=True))
-    unpooled_gradient[(-(-pixels // block), tiles)](
-        g, seen, pixels_last(x), dx.permute(0, 2, 3, 1), sums, *affine(mean, rstd, weight, None)[:3], pixels,
-        *pool.size, *pool.result, TOTAL=channels, WEIGHT=weight is not None, KERNEL=pool.kernel,
-        STRIDE=pool.stride, PADDING=pool.padding, ROWS=rows, COLUMNS=columns, PIXELS=block, LANES=lanes,
-        num_warps=4,
-    )  # fmt: skip
-    return dx, sums
-
-
-def _kept(x: Tensor, pool: Window, codes: bool) -> tuple[Tensor, Tensor]:
-    size = (x.shape[0], *pool.result, x.shape[1]) if codes else (0,)
-    return x.new_empty(size, dtype=torch.uint8), x.new_empty(size)
-
-
 @torch.library.custom_op("lowrank::batch_norm_relu_pool", mutates_args=())
+@on_its_device
 def batch_norm_relu_pool(
     x: Tensor,
     mean: Tensor,
@@ -212,18 +158,37 @@ def batch_norm_relu_pool(
     ceil: bool,
     codes: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The input normalised by its statistics, rectified and pooled; the winners' places and values."""
-    pool = window(x.shape, kernel, stride, padding, ceil)
-    return launch_forward(x, mean, rstd, weight, bias, pool, codes=codes)
+    """Normalise, rectify and pool. Returns the result, channels-last, and the winners' places and values.
+
+    Without `codes` the last two are empty.
+    """
+    pool = pool_geometry(x.shape, kernel, stride, padding, ceil)
+    y, seen, won = _results(x, pool, codes)
+    batch, channels = x.shape[:2]
+    pixels, lanes = batch * pool.result[0] * pool.result[1], lanes_of(channels)
+    block = VALUES // lanes
+    normalise_pool[(ceil_div(pixels, block), ceil_div(channels, lanes))](
+        pixels_last(x), y.permute(0, 2, 3, 1), seen, won, *affine(mean, rstd, weight, bias), pixels, *pool.size,
+        *pool.result, TOTAL=channels, WEIGHT=weight is not None, BIAS=bias is not None, KERNEL=pool.kernel,
+        STRIDE=pool.stride, PADDING=pool.padding, CODES=codes, PIXELS=block, LANES=lanes, num_warps=4,
+    )  # fmt: skip
+    return y, seen, won
 
 
 @batch_norm_relu_pool.register_fake
 def _(x, mean, rstd, weight, bias, kernel, stride, padding, ceil, codes):
-    pool = window(x.shape, kernel, stride, padding, ceil)
-    return empty_maps((x.shape[0], x.shape[1], *pool.result), x), *_kept(x, pool, codes)
+    return _results(x, pool_geometry(x.shape, kernel, stride, padding, ceil), codes)
+
+
+def _results(x: Tensor, pool: PoolGeometry, codes: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the result and, with `codes`, for the winners' places and values."""
+    size = (x.shape[0], *pool.result, x.shape[1]) if codes else (0,)
+    y = empty_maps((*x.shape[:2], *pool.result), x)
+    return y, x.new_empty(size, dtype=torch.uint8), x.new_empty(size)
 
 
 @torch.library.custom_op("lowrank::batch_norm_relu_pool_backward", mutates_args=())
+@on_its_device
 def batch_norm_relu_pool_backward(
     grad: Tensor,
     seen: Tensor,
@@ -237,9 +202,26 @@ def batch_norm_relu_pool_backward(
     padding: Sequence[int],
     ceil: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the input, and [2, C]: those of bias and weight, in float32."""
-    pool = window(x.shape, kernel, stride, padding, ceil)
-    return launch_backward(grad, seen, won, x, mean, rstd, weight, pool)
+    """The gradient of the input, channels-last, and [2, C]: those of bias and weight, in float32."""
+    pool = pool_geometry(x.shape, kernel, stride, padding, ceil)
+    channels = x.shape[1]
+    g, results = pixels_last(grad), grad.numel() // channels
+    share = share_out(results, channels, x.device)
+    tiles = ceil_div(channels, share.lanes)
+    parts = torch.empty((2, share.count, channels), device=x.device, dtype=torch.float32)
+    pooled_sums[(share.count, tiles)](
+        g, seen, won, parts, mean, rstd, results,
+        TOTAL=channels, ROUNDS=share.rounds, RESULTS=share.block, LANES=share.lanes, num_warps=4,
+    )  # fmt: skip
+    sums, dx = parts.sum(1), empty_maps(x.shape, x)
+    pixels, block, (rows, columns) = x.numel() // channels, VALUES // share.lanes, pool.covering
+    unpooled_gradient[(ceil_div(pixels, block), tiles)](
+        g, seen, pixels_last(x), dx.permute(0, 2, 3, 1), sums, *affine(mean, rstd, weight, None)[:3], pixels,
+        *pool.size, *pool.result, TOTAL=channels, WEIGHT=weight is not None, KERNEL=pool.kernel,
+        STRIDE=pool.stride, PADDING=pool.padding, ROWS=rows, COLUMNS=columns, PIXELS=block, LANES=share.lanes,
+        num_warps=4,
+    )  # fmt: skip
+    return dx, sums
 
 
 @batch_norm_relu_pool_backward.register_fake

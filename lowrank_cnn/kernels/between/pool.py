@@ -1,11 +1,14 @@
-"""Max-pool over channels-last maps, forward and backward, each value written once.
+"""Max-pool over channels-last maps, forward and backward.
 
-The forward keeps one byte per result: the winner's place in its window. In the backward every input pixel looks
-up the few windows that cover it and takes the gradient of those it has won, so that nothing is added by atomics
-and the result is the same every time.
+Layout: maps are [pixels, channels]. A program takes a block of PIXELS x LANES values, so neighbouring threads read
+neighbouring channels. The forward loops over the places of the window and keeps one byte per result: the winner's
+place in its window.
+
+In the backward each program owns a block of input pixels. A pixel looks up the few windows that cover it, and adds
+the gradients of those that it has won. Every value is written once and there are no atomics, so results are
+reproducible.
 """
 
-# ruff: noqa: N803
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
@@ -23,16 +26,17 @@ from torch import Tensor
 from lowrank_cnn.kernels.gpu import on_its_device
 from lowrank_cnn.kernels.problem import Pair, empty_maps, pixels_last
 from lowrank_cnn.kernels.tiles import lanes_of
+from lowrank_cnn.system.arithmetic import ceil_div
 
 VALUES = 1024
 """Values per program: with 128 threads, 16 bytes of bfloat16 per thread and window place."""
 UNROLLED = 25
-"""Loops over up to so many places or windows are unrolled, so that all their loads are under way at once."""
+"""Loops over at most this many places or windows are unrolled, so that all their loads run at the same time."""
 
 
 @dataclass(frozen=True)
-class Window:
-    """A pool of one input size: window, stride, padding, and the sizes before and after."""
+class PoolGeometry:
+    """A pool of one input size: window, stride, padding, and the sizes before and after, as (rows, columns)."""
 
     kernel: Pair
     stride: Pair
@@ -40,19 +44,23 @@ class Window:
     size: Pair
     result: Pair
 
+    @property
+    def covering(self) -> Pair:
+        """How many windows cover a pixel at most, along the rows and along the columns."""
+        return ceil_div(self.kernel[0], self.stride[0]), ceil_div(self.kernel[1], self.stride[1])
 
-def window(
+
+def pool_geometry(
     size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil: bool
-) -> Window:
-    """The pool of [..., height, width] maps; each part of it is rows, columns."""
-    sides = zip(size[-2:], kernel, stride, padding, strict=True)
-    rows, columns = (_windows(*side, ceil) for side in sides)
+) -> PoolGeometry:
+    """The pool of [..., height, width] maps."""
+    rows, columns = (_windows(*side, ceil) for side in zip(size[-2:], kernel, stride, padding, strict=True))
     pairs = ((part[0], part[1]) for part in (kernel, stride, padding, size[-2:]))
-    return Window(*pairs, (rows, columns))
+    return PoolGeometry(*pairs, (rows, columns))
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int, ceil: bool) -> int:
-    """How many windows there are along a side; one must begin within the image or the padding before it."""
+    """How many windows there are along a side; each begins within the image or in the padding before it."""
     spare = stride - 1 if ceil else 0
     count = (size + 2 * padding - kernel + spare) // stride + 1
     return count - 1 if ceil and (count - 1) * stride >= size + padding else count
@@ -60,10 +68,12 @@ def _windows(size: int, kernel: int, stride: int, padding: int, ceil: bool) -> i
 
 @triton.jit
 def place_in_turn(
-    x, best, code, tap, top, left, base, keep, height, width,
+    x,  # [N, height, width, TOTAL]
+    best, code,  # [PIXELS, LANES]: the largest value so far, and its place in the window
+    tap, top, left, base, keep, height, width,
     TOTAL: tl.constexpr, KERNEL_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The larger of what was best so far and one place of the window; the first wins, and NaN over all."""
+    """Compare the maximum so far with place `tap` of the window. Of equals the first wins; NaN wins always."""
     down, right = tap // KERNEL_WIDTH, tap % KERNEL_WIDTH
     row, column = top + down, left + right
     inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
@@ -75,11 +85,14 @@ def place_in_turn(
 
 @triton.jit
 def pool_forward(
-    x, y, codes, pixels, height, width, result_height, result_width,
+    x,  # [N, height, width, TOTAL]
+    y,  # [N, result_height, result_width, TOTAL], written
+    codes,  # as y, uint8, written: the winner's place in its window, row by row
+    pixels, height, width, result_height, result_width,
     TOTAL: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
     CODES: tl.constexpr, UNROLL: tl.constexpr, PIXELS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """A block of results for a block of channels."""
+    """Pool a block of result pixels for a block of channels."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
     keep = (pixel < pixels)[:, None] & (lane < TOTAL)[None, :]
@@ -87,7 +100,7 @@ def pool_forward(
     left = pixel % result_width * STRIDE[1] - PADDING[1]
     image = pixel // (result_width * result_height)
     base = ((image * height + top) * width + left)[:, None] * TOTAL + lane[None, :]
-    # Where nothing exceeds minus infinity, the first place inside the image has won.
+    # If all values are minus infinity, the winner is the first place inside the image.
     first = tl.maximum(-top, 0) * KERNEL[1] + tl.maximum(-left, 0)
     code = tl.zeros((PIXELS, LANES), tl.int32) + first[:, None]
     best = tl.full((PIXELS, LANES), float("-inf"), tl.float32)
@@ -109,10 +122,14 @@ def pool_forward(
 
 @triton.jit
 def won_from(
-    grad, codes, turn, down, right, image, lane, keep, result_height, result_width,
+    grad, codes,  # [N, result_height, result_width, TOTAL]
+    turn, down, right, image, lane, keep, result_height, result_width,
     TOTAL: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """What pixels get from one of the windows that may cover them, counted from the last such window back."""
+    """The gradient that pixels get from one window that may cover them; `turn` 0 is the last such window.
+
+    `down` and `right` are the pixels' row and column, counted from the border of the padding.
+    """
     back, aside = turn // COLUMNS, turn % COLUMNS
     row, column = down // STRIDE[0] - back, right // STRIDE[1] - aside
     from_top, from_left = down % STRIDE[0] + back * STRIDE[0], right % STRIDE[1] + aside * STRIDE[1]
@@ -127,11 +144,13 @@ def won_from(
 
 @triton.jit
 def pool_backward(
-    grad, codes, dx, pixels, height, width, result_height, result_width,
+    grad, codes,  # [N, result_height, result_width, TOTAL]
+    dx,  # [N, height, width, TOTAL], written
+    pixels, height, width, result_height, result_width,
     TOTAL: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, PIXELS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """A block of input pixels for a block of channels; at most `ROWS` x `COLUMNS` windows cover a pixel."""
+    """The gradient of a block of input pixels; at most `ROWS` x `COLUMNS` windows cover a pixel."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
     keep = (pixel < pixels)[:, None] & (lane < TOTAL)[None, :]
@@ -155,39 +174,8 @@ def pool_backward(
     tl.store(dx + target, summed.to(dx.dtype.element_ty), mask=keep)
 
 
-@on_its_device
-def launch_forward(x: Tensor, pool: Window, codes: Tensor | None) -> Tensor:
-    """The result, channels-last; `codes`, where given, are filled for the backward."""
-    batch, channels = x.shape[:2]
-    y = empty_maps((batch, channels, *pool.result), x)
-    pixels, lanes = batch * pool.result[0] * pool.result[1], lanes_of(channels)
-    block = VALUES // lanes
-    out = y.permute(0, 2, 3, 1)
-    pool_forward[(-(-pixels // block), -(-channels // lanes))](
-        pixels_last(x), out, codes if codes is not None else out, pixels, *pool.size, *pool.result,
-        TOTAL=channels, KERNEL=pool.kernel, STRIDE=pool.stride, PADDING=pool.padding, CODES=codes is not None,
-        UNROLL=pool.kernel[0] * pool.kernel[1] <= UNROLLED, PIXELS=block, LANES=lanes, num_warps=4,
-    )  # fmt: skip
-    return y
-
-
-@on_its_device
-def launch_backward(grad: Tensor, codes: Tensor, pool: Window) -> Tensor:
-    """The gradient of the input, channels-last."""
-    batch, channels = grad.shape[:2]
-    dx = empty_maps((batch, channels, *pool.size), grad)
-    pixels, lanes = batch * pool.size[0] * pool.size[1], lanes_of(channels)
-    block = VALUES // lanes
-    rows, columns = (-(-kernel // stride) for kernel, stride in zip(pool.kernel, pool.stride, strict=True))
-    pool_backward[(-(-pixels // block), -(-channels // lanes))](
-        pixels_last(grad), codes, dx.permute(0, 2, 3, 1), pixels, *pool.size, *pool.result,
-        TOTAL=channels, KERNEL=pool.kernel, STRIDE=pool.stride, PADDING=pool.padding, ROWS=rows,
-        COLUMNS=columns, UNROLL=rows * columns <= UNROLLED, PIXELS=block, LANES=lanes, num_warps=4,
-    )  # fmt: skip
-    return dx
-
-
 @torch.library.custom_op("lowrank::max_pool2d", mutates_args=())
+@on_its_device
 def max_pool2d(
     x: Tensor,
     kernel: Sequence[int],
@@ -196,21 +184,33 @@ def max_pool2d(
     ceil: bool,
     codes: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Result and the winners' places, [N, H, W, C]; without `codes` the second is empty."""
-    pool = window(x.shape, kernel, stride, padding, ceil)
-    seen = _codes(x, pool) if codes else None
-    y = launch_forward(x, pool, seen)
-    return y, seen if seen is not None else x.new_empty(0, dtype=torch.uint8)
+    """The result, channels-last, and the winners' places [N, H, W, C]; without `codes` the second is empty."""
+    pool = pool_geometry(x.shape, kernel, stride, padding, ceil)
+    y, seen = _results(x, pool, codes)
+    (batch, channels), out = x.shape[:2], y.permute(0, 2, 3, 1)
+    pixels, lanes = batch * pool.result[0] * pool.result[1], lanes_of(channels)
+    block = VALUES // lanes
+    pool_forward[(ceil_div(pixels, block), ceil_div(channels, lanes))](
+        pixels_last(x), out, seen if codes else out, pixels, *pool.size, *pool.result,
+        TOTAL=channels, KERNEL=pool.kernel, STRIDE=pool.stride, PADDING=pool.padding, CODES=codes,
+        UNROLL=pool.kernel[0] * pool.kernel[1] <= UNROLLED, PIXELS=block, LANES=lanes, num_warps=4,
+    )  # fmt: skip
+    return y, seen
 
 
 @max_pool2d.register_fake
 def _(x, kernel, stride, padding, ceil, codes):
-    pool = window(x.shape, kernel, stride, padding, ceil)
-    y = empty_maps((x.shape[0], x.shape[1], *pool.result), x)
-    return y, _codes(x, pool) if codes else x.new_empty(0, dtype=torch.uint8)
+    return _results(x, pool_geometry(x.shape, kernel, stride, padding, ceil), codes)
+
+
+def _results(x: Tensor, pool: PoolGeometry, codes: bool) -> tuple[Tensor, Tensor]:
+    """Memory for the result and, with `codes`, for the winners' places."""
+    shape = (x.shape[0], *pool.result, x.shape[1]) if codes else (0,)
+    return empty_maps((*x.shape[:2], *pool.result), x), x.new_empty(shape, dtype=torch.uint8)
 
 
 @torch.library.custom_op("lowrank::max_pool2d_backward", mutates_args=())
+@on_its_device
 def max_pool2d_backward(
     grad: Tensor,
     codes: Tensor,
@@ -220,17 +220,23 @@ def max_pool2d_backward(
     padding: Sequence[int],
     ceil: bool,
 ) -> Tensor:
-    """The gradient of an input of `size` rows and columns."""
-    return launch_backward(grad, codes, window(size, kernel, stride, padding, ceil))
+    """The gradient, channels-last, of an input of `size` rows and columns."""
+    pool = pool_geometry(size, kernel, stride, padding, ceil)
+    batch, channels = grad.shape[:2]
+    dx = empty_maps((batch, channels, *pool.size), grad)
+    pixels, lanes = batch * pool.size[0] * pool.size[1], lanes_of(channels)
+    block, (rows, columns) = VALUES // lanes, pool.covering
+    pool_backward[(ceil_div(pixels, block), ceil_div(channels, lanes))](
+        pixels_last(grad), codes, dx.permute(0, 2, 3, 1), pixels, *pool.size, *pool.result,
+        TOTAL=channels, KERNEL=pool.kernel, STRIDE=pool.stride, PADDING=pool.padding, ROWS=rows,
+        COLUMNS=columns, UNROLL=rows * columns <= UNROLLED, PIXELS=block, LANES=lanes, num_warps=4,
+    )  # fmt: skip
+    return dx
 
 
 @max_pool2d_backward.register_fake
 def _(grad, codes, size, kernel, stride, padding, ceil):
     return empty_maps((grad.shape[0], grad.shape[1], *size), grad)
-
-
-def _codes(x: Tensor, pool: Window) -> Tensor:
-    return x.new_empty((x.shape[0], *pool.result, x.shape[1]), dtype=torch.uint8)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

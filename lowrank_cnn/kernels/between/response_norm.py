@@ -1,18 +1,18 @@
-"""Local response norm over channels-last maps, forward and backward, each value written once.
+"""Local response norm over channels-last maps, forward and backward.
 
     y_i = x_i d_i^-beta, d_i = k + alpha/size (sum of x_j^2 over the channels j in the window of i)
     dx_i = g_i d_i^-beta - 2 alpha beta/size x_i (sum of g_j x_j d_j^(-beta - 1) over the windows j that hold i)
 
-The backward computes the denominators again, so that nothing but x is kept, and nothing is added by atomics: the
-result is the same every time.
+Layout: a *row* is 16 bytes of neighbouring channels of one pixel; a program takes ROWS rows, and a thread whole
+rows. A thread also loads the few channels before and after its row, which hit the cache, and sums windows in its
+registers. The backward recomputes the denominators, so only x is kept. There are no atomics, so results are
+reproducible.
 
-A thread takes 16 bytes of a pixel's channels and the few about them, which its neighbours fetch as well and the
-cache gives, and adds up windows in its registers. In bfloat16 that is 4 bytes of memory per value forward and 6
-backward, on an H200 the time of 28 and 42 instructions (4.2 TB/s; 132 * 4 warps at 1.75 GHz). For a window of five
-the compiled code has 16 and 34 (the backward makes 12 denominators for 8 values): memory should bound both.
+In bfloat16 the forward moves 4 bytes per value and the backward 6, which on an H200 take as long as 28 and 42
+instructions (4.2 TB/s; 132 * 4 warps at 1.75 GHz). For a window of five the compiled code has 16 and 34 (the
+backward computes 12 denominators for 8 values): memory should bound both.
 """
 
-# ruff: noqa: N803, RUF005  (Triton has no starred tuples)
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
@@ -27,16 +27,17 @@ from torch import Tensor
 
 from lowrank_cnn.kernels.gpu import on_its_device
 from lowrank_cnn.kernels.problem import empty_maps, pixels_last
+from lowrank_cnn.system.arithmetic import ceil_div
 
 ROWS = 256
-"""Rows per program, each of 16 bytes of neighbouring channels of a pixel."""
+"""Rows per program."""
 FORWARD, BACKWARD = 4, 8
-"""Warps per program: a thread has two rows forward, and in the backward, which needs more registers, one."""
+"""Warps per program: a thread has two rows in the forward, and one in the backward, which needs more registers."""
 
 
 @triton.jit
 def values_of(block, ROWS: tl.constexpr, HALVINGS: tl.constexpr):
-    """The columns of a block as blocks of one, in float32. A thread holds whole rows: nothing moves."""
+    """Split a block [ROWS, 2**HALVINGS] into its columns, in float32. A thread holds whole rows: no data moves."""
     columns = (block.to(tl.float32),)
     for step in tl.static_range(HALVINGS):
         evens = ()
@@ -45,13 +46,13 @@ def values_of(block, ROWS: tl.constexpr, HALVINGS: tl.constexpr):
             even, odd = tl.split(tl.reshape(columns[i], (ROWS, 1 << (HALVINGS - 1 - step), 2)))
             evens = evens + (even,)
             odds = odds + (odd,)
-        columns = evens + odds  # so that they end in their order
+        columns = evens + odds  # this order makes the columns end up sorted
     return columns
 
 
 @triton.jit
 def block_of(columns, ROWS: tl.constexpr, HALVINGS: tl.constexpr):
-    """The block that has these columns."""
+    """Join columns to a block: the inverse of `values_of`."""
     for step in tl.static_range(HALVINGS):
         joined = ()
         for i in tl.static_range(len(columns) // 2):
@@ -63,14 +64,14 @@ def block_of(columns, ROWS: tl.constexpr, HALVINGS: tl.constexpr):
 
 @triton.jit
 def groups_of(row, TOTAL: tl.constexpr, HALVINGS: tl.constexpr):
-    """The pixel of each row, and the first of its channels."""
+    """The pixel of each row, and its first channel."""
     groups: tl.constexpr = (TOTAL + (1 << HALVINGS) - 1) >> HALVINGS
     return (row // groups)[:, None], (row % groups << HALVINGS)[:, None]
 
 
 @triton.jit
 def place_of(row, rows, aside, TOTAL: tl.constexpr, HALVINGS: tl.constexpr):
-    """Where the blocks so many channels aside of the rows lie, and which of their values there are."""
+    """Offsets of the blocks `aside` channels away from the rows, and which of their values exist."""
     pixel, first = groups_of(row, TOTAL, HALVINGS)
     lane = first + aside + tl.arange(0, 1 << HALVINGS)[None, :]
     return pixel * TOTAL + lane, (row < rows)[:, None] & (lane >= 0) & (lane < TOTAL)
@@ -78,12 +79,13 @@ def place_of(row, rows, aside, TOTAL: tl.constexpr, HALVINGS: tl.constexpr):
 
 @triton.jit
 def channels_about(
-    x, row, rows,
+    x,  # [pixels, TOTAL]
+    row, rows,
     TOTAL: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, ROWS: tl.constexpr, HALVINGS: tl.constexpr,
 ):  # fmt: skip
-    """The rows' channels with those before and after them; beyond the borders zeros.
+    """The rows' channels with `BEFORE` channels before and `AFTER` after them; zeros beyond the borders.
 
-    They are asked for in whole blocks; of the outer ones the compiler fetches what is used.
+    Loads are of whole blocks; the compiler drops the unused parts of the outer ones.
     """
     spare: tl.constexpr = -BEFORE % (1 << HALVINGS)
     count: tl.constexpr = BEFORE + (1 << HALVINGS) + AFTER
@@ -96,7 +98,7 @@ def channels_about(
 
 @triton.jit
 def window_sums(values, SIZE: tl.constexpr):
-    """Sums of `SIZE` neighbours each, from sums of 1, 2, 4, ...: three additions for a window of five."""
+    """The sums of `SIZE` neighbours, from sums of 1, 2, 4, ...: a window of five takes three additions."""
     spans = values
     sums = values
     for bit in tl.static_range(16):
@@ -118,7 +120,7 @@ def window_sums(values, SIZE: tl.constexpr):
 
 @triton.jit
 def denominators(values, scale, k, SIZE: tl.constexpr):
-    """One per window."""
+    """The denominator d of each window."""
     squares = ()
     for i in tl.static_range(len(values)):
         squares = squares + (values[i] * values[i],)
@@ -131,7 +133,7 @@ def denominators(values, scale, k, SIZE: tl.constexpr):
 
 @triton.jit
 def powers(d, beta, ROOTS: tl.constexpr):
-    """d^-beta and 1/d; by roots where beta is 3/4."""
+    """d^-beta and 1/d; by square roots if beta is 3/4."""
     if ROOTS:
         root = tl.rsqrt(d)
         return root * tl.sqrt(root), root * root
@@ -141,11 +143,13 @@ def powers(d, beta, ROOTS: tl.constexpr):
 
 @triton.jit
 def response_norm(
-    x, y, rows, scale, beta, k,
+    x,  # [pixels, TOTAL]
+    y,  # [pixels, TOTAL], written
+    rows, scale, beta, k,
     TOTAL: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, ROOTS: tl.constexpr,
     ROWS: tl.constexpr, HALVINGS: tl.constexpr,
 ):  # fmt: skip
-    """Results of a share of the rows."""
+    """Normalise `ROWS` rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     near = channels_about(x, row, rows, TOTAL, BEFORE, AFTER, ROWS, HALVINGS)
     below = denominators(near, scale, k, BEFORE + 1 + AFTER)
@@ -158,22 +162,26 @@ def response_norm(
 
 @triton.jit
 def response_norm_gradient(
-    grad, x, dx, rows, scale, beta, k,
+    grad, x,  # [pixels, TOTAL]
+    dx,  # [pixels, TOTAL], written
+    rows, scale, beta, k,
     TOTAL: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, ROOTS: tl.constexpr, BARE: tl.constexpr,
     ROWS: tl.constexpr, HALVINGS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a share of the rows; `AFTER` channels before to `BEFORE` after have one in their window."""
+    """The gradient of `ROWS` rows; a channel is in the windows of `AFTER` channels before to `BEFORE` after it."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    # Gradients of all windows that hold a channel of the row, and the channels of all these windows.
     g = channels_about(grad, row, rows, TOTAL, AFTER, BEFORE, ROWS, HALVINGS)
     near = channels_about(x, row, rows, TOTAL, BEFORE + AFTER, BEFORE + AFTER, ROWS, HALVINGS)
     below = denominators(near, scale, k, BEFORE + 1 + AFTER)
+    # Per window j: g_j d_j^-beta, and g_j x_j d_j^(-beta - 1), which all channels of the window share.
     own = ()
     shared = ()
     for i in tl.static_range(len(below)):
         power, inverse = powers(below[i], beta, ROOTS)
         own = own + (g[i] * power,)
         part = own[i] * (near[BEFORE + i] * inverse)
-        if BARE:  # without k, the windows beyond the borders may be nothing but zeros: 0/0 for what is not there
+        if BARE:  # without k, windows beyond the borders may hold only zeros: mask their 0/0
             lane = groups_of(row, TOTAL, HALVINGS)[1] + i - AFTER
             part = tl.where((lane >= 0) & (lane < TOTAL), part, 0.0)
         shared = shared + (part,)
@@ -185,33 +193,10 @@ def response_norm_gradient(
     tl.store(dx + place, block_of(out, ROWS, HALVINGS).to(dx.dtype.element_ty), mask=keep)
 
 
-@on_its_device
-def launch_forward(x: Tensor, size: int, alpha: float, beta: float, k: float) -> Tensor:
-    """The result, channels-last."""
-    y = empty_maps(x.shape, x)
-    rows, options = _cut(x, size, beta)
-    response_norm[(-(-rows // ROWS),)](
-        pixels_last(x), y.permute(0, 2, 3, 1), rows, alpha / size, beta, k, **options, num_warps=FORWARD
-    )
-    return y
+def _constants(x: Tensor, size: int, beta: float) -> tuple[int, dict[str, Any]]:
+    """The number of rows, and the kernels' constants. As in torch, a window has size // 2 channels before its own.
 
-
-@on_its_device
-def launch_backward(grad: Tensor, x: Tensor, size: int, alpha: float, beta: float, k: float) -> Tensor:
-    """The gradient of the input, channels-last."""
-    dx = empty_maps(x.shape, x)
-    rows, options = _cut(x, size, beta)
-    response_norm_gradient[(-(-rows // ROWS),)](
-        pixels_last(grad), pixels_last(x), dx.permute(0, 2, 3, 1), rows, alpha / size, beta, k,
-        **options, BARE=k == 0, num_warps=BACKWARD,
-    )  # fmt: skip
-    return dx
-
-
-def _cut(x: Tensor, size: int, beta: float) -> tuple[int, dict[str, Any]]:
-    """How many rows there are, and what the kernels are compiled for: torch pads by size // 2 before.
-
-    A window that reaches beyond all channels is cut; what it is divided by stays.
+    A window is cut to the number of channels; alpha is still divided by its full size.
     """
     channels, halvings = x.shape[1], 2 if x.dtype.itemsize > 2 else 3
     options = {
@@ -222,13 +207,19 @@ def _cut(x: Tensor, size: int, beta: float) -> tuple[int, dict[str, Any]]:
         "ROWS": ROWS,
         "HALVINGS": halvings,
     }
-    return x.numel() // channels * (-(-channels >> halvings)), options
+    return x.numel() // channels * ceil_div(channels, 1 << halvings), options
 
 
 @torch.library.custom_op("lowrank::local_response_norm", mutates_args=())
+@on_its_device
 def local_response_norm(x: Tensor, size: int, alpha: float, beta: float, k: float) -> Tensor:
-    """What torch's function of this name gives, channels-last and in the input's type."""
-    return launch_forward(x, size, alpha, beta, k)
+    """As torch's function of this name; the result is channels-last and of the input's type."""
+    y = empty_maps(x.shape, x)
+    rows, options = _constants(x, size, beta)
+    response_norm[(ceil_div(rows, ROWS),)](
+        pixels_last(x), y.permute(0, 2, 3, 1), rows, alpha / size, beta, k, **options, num_warps=FORWARD
+    )
+    return y
 
 
 @local_response_norm.register_fake
@@ -237,11 +228,18 @@ def _(x, size, alpha, beta, k):
 
 
 @torch.library.custom_op("lowrank::local_response_norm_backward", mutates_args=())
+@on_its_device
 def local_response_norm_backward(
     grad: Tensor, x: Tensor, size: int, alpha: float, beta: float, k: float
 ) -> Tensor:
-    """The gradient of the input."""
-    return launch_backward(grad, x, size, alpha, beta, k)
+    """The gradient of the input, channels-last."""
+    dx = empty_maps(x.shape, x)
+    rows, options = _constants(x, size, beta)
+    response_norm_gradient[(ceil_div(rows, ROWS),)](
+        pixels_last(grad), pixels_last(x), dx.permute(0, 2, 3, 1), rows, alpha / size, beta, k,
+        **options, BARE=k == 0, num_warps=BACKWARD,
+    )  # fmt: skip
+    return dx
 
 
 @local_response_norm_backward.register_fake

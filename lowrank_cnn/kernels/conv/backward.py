@@ -1,11 +1,14 @@
-"""Gradients of the composite convolution: through the pool and ReLU, to the input, and to the weights.
+"""Gradients of the composite convolution in plain Triton: three kernels, run one after the other.
 
-The gradient is first undone through pool and ReLU in one pass that also sums the bias gradient. The input's
-gradient is one kernel: all groups and taps add into the same accumulator. The weights' gradient is a product
-over pixels, split among programs that add their parts in float32.
+1. `undo_pool` or `undo_relu` takes the gradient back through pool and ReLU, and sums the bias gradient on the way.
+2. `input_gradient` is an implicit matrix product like `tiled`: a program computes one box of input pixels for one
+   tile of input channels, and all groups and taps add into one accumulator.
+3. `weight_gradient` is a product over pixels: a program computes filters x channels of one tap over a share of the
+   boxes, and the shares are added in float32 by atomics.
+
+Maps are [N, H, W, C] in memory. Boxes are fetched by the tensor memory accelerator, which fills zeros outside.
 """
 
-# ruff: noqa: N803
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
@@ -19,27 +22,45 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lowrank_cnn.kernels.conv.backward_plan import gradient_rows, input_tile, leads, weight_rows, weight_tile
+from lowrank_cnn.kernels.conv.backward_plan import (
+    InputRow,
+    WeightRow,
+    input_rows,
+    input_tile,
+    leads,
+    weight_rows,
+    weight_tile,
+)
 from lowrank_cnn.kernels.conv.pack import pack_turned, unpack_rows
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem, empty_maps
 from lowrank_cnn.kernels.tiles import box_count, box_of, power_above, shares
+from lowrank_cnn.system.arithmetic import ceil_div
 
 DEAD = 4
-"""The code of a result that ReLU cut; 0 to 3 name the pixel of the 2x2 window that won."""
+"""The code of a result that the ReLU cut; 0 to 3 are the place of the winner in its 2x2 window."""
+(IN_WEIGHT_ROW, IN_CHANNEL, IN_STEPS, IN_TAPS, IN_WIDTH, IN_TOP, IN_LEFT) = (
+    tl.constexpr(index) for index in range(len(InputRow._fields))
+)
+(W_FIRST_TILE, W_WEIGHT_ROW, W_CHANNEL, W_FILTERS, W_WIDTH, W_TOP, W_LEFT, W_LEAD) = (
+    tl.constexpr(index) for index in range(len(WeightRow._fields))
+)
 
 
 @triton.jit
 def undo_pool(
-    grad, codes, out, bias_grad, pixels, height, width, result_height, result_width,
+    grad, codes,  # [N, result_height, result_width, TOTAL]
+    out,  # [N, height, width, TOTAL], written
+    bias_grad,  # [TOTAL] float32, added to
+    pixels, height, width, result_height, result_width,
     TOTAL: tl.constexpr, PIXELS: tl.constexpr, FILTERS: tl.constexpr, ROUNDS: tl.constexpr, BIAS: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Gradient before a 2x2 max-pool and ReLU: each pooled value goes to the pixel of its window that won, if any.
+    """The gradient before a 2x2 max-pool and ReLU: each value goes to its window's winner, if the ReLU kept it.
 
-    Pooled pixels are read once, and their four written. Sums stay with their threads until the end: adding them
-    up across threads in each turn took longer than the memory.
+    A program reads blocks of pooled pixels and writes four pixels for each. Threads keep their own sums until the
+    end: adding across threads in every round took longer than the memory traffic.
     """
     lane = tl.program_id(1) * FILTERS + tl.arange(0, FILTERS)
     summed = tl.zeros((PIXELS, FILTERS), tl.float32)
@@ -66,11 +87,14 @@ def undo_pool(
 
 @triton.jit
 def undo_relu(
-    grad, results, out, bias_grad, pixels,
+    grad, results,  # [pixels, TOTAL]
+    out,  # [pixels, TOTAL], written if RELU
+    bias_grad,  # [TOTAL] float32, added to
+    pixels,
     TOTAL: tl.constexpr, RELU: tl.constexpr, PIXELS: tl.constexpr, FILTERS: tl.constexpr, ROUNDS: tl.constexpr,
     BIAS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Gradient before a ReLU; without one, the bias's gradient alone."""
+    """The gradient before a ReLU, and the bias gradient; without a ReLU only the latter."""
     lane = tl.program_id(1) * FILTERS + tl.arange(0, FILTERS)
     summed = tl.zeros((PIXELS, FILTERS), tl.float32)
     for turn in range(ROUNDS):
@@ -91,11 +115,14 @@ def undo_relu(
 
 @triton.jit
 def input_gradient(
-    g, w, dx, row_boxes, column_boxes,
+    g,  # descriptor of the gradient [N, H', W', filters]
+    w,  # descriptor of [taps * CHANNELS of all groups, filters], as `pack.pack_turned` lays it
+    dx,  # descriptor of the input's gradient [N, H, W, CHANNELS]
+    row_boxes, column_boxes,
     GROUPS: tl.constexpr, TILES: tl.constexpr, CHANNELS: tl.constexpr, IMAGES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, FILTERS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One box of input pixels for one tile of input channels; `GROUPS` holds `gradient_rows`.
+    """One box of input pixels for one tile of input channels; `GROUPS` are `backward_plan.InputRow`s.
 
     Pixels are the second factor, as in `composite_tiled`.
     """
@@ -106,12 +133,14 @@ def input_gradient(
     image = box // (column_boxes * row_boxes) * IMAGES
     acc = tl.zeros((FILTERS, IMAGES * ROWS * COLUMNS), tl.float32)
     for i in tl.static_range(len(GROUPS)):
-        for step in range(GROUPS[i][3] * GROUPS[i][2]):
-            tap = step // GROUPS[i][2]
-            depth = step % GROUPS[i][2] * DEPTH
-            down, right = GROUPS[i][5] - tap // GROUPS[i][4], GROUPS[i][6] - tap % GROUPS[i][4]
-            a = g.load([image, row + down, column + right, GROUPS[i][1] + depth])
-            b = w.load([GROUPS[i][0] + tap * CHANNELS + first, depth])
+        for step in range(GROUPS[i][IN_TAPS] * GROUPS[i][IN_STEPS]):
+            tap = step // GROUPS[i][IN_STEPS]
+            depth = step % GROUPS[i][IN_STEPS] * DEPTH
+            # An input pixel lies as far before the output pixel as the tap reads beyond it.
+            down = GROUPS[i][IN_TOP] - tap // GROUPS[i][IN_WIDTH]
+            right = GROUPS[i][IN_LEFT] - tap % GROUPS[i][IN_WIDTH]
+            a = g.load([image, row + down, column + right, GROUPS[i][IN_CHANNEL] + depth])
+            b = w.load([GROUPS[i][IN_WEIGHT_ROW] + tap * CHANNELS + first, depth])
             acc = tl.dot(b, a.reshape(IMAGES * ROWS * COLUMNS, DEPTH).T, acc)
     out = acc.to(dx.dtype).T.reshape(IMAGES, ROWS, COLUMNS, FILTERS)
     dx.store([image, row, column, first], out)
@@ -119,22 +148,27 @@ def input_gradient(
 
 @triton.jit
 def weight_gradient(
-    g, x, dw, row_boxes, column_boxes,
+    g,  # descriptor of the gradient [N, H', W', filters]
+    x,  # descriptor of the input [N, H, W, CHANNELS]
+    dw,  # [taps * filters of all groups, CHANNELS] float32, added to
+    row_boxes, column_boxes,
     GROUPS: tl.constexpr, TILES: tl.constexpr, DEPTH_TILES: tl.constexpr, SPLITS: tl.constexpr,
     ROUNDS: tl.constexpr, CHANNELS: tl.constexpr, IMAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     FILTERS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Filters x channels of one tap of one group over one share of the boxes; `TILES` per share.
+    """Filters x channels of one tap of one group over one share of the boxes; `GROUPS` are `WeightRow`s.
 
-    A share's last box may lie beyond the batch, where every fetch gives zeros.
+    There are `TILES` programs per share. A share's last box may lie beyond the batch, where fetches give zeros.
     """
     tile = tl.program_id(0) % TILES
     share = tl.program_id(0) // TILES
     first, weight, channel, filters, width, top, left, lead = 0, 0, 0, 0, 1, 0, 0, 0
     for i in tl.static_range(len(GROUPS)):
-        if tile >= GROUPS[i][0]:
-            first, weight, channel, filters = GROUPS[i][0], GROUPS[i][1], GROUPS[i][2], GROUPS[i][3]
-            width, top, left, lead = GROUPS[i][4], GROUPS[i][5], GROUPS[i][6], GROUPS[i][7]
+        if tile >= GROUPS[i][W_FIRST_TILE]:
+            first, weight = GROUPS[i][W_FIRST_TILE], GROUPS[i][W_WEIGHT_ROW]
+            channel, filters = GROUPS[i][W_CHANNEL], GROUPS[i][W_FILTERS]
+            width, top = GROUPS[i][W_WIDTH], GROUPS[i][W_TOP]
+            left, lead = GROUPS[i][W_LEFT], GROUPS[i][W_LEAD]
     tile = tile - first
     depth = tile % DEPTH_TILES * DEPTH
     tiles = (lead + filters + FILTERS - 1) // FILTERS
@@ -150,6 +184,7 @@ def weight_gradient(
         a = g.load([image, row, column, channel + offset]).reshape(IMAGES * ROWS * COLUMNS, FILTERS)
         b = x.load([image, row + down, column + right, depth]).reshape(IMAGES * ROWS * COLUMNS, DEPTH)
         acc = tl.dot(a.T, b, acc)
+    # Fetches began `lead` filters early, in another group: these are masked.
     f, c = offset - lead + tl.arange(0, FILTERS), depth + tl.arange(0, DEPTH)
     place = (weight + tap * filters + f)[:, None] * CHANNELS + c[None, :]
     inside = ((f >= 0) & (f < filters))[:, None] & (c < CHANNELS)[None, :]
@@ -159,27 +194,27 @@ def weight_gradient(
 def launch_undo(
     problem: Problem, grad: Tensor, seen: Tensor, programs: int, *, need_bias: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """[N, H, W, filters] gradient before pool and ReLU, and the bias gradient in float32 where needed.
+    """The gradient before pool and ReLU, [N, H, W, filters], and the bias gradient in float32 if needed.
 
-    Where nothing is to be undone the gradient is given back as it came; `programs` is how many should run at once.
-    `seen` holds the codes where a pool was fused, else the results.
+    Without pool, ReLU and bias this is `grad` itself. `programs` is how many run at once. `seen` holds the codes
+    of a fused pool, else the results.
     """
     pool = problem.pool is not None
     if not pool and not problem.relu and not need_bias:
         return grad, None
     shape = (problem.batch, problem.out_height, problem.out_width, problem.filters)
-    # Where windows round down, the last row or column is in none.
+    # If windows round down, the last row or column is in no window and its gradient is zero.
     make = torch.zeros if problem.pool == "floor" and not problem.even else torch.empty
     out = make(shape, device=grad.device, dtype=grad.dtype) if pool or problem.relu else grad
     bias_grad = torch.zeros(problem.filters, device=grad.device)
     filters = min(128, power_above(problem.filters))
-    # So many values that four programs reside together, in registers, and each has enough under way.
-    block, tiles = (2048 if pool else 4096) // filters, -(-problem.filters // filters)
+    # This many values let four programs share a multiprocessor's registers, each with enough loads in flight.
+    block, tiles = (2048 if pool else 4096) // filters, ceil_div(problem.filters, filters)
     count = problem.batch * problem.result_size[0] * problem.result_size[1]
-    blocks = -(-count // block)
+    blocks = ceil_div(count, block)
     across = max(1, min(blocks, 2 * programs // tiles))
     options = {
-        "TOTAL": problem.filters, "PIXELS": block, "FILTERS": filters, "ROUNDS": -(-blocks // across),
+        "TOTAL": problem.filters, "PIXELS": block, "FILTERS": filters, "ROUNDS": ceil_div(blocks, across),
         "BIAS": need_bias, "WIDE": out.numel() >= 1 << 31,
     }  # fmt: skip
     grid = (across, tiles)
@@ -194,7 +229,7 @@ def launch_undo(
 def launch_input_gradient(
     problem: Problem, g: Tensor, weights: Sequence[Tensor], tile: Tile | None = None
 ) -> Tensor:
-    """[N, channels, H, W] gradient of the input, from the gradient before pool and ReLU."""
+    """The gradient of the input, [N, channels, H, W], from the gradient before pool and ReLU."""
     maps = empty_maps((problem.batch, problem.channels, problem.height, problem.width), g)
     write_input_gradient(problem, g, weights, maps.permute(0, 2, 3, 1), tile)
     return maps
@@ -208,19 +243,19 @@ def write_input_gradient(
     tile: Tile | None = None,
     begins: Sequence[int] | None = None,
 ) -> None:
-    """Write the gradient into [N, H, W, channels], which may be a view; for `begins` see `gradient_rows`."""
+    """Write the gradient into [N, H, W, channels], which may be a view; for `begins` see `input_rows`."""
     tile = tile or input_tile(problem)
     packed = pack_turned(weights, leads(problem), g.dtype)
     images, rows, columns = box_of(problem.batch, problem.height, problem.width, tile.pixels)
-    counts = [-(-size // part) for size, part in zip(dx.shape[:3], (images, rows, columns), strict=True)]
+    counts = [ceil_div(size, part) for size, part in zip(dx.shape[:3], (images, rows, columns), strict=True)]
     depth = min(tile.depth, power_above(packed.shape[1]))
     filters = min(tile.filters, power_above(problem.channels))
-    tiles = -(-problem.channels // filters)
+    tiles = ceil_div(problem.channels, filters)
     start(input_gradient, (tiles * counts[0] * counts[1] * counts[2],))(
         TensorDescriptor.from_tensor(g, [images, rows, columns, depth]),
         TensorDescriptor.from_tensor(packed, [filters, depth]),
         TensorDescriptor.from_tensor(dx, [images, rows, columns, filters]),
-        counts[1], counts[2], GROUPS=gradient_rows(problem, depth, begins), TILES=tiles,
+        counts[1], counts[2], GROUPS=tuple(map(tuple, input_rows(problem, depth, begins))), TILES=tiles,
         CHANNELS=problem.channels, IMAGES=images, ROWS=rows, COLUMNS=columns, FILTERS=filters, DEPTH=depth,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -229,7 +264,7 @@ def write_input_gradient(
 def launch_weight_gradient(
     problem: Problem, g: Tensor, pixels: Tensor, programs: int, tile: Tile | None = None
 ) -> list[Tensor]:
-    """Gradients of the groups' weights, in float32; `programs` is how many should run at once."""
+    """Gradients of the groups' weights, in float32; `programs` is how many run at once."""
     tile = tile or weight_tile(problem)
     box = box_of(problem.batch, problem.out_height, problem.out_width, tile.pixels)
     images, rows, columns = box
@@ -245,8 +280,9 @@ def launch_weight_gradient(
     start(weight_gradient, (tiles * splits,))(
         TensorDescriptor.from_tensor(g, [images, rows, columns, filters]),
         TensorDescriptor.from_tensor(pixels, [images, rows, columns, depth]),
-        dw, counts[1], counts[2], GROUPS=groups, TILES=tiles, DEPTH_TILES=-(-problem.channels // depth),
-        SPLITS=splits, ROUNDS=-(-boxes // splits), CHANNELS=problem.channels, IMAGES=images,
-        ROWS=rows, COLUMNS=columns, FILTERS=filters, DEPTH=depth, num_warps=tile.warps, num_stages=tile.stages,
+        dw, counts[1], counts[2], GROUPS=tuple(map(tuple, groups)), TILES=tiles,
+        DEPTH_TILES=ceil_div(problem.channels, depth), SPLITS=splits, ROUNDS=ceil_div(boxes, splits),
+        CHANNELS=problem.channels, IMAGES=images, ROWS=rows, COLUMNS=columns, FILTERS=filters, DEPTH=depth,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return unpack_rows(dw, problem)

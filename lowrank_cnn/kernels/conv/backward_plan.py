@@ -1,14 +1,15 @@
-"""How the gradients are cut for the plain kernels: tiles, and per group what its tiles need."""
+"""How the gradients are divided for the kernels of `backward`: tiles, and per group what its tiles need."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import Problem, TapGroup
-from lowrank_cnn.kernels.tiles import round_up
+from lowrank_cnn.system.arithmetic import ceil_div, round_up
 
 INPUT_TILES = (
     Tile(),
@@ -21,13 +22,45 @@ INPUT_TILES = (
 WEIGHT_TILES = (Tile(64, 128, 128, 4, 3), Tile(64, 128, 64, 4, 4))
 """Pixels per step, filters, channels, warps and stages for the weights' gradient."""
 NARROW = {128: 1.0, 64: 0.8, 32: 0.65}
-"""What a tile so wide makes of the matrix unit, about."""
+"""The share of the matrix unit's peak that a tile of this width reaches, roughly."""
+
+
+class InputRow(NamedTuple):
+    """One group in `backward.input_gradient`, which reads the fields by index.
+
+    Its packed weights begin at `weight_row`, its gradient is fetched from `channel` on, and each of its `taps`
+    takes `steps` steps. `top` and `left` are the offsets of the first tap, `width` the taps of a row.
+    """
+
+    weight_row: int
+    channel: int
+    steps: int
+    taps: int
+    width: int
+    top: int
+    left: int
+
+
+class WeightRow(NamedTuple):
+    """One group in `backward.weight_gradient`, which reads the fields by index.
+
+    As `InputRow`. Fetches begin at multiples of 16 bytes, `lead` filters before the group's own.
+    """
+
+    first_tile: int
+    weight_row: int
+    channel: int
+    filters: int
+    width: int
+    top: int
+    left: int
+    lead: int
 
 
 def turned(problem: Problem) -> Problem | None:
-    """The convolution of the gradient that gives the input's, for a single group of stride 1; else None.
+    """The convolution of the output's gradient that gives the input's; None unless one group of stride 1.
 
-    Its weights are the layer's with taps in reverse order, and channels and filters exchanged.
+    Its weights are the layer's with the taps reversed and channels and filters exchanged.
     """
     group, *others = problem.groups
     if others or problem.stride != (1, 1):
@@ -48,7 +81,7 @@ def turned(problem: Problem) -> Problem | None:
 
 
 def input_tile(problem: Problem) -> Tile:
-    """The default for the input's gradient: wide, unless a narrower tile leaves less of itself empty."""
+    """The default for the input's gradient: the widest tile, unless a narrower one wastes less."""
 
     def cost(tile: Tile) -> float:
         depth = sum(group.taps * round_up(group.filters, tile.depth) for group in problem.groups)
@@ -58,7 +91,7 @@ def input_tile(problem: Problem) -> Tile:
 
 
 def weight_tile(problem: Problem) -> Tile:
-    """The default for the weights' gradient, likewise."""
+    """The default for the weights' gradient, chosen in the same way."""
 
     def cost(tile: Tile) -> float:
         filters = sum(group.taps * round_up(group.filters, tile.filters) for group in problem.groups)
@@ -68,33 +101,32 @@ def weight_tile(problem: Problem) -> Tile:
 
 
 def leads(problem: Problem) -> list[int]:
-    """How many of another group's filters stand before each group's own where fetches begin: every 16 bytes."""
+    """Per group, how many filters of the group before it a fetch includes, since fetches begin every 16 bytes."""
     begins = accumulate((group.filters for group in problem.groups), initial=0)
     return [begin % (16 // problem.dtype.itemsize) for begin, _ in zip(begins, problem.groups, strict=False)]
 
 
-def gradient_rows(
-    problem: Problem, depth: int, begins: Sequence[int] | None = None
-) -> tuple[tuple[int, ...], ...]:
-    """Per group: packed row, where its gradient is fetched from, steps of a tap, taps, width, and offsets.
+def input_rows(problem: Problem, depth: int, begins: Sequence[int] | None = None) -> list[InputRow]:
+    """The groups for `backward.input_gradient`.
 
-    `begins` says where the groups' filters stand in the gradient, if not one group's behind the other's.
+    `begins` are the first channels of the groups in the gradient, if they do not follow each other.
     """
     rows, weight = [], 0
     channels = begins or list(accumulate((group.filters for group in problem.groups), initial=0))
     for group, channel, lead in zip(problem.groups, channels, leads(problem), strict=False):
-        steps = -(-(lead + group.filters) // depth)
-        rows.append((weight, channel - lead, steps, group.taps, group.width, group.top, group.left))
+        steps = ceil_div(lead + group.filters, depth)
+        rows.append(InputRow(weight, channel - lead, steps, group.taps, group.width, group.top, group.left))
         weight += group.taps * problem.channels
-    return tuple(rows)
+    return rows
 
 
-def weight_rows(problem: Problem, filters: int, depth: int) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """Per group: first tile, packed row, gradient channel, filters, width, offsets, lead; and the tiles in all."""
+def weight_rows(problem: Problem, filters: int, depth: int) -> tuple[list[WeightRow], int]:
+    """The groups for `backward.weight_gradient`, and the number of tiles."""
     rows, tile, weight, channel = [], 0, 0, 0
     for group, lead in zip(problem.groups, leads(problem), strict=True):
-        rows.append((tile, weight, channel - lead, group.filters, group.width, group.top, group.left, lead))
-        tile += group.taps * -(-(lead + group.filters) // filters) * -(-problem.channels // depth)
+        taps = (group.width, group.top, group.left)
+        rows.append(WeightRow(tile, weight, channel - lead, group.filters, *taps, lead))
+        tile += group.taps * ceil_div(lead + group.filters, filters) * ceil_div(problem.channels, depth)
         weight += group.taps * group.filters
         channel += group.filters
-    return tuple(rows), tile
+    return rows, tile

@@ -1,11 +1,10 @@
-"""Copy the weights of all groups of a layer in one launch, between any two layouts, cast on the way.
+"""Copy the weights of all groups of a layer in one launch, between any two layouts and types.
 
-A training step packs every layer's weights anew and unpacks their gradients. Group by group that would be some
-hundred launches of two microseconds, as long as the layers' own kernels. Sizes and strides are read from a small
-tensor, so that one compiled kernel serves all layers.
+A training step packs the weights of every layer and unpacks their gradients. Group by group that would be about a
+hundred launches of two microseconds, as long as the layers' own kernels. A program copies one block of one group.
+Sizes and strides are read from a small tensor, so that one compiled kernel serves all layers.
 """
 
-# ruff: noqa: N803
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
@@ -20,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_cnn.kernels.gpu import on_its_device, start
+from lowrank_cnn.system.arithmetic import ceil_div
 
 MOST_GROUPS = 4
 BLOCK = 1024
@@ -27,8 +27,12 @@ FIELDS = tl.constexpr(12)
 
 
 @triton.jit
-def copy_values(source, target, fields, BLOCK: tl.constexpr):
-    """A block of one group: `fields` are its values, channels, taps, columns of taps, and the strides of both."""
+def copy_values(
+    source, target,  # [filters, channels, height, width], in any layout
+    fields,  # [12] int32: values, channels, taps, columns of taps, strides of the source, strides of the target
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy one block of one group."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     keep = index < tl.load(fields)
     channels, taps, width = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
@@ -46,10 +50,10 @@ def copy_values(source, target, fields, BLOCK: tl.constexpr):
 def copy_all(
     s0, s1, s2, s3,  # each group's [filters, channels, height, width], in any layout
     t0, t1, t2, t3,  # the same, written
-    fields,  # [groups, 12], whole numbers: see `copy_values`
+    fields,  # [groups, 12] int32: see `copy_values`
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of one group."""
+    """Copy one block of the group that the program's second index names."""
     group = tl.program_id(1)
     if group == 0:
         copy_values(s0, t0, fields, BLOCK)
@@ -66,7 +70,7 @@ def launch_copy(*sources: Tensor, targets: Sequence[Tensor]) -> None:
     """Run the kernel; there are at most `MOST_GROUPS` groups, and a group has fewer than 2^31 values."""
     shapes = tuple((tuple(s.shape), s.stride(), t.stride()) for s, t in zip(sources, targets, strict=True))
     last = MOST_GROUPS - len(sources)  # not read
-    blocks = -(-max(source.numel() for source in sources) // BLOCK)
+    blocks = ceil_div(max(source.numel() for source in sources), BLOCK)
     start(copy_all, (blocks, len(sources)))(
         *(source.detach() for source in sources), *[sources[-1].detach()] * last, *targets, *[targets[-1]] * last,
         _fields(shapes, sources[0].device), BLOCK=BLOCK, num_warps=4,

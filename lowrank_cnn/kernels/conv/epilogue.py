@@ -1,9 +1,8 @@
-"""What follows a matrix product in registers, for the Triton kernels: codes of a pool, bias, residual, activation.
+"""Steps after the matrix product in the Triton kernels: activations, and the codes of a pool.
 
 `hopper_epilogue` has the same steps in Gluon.
 """
 
-# ruff: noqa: N803
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
@@ -20,7 +19,7 @@ from lowrank_cnn.kernels.problem import Problem
 
 @triton.jit
 def normal_below(x):
-    """The normal distribution function to 1e-7 (Abramowitz and Stegun, 7.1.26), in few registers."""
+    """The normal distribution function to 1e-7 (Abramowitz and Stegun, 7.1.26); it needs few registers."""
     t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * tl.abs(x))
     tail = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
     beyond = 0.5 * tail * tl.exp(-0.5 * x * x)
@@ -45,9 +44,9 @@ def activated(out, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr):
 
 @triton.jit
 def without_codes(best, CODES: tl.constexpr):
-    """Pooled values and their winners: with `CODES` the two lowest bits hold 3 minus the winner's place.
+    """Split pooled values from their winners: with `CODES`, the two lowest bits are 3 minus the winner's place.
 
-    The bits are cleared, or a zero with its place left in it would be above zero.
+    The bits are cleared: a zero that kept them would compare as greater than zero.
     """
     bits = best.to(tl.int32, bitcast=True)
     code = 3 - (bits & 3)
@@ -57,6 +56,6 @@ def without_codes(best, CODES: tl.constexpr):
 
 
 def activation_options(problem: Problem) -> dict[str, Any]:
-    """The activation as the kernels take it."""
+    """The activation of a problem as constants of a kernel."""
     name, slope = parsed(problem.activation)
     return {"ACTIVATION": name, "SLOPE": slope}

@@ -1,11 +1,10 @@
-"""A convolution of stride 2 as one of stride 1: blocks of 2x2 pixels become pixels of four times the channels.
+"""Rewrite a convolution of stride 2 as one of stride 1, over blocks of 2x2 pixels with 4 times the channels.
 
-Tap t of a filter reads pixel 2 o + t - top for output o. With t - top = 2 q + r that is part r of block o + q: a
-filter over blocks, with every other tap in another part. 7x7 taps over 3 channels become 4x4 over 12, 3x3 become
-2x2 over four times as many: up to 1.8 times the MACs, the added ones with zeros, by kernels that are fast and that
-have gradients.
+Tap t of a filter reads pixel 2 o + t - top for output o. With t - top = 2 q + r, that is part r of block o + q: a
+filter over blocks. 7x7 taps over 3 channels become 4x4 over 12, and 3x3 become 2x2 over four times the channels.
+The MACs grow by up to 1.8, the added ones with zeros, but they run in kernels that are fast and have gradients.
 
-Few channels at stride 1 are blocks of one pixel, filled up with zeros in the same way.
+At stride 1, few channels are padded with zeros in the same way, as blocks of one pixel.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowrank_cnn.kernels.problem import Pair, Problem, TapGroup, pixels_last
-from lowrank_cnn.kernels.tiles import ceil_div
+from lowrank_cnn.system.arithmetic import ceil_div
 
 
 def folded(problem: Problem) -> Problem | None:
-    """The problem over blocks; None where that is the problem itself, or a stride is above 2."""
+    """The problem over blocks; None if that is the problem itself, or a stride is above 2."""
     rows, columns = problem.stride
     full = _whole(problem.channels * rows * columns, problem.dtype)
     if not {rows, columns} <= {1, 2} or full == problem.channels:
@@ -42,7 +41,7 @@ def folded(problem: Problem) -> Problem | None:
 
 
 def fold_pixels(x: Tensor, stride: Pair) -> Tensor:
-    """[N, C, H, W] by blocks, their channels filled up with zeros to whole reads; channels-last."""
+    """[N, C, H, W] as blocks, channels-last, with channels padded by zeros to a multiple of 16 bytes."""
     (batch, channels, height, width), (rows, columns) = x.shape, stride
     used = channels * rows * columns
     full = _whole(used, x.dtype)
@@ -60,7 +59,7 @@ def fold_pixels(x: Tensor, stride: Pair) -> Tensor:
 
 
 def unfold_pixels(blocks: Tensor, problem: Problem) -> Tensor:
-    """The gradient of the pixels out of that of the blocks."""
+    """The gradient of the pixels, from that of the blocks."""
     (rows, columns), channels = problem.stride, problem.channels
     size = (problem.batch, channels, problem.height, problem.width)
     x = torch.empty(size, device=blocks.device, dtype=blocks.dtype, memory_format=torch.channels_last)
@@ -83,7 +82,7 @@ def fold_weights(weight: Tensor, group: TapGroup, stride: Pair, full: int) -> Te
 
 
 def unfold_weights(taps: Tensor, group: TapGroup, stride: Pair, channels: int) -> Tensor:
-    """The gradient of a group's weights out of that over blocks."""
+    """The gradient of a group's weights, from that over blocks."""
     (rows, columns), filters = stride, taps.shape[0]
     height, above, _ = _padded(group.height, group.top, rows)
     width, before, _ = _padded(group.width, group.left, columns)
@@ -93,19 +92,19 @@ def unfold_weights(taps: Tensor, group: TapGroup, stride: Pair, channels: int) -
 
 
 def _side(taps: int, before: int, stride: int) -> tuple[int, int]:
-    """Taps over blocks along one side, and how many blocks the first lies before the output."""
+    """Taps over blocks along one side, and how many blocks before the output the first one lies."""
     first, last = -before // stride, (taps - 1 - before) // stride
     return last - first + 1, -first
 
 
 def _padded(taps: int, before: int, stride: int) -> tuple[int, int, int]:
-    """Taps over blocks, and the zeros before and after that make their pixels whole blocks."""
+    """Taps over blocks, and the zeros before and after them that fill whole blocks."""
     count, _ = _side(taps, before, stride)
     front = -before % stride
     return count, front, count * stride - taps - front
 
 
 def _whole(channels: int, dtype: torch.dtype) -> int:
-    """Channels of a pixel that begins at a multiple of 16 bytes."""
+    """Channels, rounded up so that every pixel begins at a multiple of 16 bytes."""
     step = 16 // dtype.itemsize
     return ceil_div(channels, step) * step

@@ -1,11 +1,11 @@
-"""The composite forward where channels are few or the stride is not one: pixels gathered tap by tap.
+"""The composite forward for few channels, or strides that no other kernel takes: pixels are gathered tap by tap.
 
-All groups share one matrix over the union of their taps (see `pack.pack_union`), so a pixel's neighbourhood
-is gathered once. For the first layer, bound by memory, a 2x2 pool that follows is a maximum over four
-products held in registers, and only the pooled pixels are written.
+Layout: maps are [N, H, W, C]. All groups share one matrix [VALUES, filters] over the union of their taps (see
+`pack.pack_union`), so the neighbourhood of a pixel is gathered once for all groups. A program takes PIXELS result
+pixels by FILTERS filters and loops over DEPTH gathered values at a time. A 2x2 pool that follows is the maximum of
+four such products in registers; only pooled pixels are written.
 """
 
-# ruff: noqa: N803
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
@@ -23,15 +23,16 @@ from lowrank_cnn.kernels.conv.epilogue import activated, activation_options
 from lowrank_cnn.kernels.conv.pack import union_taps
 from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
-from lowrank_cnn.kernels.tiles import ceil_div, power_above
+from lowrank_cnn.kernels.tiles import power_above
+from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError
 
 
 @dataclass(frozen=True)
 class GatherTile:
-    """What is tuned: result pixels and filters per program, gathered values per step, warps and stages.
+    """Tuned sizes: result pixels and filters per program, gathered values per step, warps and stages.
 
-    Gathered places take registers: twice the pixels or the depth no longer fit them.
+    The offsets of gathered values take registers: twice the pixels or the depth would spill.
     """
 
     pixels: int = 64
@@ -48,7 +49,7 @@ def composite_gather(
     bias,  # [TOTAL]
     residual,  # [N, H', W', TOTAL]
     y,  # [N, H', W', TOTAL]
-    places,  # [2, VALUES]: for each gathered value its distance in memory, and the bits it needs
+    places,  # [2, VALUES] int32: for each gathered value its distance in memory, and the bits it needs
     pixels, height, width, out_height, out_width, result_height, result_width,
     CHANNELS: tl.constexpr, TOTAL: tl.constexpr, VALUES: tl.constexpr, TILES: tl.constexpr, SPAN_Y: tl.constexpr,
     SPAN_X: tl.constexpr, FIRST_Y: tl.constexpr, FIRST_X: tl.constexpr, STRIDE_Y: tl.constexpr,
@@ -58,8 +59,8 @@ def composite_gather(
 ):  # fmt: skip
     """One block of result pixels for one tile of filters.
 
-    A bit says for each row and column of the taps' span whether it lies in the image: a gathered value then
-    costs one addition and one comparison of bits. Pixels lie along the lanes, so each is placed once.
+    A pixel has one bit per row and column of the taps' span, set if that lies in the image. A gathered value then
+    costs one addition and one comparison of bits. Pixels run along the lanes, so each offset is computed once.
     """
     lane = tl.program_id(0) % TILES * FILTERS + tl.arange(0, FILTERS)
     pixel = tl.program_id(0) // TILES * PIXELS + tl.arange(0, PIXELS)
@@ -114,7 +115,7 @@ def launch_gather(
 ) -> Tensor:
     """Run the kernel on `pack.pack_union` weights; the result is channels-last."""
     if codes is not None:
-        raise LowRankError("the gather kernel keeps no codes of a pool: it has no gradient there.")
+        raise LowRankError("the gather kernel has no gradient for a pool; let the library choose the kernel.")
     tile, pixels, maps = tile or GatherTile(), pixels_last(x), empty_result(problem, x)
     result = maps.permute(0, 2, 3, 1)
     values = packed.shape[0]
@@ -135,13 +136,13 @@ def launch_gather(
 
 
 def gathered_values(problem: Problem) -> int:
-    """Values gathered per pixel, padded to what the matrix unit and the steps of the loop divide."""
+    """Values gathered per pixel, padded to a multiple of the loop's steps and of the matrix unit's size."""
     values = len(union_taps(problem.groups)) * problem.channels
     return power_above(values) if values <= 64 else ceil_div(values, 64) * 64
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Why this kernel cannot take a problem, or None."""
+    """Why this kernel cannot run a problem, or None if it can."""
     span = _span(problem)
     if span["SPAN_Y"] + span["SPAN_X"] > 30:
         return f"taps that span {span['SPAN_Y']}x{span['SPAN_X']} pixels"
@@ -149,7 +150,7 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def _span(problem: Problem) -> dict[str, int]:
-    """First row and column that any tap reads, relative to its output pixel, and how many there are."""
+    """The first row and column that any tap reads, relative to its output pixel, and how many of each."""
     rows, columns = zip(*union_taps(problem.groups), strict=True)
     return {
         "FIRST_Y": min(rows),
@@ -161,7 +162,7 @@ def _span(problem: Problem) -> dict[str, int]:
 
 @lru_cache(maxsize=256)
 def _places(problem: Problem, values: int, device: torch.device) -> Tensor:
-    """Distance in memory of each gathered value, and the bits of the row and column it must find inside."""
+    """For each gathered value its distance in memory, and the bits of its row and column."""
     span = _span(problem)
     impossible = 1 << 31 - 1
     away, needs = [], []

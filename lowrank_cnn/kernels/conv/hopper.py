@@ -1,16 +1,15 @@
-"""The composite forward for Hopper: pixels of a run of taps are fetched once and used by all of them.
+"""The composite forward for Hopper: the pixels of a run of taps are fetched once and used by all of them.
 
-The taps of a kx1 filter read boxes of pixels that differ by a shift along the rows. One fetch of the box and
-the rows beyond it serves all taps, if the shift is a whole number of the 8-pixel atoms in which shared memory
-is swizzled: so the axis the taps run along is the outermost of the tile, ahead of images and the other axis.
-For 1xk filters the axes change places in the tensor map, nothing else; a kxk filter is k runs side by side.
-This cuts the bytes fetched per product by up to k and leaves borders to the tensor memory accelerator, which
-fills zeros. Programs are persistent: the loads of the next tile are under way while one is written.
+The taps of a kx1 filter read boxes of pixels that differ by a shift along the rows. One fetch of the box with the
+rows beyond it serves all taps, if the shift is a whole number of the 8-pixel atoms in which shared memory is
+swizzled. The axis that the taps run along is therefore the outermost of the tile, before images and the other
+axis. For 1xk filters the axes change places in the tensor map; a kxk filter is k runs side by side. This cuts the
+bytes fetched per product by up to k. The tensor memory accelerator fills zeros outside the image.
 
-At stride 2 the image [N, H, W, C] is seen as [N, H/2, 2, W/2, 2C], as in `tiled`; each tap is a run of its own.
+A program is persistent: it takes tiles of PIXELS x FILTERS results in turn, and starts the fetches of the next
+tile while it writes one. At stride 2 the image is viewed as in `tiled`, and each tap is a run of its own.
 """
 
-# ruff: noqa: N803, N806
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false
@@ -55,16 +54,17 @@ from lowrank_cnn.kernels.conv.hopper_plan import (
 )
 from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
-from lowrank_cnn.kernels.tiles import ceil_div, filter_tiles
+from lowrank_cnn.kernels.tiles import filter_tiles
+from lowrank_cnn.system.arithmetic import ceil_div
 
 
 @gluon.jit
 def composite_hopper(
-    x_rows, x_rows_rest, x_columns, x_columns_rest,  # [N, H, W, C], the run's axis first; rests lie beyond
-    w,  # [taps * filters of all groups, C]
-    y_rows, y_columns,  # the result [N, H', W', total], the run's axis first
-    r_rows, r_columns,  # the residual, likewise
-    code_rows, code_columns,  # the winners of a pool, bytes, likewise
+    x_rows, x_rows_rest, x_columns, x_columns_rest,  # descriptors of [N, H, W, C], the run's axis first
+    w,  # descriptor of [taps * filters of all groups, C]
+    y_rows, y_columns,  # descriptors of the result [N, H', W', filters], the run's axis first
+    r_rows, r_columns,  # descriptors of the residual, like the result
+    code_rows, code_columns,  # descriptors of the winners of a pool, uint8, like the result
     bias,  # [filters]
     parts,  # [3, boxes, filters], float32: statistics of the results, see `result_statistics`
     total, batch, filters, rows_x, rows_y, turned_x, turned_y, out_height, out_width,
@@ -75,11 +75,11 @@ def composite_hopper(
     PARTS: gl.constexpr, CODES: gl.constexpr, STATISTICS: gl.constexpr, ACC: gl.constexpr,
     STAY: gl.constexpr, WARPS: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over tiles. `BOXES` runs of pixels and `SLABS` taps of weights are in flight or in use.
+    """Persistent over tiles, with `BOXES` runs of pixels and `SLABS` taps of weights in flight or in use.
 
-    A slab is refilled once the product before the current one is done; its box then is free as well, because
-    SLABS <= TAPS * (BOXES - 1) + 1. Where weights `STAY`, a program keeps those of its tile of filters, and has no
-    other: tiles are dealt to programs in turn, and these are a multiple of `TILES`.
+    A slab is refilled once the product before the current one is done. Its box is then free as well, because
+    SLABS <= TAPS * (BOXES - 1) + 1. With `STAY`, a program keeps the weights of its tile of filters in shared
+    memory. It meets no other tile of filters, because the number of programs is a multiple of `TILES`.
     """
     FILTERS: gl.constexpr = w.block_shape[0]
     DEPTH: gl.constexpr = w.block_shape[1]
@@ -89,6 +89,8 @@ def composite_hopper(
     xs = (x_rows, x_rows_rest, x_columns, x_columns_rest)
     ys, rs, cs = (y_rows, y_columns), (r_rows, r_columns), (code_rows, code_columns)
     counts = (rows_x, rows_y, turned_x, turned_y)
+    # Shared memory: a ring of boxes of pixels, a ring of slabs of weights, the result on its way out, and a
+    # barrier for each fetch.
     pixels = gl.allocate_shared_memory(w.dtype, [BOXES * SPAN, IMAGES * CROSS, DEPTH], w.layout)
     slabs = gl.allocate_shared_memory(w.dtype, [SLABS, FILTERS, DEPTH], w.layout)
     staged = gl.allocate_shared_memory(w.dtype, y_rows.block_shape, y_rows.layout)
@@ -105,6 +107,7 @@ def composite_hopper(
     mbarrier.init(residual_ready.index(0), count=1)
     fence_async_shared()
     gl.thread_barrier()
+    # Fill the rings.
     geometry, corner = place_of(gl.program_id(0), counts, GROUPS, TILES, FILTERS, RUN, IMAGES, CROSS)
     state = (gl.program_id(0), 0, 0, 0, geometry, corner)
     if STAY:
@@ -119,8 +122,9 @@ def composite_hopper(
         geometry, corner = place_of(index, counts, GROUPS, TILES, FILTERS, RUN, IMAGES, CROSS)
         runs = geometry[1]
         channel, turned, run, image, cross = corner
-        if HAS_RESIDUAL:  # under way while the products run
+        if HAS_RESIDUAL:  # in flight while the products run
             fetch_residual(rs, staged, residual_ready.index(0), turned, [run, image, cross, channel])
+        # One product per tap and block of channels; a box serves all taps of a run, each from another row.
         acc = gl.zeros([PIXELS, FILTERS], gl.float32, layout=ACC)
         for turn in range(runs * STEPS):
             box = boxes_used % BOXES
@@ -130,7 +134,7 @@ def composite_hopper(
                 mbarrier.wait(slab_ready.index(slab), 0 if STAY else products // SLABS & 1)
                 a = pixels.index(box * SPAN + tap)._reinterpret(w.dtype, [PIXELS, DEPTH], w.layout)
                 acc = warpgroup_mma(a, slabs.index(slab).permute([1, 0]), acc, is_async=True)
-                # All but this product are done: the slab of the one before it may be refilled, or its box.
+                # All earlier products are done: the slab of the last of them may be refilled, or its box.
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 if not STAY or tap == 0:
                     gl.thread_barrier()
@@ -145,7 +149,7 @@ def composite_hopper(
         if POOL:
             acc = pooled(acc, turned, run, cross, out_height, out_width, RUN, IMAGES, CROSS, WHOLE, CODES)
         if STATISTICS:
-            # Of the values as they are written, and in their place: registers have no room for both.
+            # Of the rounded values, which replace the others: registers have no room for both.
             acc = biased(acc, bias, channel, HAS_BIAS, False)[0].to(w.dtype).to(gl.float32)
             acc = store_parts(
                 parts + index // TILES * filters + channel, total // TILES * filters, staged, acc,
@@ -214,7 +218,7 @@ def launch_hopper(
 def _described_input(
     problem: Problem, pixels: Tensor, box: tuple[int, int, int], depth: int
 ) -> list[TensorDescriptor]:
-    """The input for runs along the rows and along the columns: the box, and what taps read beyond it."""
+    """Descriptors of the input for runs along rows and along columns: the box, and the rows beyond it."""
     run, images, cross = box
     if is_strided(problem):
         (down, across), (batch, height, width, channels) = problem.stride, pixels.shape
@@ -234,14 +238,16 @@ def _accumulator(tile: HopperTile) -> gl.NVMMADistributedLayout:
 
 
 def _by_filter(tile: HopperTile) -> gl.BlockedLayout:
-    """[warps, filters] with all warps' values of a filter in one thread."""
+    """A layout of [warps, filters] with all warps' values of a filter in one thread."""
     return gl.BlockedLayout([tile.warp_grid[0], 1], [1, 32], [1, tile.warps], [1, 0])
 
 
 def described_pixels(pixels: Tensor, block: tuple[int, ...], *, turned: bool = False) -> TensorDescriptor:
-    """[N, H, W, C] memory seen with the run's axis first: rows, images, columns, or columns, images, rows."""
-    batch, height, width, channels = pixels.shape
-    row, image, column = width * channels, height * width * channels, channels
+    """A descriptor of [N, H, W, C], which may be a view, with the run's axis first.
+
+    The axes are rows, images, columns; if `turned` columns, images, rows.
+    """
+    (batch, height, width, channels), (image, row, column, _) = pixels.shape, pixels.stride()
     if turned:
         return described(pixels, (width, batch, height, channels), (column, image, row, 1), block)
     return described(pixels, (height, batch, width, channels), (row, image, column, 1), block)

@@ -1,10 +1,9 @@
-"""What follows a matrix product in the Hopper kernels: pool, bias, residual, activation, and the way out.
+"""Steps after the matrix product in the Hopper kernels: pool, bias, residual, activation, and storing the result.
 
-Results leave through shared memory, from which the tensor memory accelerator copies whole boxes. A residual comes
-in through the same memory: each thread reads it where it then puts its results.
+Results go through shared memory, from which the tensor memory accelerator copies whole boxes to device memory. A
+residual arrives in the same shared memory: each thread reads it from where it then stores its results.
 """
 
-# ruff: noqa: N803, N806
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
@@ -17,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 @gluon.jit
 def normal_below(x):
-    """The normal distribution function to 1e-7 (Abramowitz and Stegun, 7.1.26), in few registers."""
+    """The normal distribution function to 1e-7 (Abramowitz and Stegun, 7.1.26); it needs few registers."""
     t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * gl.abs(x))
     tail = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
     beyond = 0.5 * tail * gl.exp(-0.5 * x * x)
@@ -47,7 +46,7 @@ def pooled(
 ):  # fmt: skip
     """The maximum of each 2x2 window of a tile; pixels outside the image never win.
 
-    Where codes are wanted, each value carries its place in the window in its two lowest bits.
+    With `CODES`, the two lowest bits of a value hold its place in the window.
     """
     FILTERS: gl.constexpr = acc.shape[1]
     pixel = gl.arange(0, RUN * IMAGES * CROSS, layout=gl.SliceLayout(1, acc.type.layout))
@@ -67,11 +66,11 @@ def pooled(
 
 @gluon.jit
 def biased(out, bias, channel, HAS_BIAS: gl.constexpr, CODES: gl.constexpr):
-    """[pixels, filters] with their bias, and with `CODES` each pool's winner, from the lowest two bits."""
+    """Add the bias to [pixels, filters]; with `CODES` also return each pool's winner, from the two lowest bits."""
     FILTERS: gl.constexpr = out.shape[1]
     bits = out.to(gl.int32, bitcast=True)
     code = 3 - (bits & 3)
-    if CODES:  # with its place left in it, a zero would be above zero
+    if CODES:  # a zero that kept these bits would compare as greater than zero
         out = (bits & ~3).to(gl.float32, bitcast=True)
     if HAS_BIAS:
         lanes = gl.arange(0, FILTERS, layout=gl.SliceLayout(0, out.type.layout))
@@ -84,7 +83,7 @@ def finished(
     out, bias, channel,
     ACTIVATION: gl.constexpr, SLOPE: gl.constexpr, HAS_BIAS: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
-    """Bias and activation; with `CODES` also each pool's winner, 4 where ReLU cut it."""
+    """Add the bias and activate; with `CODES` also return each pool's winner, 4 if the ReLU cut it."""
     out, code = biased(out, bias, channel, HAS_BIAS, CODES)
     out = activated(out, ACTIVATION, SLOPE)
     if ACTIVATION == "relu":
@@ -94,7 +93,7 @@ def finished(
 
 @gluon.jit
 def copy_out(targets, staged, turned, place):
-    """Copy a box from shared memory, once all threads have written it."""
+    """Copy a box from shared to device memory, once all threads have written it."""
     fence_async_shared()
     gl.thread_barrier()
     if turned > 0:
@@ -105,7 +104,7 @@ def copy_out(targets, staged, turned, place):
 
 @gluon.jit
 def send(targets, staged, values, turned, place):
-    """Write a box through shared memory, once what was sent through it before has left."""
+    """Store a box through shared memory, once the box before it has left."""
     tma.store_wait(0)
     gl.thread_barrier()
     staged.store(values.reshape(staged.shape))
@@ -114,7 +113,7 @@ def send(targets, staged, values, turned, place):
 
 @gluon.jit
 def fetch_residual(sources, staged, ready, turned, place):
-    """Begin to fetch a box of the residual to where the results will be, once those before have left."""
+    """Start to fetch a box of the residual to the memory of the results, once the box before it has left."""
     size: gl.constexpr = sources[0].dtype.primitive_bitwidth // 8
     tma.store_wait(0)
     gl.thread_barrier()
@@ -129,11 +128,11 @@ def fetch_residual(sources, staged, ready, turned, place):
 def send_added(
     targets, staged, ready, phase, values, turned, place, ACTIVATION: gl.constexpr, SLOPE: gl.constexpr
 ):
-    """Add the residual that was fetched, activate, and write a box through the same shared memory."""
+    """Add the fetched residual, activate, and store the box through the same shared memory."""
     mbarrier.wait(ready, phase)
     box = values.reshape(staged.shape)
     out = activated(box + staged.load(box.type.layout).to(gl.float32), ACTIVATION, SLOPE)
-    gl.thread_barrier()  # until every thread has read its part
+    gl.thread_barrier()  # every thread has read its part
     staged.store(out.to(targets[0].dtype))
     copy_out(targets, staged, turned, place)
 
@@ -145,9 +144,9 @@ def store_parts(
 ):  # fmt: skip
     """Count, mean and squared distances of a tile's pixels inside the image, per filter (see `result_statistics`).
 
-    Each of `WARPS` warps along the pixels adds up its own, and they meet in the memory that results leave through.
-    Squares are of the values themselves: in so small tiles, 16 bits lose more to a large mean than the difference.
-    Returns the values, with zeros outside the image, where none is written.
+    Each of `WARPS` warps along the pixels sums its own pixels; the sums are combined in the results' shared
+    memory. Squares are of the values themselves: in tiles this small, rounding to 16 bits loses more than
+    cancellation does. Returns the values with zeros outside the image, where nothing is stored.
     """
     PIXELS: gl.constexpr = RUN * IMAGES * CROSS
     FILTERS: gl.constexpr = out.shape[1]
@@ -157,11 +156,11 @@ def store_parts(
     inside = (pixel // (IMAGES * CROSS) < runs) & (pixel % CROSS < crosses)
     inside = inside & (image + pixel // CROSS % IMAGES < batch)
     values = gl.where(inside[:, None], out, 0.0)
-    # Warps take sixteen pixels each in turn: sums over all but the axis of warps exchange nothing between them.
+    # Warps take sixteen pixels each in turn: sums over all axes but that of the warps exchange no data.
     own = values.reshape([PIXELS // (16 * WARPS), WARPS, 16, FILTERS])
     sums, squares = gl.sum(gl.sum(own, 2), 0), gl.sum(gl.sum(own * own, 2), 0)
     met = staged._reinterpret(gl.float32, [2, WARPS, FILTERS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    tma.store_wait(0)  # until the results before have left
+    tma.store_wait(0)  # the results before have left
     gl.thread_barrier()
     met.index(0).store(sums)
     met.index(1).store(squares)
@@ -179,7 +178,7 @@ def store_parts(
 
 @gluon.jit
 def halves_of(out):
-    """The first and the second half of the filters of [pixels, filters]."""
+    """Split [pixels, filters] into the first and the second half of the filters."""
     return out.reshape([out.shape[0], 2, out.shape[1] // 2]).permute(0, 2, 1).split()
 
 
@@ -189,7 +188,7 @@ def write(
     ACTIVATION: gl.constexpr, SLOPE: gl.constexpr, HAS_BIAS: gl.constexpr, PARTS: gl.constexpr,
     CODES: gl.constexpr,
 ):  # fmt: skip
-    """Bias, activation and rounding, then out through shared memory, in parts so that little of it is taken."""
+    """Add the bias, activate, round, and store through shared memory, in parts so that these need little of it."""
     FILTERS: gl.constexpr = out.shape[1]
     out, code = finished(out, bias, channel, ACTIVATION, SLOPE, HAS_BIAS, CODES)
     if CODES:
@@ -208,7 +207,7 @@ def write_added(
     ys, rs, staged, ready, tiles_done, out, bias, channel, turned, run, image, cross,
     ACTIVATION: gl.constexpr, SLOPE: gl.constexpr, HAS_BIAS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """As `write`, with a residual added: its first part was fetched while the products ran."""
+    """As `write`, with a residual, whose first part was fetched while the products ran."""
     FILTERS: gl.constexpr = out.shape[1]
     out, _ = biased(out, bias, channel, HAS_BIAS, False)
     place = [run, image, cross, channel]

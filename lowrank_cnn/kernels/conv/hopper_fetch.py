@@ -1,6 +1,5 @@
-"""Where the tiles of the Hopper kernel lie, and the fetches of their pixels and weights."""
+"""The places of the Hopper kernel's tiles, and the fetches of their pixels and weights."""
 
-# ruff: noqa: N803, N806
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false
@@ -25,12 +24,12 @@ def place_of(
     GROUPS: gl.constexpr, TILES: gl.constexpr, FILTERS: gl.constexpr, RUN: gl.constexpr, IMAGES: gl.constexpr,
     CROSS: gl.constexpr,
 ):  # fmt: skip
-    """Where a tile's weights, pixels and results lie: its geometry, and its corner.
+    """The place of a tile: its geometry and its corner.
 
     `counts` are the boxes along x and y for runs along the rows, then for runs along the columns. The geometry is
     (weight row, runs, along, across, before, beside, width, top skip, left skip) as in `hopper_plan.RunRow`, the
-    corner (channel, turned, run, image, cross). The last tile of a group begins early enough to be whole: what it
-    shares with the tile before is computed twice, to the same bits.
+    corner (channel, turned, run, image, cross). The last tile of a group begins early enough to be whole: filters
+    that it shares with the tile before are computed twice, with the same result.
     """
     tile, box = index % TILES, index // TILES
     first, weight, channel, filters, runs, along, across = 0, 0, 0, 0, 1, 0, 0
@@ -42,6 +41,7 @@ def place_of(
             runs, along, across = GROUPS[g][RUNS], GROUPS[g][ALONG], GROUPS[g][ACROSS]
             before, beside, turned = GROUPS[g][BEFORE], GROUPS[g][BESIDE], GROUPS[g][TURNED]
             width, top_skip, left_skip = GROUPS[g][WIDTH], GROUPS[g][TOP_SKIP], GROUPS[g][LEFT_SKIP]
+    # The last tile of a group begins early, to be whole.
     offset = gl.minimum((tile - first) * FILTERS, filters - FILTERS)
     boxes_x = gl.where(turned > 0, counts[2], counts[0])
     boxes_y = gl.where(turned > 0, counts[3], counts[1])
@@ -55,10 +55,12 @@ def place_of(
 
 @gluon.jit
 def fetch_pixels(
-    xs, pixels, ready, base, live, tap, depth, geometry, corner,
+    xs,  # descriptors of the input, see `hopper.composite_hopper`
+    pixels,  # shared memory [BOXES * SPAN, IMAGES * CROSS, DEPTH]
+    ready, base, live, tap, depth, geometry, corner,
     TAPS: gl.constexpr, RUN: gl.constexpr, STRIDE: gl.constexpr, CHANNELS: gl.constexpr,
 ):  # fmt: skip
-    """Begin to fetch the pixels of one run of taps into the box at `base`; `tap` numbers the runs of a group."""
+    """Start to fetch the pixels of one run of taps to the box at `base`; `tap` numbers the runs of a group."""
     _, _, _, _, before, beside, width, top_skip, left_skip = geometry
     _, turned, run, image, cross = corner
     body = pixels.index(base)._reinterpret(xs[0].dtype, xs[0].block_shape, xs[0].layout)
@@ -75,7 +77,7 @@ def fetch_pixels(
             tma.async_copy_global_to_shared(xs[2], [start, image, side, depth], ready, body, pred=live)
         else:
             tma.async_copy_global_to_shared(xs[0], [start, image, side, depth], ready, body, pred=live)
-        if TAPS > 1:  # the rows beyond the box, which its later taps read
+        if TAPS > 1:  # the rows beyond the box, which the later taps read
             rest = pixels.index(base + RUN)._reinterpret(xs[1].dtype, xs[1].block_shape, xs[1].layout)
             start += RUN
             if turned > 0:
@@ -85,8 +87,12 @@ def fetch_pixels(
 
 
 @gluon.jit
-def fetch_weights(w, slabs, ready, geometry, TAPS: gl.constexpr, STEPS: gl.constexpr):
-    """Begin to fetch all weights of a tile of filters, in the order of its products."""
+def fetch_weights(
+    w,  # descriptor of [taps * filters of all groups, C]
+    slabs,  # shared memory [SLABS, FILTERS, DEPTH]
+    ready, geometry, TAPS: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
+    """Start to fetch all weights of a tile of filters, in the order of its products."""
     weight, runs, along, across = geometry[0], geometry[1], geometry[2], geometry[3]
     size: gl.constexpr = w.dtype.primitive_bitwidth // 8
     for turn in range(runs * STEPS):
@@ -105,12 +111,12 @@ def fetch(
     IMAGES: gl.constexpr, CROSS: gl.constexpr, STEPS: gl.constexpr, STRIDE: gl.constexpr,
     CHANNELS: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
-    """Begin the next fetch: the weights of one tap and, at a run's first tap, the pixels of the whole run.
+    """Start the next fetch: the weights of one tap and, at a run's first tap, the pixels of the whole run.
 
-    Where weights `STAY` in shared memory, every call is for a run's pixels alone.
+    With `STAY`, weights are in shared memory already, and every call fetches the pixels of a run.
 
     `state` is the tile that fetches have reached, the step in it, the boxes and slabs fetched so far, and the
-    tile's place. The place costs divisions, which would stand between the products of every tap: it is carried.
+    tile's place. Computing a place takes divisions, which would delay the products of every tap, so it is carried.
     """
     FILTERS: gl.constexpr = w.block_shape[0]
     DEPTH: gl.constexpr = w.block_shape[1]

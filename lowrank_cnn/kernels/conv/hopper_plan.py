@@ -1,4 +1,4 @@
-"""How a problem is cut for the Hopper kernel: runs of taps, boxes of pixels, rows of packed weights."""
+"""How a problem is divided for `hopper`: runs of taps, boxes of pixels, rows of packed weights."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import NamedTuple
 import torch
 
 from lowrank_cnn.kernels.problem import Problem, TapGroup
-from lowrank_cnn.kernels.tiles import Box, ceil_div, filter_tiles
+from lowrank_cnn.kernels.tiles import Box, filter_tiles
+from lowrank_cnn.system.arithmetic import ceil_div
 
 SHARED = 228 * 1024
-"""Bytes of shared memory of a multiprocessor, of which each program takes one KiB besides its own."""
+"""Bytes of shared memory of a multiprocessor. Each program takes one KiB more than it asks for."""
 
 
 @dataclass(frozen=True)
 class HopperTile:
-    """What is tuned: pixels and filters of a tile, channels per step, warps, fetches in flight, programs.
+    """Tuned sizes: pixels and filters of a tile, channels per step, warps, fetches in flight, parts, programs.
 
-    Without `slabs` in flight, all weights of a tile of filters stay in shared memory.
+    With zero `slabs`, all weights of a tile of filters stay in shared memory.
     """
 
     pixels: int = 128
@@ -36,17 +37,17 @@ class HopperTile:
 
     @property
     def warp_grid(self) -> tuple[int, int]:
-        """Warps along the pixels and along the filters: a group of four takes at most 128 filters."""
+        """Warps along the pixels and along the filters; four warps take at most 128 filters."""
         return (self.warps, 1) if self.filters <= 128 else (4, self.warps // 4)
 
 
 class RunRow(NamedTuple):
-    """What the tiles of one filter group need; the kernel reads the fields by index, in this order.
+    """One filter group in `hopper_fetch`, which reads the fields by index.
 
-    `runs` runs of taps stand side by side; packed weight rows of neighbouring taps are `along` apart in a run, and
-    `across` from run to run. The first tap lies `before` the output pixel along the run and `beside` it across.
-    Where `turned`, runs go along the columns. At a stride every tap is a run of its own, numbered row by row over
-    `width` columns, and `before`, `beside` count blocks (see `tiles.GroupRow` for the skips).
+    The group has `runs` runs of taps side by side. The packed weight rows of neighbouring taps are `along` apart,
+    those of neighbouring runs `across`. The first tap lies `before` the output pixel along the run and `beside` it
+    across. If `turned`, runs go along the columns. At a stride every tap is a run of its own, numbered row by row
+    over `width` columns, and `before` and `beside` count blocks (see `tiles.GroupRow` for the skips).
     """
 
     first_tile: int
@@ -65,7 +66,7 @@ class RunRow(NamedTuple):
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Why this kernel cannot take a problem, or None."""
+    """Why this kernel cannot run a problem, or None if it can."""
     if is_strided(problem) and (problem.height % problem.stride[0] or problem.width % problem.stride[1]):
         return f"stride {problem.stride} does not divide {problem.height}x{problem.width} pixels"
     if is_strided(problem) and problem.channels % 16:
@@ -74,7 +75,7 @@ def unsupported(problem: Problem) -> str | None:
         return f"{problem.dtype} (the Hopper kernel takes 16-bit floats)"
     if problem.channels % 8:
         return f"{problem.channels} input channels, no multiple of 8"
-    # Boxes of results, and of a pool's codes in bytes, begin at multiples of 16 bytes, or the device stops.
+    # Boxes of results, and of a pool's codes in bytes, must begin at multiples of 16 bytes, or the device faults.
     whole = 8 if problem.pool is None else 16
     if any(group.filters % whole for group in problem.groups):
         return f"a group whose filters are no multiple of {whole}"
@@ -90,9 +91,9 @@ def is_strided(problem: Problem) -> bool:
 
 
 def run_length(problem: Problem) -> int:
-    """The number of taps that every group has along its rows or along its columns; 0 where there is none.
+    """The number of taps that every group has along its rows or along its columns; 0 if there is none.
 
-    At a stride neighbouring taps read no neighbouring rows: each tap is a run of its own.
+    At a stride, neighbouring taps do not read neighbouring rows: each tap is a run of its own.
     """
     if is_strided(problem):
         return 1
@@ -101,7 +102,7 @@ def run_length(problem: Problem) -> int:
 
 
 def filters_per_tile(problem: Problem, limit: int = 128) -> int:
-    """Filters of a tile: no more than the smallest group has, few computed twice, and wide products preferred."""
+    """Filters of a tile: at most those of the smallest group; few computed twice, and wide products preferred."""
     smallest = min(group.filters for group in problem.groups)
     sizes = [size for size in (256, 128, 64, 32, 16) if size <= min(smallest, limit)]
 
@@ -114,9 +115,9 @@ def filters_per_tile(problem: Problem, limit: int = 128) -> int:
 def run_box(problem: Problem, tile: HopperTile) -> Box:
     """A tile's pixels as (run, images, cross): few wasted at the borders, then long runs.
 
-    Images x cross fill whole 8-pixel atoms, so that a shift along the run keeps the swizzle's phase. Where a
-    pool follows, two neighbours along the run must lie in one warp: the matrix unit deals pixels to warps in
-    sixteens, so they do if an atom is all that stands between them, or a round of all warps.
+    Images x cross fill whole 8-pixel atoms, so that a shift along the run keeps the swizzle's phase. If a pool
+    follows, two neighbours along the run must lie in one warp. The matrix unit deals pixels to warps in sixteens,
+    so neighbours must be one atom apart, or one round of all warps.
     """
     pool, pixels = problem.pool is not None, tile.pixels
     powers = [2**i for i in range(pixels.bit_length())]
@@ -135,10 +136,10 @@ def run_box(problem: Problem, tile: HopperTile) -> Box:
 
 
 def default_tile(problem: Problem) -> HopperTile:
-    """A tile that suits most layers; `dispatch` measures better ones."""
+    """A tile that suits most layers; tuning finds better ones."""
     filters = filters_per_tile(problem)
     depth = step_depth(problem)
-    apart = (1, 2) if problem.residual else (2,)  # of a residual only the first part is fetched ahead
+    apart = (1, 2) if problem.residual else (2,)  # only a residual's first part is fetched ahead
     apart = apart if problem.pool is None and filters > 16 else (1,)
     rings = ((2, 3), (2, 2)) if run_length(problem) > 1 else ((3, 3), (2, 2))
     tiles = [
@@ -151,7 +152,7 @@ def default_tile(problem: Problem) -> HopperTile:
 
 
 def step_depth(problem: Problem) -> int:
-    """Channels per step; at a stride they divide a pixel's, for a box that ran over would end in its neighbour."""
+    """Channels per step. At a stride they divide the pixel's channels: a longer box would reach the next pixel."""
     if is_strided(problem):
         return min(64, problem.channels & -problem.channels)
     return 64 if problem.channels > 32 else 32 if problem.channels > 16 else 16
@@ -163,7 +164,7 @@ def is_turned(problem: Problem, group: TapGroup) -> bool:
 
 
 def box_counts(problem: Problem, box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Boxes along x and y for groups whose taps run down the rows, and for those along the columns."""
+    """Boxes along x and y, for groups whose taps run along the rows and for those along the columns."""
     run, _, cross = box
     height, width = problem.out_height, problem.out_width
     rows = ceil_div(width, cross), ceil_div(height, run)
@@ -171,12 +172,12 @@ def box_counts(problem: Problem, box: Box) -> tuple[tuple[int, int], tuple[int, 
 
 
 def box_total(problem: Problem, box: Box) -> int:
-    """Boxes that cover the output whichever way a group's taps run."""
+    """Boxes that cover the output for groups of either direction."""
     return max(_boxes_per_group(problem, box)) * ceil_div(problem.batch, box[1])
 
 
 def part_count(problem: Problem, tile: HopperTile) -> int:
-    """Boxes, each of which gives a part of the statistics; 0 where a tile is too small for warps to share them."""
+    """The number of boxes, each of which stores a part of the statistics; 0 if a tile is too small for that."""
     if tile.pixels % (16 * tile.warp_grid[0]) or tile.pixels // tile.parts < 16 * tile.warp_grid[0] // 4:
         return 0
     return box_total(problem, run_box(problem, tile))
@@ -188,7 +189,7 @@ def _boxes_per_group(problem: Problem, box: Box) -> list[int]:
 
 
 def run_rows(problem: Problem, block: int) -> tuple[RunRow, ...]:
-    """Per group, what its tiles of `block` filters need."""
+    """The groups for tiles of `block` filters."""
     rows, tile, weight, channel = [], 0, 0, 0
     for group in problem.groups:
         rows.append(RunRow(tile, weight, channel, group.filters, *_geometry(problem, group)))
@@ -199,7 +200,7 @@ def run_rows(problem: Problem, block: int) -> tuple[RunRow, ...]:
 
 
 def _geometry(problem: Problem, group: TapGroup) -> tuple[int, ...]:
-    """The fields of a `RunRow` from `runs` on."""
+    """The fields of a `RunRow`, from `runs` on."""
     if is_strided(problem):
         top, left = ceil_div(group.top, problem.stride[0]), ceil_div(group.left, problem.stride[1])
         skips = top * problem.stride[0] - group.top, left * problem.stride[1] - group.left
@@ -211,7 +212,7 @@ def _geometry(problem: Problem, group: TapGroup) -> tuple[int, ...]:
 
 
 def shared_bytes(problem: Problem, tile: HopperTile) -> int:
-    """Shared memory of one program: boxes of pixels, slabs of weights, the staged result, barriers."""
+    """Bytes of shared memory of one program: boxes of pixels, slabs of weights, the staged result, barriers."""
     run, images, cross = run_box(problem, tile)
     boxes = tile.boxes * (run + run_length(problem) - 1) * images * cross * tile.depth
     slabs = slab_count(problem, tile) * tile.filters * tile.depth
@@ -225,7 +226,7 @@ def slab_count(problem: Problem, tile: HopperTile) -> int:
 
 
 def fits(problem: Problem, tile: HopperTile) -> bool:
-    """Whether the rings agree and all residents fit a multiprocessor, each with a reserved KiB besides its own."""
+    """Whether slabs suit the boxes (see `composite_hopper`), and all residents fit on a multiprocessor."""
     if tile.slabs > run_length(problem) * (tile.boxes - 1) + 1 or (tile.parts > 1 and tile.warp_grid[1] > 1):
         return False
     return tile.residents * (shared_bytes(problem, tile) + 1024) <= SHARED

@@ -1,11 +1,13 @@
-"""The weights' gradient for Hopper: a box of pixels is fetched once and multiplied with the gradient for all taps.
+"""The weights' gradient for Hopper: one fetch of pixels serves all taps of a run.
 
-A program holds the gradients of all taps of a run, [channels, filters] each, in registers, and walks over a share
-of the pixels. Per step it fetches the gradient of a box, and of the input the box with the rows beyond
-it (see `hopper`): the taps differ by a shift in shared memory. Shares add up in device memory, in float32.
+The gradient of a tap is a matrix product over pixels: the pixels that the tap reads, transposed, times the
+gradient of the output. A program computes one tile of one group: [DEPTH channels, FILTERS filters] for each of up
+to five taps of a run, all held in registers. It walks over a share of the boxes. Per step it fetches two things to
+shared memory, STAGES steps ahead: the gradient of a box, and the input's box with the rows beyond it. The taps of
+a run read the same pixels shifted by whole rows of the box (see `hopper`), so each tap is a product from another
+offset. In the end the shares are added up in device memory, in float32, by atomics.
 """
 
-# ruff: noqa: N803, N806
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false, reportPossiblyUnboundVariable=false
@@ -26,24 +28,36 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lowrank_cnn.kernels.conv.hopper import described
+from lowrank_cnn.kernels.conv.hopper import described_pixels
 from lowrank_cnn.kernels.conv.hopper_plan import box_counts, box_total, run_length
-from lowrank_cnn.kernels.conv.hopper_weights_plan import WeightTile, weight_box, weight_rows, weight_tile
+from lowrank_cnn.kernels.conv.hopper_weights_plan import (
+    WeightRunRow,
+    WeightTile,
+    weight_box,
+    weight_run_rows,
+    weight_tile,
+)
 from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem
 from lowrank_cnn.kernels.tiles import shares
+from lowrank_cnn.system.arithmetic import ceil_div
+
+(FIRST_TILE, START, CHANNEL, FILTER_COUNT, COLUMNS, ALONG, ACROSS, BEFORE, BESIDE, TURNED) = (
+    gl.constexpr(index) for index in range(len(WeightRunRow._fields))
+)
 
 
 @gluon.jit
 def part_of(tile, GROUPS: gl.constexpr, DEPTHS: gl.constexpr, FILTERS: gl.constexpr, DEPTH: gl.constexpr):
-    """What a tile computes: its group's row of `GROUPS` (see `hopper_plan.weight_rows`) and its place in it."""
+    """A tile's group, as in `hopper_weights_plan.WeightRunRow`, and its first channel, run and filter in it."""
     first, start, channel, filters, columns, along, across = 0, 0, 0, 0, 1, 0, 0
     before, beside, turned = 0, 0, 0
     for g in gl.static_range(len(GROUPS)):
-        if tile >= GROUPS[g][0]:
-            first, start, channel, filters = GROUPS[g][0], GROUPS[g][1], GROUPS[g][2], GROUPS[g][3]
-            columns, along, across = GROUPS[g][4], GROUPS[g][5], GROUPS[g][6]
-            before, beside, turned = GROUPS[g][7], GROUPS[g][8], GROUPS[g][9]
+        if tile >= GROUPS[g][FIRST_TILE]:
+            first, start = GROUPS[g][FIRST_TILE], GROUPS[g][START]
+            channel, filters = GROUPS[g][CHANNEL], GROUPS[g][FILTER_COUNT]
+            columns, along, across = GROUPS[g][COLUMNS], GROUPS[g][ALONG], GROUPS[g][ACROSS]
+            before, beside, turned = GROUPS[g][BEFORE], GROUPS[g][BESIDE], GROUPS[g][TURNED]
     tile = tile - first
     depth = tile % DEPTHS * DEPTH
     column = tile // DEPTHS % columns
@@ -53,10 +67,14 @@ def part_of(tile, GROUPS: gl.constexpr, DEPTHS: gl.constexpr, FILTERS: gl.conste
 
 @gluon.jit
 def fetch_step(
-    xs, gs, pixels, grads, ready, step, steps, place, origin, turned,
+    xs, gs,  # descriptors of input and gradient: boxes and rests of either direction
+    pixels,  # shared memory [STAGES * SPAN, IMAGES * CROSS, DEPTH]
+    grads,  # shared memory [STAGES, pixels of a box, FILTERS]
+    ready,  # shared memory [STAGES, 1]: a barrier per stage
+    step, steps, place, origin, turned,
     SPAN: gl.constexpr, RUN: gl.constexpr, TAPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Begin the fetches of a step, if there is one: the gradient of a box, and its pixels with those beyond."""
+    """Start the fetches of a step, if there is one: the gradient of a box, and its pixels with the rows beyond."""
     run, image, cross = place
     before, beside, depth, channel = origin
     live = step < steps
@@ -85,7 +103,7 @@ def fetch_step(
 
 @gluon.jit
 def next_box(place, limits, RUN: gl.constexpr, IMAGES: gl.constexpr, CROSS: gl.constexpr):
-    """The box after one: across, then along the run, then the next images."""
+    """The next box: across, then along the run, then the next images."""
     run, image, cross = place
     cross += CROSS
     over = cross >= limits[1]
@@ -99,7 +117,7 @@ def next_box(place, limits, RUN: gl.constexpr, IMAGES: gl.constexpr, CROSS: gl.c
 def times_pixels(
     pixels, grad, acc, row, TAP: gl.constexpr, PIXELS: gl.constexpr, DEPTH: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Add one tap's product: the pixels it reads, turned, times the gradient."""
+    """Add one tap's product: the pixels that it reads, transposed, times the gradient."""
     a = pixels.index(row + TAP)._reinterpret(pixels.dtype, [PIXELS, DEPTH], LAYOUT)
     return warpgroup_mma(a.permute([1, 0]), grad, acc, is_async=True)
 
@@ -109,7 +127,7 @@ def times_all(
     pixels, grad, row, acc0, acc1, acc2, acc3, acc4,
     TAPS: gl.constexpr, PIXELS: gl.constexpr, DEPTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The products of all taps; those that a run does not have stay as they are."""
+    """Add the products of all taps of a run; unused accumulators are returned unchanged."""
     acc0 = times_pixels(pixels, grad, acc0, row, 0, PIXELS, DEPTH, LAYOUT)
     if TAPS > 1:
         acc1 = times_pixels(pixels, grad, acc1, row, 1, PIXELS, DEPTH, LAYOUT)
@@ -124,7 +142,7 @@ def times_all(
 
 @gluon.jit
 def all_but(LEFT: gl.constexpr, acc0, acc1, acc2, acc3, acc4, TAPS: gl.constexpr):
-    """Wait until no more than the last `LEFT` products are under way."""
+    """Wait until at most `LEFT` products are in flight."""
     if TAPS == 1:
         acc0 = warpgroup_mma_wait(LEFT, deps=(acc0,))
     elif TAPS == 2:
@@ -139,8 +157,11 @@ def all_but(LEFT: gl.constexpr, acc0, acc1, acc2, acc3, acc4, TAPS: gl.constexpr
 
 
 @gluon.jit
-def add_up(dw, acc, channels, filters, width):
-    """Add a tap's [channels, filters] to what other shares found, `width` filters to a row."""
+def add_up(
+    dw,  # [channels, width] float32, added to
+    acc, channels, filters, width,
+):  # fmt: skip
+    """Add a tap's [channels, filters] to the sum of the other shares."""
     c = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
     f = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
     inside = (c < channels)[:, None] & (f < filters)[None, :]
@@ -149,7 +170,7 @@ def add_up(dw, acc, channels, filters, width):
 
 @gluon.jit
 def add_all(target, tap, inside, acc0, acc1, acc2, acc3, acc4, TAPS: gl.constexpr):
-    """Add all taps to what other shares found; they lie `tap` values apart."""
+    """Add all taps to the sums of the other shares; they are `tap` values apart."""
     channels, filters, width = inside
     add_up(target, acc0, channels, filters, width)
     if TAPS > 1:
@@ -164,16 +185,19 @@ def add_all(target, tap, inside, acc0, acc1, acc2, acc3, acc4, TAPS: gl.constexp
 
 @gluon.jit
 def weights_hopper(
-    x_rows, x_rows_rest, x_columns, x_columns_rest, g_rows, g_columns, dw, steps, boxes, channels,
-    rows_x, rows_y, turned_x, turned_y,
+    x_rows, x_rows_rest, x_columns, x_columns_rest,  # descriptors of [N, H, W, C], the run's axis first
+    g_rows, g_columns,  # descriptors of [N, H', W', filters], the run's axis first
+    dw,  # [height, width, C, filters] of each group in turn, float32, added to
+    steps, boxes, channels, rows_x, rows_y, turned_x, turned_y,
     GROUPS: gl.constexpr, TILES: gl.constexpr, DEPTHS: gl.constexpr, TAPS: gl.constexpr, RUN: gl.constexpr,
     IMAGES: gl.constexpr, CROSS: gl.constexpr, DEPTH: gl.constexpr, FILTERS: gl.constexpr, STAGES: gl.constexpr,
     PIXEL_LAYOUT: gl.constexpr, GRAD_LAYOUT: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
-    """One tile of one group over one share of the boxes, `steps` of them, of `boxes` in all."""
+    """One tile of one group over one share of the boxes: `steps` of all `boxes`."""
     SPAN: gl.constexpr = RUN + TAPS - 1
     PIXELS: gl.constexpr = RUN * IMAGES * CROSS
     xs, gs = (x_rows, x_rows_rest, x_columns, x_columns_rest), (g_rows, g_columns)
+    # Shared memory for STAGES steps, and a barrier for each: it opens when all fetches of its step have arrived.
     pixels = gl.allocate_shared_memory(g_rows.dtype, [STAGES * SPAN, IMAGES * CROSS, DEPTH], PIXEL_LAYOUT)
     grads = gl.allocate_shared_memory(g_rows.dtype, [STAGES, PIXELS, FILTERS], GRAD_LAYOUT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -184,6 +208,7 @@ def weights_hopper(
     start, channel, filters, along, across, before, beside, turned, depth, column, filter = part_of(
         gl.program_id(0) % TILES, GROUPS, DEPTHS, FILTERS, DEPTH
     )
+    # The first box of this share, as a place (along the run, image, across), for runs of the group's direction.
     first = gl.program_id(0) // TILES * steps
     across_boxes = gl.where(turned > 0, turned_y, rows_x)
     along_boxes = gl.where(turned > 0, turned_x, rows_y)
@@ -194,6 +219,7 @@ def weights_hopper(
     target = dw + start + (column * across * channels + depth) * filters + filter
     tap = along * channels * filters
     inside = (channels - depth, filters - filter, filters)
+    # The last share may have fewer boxes, or none.
     steps = gl.maximum(gl.minimum(steps, boxes - first), 0)
     for i in gl.static_range(STAGES - 1):
         fetch_step(xs, gs, pixels, grads, ready, i, steps, place, origin, turned, SPAN, RUN, TAPS, STAGES)
@@ -210,7 +236,7 @@ def weights_hopper(
         acc0, acc1, acc2, acc3, acc4 = times_all(
             pixels, grad, row, acc0, acc1, acc2, acc3, acc4, TAPS, PIXELS, DEPTH, PIXEL_LAYOUT
         )
-        # The products of the step before are done: what they read may be overwritten.
+        # The products of the previous step are done: their shared memory may be refilled.
         acc0, acc1, acc2, acc3, acc4 = all_but(TAPS, acc0, acc1, acc2, acc3, acc4, TAPS)
         gl.thread_barrier()
         ahead = step + STAGES - 1
@@ -229,20 +255,20 @@ def launch_weights_hopper(
     run, images, cross = box
     rows, turned = box_counts(problem, box)
     boxes = box_total(problem, box)
-    groups, tiles = weight_rows(problem, tile)
+    groups, tiles = weight_run_rows(problem, tile)
     splits = shares(tiles, boxes, programs)
     dw = torch.zeros(
         problem.channels * sum(group.taps * group.filters for group in problem.groups), device=g.device
     )
     block, rest = (run, images, cross, tile.depth), (max(taps - 1, 1), images, cross, tile.depth)
     start(weights_hopper, (tiles * splits,))(
-        _described(pixels, block), _described(pixels, rest),
-        _described(pixels, block, turned=True), _described(pixels, rest, turned=True),
-        _described(g, (run, images, cross, tile.filters)),
-        _described(g, (run, images, cross, tile.filters), turned=True),
-        dw, -(-boxes // splits), boxes, problem.channels, *rows, *turned,
-        GROUPS=groups, TILES=tiles, DEPTHS=-(-problem.channels // tile.depth), TAPS=taps, RUN=run,
-        IMAGES=images, CROSS=cross, DEPTH=tile.depth, FILTERS=tile.filters, STAGES=tile.stages,
+        described_pixels(pixels, block), described_pixels(pixels, rest),
+        described_pixels(pixels, block, turned=True), described_pixels(pixels, rest, turned=True),
+        described_pixels(g, (run, images, cross, tile.filters)),
+        described_pixels(g, (run, images, cross, tile.filters), turned=True),
+        dw, ceil_div(boxes, splits), boxes, problem.channels, *rows, *turned,
+        GROUPS=tuple(map(tuple, groups)), TILES=tiles, DEPTHS=ceil_div(problem.channels, tile.depth),
+        TAPS=taps, RUN=run, IMAGES=images, CROSS=cross, DEPTH=tile.depth, FILTERS=tile.filters, STAGES=tile.stages,
         PIXEL_LAYOUT=_shared(tile.pixels, tile.depth, g), GRAD_LAYOUT=_shared(tile.pixels, tile.filters, g),
         ACC=gl.NVMMADistributedLayout(
             version=[3, 0], warps_per_cta=[tile.warps, 1], instr_shape=[16, tile.filters, 16]
@@ -252,21 +278,13 @@ def launch_weights_hopper(
     return _unpacked(dw, problem)
 
 
-def _described(maps: Tensor, block: tuple[int, ...], *, turned: bool = False) -> Any:
-    """[N, H, W, C] maps, or a view of such, with the run's axis first: rows, images, columns, or the reverse."""
-    (batch, height, width, channels), (image, row, column, _) = maps.shape, maps.stride()
-    if turned:
-        return described(maps, (width, batch, height, channels), (column, image, row, 1), block)
-    return described(maps, (height, batch, width, channels), (row, image, column, 1), block)
-
-
 def _shared(rows: int, columns: int, like: Tensor) -> Any:
     kind = getattr(gl, str(like.dtype).removeprefix("torch."))
     return gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
 
 
 def _unpacked(dw: Tensor, problem: Problem) -> list[Tensor]:
-    """The groups' [filters, channels, height, width] out of [height, width, channels, filters] in a row."""
+    """The groups' [filters, channels, height, width], from [height, width, channels, filters] in turn."""
     parts = dw.split([problem.channels * group.taps * group.filters for group in problem.groups])
     return [
         part.view(group.height, group.width, problem.channels, group.filters).permute(3, 2, 0, 1)

@@ -1,12 +1,11 @@
-"""A first layer of stride 2 for Hopper: the matrix unit reads overlapping windows where they lie in shared memory.
+"""A first layer of stride 2 for Hopper: the matrix unit reads overlapping windows in place in shared memory.
 
-See `overlap_plan` for the idea. A strip is a few result rows of one image by up to 64 windows; the rows of the
-image that it reads are fetched as they are, 64 blocks of each. Each row of the conv is one product per slab. A 3x3
-pool of stride 2 that follows is a maximum over three such rows, which stay in registers, and over neighbouring
-columns, which threads exchange; only pooled pixels are written.
+See `overlap_plan` for the idea. A strip is a few result rows of one image by up to 64 windows. The rows of the
+image that it reads are fetched unchanged, 64 blocks of each. Each row of the conv is one product per slab of
+weights. A 3x3 pool of stride 2 that follows is a maximum over three such rows, which stay in registers, and over
+neighbouring columns, which threads exchange. Only pooled pixels are written.
 """
 
-# ruff: noqa: N803, N806
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false
@@ -37,39 +36,35 @@ from lowrank_cnn.kernels.conv.overlap_plan import (
     WINDOWS,
     OverlapTile,
     fetched_rows,
-    filters_per_tile,
     reach_of,
     result_columns,
     slabs_of,
     strip_counts,
 )
 from lowrank_cnn.kernels.conv.pad_channels import launch_pad_channels
+from lowrank_cnn.kernels.conv.window import halves, place_of
+from lowrank_cnn.kernels.conv.window_plan import filters_per_tile
 from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
-from lowrank_cnn.kernels.tiles import round_up
+from lowrank_cnn.system.arithmetic import round_up
 
 WORDS = {2: torch.int32, 4: torch.int64}
 """A type of two values, by the bytes of one."""
 
 
 @gluon.jit
-def strip_of(index, COUNTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Image, first result row and first result column of a strip."""
-    column = index % COUNTS[1] * COLUMNS
-    row = index // COUNTS[1] % COUNTS[0] * ROWS
-    return index // (COUNTS[1] * COUNTS[0]), row, column
-
-
-@gluon.jit
 def fetch_strip(
-    x, blocks, ready, stage, index, total,
+    x,  # descriptor of the image as words, see `composite_overlap`
+    blocks,  # shared memory [blocks, 8]: STAGES strips
+    ready,  # shared memory: a barrier per stage
+    stage, index, total,
     COUNTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, FETCHED: gl.constexpr,
     STRIDE: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr, POOL: gl.constexpr,
 ):  # fmt: skip
-    """Begin to fetch the rows of a strip, if there is one: 64 blocks of each, zeros outside the image."""
+    """Start to fetch the rows of a strip, if there is one: 64 blocks of each, zeros outside the image."""
     live = index < total
-    image, row, column = strip_of(index, COUNTS, ROWS, COLUMNS)
-    # The conv's first row and column: with a pool, those before the first result's.
+    image, row, column = place_of(index, COUNTS, ROWS, COLUMNS)
+    # The conv's first row and column. A pool also reads the row and column before its first result's.
     y = (2 * row - 1 if POOL else row) * STRIDE + TOP
     left = (2 * column - 1 if POOL else column) + LEFT
     bar = ready.index(stage)
@@ -87,7 +82,7 @@ def conv_row(
     blocks, slabs, first,
     SLABS: gl.constexpr, WINDOWS: gl.constexpr, FILTERS: gl.constexpr, VIEW: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
-    """One row of the conv, under way: [WINDOWS, FILTERS]. `first` is the block that its first window begins at."""
+    """Start the products of one row of the conv, [WINDOWS, FILTERS]; its first window begins at block `first`."""
     acc = gl.zeros([WINDOWS, FILTERS], gl.float32, layout=ACC)
     for i in gl.static_range(len(SLABS)):
         a = blocks.index(first + SLABS[i][0] * WINDOWS + SLABS[i][1])
@@ -98,10 +93,11 @@ def conv_row(
 
 @gluon.jit
 def store_row(
-    y, out, dtype, image, row, column, channel, height, width,
+    y,  # [N, height, width, TOTAL], written
+    out, dtype, image, row, column, channel, height, width,
     TOTAL: gl.constexpr, COLUMNS: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """Write [columns, filters] of one result row, as far as they belong to the tile and the image."""
+    """Store [columns, filters] of one result row; columns outside the tile or the image are masked."""
     values = gl.convert_layout(out.to(dtype), OUT)
     across = gl.arange(0, out.shape[0], layout=gl.SliceLayout(1, OUT))
     lane = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, OUT))
@@ -129,9 +125,9 @@ def pooled_columns(out, first, out_width):
 
 @gluon.jit
 def composite_overlap(
-    x,  # [N, H, W * 2] as 32-bit words: pixels of four 16-bit channels
-    w,  # [slabs * TOTAL, 16], see `overlap_plan.pack_overlap`
-    y,  # [N, H', W', TOTAL]
+    x,  # descriptor of [N, H, W * 2] as 32-bit words: pixels of four 16-bit channels
+    w,  # descriptor of [slabs * TOTAL, 16], see `overlap_plan.pack_overlap`
+    y,  # [N, H', W', TOTAL], written
     bias,  # [TOTAL]
     total, out_height, out_width, height, width,
     COUNTS: gl.constexpr, TOTAL: gl.constexpr, FILTERS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
@@ -140,10 +136,10 @@ def composite_overlap(
     HAS_BIAS: gl.constexpr, STAGES: gl.constexpr, FLAT: gl.constexpr, VIEW: gl.constexpr, ACC: gl.constexpr,
     OUT: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over strips, `STAGES` of them in flight; the weights are fetched once."""
+    """Persistent over strips, with `STAGES` of them in flight; the weights are fetched once."""
     WINDOWS: gl.constexpr = x.block_shape[2] // 4
     TILES: gl.constexpr = TOTAL // FILTERS
-    # One row more than is fetched: the last windows of the last row read on, for results that are not written.
+    # One row more than is fetched: the last windows of the last row read beyond it, for results that are masked.
     blocks = gl.allocate_shared_memory(w.dtype, [(STAGES * FETCHED + 1) * WINDOWS, 8], FLAT)
     slabs = gl.allocate_shared_memory(w.dtype, [len(SLABS), FILTERS, 16], w.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
@@ -166,9 +162,10 @@ def composite_overlap(
     for index in range(first, total, step):
         stage = done % STAGES
         mbarrier.wait(ready.index(stage), done // STAGES & 1)
-        image, row, column = strip_of(index, COUNTS, ROWS, COLUMNS)
+        image, row, column = place_of(index, COUNTS, ROWS, COLUMNS)
         start = stage * FETCHED * WINDOWS
         if POOL:
+            # Three rows of the conv make one row of results; the last of them is the first of the next three.
             last = conv_row(blocks, slabs, start, SLABS, WINDOWS, FILTERS, VIEW, ACC)
             for i in gl.static_range(ROWS):
                 here = start + (2 * i + 1) * STRIDE * WINDOWS
@@ -214,7 +211,7 @@ def launch_overlap(
     reach, filters = reach_of(problem), filters_per_tile(problem)
     width = round_up(problem.width, 2)
     padded = launch_pad_channels(pixels_last(x), (problem.height, width), beyond=0, border=0)
-    # A fetch takes at most 256 values along a row: as words of two, they are twice as many.
+    # A fetch takes at most 256 elements along a row. As words of two values it takes twice the values.
     words = padded.view(problem.batch, problem.height, width * 4).view(WORDS[x.element_size()])
     counts = strip_counts(problem, tile)
     total, tiles = problem.batch * counts[0] * counts[1], problem.filters // filters
@@ -231,7 +228,7 @@ def launch_overlap(
         COUNTS=counts, TOTAL=problem.filters, FILTERS=filters, ROWS=tile.rows, COLUMNS=result_columns(problem),
         FETCHED=fetched_rows(problem, tile), STRIDE=problem.stride[0],
         TOP=reach.top, LEFT=reach.left, SLABS=tuple(slabs_of(problem)), POOL=problem.pool is not None,
-        HAS_BIAS=bias is not None, STAGES=tile.stages, FLAT=flat(), VIEW=panels(),
+        HAS_BIAS=bias is not None, STAGES=tile.stages, FLAT=flat(), VIEW=halves(),
         ACC=gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, filters, 16]),
         OUT=_rows_of_results(columns, filters), **activation_options(problem), num_warps=4,
     )  # fmt: skip
@@ -239,17 +236,11 @@ def launch_overlap(
 
 
 def flat() -> Any:
-    """Blocks of 16 bytes, one after the other; fetches need a beginning that is aligned."""
+    """The layout of blocks of 16 bytes that follow each other; fetches need an aligned beginning."""
     return gl.SharedLinearLayout(offset_bases=[[1], [2], [4]], alignment=1024)
 
 
-def panels() -> Any:
-    """[windows, 16] in memory: a block of each of 64 windows, then as many of the row below."""
-    row = [[0, 1], [0, 2], [0, 4]] + [[2**i, 0] for i in range(WINDOWS.bit_length() - 1)] + [[0, 8]]
-    return gl.SharedLinearLayout(offset_bases=row, alignment=1024)
-
-
 def _rows_of_results(columns: int, filters: int) -> Any:
-    """Threads that hold 16 bytes of a pixel's filters each, so that whole lines are written."""
+    """A layout in which each thread holds 16 bytes of a pixel's filters, so that whole cache lines are written."""
     across = min(32, filters // 8)
     return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])

@@ -1,11 +1,12 @@
-"""How a first layer of stride 2 is cut for the overlap kernel: strips of rows, tiles of columns, slabs of weights.
+"""How a first layer of stride 2 is divided for `overlap`: strips of rows, tiles of columns, slabs of weights.
 
-With four channels to a pixel, two pixels are 16 bytes: a *block*. At stride 2 the windows of neighbouring output
-columns begin one block apart. So 64 blocks of an image's row, just as they lie, are a [64, 8] factor of a product:
-that of the first block of each window. One block further on, they are that of the second. Nothing is copied.
+With four channels per pixel, two pixels are 16 bytes: a *block*. At stride 2 the windows of neighbouring output
+columns begin one block apart. So 64 consecutive blocks of an image's row are a [64, 8] factor of a product: the
+first blocks of 64 windows. The 64 blocks that begin one block later are the second blocks of these windows.
+Nothing is copied.
 
-A product takes 16 values of each window: a block of one row, and the same block of the row below. Such a pair of a
-row offset and a block offset is a *slab* of the weights.
+A product takes 16 values of each window: a block of one row, and the same block of the row below. A *slab* of the
+weights belongs to one such pair of a row offset and a block offset.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.kernels.conv.pack import union_taps
+from lowrank_cnn.kernels.conv.window_plan import filters_per_tile
 from lowrank_cnn.kernels.problem import OVERLAPPING, Problem
-from lowrank_cnn.kernels.tiles import ceil_div, round_up
+from lowrank_cnn.system.arithmetic import ceil_div, round_up
 
 WINDOWS = 64
-"""Windows of a product: what four warps multiply at once. The last few lack blocks that lie beyond the row."""
+"""Windows of a product: as many as four warps multiply at once. The last few lack blocks beyond the row."""
 PLACES = 4
 """Channels of a padded pixel."""
 FETCHED_ROWS = 8
@@ -31,7 +33,7 @@ MOST_SLABS = 40
 
 @dataclass(frozen=True)
 class OverlapTile:
-    """What is tuned: result rows of a strip, strips in flight, and programs of a multiprocessor."""
+    """Tuned sizes: result rows of a strip, strips in flight, and programs of a multiprocessor."""
 
     rows: int = 4
     stages: int = 2
@@ -40,7 +42,7 @@ class OverlapTile:
 
 @dataclass(frozen=True)
 class Reach:
-    """What windows read around their output pixel: the first row and block, and how many of each."""
+    """The rows and blocks that windows read, relative to their output pixel: the first, and how many."""
 
     top: int
     left: int
@@ -55,7 +57,7 @@ def reach_of(problem: Problem) -> Reach:
 
 
 def slabs_of(problem: Problem) -> list[tuple[int, int]]:
-    """The pairs (row, block) that products begin at, counted from the first row and block that any tap reads."""
+    """The (row, block) that each product begins at, counted from the first row and block that any tap reads."""
     reach, found = reach_of(problem), []
     used = {(row - reach.top, column // 2 - reach.left) for row, column in union_taps(problem.groups)}
     for block in range(reach.blocks):
@@ -68,7 +70,7 @@ def slabs_of(problem: Problem) -> list[tuple[int, int]]:
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Why the overlap kernel cannot take a problem, or None."""
+    """Why the overlap kernel cannot run a problem, or None if it can."""
     if problem.stride[1] != 2 or problem.residual:
         return "no stride of 2 along the columns, or a residual"
     if problem.pool not in (None, OVERLAPPING):
@@ -88,35 +90,31 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def tiles_worth_measuring(problem: Problem) -> list[OverlapTile]:
-    """Strips of few rows fetch and compute more rows twice; long ones leave less memory for others."""
+    """Tiles that fit. Short strips fetch and compute more rows twice; long ones leave less memory for others."""
     found = [OverlapTile(4, 2, 2), OverlapTile(8, 2, 2), OverlapTile(4, 2, 3), OverlapTile(2, 2, 4)]
     return [tile for tile in found if tile.residents * (shared_bytes(problem, tile) + 1024) <= 228 * 1024]
 
 
 def shared_bytes(problem: Problem, tile: OverlapTile) -> int:
-    """Shared memory of one program: strips, slabs, and what results are exchanged through."""
+    """Bytes of shared memory of one program: strips, slabs, and a buffer to exchange results."""
     filters = filters_per_tile(problem)
     strips = 16 * WINDOWS * (tile.stages * fetched_rows(problem, tile) + 1)
     return strips + 32 * len(slabs_of(problem)) * filters + 4 * WINDOWS * filters + 8 * (tile.stages + 1)
 
 
-def filters_per_tile(problem: Problem) -> int:
-    return next(size for size in (64, 32, 16) if problem.filters % size == 0)
-
-
 def conv_rows(problem: Problem, tile: OverlapTile) -> int:
-    """Rows of the conv that a strip computes: with a pool, two for each result and the one before them."""
+    """Rows of the conv that a strip computes; with a pool, two for each result and one before them."""
     return 2 * tile.rows + 1 if problem.pool else tile.rows
 
 
 def fetched_rows(problem: Problem, tile: OverlapTile) -> int:
-    """Rows of the image that a strip reads, in whole fetches; a product reads two rows at least."""
+    """Rows of the image that a strip reads, in whole fetches; a product reads at least two rows."""
     span = max(2, reach_of(problem).rows)
     return round_up((conv_rows(problem, tile) - 1) * problem.stride[0] + span, FETCHED_ROWS)
 
 
 def result_columns(problem: Problem) -> int:
-    """Result columns of a tile: as even parts of a row as whole windows allow."""
+    """Result columns of a tile: a row is divided as evenly as whole windows allow."""
     whole = WINDOWS + 1 - reach_of(problem).blocks
     most, width = (whole - 1) // 2 if problem.pool else whole, problem.result_size[1]
     return ceil_div(width, ceil_div(width, most))
@@ -129,7 +127,7 @@ def strip_counts(problem: Problem, tile: OverlapTile) -> tuple[int, int]:
 
 
 def pack_overlap(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype) -> Tensor:
-    """[slabs * filters, 16]: for each slab and filter two rows of a block, two pixels each, four channels each."""
+    """[slabs * filters, 16]: for each slab and filter 2 rows of a block, of 2 pixels with 4 channels each."""
     reach = reach_of(problem)
     size = (reach.rows + 1, 2 * reach.blocks, PLACES, problem.filters)
     around = weights[0].new_zeros(size, dtype=dtype)
@@ -143,5 +141,5 @@ def pack_overlap(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype
     for slab, (row, block) in zip(packed, slabs_of(problem), strict=True):
         two = around[row : row + 2, 2 * block : 2 * block + 2].flatten(1, 2)  # [2 rows, 8 values, filters]
         slab.copy_(two.permute(2, 0, 1))
-        around[row : row + 2, 2 * block : 2 * block + 2] = 0  # a row in two slabs counts once
+        around[row : row + 2, 2 * block : 2 * block + 2] = 0  # a row that two slabs share counts once
     return packed.view(-1, 4 * PLACES)

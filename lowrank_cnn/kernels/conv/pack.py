@@ -1,4 +1,4 @@
-"""Weights laid out for the kernels: rows of input channels, one row per tap and filter."""
+"""Pack weights into the layouts that the kernels read, and unpack gradients from them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,7 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.kernels.problem import Problem, TapGroup
-from lowrank_cnn.kernels.tiles import round_up
-
-LAYOUTS = {
-    "hopper": "rows",
-    "tiled": "rows",
-    "stem": "union",
-    "gather": "union",
-    "folded": "blocks",
-    "window": "windows",
-    "overlap": "overlaps",
-}
-"""In which layout each kernel reads its weights; `launch.pack_weights` makes them."""
-
-
-def layout_of(plan: str) -> str:
-    """The layout of the weights for a plan, given as text."""
-    return LAYOUTS[plan.partition("-")[0]]
+from lowrank_cnn.system.arithmetic import round_up
 
 
 def copy_by_torch(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -34,7 +18,7 @@ def copy_by_torch(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 
 def copy_groups(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """The same, where the kernels run: on a GPU all in one launch."""
+    """The same; on a GPU in one launch."""
     if not sources[0].is_cuda:
         return copy_by_torch(sources, targets)
     from lowrank_cnn.kernels.conv.copy_groups import MOST_GROUPS, launch_copy
@@ -47,9 +31,9 @@ def copy_groups(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype, copy: Callable[..., None] = copy_groups) -> Tensor:
     """[sum of taps * filters, channels]: group by group, tap by tap, filter by filter.
 
-    Weights that already lie so in one memory (see `laid_out`) are taken as they lie.
+    Weights that already have this layout (see `laid_out`) are not copied.
     """
-    if (rows := _lying(weights, dtype)) is not None:
+    if (rows := _already_packed(weights, dtype)) is not None:
         return rows
     sizes = [weight[:, 0].numel() for weight in weights]
     rows = weights[0].new_empty((sum(sizes), weights[0].shape[1]), dtype=dtype)
@@ -58,21 +42,21 @@ def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype, copy: Callable[...,
 
 
 def _as_weight(rows: Tensor, weight: Tensor) -> Tensor:
-    """A group's packed rows seen as its [filters, channels, height, width]."""
+    """A view of a group's packed rows as [filters, channels, height, width]."""
     return rows.view(weight.shape[2], weight.shape[3], weight.shape[0], -1).permute(2, 3, 0, 1)
 
 
 def laid_out(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Copies of the groups' weights in one memory, as the kernels read them: packing them later costs nothing."""
+    """Copies of the groups' weights in the memory of `pack_rows`, so that packing them later costs nothing."""
     sizes = [weight[:, 0].numel() for weight in weights]
-    parts = pack_rows(weights, dtype, copy_by_torch).split(sizes)  # also where no kernel can be built
+    parts = pack_rows(weights, dtype, copy_by_torch).split(sizes)  # works without Triton as well
     return [_as_weight(part, weight) for part, weight in zip(parts, weights, strict=True)]
 
 
-def _lying(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+def _already_packed(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
     first, channels = weights[0], weights[0].shape[1]
     place, storage = first.data_ptr(), first.untyped_storage().data_ptr()
-    if place % 16:  # a view into other parameters, say: fetches begin every 16 bytes
+    if place % 16:  # fetches begin at multiples of 16 bytes, which a view of other parameters may not
         return None
     for weight in weights:
         ordered = weight.permute(2, 3, 0, 1).is_contiguous() and weight.dtype == dtype
@@ -84,7 +68,7 @@ def _lying(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
 
 
 def union_taps(groups: Sequence[TapGroup]) -> list[tuple[int, int]]:
-    """Every offset from an output pixel that some group reads, as (rows down, columns right), in order."""
+    """Every offset from an output pixel that some group reads, as sorted (rows down, columns right)."""
     return sorted(
         {
             (row - group.top, column - group.left)
@@ -96,10 +80,10 @@ def union_taps(groups: Sequence[TapGroup]) -> list[tuple[int, int]]:
 
 
 def pack_union(weights: Sequence[Tensor], problem: Problem, depth: int, dtype: torch.dtype) -> Tensor:
-    """[depth, filters]: all groups as one matrix over the union of their taps, zero where a group has none.
+    """[depth, filters]: all groups as one matrix over the union of their taps, zero for taps that a group lacks.
 
-    With few input channels the union still fits one step of the matrix unit (3x1 and 1x3 over three
-    channels: 5 taps x 3 = 15 of 16), and the pixels are gathered once for all groups.
+    With few input channels the union fits one step of the matrix unit (3x1 and 1x3 over three channels: 5 taps x 3
+    = 15 of 16), and pixels are gathered once for all groups.
     """
     taps = union_taps(problem.groups)
     matrix = weights[0].new_zeros((depth, problem.filters), dtype=dtype)
@@ -114,7 +98,7 @@ def pack_union(weights: Sequence[Tensor], problem: Problem, depth: int, dtype: t
 
 
 def unpack_union(matrix: Tensor, problem: Problem) -> list[Tensor]:
-    """The groups' [filters, channels, height, width] out of [filters, depth], the union's matrix turned."""
+    """The groups' [filters, channels, height, width], from the union's transposed matrix [filters, depth]."""
     taps = union_taps(problem.groups)
     whole = matrix[:, : len(taps) * problem.channels].reshape(-1, len(taps), problem.channels)
     parts = whole.split([group.filters for group in problem.groups])
@@ -127,7 +111,7 @@ def unpack_union(matrix: Tensor, problem: Problem) -> list[Tensor]:
 
 
 def unpack_rows(rows: Tensor, problem: Problem) -> list[Tensor]:
-    """The groups' [filters, channels, height, width] out of rows as `pack_rows` lays them."""
+    """The groups' [filters, channels, height, width], from rows as in `pack_rows`."""
     parts = rows.split([group.taps * group.filters for group in problem.groups])
     return [
         part.view(group.height, group.width, group.filters, -1).permute(2, 3, 0, 1)
@@ -136,9 +120,9 @@ def unpack_rows(rows: Tensor, problem: Problem) -> list[Tensor]:
 
 
 def pack_turned(weights: Sequence[Tensor], leads: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """[sum of taps * channels, most filters]: rows by group, tap and input channel.
+    """[sum of taps * channels, most filters]: a row per group, tap and input channel.
 
-    Zeros stand after a group's filters, and as many before them as its lead says.
+    A group's filters have as many zeros before them as its lead, and zeros behind them.
     """
     most = max(lead + weight.shape[0] for weight, lead in zip(weights, leads, strict=True))
     most = round_up(most, 16 // dtype.itemsize)
@@ -155,7 +139,7 @@ def pack_turned(weights: Sequence[Tensor], leads: Sequence[int], dtype: torch.dt
 
 
 def _places(group: TapGroup, taps: list[tuple[int, int]]) -> list[int]:
-    """Where a group's taps, row by row, stand in the union's."""
+    """The positions of a group's taps, row by row, in the union."""
     return [
         taps.index((row - group.top, column - group.left))
         for row in range(group.height)

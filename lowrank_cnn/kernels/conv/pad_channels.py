@@ -1,10 +1,9 @@
-"""Pixels of few channels copied to four channels each, zeros around every image: what the window kernels read.
+"""Copy pixels of few channels to four channels each, with zeros around every image, for `window` and `overlap`.
 
-The channel after the last is one everywhere, if there is room: weights of zero leave it out of the results, and
-its gradient is that of a bias.
+If there are fewer than four channels, the one behind the last is set to one everywhere. Its weights are zero, so
+the results do not change, and its gradient is the bias gradient.
 """
 
-# ruff: noqa: N803
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
@@ -15,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_cnn.kernels.gpu import start
-from lowrank_cnn.kernels.tiles import ceil_div
+from lowrank_cnn.system.arithmetic import ceil_div
 
 BLOCK = 1024
 
@@ -27,7 +26,7 @@ def pad_channels(
     places, batch, height, width, padded_height, padded_width,
     CHANNELS: tl.constexpr, BORDER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of padded pixels; those beyond the last image are as those around it."""
+    """One block of padded pixels; those beyond the last image are padding too."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = place % padded_width - BORDER
     row = place // padded_width % padded_height - BORDER
@@ -41,7 +40,7 @@ def pad_channels(
 
 
 def launch_pad_channels(pixels: Tensor, size: tuple[int, int], beyond: int, border: int = 1) -> Tensor:
-    """[N * rows + beyond, columns, 4] of [N, H, W, C]: each image padded to `size`, after a border."""
+    """[N * rows + beyond, columns, 4] from [N, H, W, C]: each image padded to `size`, with a border before it."""
     batch, height, width, channels = pixels.shape
     rows, columns = size
     out = pixels.new_empty((batch * rows + beyond, columns, 4))

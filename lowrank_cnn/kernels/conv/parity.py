@@ -1,9 +1,9 @@
-"""The gradients of a strided conv as those of convs of stride 1, one per parity of pixels; nothing is copied.
+"""Compute the gradients of a strided conv as those of convs of stride 1, one per parity of pixels, without copies.
 
-Tap t of a filter reads row s o + t - top for output row o, at stride s. Rows of one parity p, that is p, p + s,
-p + 2 s, ..., are an image of their own (a view of the same memory), and the taps that read it are every s-th: over
-that image they are a filter of stride 1. Columns likewise. For a stride of 2 there are four such images. 3x1 and
-1x3 taps are 2x1 taps of the odd rows, 1x2 of the odd columns, and 1x1 of the pixels that are even both ways.
+At stride s, tap t of a filter reads row s o + t - top for output row o. The rows of one parity p (p, p + s, p + 2
+s, ...) form an image of their own, a view of the same memory. Every s-th tap reads it, and over that image these
+taps are a filter of stride 1. The same holds for columns, so stride 2 gives four images. 3x1 and 1x3 taps become
+2x1 taps of the odd rows, 1x2 taps of the odd columns, and 1x1 taps of the pixels that are even both ways.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.kernels.problem import Pair, Problem, TapGroup, empty_maps
-from lowrank_cnn.kernels.tiles import ceil_div
+from lowrank_cnn.system.arithmetic import ceil_div
 
 
 @dataclass(frozen=True)
 class ParityConv:
     """The conv of stride 1 over the pixels of one parity.
 
-    `members` are the groups that have taps there, `begins` where their filters stand among those of all groups,
-    and
-    `taps` which of their taps these are: the first row and column of each.
+    `members` are the groups with taps there, `begins` their first filters among those of all groups, and `taps`
+    the first row and column of each member's taps.
     """
 
     parity: Pair
@@ -36,7 +35,7 @@ class ParityConv:
 
 
 def parity_convs(problem: Problem) -> list[ParityConv]:
-    """One for each parity that any tap reads."""
+    """One conv for each parity that any tap reads."""
     begins = list(accumulate((group.filters for group in problem.groups), initial=0))
     found = []
     for parity in product(range(problem.stride[0]), range(problem.stride[1])):
@@ -51,7 +50,7 @@ def parity_convs(problem: Problem) -> list[ParityConv]:
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Why the views cannot be fetched, or None: they must begin at multiples of 16 bytes."""
+    """Why the views cannot be fetched, or None if they can: they must begin at multiples of 16 bytes."""
     whole = 16 // problem.dtype.itemsize
     if problem.channels % whole or any(group.filters % whole for group in problem.groups):
         return "channels or filters that are not whole blocks of 16 bytes"
@@ -61,7 +60,7 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def pixels_of(pixels: Tensor, conv: ParityConv, stride: Pair) -> Tensor:
-    """The [N, H', W', C] pixels of a parity, a view."""
+    """The pixels of a parity, a view [N, H', W', C]."""
     return pixels[:, conv.parity[0] :: stride[0], conv.parity[1] :: stride[1]]
 
 
@@ -71,7 +70,7 @@ def input_gradient(
     weights: Sequence[Tensor],
     add_up: Callable[[ParityConv, Tensor, list[Tensor], Tensor], None],
 ) -> Tensor:
-    """[N, C, H, W] gradient of the input; `add_up` writes that of a parity into its view."""
+    """The gradient of the input, [N, C, H, W]; `add_up` writes that of one parity into its view."""
     convs = parity_convs(problem)
     maps = empty_maps((problem.batch, problem.channels, problem.height, problem.width), g)
     if len(convs) < problem.stride[0] * problem.stride[1]:
@@ -85,7 +84,7 @@ def input_gradient(
 def weight_gradients(
     problem: Problem, g: Tensor, pixels: Tensor, gradient: Callable[[Problem, Tensor, Tensor], list[Tensor]]
 ) -> list[Tensor]:
-    """The groups' gradients in float32; `gradient` gives those of a conv of stride 1."""
+    """The groups' gradients in float32; `gradient` computes those of a conv of stride 1."""
     sizes = [(group.filters, problem.channels, group.height, group.width) for group in problem.groups]
     found = [torch.empty(size, device=g.device) for size in sizes]  # every tap reads one parity
     for conv in parity_convs(problem):
@@ -104,7 +103,7 @@ def _taps(conv: ParityConv) -> list[tuple[int, Pair]]:
 
 
 def _neighbours(conv: ParityConv) -> list[Pair]:
-    """Stretches of members whose filters lie side by side, as (first, after the last)."""
+    """Ranges of members whose filters are neighbours, as (first, after the last)."""
     stretches: list[list[int]] = []
     for place, (begin, group) in enumerate(zip(conv.begins, conv.problem.groups, strict=True)):
         if stretches and stretches[-1][2] == begin:

@@ -1,14 +1,11 @@
-"""Which kernel takes a problem, with which tile: a *plan*.
-
-`plans` lists those worth measuring, the default first.
-"""
+"""Plans: a kernel for a problem, with its tile. `plans` lists those worth measuring, the default first."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowrank_cnn.kernels.conv import fold, gather, hopper_plan, overlap_plan, stem, tiled, window_plan
 from lowrank_cnn.kernels.conv.presets import preset
@@ -26,44 +23,53 @@ HOPPER = (
 HOPPER_STAYING = ((128, 128, 4, 2), (128, 64, 4, 2), (256, 64, 4, 2), (256, 32, 4, 2), (128, 32, 4, 3))
 """The same where all weights of a tile stay in shared memory: narrow ones, whose weights are few."""
 BOXES_ALONE = ((2, 0), (3, 0), (4, 0))
-"""Boxes of pixels in flight, and no weights."""
+"""Boxes of pixels in flight, and no slabs of weights."""
 TILED = ((128, 128, 64, 4, 3),)
 """Pixels, filters, depth, warps and stages of the plain tiles worth measuring."""
 MORE_TILED = ((128, 128, 64, 4, 4), (128, 64, 64, 4, 4))
-"""Those worth measuring once."""
+"""More plain tiles, for a thorough search."""
 SMALL = ((64, 64, 64, 4, 4), (64, 32, 128, 4, 4), (32, 32, 128, 4, 4))
-"""The same for problems of too few pixels to fill a GPU with large tiles."""
+"""Plain tiles for problems with too few pixels to fill a GPU with large tiles."""
 
 OLDER = (64, 64, 32, 4, 3)
-"""The tile for GPUs without a tensor memory accelerator: places in memory take registers, larger ones spill."""
-_TILES: dict[str, type] = {
-    "hopper": hopper_plan.HopperTile,
-    "tiled": tiled.Tile,
-    "stem": stem.StemTile,
-    "gather": gather.GatherTile,
-    "folded": tiled.Tile,
-    "window": window_plan.WindowTile,
-    "overlap": overlap_plan.OverlapTile,
+"""The tile for GPUs without a tensor memory accelerator: offsets take registers, and larger tiles spill."""
+
+
+class ForwardKernel(NamedTuple):
+    """A kernel: the type of its tile, why it cannot run a problem, its weights' layout, and its launcher."""
+
+    tile: type
+    unsupported: Callable[[Problem], str | None]
+    layout: str
+    launcher: str
+
+
+def _unfoldable(problem: Problem) -> str | None:
+    return None if fold.folded(problem) else "no blocks of pixels"
+
+
+KERNELS = {
+    "hopper": ForwardKernel(hopper_plan.HopperTile, hopper_plan.unsupported, "rows", "hopper.launch_hopper"),
+    "tiled": ForwardKernel(tiled.Tile, tiled.unsupported, "rows", "tiled.launch_tiled"),
+    "stem": ForwardKernel(stem.StemTile, stem.unsupported, "union", "stem.launch_stem"),
+    "gather": ForwardKernel(gather.GatherTile, gather.unsupported, "union", "gather.launch_gather"),
+    "folded": ForwardKernel(tiled.Tile, _unfoldable, "blocks", "tiled.launch_tiled"),
+    "window": ForwardKernel(window_plan.WindowTile, window_plan.unsupported, "windows", "window.launch_window"),
+    "overlap": ForwardKernel(
+        overlap_plan.OverlapTile, overlap_plan.unsupported, "overlaps", "overlap.launch_overlap"
+    ),
 }
-_UNSUPPORTED: dict[str, Callable[[Problem], str | None]] = {
-    "hopper": hopper_plan.unsupported,
-    "tiled": tiled.unsupported,
-    "stem": stem.unsupported,
-    "gather": gather.unsupported,
-    "folded": lambda problem: None if fold.folded(problem) else "no blocks of pixels",
-    "window": window_plan.unsupported,
-    "overlap": overlap_plan.unsupported,
-}
+"""The forward kernels by name. `forward.pack_weights` makes the layouts of their weights."""
 
 
 @lru_cache(maxsize=4096)
 def refusal(kernel: str, problem: Problem) -> str | None:
-    """Why a kernel cannot take a problem, or None."""
+    """Why a kernel cannot run a problem, or None if it can."""
     if not problem.can_pool_first:
         return "a pool behind a residual or behind an activation that falls"
     if problem.pool == OVERLAPPING and kernel != "overlap":
         return "a pool of overlapping windows"
-    return _UNSUPPORTED[kernel](problem)
+    return KERNELS[kernel].unsupported(problem)
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class KernelPlan:
 
     @classmethod
     def parse(cls, text: str) -> KernelPlan:
-        """The plan that a text names."""
+        """The plan of a text."""
         return _parsed(text)
 
     def __str__(self) -> str:
@@ -83,10 +89,15 @@ class KernelPlan:
         return "-".join([self.kernel, *(f"{n}{v}" for n, v in zip(names, astuple(self.tile), strict=True))])
 
 
+def layout_of(plan: str) -> str:
+    """The layout of the weights for a plan that is given as text."""
+    return KERNELS[plan.partition("-")[0]].layout
+
+
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> KernelPlan:
     kernel, *sizes = text.split("-")
-    return KernelPlan(kernel, _TILES[kernel](*(int(size[1:]) for size in sizes)))
+    return KernelPlan(kernel, KERNELS[kernel].tile(*(int(size[1:]) for size in sizes)))
 
 
 def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: bool = False) -> list[KernelPlan]:
@@ -112,17 +123,17 @@ def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: b
 
 
 def _taken(found: list[KernelPlan], problem: Problem) -> list[KernelPlan]:
-    """Plans once each, without those whose kernel refuses; shapes are kept without padding, which may decide."""
+    """Distinct plans whose kernel runs the problem; a preset may not, as shapes are stored without padding."""
     return [plan for plan in dict.fromkeys(found) if refusal(plan.kernel, problem) is None]
 
 
 def _wide(problem: Problem) -> bool:
-    """Whether a pixel has channels enough to be a factor of a product by itself, though its taps are few."""
+    """Whether a pixel has enough channels for a matrix product, so that `tiled` suits it better than `stem`."""
     return problem.channels >= 16 and tiled.unsupported(problem) is None
 
 
 def hopper_tiles(problem: Problem, deepest: int = 1) -> list[hopper_plan.HopperTile]:
-    """Small tiles of which several reside together, and large ones alone; the `deepest` rings that fit of each."""
+    """Small tiles that share a multiprocessor and large ones that do not; of each the `deepest` rings that fit."""
     if hopper_plan.unsupported(problem) is not None:
         return []
     widest = min(group.filters for group in problem.groups)
@@ -138,13 +149,15 @@ def hopper_tiles(problem: Problem, deepest: int = 1) -> list[hopper_plan.HopperT
             for boxes, slabs in flights
         ]
         fitting = [tile for tile in tiles if hopper_plan.fits(problem, tile)]
-        whole = [tile for tile in fitting if tile.parts == 1] if problem.residual else []  # all fetched ahead
+        whole = (
+            [tile for tile in fitting if tile.parts == 1] if problem.residual else []
+        )  # its residual is fetched ahead as a whole
         found += [*whole[-1:], *fitting[-deepest:]]
     return list(dict.fromkeys(found))
 
 
 def plain_tiles(problem: Problem, capability: tuple[int, int], thorough: bool = False) -> list[tiled.Tile]:
-    """Tiles no wider than the groups; small ones where large ones would leave most of a GPU idle."""
+    """Tiles no wider than the groups; small ones if large ones would leave most of a GPU idle."""
     if (0, 0) < capability < (9, 0):
         return [narrowed(problem, OLDER)]
     shapes = SMALL if _small(problem) else TILED + MORE_TILED if thorough else TILED
@@ -152,7 +165,7 @@ def plain_tiles(problem: Problem, capability: tuple[int, int], thorough: bool = 
 
 
 def narrowed(problem: Problem, sizes: tuple[int, ...]) -> tiled.Tile:
-    """A tile of no more filters than suit the groups."""
+    """A tile with at most as many filters as suit the groups."""
     tile, widest = tiled.Tile(*sizes), max(16, hopper_plan.filters_per_tile(problem, 256))
     return replace(tile, filters=min(tile.filters, widest))
 

@@ -1,11 +1,11 @@
-"""Mean and variance of a conv's results, per channel: partial ones from the kernels' epilogues, merged pairwise.
+"""Mean and variance per channel of a conv's results, for the batch norm behind it.
 
-A part is (count, mean, sum of squared distances from that mean) of some pixels, as rows of [3, parts, channels] in
-float32. Parts are merged by the formula of Chan, Golub and LeVeque, in a fixed order: the results are the same
-every time, and large means lose no digits of small variances.
+The epilogues of `tiled` and `hopper` store parts: count, mean and sum of squared distances from that mean, for the
+pixels of one box, as [3, parts, channels] in float32. Other kernels' results are read again, in parts of PIXELS
+pixels. Parts are merged by the formula of Chan, Golub and LeVeque, MERGED at a time, in a fixed order: results are
+reproducible, and a large mean does not cancel the digits of a small variance.
 """
 
-# ruff: noqa: N803
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
@@ -18,22 +18,22 @@ from torch import Tensor
 
 from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import pixels_last
-from lowrank_cnn.kernels.tiles import ceil_div
+from lowrank_cnn.system.arithmetic import ceil_div
 
 MERGED = 128
 """Parts that one program merges."""
 LANES = 32
 PIXELS = 128
-"""Pixels of a part where a kernel has no epilogue for it."""
+"""Pixels of a part, for kernels whose epilogue stores none."""
 
 
 @triton.jit
 def merge_parts(
-    parts,  # [3, count, total]
-    merged,  # [3, programs, total]
+    parts,  # [3, count, total] float32
+    merged,  # [3, programs, total] float32, written
     count, total, MERGED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """One part out of `MERGED`, for a block of channels."""
+    """Merge `MERGED` parts to one, for a block of channels."""
     part = tl.program_id(0) * MERGED + tl.arange(0, MERGED)
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
     inside = (part < count)[:, None] & (lane < total)[None, :]
@@ -56,10 +56,10 @@ def merge_parts(
 @triton.jit
 def parts_of_pixels(
     y,  # [pixels, total]
-    parts,  # [3, programs, total]
+    parts,  # [3, programs, total] float32, written
     pixels, total, PIXELS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """One part out of `PIXELS` pixels, for a block of channels."""
+    """The part of `PIXELS` pixels, for a block of channels."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
     inside = (pixel < pixels)[:, None] & (lane < total)[None, :]
@@ -75,7 +75,7 @@ def parts_of_pixels(
 
 
 def empty_parts(count: int, like: Tensor, channels: int) -> Tensor:
-    """Memory for parts that a kernel fills."""
+    """Memory for the parts that a kernel stores."""
     return torch.empty((3, count, channels), device=like.device, dtype=torch.float32)
 
 
@@ -90,7 +90,7 @@ def launch_parts(y: Tensor) -> Tensor:
 
 
 def launch_merge(parts: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance per channel, out of all parts."""
+    """Mean and biased variance per channel, from all parts."""
     while parts.shape[1] > 1:
         _, count, channels = parts.shape
         merged = empty_parts(ceil_div(count, MERGED), parts, channels)

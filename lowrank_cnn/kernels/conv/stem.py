@@ -1,12 +1,12 @@
-"""The composite forward for few input channels: the first layer, bound by memory and by instructions.
+"""The composite forward and its weight gradient for few input channels: the first layer of a network.
 
-All groups share one matrix over the union of their taps (see `pack.pack_union`). Each thread holds whole
-pixels: a value of a neighbour is one addition, one predicate and one load, then the matrix unit does all
-filters at once. A 2x2 pool that follows is a maximum over four products held in registers, and only the
-pooled pixels are written.
+Memory and instructions bound this layer, not the matrix unit. All groups share one matrix [VALUES, filters] over
+the union of their taps (see `pack.pack_union`), which fits in one step of the matrix unit. A program takes PIXELS
+result pixels and all filters; each thread holds whole pixels, so a neighbour's value costs one addition, one
+predicate and one load. A 2x2 pool that follows is the maximum of four products in registers; only pooled pixels
+are written.
 """
 
-# ruff: noqa: N803, RUF005
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
@@ -24,24 +24,25 @@ from lowrank_cnn.kernels.conv.epilogue import activated, activation_options, wit
 from lowrank_cnn.kernels.conv.pack import union_taps, unpack_union
 from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
-from lowrank_cnn.kernels.tiles import ceil_div, power_above
+from lowrank_cnn.kernels.tiles import power_above
+from lowrank_cnn.system.arithmetic import ceil_div
 
 MOST_VALUES = 64
-"""Gathered values per pixel up to which they stay in registers."""
+"""The most gathered values per pixel: they stay in registers."""
 
 
 @dataclass(frozen=True)
 class StemTile:
-    """What is tuned: result pixels per program, and warps."""
+    """Tuned sizes: result pixels per program, and warps."""
 
     pixels: int
     warps: int = 4
 
 
 def tiles(problem: Problem) -> list[StemTile]:
-    """Tiles whose threads hold so many results as fit their registers beside the values gathered.
+    """Tiles whose results fit in the registers beside the gathered values.
 
-    Programs of two warps leave room for more of them at once, which hide each other's loads.
+    With two warps per program more programs run at once, which hide each other's loads.
     """
     filters = power_above(problem.filters)
     results = 4096 if len(union_taps(problem.groups)) * problem.channels <= 16 else 2048
@@ -50,8 +51,11 @@ def tiles(problem: Problem) -> list[StemTile]:
 
 
 @triton.jit
-def gathered(x, base, in_y, in_x, height, width, TAPS: tl.constexpr, CHANNELS: tl.constexpr, VALUES: tl.constexpr):
-    """[pixels, VALUES]: the union's taps by channels around each pixel, zero outside the image and beyond."""
+def gathered(
+    x,  # [N, height, width, CHANNELS]
+    base, in_y, in_x, height, width, TAPS: tl.constexpr, CHANNELS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """[pixels, VALUES]: the taps of the union by channels around each pixel; zeros outside the image."""
     values = ()
     for t in tl.static_range(len(TAPS)):
         y, across = in_y + TAPS[t][0], in_x + TAPS[t][1]
@@ -61,6 +65,7 @@ def gathered(x, base, in_y, in_x, height, width, TAPS: tl.constexpr, CHANNELS: t
             values = values + (tl.load(x + away + c, mask=inside, other=0.0),)
     for _ in tl.static_range(VALUES - len(TAPS) * CHANNELS):
         values = values + (tl.zeros(base.shape, x.dtype.element_ty),)
+    # Join the values pairwise until one tensor is left, in an order that ends sorted.
     for _ in tl.static_range(8):
         if len(values) > 1:
             halves = ()
@@ -84,7 +89,7 @@ def composite_stem(
     SLOPE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PIXELS: tl.constexpr,
     FILTERS: tl.constexpr, WIDE: tl.constexpr, CODES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One block of result pixels for all filters; with `CODES`, as in `tiled.pooled`, the winners as well."""
+    """One block of result pixels for all filters; with `CODES` also the winners, as in `tiled.pooled`."""
     lane = tl.arange(0, FILTERS)
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     column = pixel % result_width
@@ -103,7 +108,7 @@ def composite_stem(
         acc = tl.dot(a, b)
         if CODES:
             acc = (acc.to(tl.int32, bitcast=True) & ~3 | 3 - quad).to(tl.float32, bitcast=True)
-        if quad == 0:  # of every window this pixel lies in the image
+        if quad == 0:  # the first pixel of every window lies in the image
             best = acc
         else:
             if not WHOLE:
@@ -126,14 +131,17 @@ def composite_stem(
 
 @triton.jit
 def stem_gradient(
-    x, grad, seen, dw, pixels, height, width, result_height, result_width,
+    x,  # [N, height, width, CHANNELS]
+    grad, seen,  # [N, result_height, result_width, TOTAL]: the gradient, and codes of a pool or results of a ReLU
+    dw,  # [TOTAL, VALUES] float32, added to
+    pixels, height, width, result_height, result_width,
     TAPS: tl.constexpr, CHANNELS: tl.constexpr, TOTAL: tl.constexpr, VALUES: tl.constexpr,
     STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr, POOL: tl.constexpr, RELU: tl.constexpr,
     PIXELS: tl.constexpr, FILTERS: tl.constexpr, WIDE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Weight and bias gradients: the neighbourhoods are gathered again, the pool and ReLU undone on the way.
+    """Weight and bias gradients: gathers the neighbourhoods again and undoes pool and ReLU on the way.
 
-    The value after the neighbourhood's last is one, so that the product's column there is the bias gradient.
+    The value behind a neighbourhood's last is one, so that its column of the product is the bias gradient.
     """
     lane = tl.arange(0, FILTERS)
     k = tl.arange(0, VALUES)
@@ -200,11 +208,11 @@ def launch_stem_gradient(
     tile: StemTile | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Gradients of the groups' weights and of the bias, in float32, from [N, H, W, filters] `grad` and `seen`."""
-    # Gradients and results of more pixels at so many filters would not stay in registers.
+    # With this many filters, the gradients of more pixels would not stay in registers.
     tile, pixels = tile or StemTile(16 if problem.filters > 128 else 32), pixels_last(x)
     count = problem.batch * problem.result_size[0] * problem.result_size[1]
     blocks = ceil_div(count, tile.pixels)
-    programs = min(2 * programs, blocks)  # small ones, of which four reside together
+    programs = min(2 * programs, blocks)  # these are small: four share a multiprocessor
     gathered_values = len(union_taps(problem.groups)) * problem.channels
     values = max(16, power_above(gathered_values + 1))
     dw = torch.zeros((problem.filters, values), device=x.device)
@@ -217,7 +225,7 @@ def launch_stem_gradient(
 
 
 def _constants(problem: Problem, pixels: Tensor, values: int, tile: StemTile) -> dict[str, Any]:
-    """What both kernels are compiled for."""
+    """The constants of both kernels."""
     return {
         "TAPS": tuple(union_taps(problem.groups)),
         "CHANNELS": problem.channels,
@@ -233,7 +241,7 @@ def _constants(problem: Problem, pixels: Tensor, values: int, tile: StemTile) ->
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Why this kernel cannot take a problem, or None."""
+    """Why this kernel cannot run a problem, or None if it can."""
     values = len(union_taps(problem.groups)) * problem.channels
     if values > MOST_VALUES:
         return f"{values} values around a pixel, more than {MOST_VALUES}"

@@ -1,14 +1,15 @@
-"""The composite forward as one implicit matrix product over boxes of channels-last pixels.
+"""The composite forward as one implicit matrix product over boxes of pixels, in plain Triton.
 
-Each program computes one box of output pixels for one tile of filters of one group. The pixels of a tap are a
-shifted box of the input, fetched by the tensor memory accelerator, which fills what lies outside the image
-with zeros: borders need no masks. Programs of the same box are neighbours, so that the second reads from L2.
+Layout: maps are [N, H, W, C] in memory, packed weights [taps * filters, C]. A program computes one box of output
+pixels (images x rows x columns) for one tile of FILTERS filters of one group. It loops over the group's taps and
+over blocks of DEPTH channels. A tap's pixels are a shifted box of the input, fetched by the tensor memory
+accelerator, which fills zeros outside the image: borders need no masks. Programs of one box are neighbours, so
+that all but the first read it from L2.
 
-At stride 2 the image [N, H, W, C] is seen as [N, H/2, 2, W/2, 2C]. A tap then reads a dense box of one row parity,
-and its column parity is an offset of C channels: nothing is gathered, and no product is with zeros.
+At stride 2 the image [N, H, W, C] is viewed as [N, H/2, 2, W/2, 2C]. A tap then reads a dense box of one row
+parity, and its column parity is an offset of C channels: nothing is gathered, and nothing is multiplied by zeros.
 """
 
-# ruff: noqa: N803
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
@@ -25,7 +26,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lowrank_cnn.kernels.conv.epilogue import activated, activation_options, without_codes
 from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
-from lowrank_cnn.kernels.tiles import GroupRow, box_count, box_of, ceil_div, filter_tiles, group_rows, power_above
+from lowrank_cnn.kernels.tiles import GroupRow, box_count, box_of, filter_tiles, group_rows, power_above
+from lowrank_cnn.system.arithmetic import ceil_div
 
 FIRST_TILE, WEIGHT_ROW, CHANNEL, FILTER_COUNT, TAPS, WIDTH, TOP, TOP_SKIP, LEFT, LEFT_SKIP = (
     tl.constexpr(index) for index in range(len(GroupRow._fields))
@@ -34,7 +36,7 @@ FIRST_TILE, WEIGHT_ROW, CHANNEL, FILTER_COUNT, TAPS, WIDTH, TOP, TOP_SKIP, LEFT,
 
 @dataclass(frozen=True)
 class Tile:
-    """What is tuned: pixels and filters of a tile, channels per step, warps and pipeline stages."""
+    """Tuned sizes: pixels and filters of a tile, channels per step, warps and pipeline stages."""
 
     pixels: int = 128
     filters: int = 128
@@ -60,10 +62,10 @@ def group_of(tile, GROUPS: tl.constexpr, FILTERS: tl.constexpr):
 
 @triton.jit
 def pooled(out, row, column, out_height, out_width, WHOLE: tl.constexpr, CODES: tl.constexpr):
-    """The maximum of each 2x2 window; pixels outside the image never win (ceil rounding clips windows).
+    """The maximum of each 2x2 window; pixels outside the image never win (ceil rounding cuts windows).
 
-    Where codes are wanted, each value carries its place in the window in its two lowest bits, so that the
-    maximum brings the winner's along.
+    With `CODES`, the two lowest bits of a value hold its place in the window: the maximum then carries the
+    winner's.
     """
     images: tl.constexpr = out.shape[0]
     rows: tl.constexpr = out.shape[1]
@@ -82,9 +84,9 @@ def pooled(out, row, column, out_height, out_width, WHOLE: tl.constexpr, CODES: 
 
 @triton.jit
 def masked_places(out, image, row, column, channel, left, batch, height, width, total):
-    """Offsets of a box in [N, H, W, total], and which lie inside: the image, and the `left` filters of the group.
+    """Offsets of a box in [N, H, W, total], and a mask: inside the image, and one of the group's `left` filters.
 
-    The last filters of a box may lie beyond the group, where the next group's channels stay untouched.
+    The last filters of a box may belong to the next group, which must not be overwritten.
     """
     n = image + tl.arange(0, out.shape[0])[:, None, None, None]
     y = row + tl.arange(0, out.shape[1])[None, :, None, None]
@@ -95,7 +97,10 @@ def masked_places(out, image, row, column, channel, left, batch, height, width, 
 
 
 @triton.jit
-def store_parts(parts, plane, out, rest, image, row, column, batch, height, width):
+def store_parts(
+    parts,  # [3, boxes, total] float32, written at this box and tile
+    plane, out, rest, image, row, column, batch, height, width,
+):  # fmt: skip
     """Store count, mean and squared distances of a box's pixels in the image, as in `result_statistics`."""
     n = image + tl.arange(0, out.shape[0])[:, None, None, None]
     y = row + tl.arange(0, out.shape[1])[None, :, None, None]
@@ -131,12 +136,12 @@ def composite_tiled(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WHOLE_POOL: tl.constexpr, WHOLE_FILTERS: tl.constexpr,
     CODES: tl.constexpr, STATISTICS: tl.constexpr,
 ):  # fmt: skip
-    """One box of pixels for one tile of filters; `STEPS` blocks of `DEPTH` channels make up one tap.
+    """One box of pixels for one tile of filters; a tap takes `STEPS` steps of `DEPTH` channels.
 
-    Pixels are the second factor: the first, coming from a block of four axes, would go through registers, where
-    Triton 3.6 lets the next step overwrite what a product under way still reads (Hopper).
+    Pixels are the second factor of the product. As the first they would go through registers, and on Hopper Triton
+    3.6 overwrites registers that a running product still reads.
     """
-    # Tiles of one box are neighbours: the second finds its pixels in L2.
+    # Tiles of one box are neighbours: all but the first find its pixels in L2.
     tile = tl.program_id(0) % TILES
     box = tl.program_id(0) // TILES
     column = box % column_boxes * COLUMNS
@@ -158,7 +163,7 @@ def composite_tiled(
         b = w.load([weight + tap * filters + offset, depth])
         acc = tl.dot(b, a.reshape(IMAGES * ROWS * COLUMNS, DEPTH).T, acc)
     out = acc.T.reshape(IMAGES, ROWS, COLUMNS, FILTERS)
-    # Bias and a monotone activation keep the order of values: pooled first, a quarter of them is left to do.
+    # Bias and a monotone activation keep the order of values. Pooling first leaves them a quarter of the work.
     if POOL:
         out = pooled(out, row, column, out_height, out_width, WHOLE_POOL, CODES)
         row, column = row // 2, column // 2
@@ -234,12 +239,12 @@ def launch_tiled(
 
 
 def part_count(problem: Problem, tile: Tile) -> int:
-    """Boxes, each of which gives a part of the statistics."""
+    """The number of boxes: each stores one part of the statistics."""
     return prod(box_count(problem, box_of(problem.batch, problem.out_height, problem.out_width, tile.pixels)))
 
 
 def described_blocks(pixels: Tensor, problem: Problem, box: tuple[int, int, int], depth: int) -> TensorDescriptor:
-    """[N, H, W, C] memory in boxes of output pixels by `depth` channels; at stride s as [N, H/s, s, W/s, s*C]."""
+    """A descriptor of [N, H, W, C] with boxes of output pixels by `depth` channels; see above for strides."""
     (down, across), (images, rows, columns) = problem.stride, box
     if problem.stride == (1, 1):
         return TensorDescriptor.from_tensor(pixels, [images, rows, columns, depth])
@@ -249,14 +254,14 @@ def described_blocks(pixels: Tensor, problem: Problem, box: tuple[int, int, int]
 
 
 def depth_of(problem: Problem, tile: Tile) -> int:
-    """Channels per step: at a stride they divide a pixel's, for a box that ran over would end in its neighbour."""
+    """Channels per step. At a stride they divide the pixel's channels: a longer box would reach the next pixel."""
     if problem.stride == (1, 1):
         return min(tile.depth, power_above(problem.channels))
     return min(tile.depth, problem.channels & -problem.channels)
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Why this kernel cannot take a problem, or None."""
+    """Why this kernel cannot run a problem, or None if it can."""
     whole = 16 // problem.dtype.itemsize
     if problem.channels % whole or problem.filters % whole:
         return f"channels in or out are no multiple of {whole}"

@@ -1,12 +1,14 @@
-"""A pooled first layer for Hopper: the matrix unit reads windows where they lie, and nothing is gathered.
+"""A pooled first layer for Hopper: the matrix unit reads 4x4 windows in place, and nothing is gathered.
 
-With four channels to a pixel, two pixels are 16 bytes, and windows of neighbouring pools begin 16 bytes apart. So
-the first halves of eight windows lie in a row just as the matrix unit wants eight rows of 16 bytes, and the second
-halves are the next windows' first: two fetches of one row of the image, the second 16 bytes on. Products of four
-pixels share these; their maximum is the pool.
+The four pixels of a 2x2 pool with 3x3 taps read one window of 4x4 pixels. With four channels per pixel, two pixels
+are 16 bytes, and the windows of neighbouring pools begin 16 bytes apart. The matrix unit wants eight rows of 16
+bytes that follow each other: the first halves of eight windows lie just so in a row of the image. The second
+halves are the same memory, 16 bytes on, so a tile takes two fetches per row of the image.
+
+A program is persistent over tiles of ROWS x COLUMNS windows, with STAGES tiles in flight. Per tile it computes one
+product for each of the four pixels of the pool; their maximum is the result.
 """
 
-# ruff: noqa: N803, N806
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false
@@ -46,7 +48,7 @@ from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
 
 @gluon.jit
 def place_of(box, COUNTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Image, row and column of a tile's first window."""
+    """The image, first row and first column of a tile."""
     column = box % COUNTS[1] * COLUMNS
     row = box // COUNTS[1] % COUNTS[0] * ROWS
     return box // (COUNTS[1] * COUNTS[0]), row, column
@@ -54,10 +56,13 @@ def place_of(box, COUNTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexp
 
 @gluon.jit
 def fetch_windows(
-    x, boxes, ready, stage, box, total, padded_height,
+    x,  # descriptor of the padded pixels, see `windows_of`
+    boxes,  # shared memory [STAGES * 4, windows, 16]
+    ready,  # shared memory: a barrier per stage
+    stage, box, total, padded_height,
     COUNTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Begin the fetch of a tile, if there is one: four rows of each window, in two halves."""
+    """Start the fetch of a tile, if there is one: four rows of each window, in two halves."""
     live = box < total
     image, row, column = place_of(box, COUNTS, ROWS, COLUMNS)
     bar = ready.index(stage)
@@ -70,7 +75,7 @@ def fetch_windows(
 
 @gluon.jit
 def product(boxes, slabs, stage, QUAD: gl.constexpr, FILTERS: gl.constexpr, ACC: gl.constexpr):
-    """The results of one pixel of every window, under way."""
+    """Start the product for pixel `QUAD` of every window's pool."""
     WINDOWS: gl.constexpr = boxes.shape[1]
     acc = gl.zeros([WINDOWS, FILTERS], gl.float32, layout=ACC)
     for tap in gl.static_range(3):
@@ -81,7 +86,7 @@ def product(boxes, slabs, stage, QUAD: gl.constexpr, FILTERS: gl.constexpr, ACC:
 
 @gluon.jit
 def coded(acc, QUAD: gl.constexpr, CODES: gl.constexpr):
-    """Where codes are wanted, each value carries its place in the pool in its two lowest bits."""
+    """With `CODES`, put the pixel's place in the pool into the two lowest bits of its values."""
     if CODES:
         acc = (acc.to(gl.int32, bitcast=True) & ~3 | 3 - QUAD).to(gl.float32, bitcast=True)
     return acc
@@ -89,18 +94,19 @@ def coded(acc, QUAD: gl.constexpr, CODES: gl.constexpr):
 
 @gluon.jit
 def composite_window(
-    x,  # padded pixels as windows, see `windows_of`
-    w,  # [2 * 3 * TOTAL, 16], see `window_plan.pack_windows`
-    y,  # [N, H', W', TOTAL]
-    codes,  # [N, H', W', TOTAL], bytes: the winners of the pool
+    x,  # descriptor of the padded pixels, see `windows_of`
+    w,  # descriptor of [2 * 3 * TOTAL, 16], see `window_plan.pack_windows`
+    y,  # descriptor of [N, H', W', TOTAL], written
+    codes,  # descriptor of [N, H', W', TOTAL] uint8, written: the winners of the pool
     bias,  # [TOTAL]
     total, padded_height,
     COUNTS: gl.constexpr, TOTAL: gl.constexpr, FILTERS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     ACTIVATION: gl.constexpr, SLOPE: gl.constexpr, HAS_BIAS: gl.constexpr, CODES: gl.constexpr,
     STAGES: gl.constexpr, VIEW: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over tiles of windows, `STAGES` of them in flight; the weights are fetched once."""
+    """Persistent over tiles of windows, with `STAGES` of them in flight; the weights are fetched once."""
     TILES: gl.constexpr = TOTAL // FILTERS
+    # Shared memory: rows of windows for STAGES tiles, all weights, the result on its way out, and barriers.
     boxes = gl.allocate_shared_memory(x.dtype, [STAGES * 4, ROWS * COLUMNS, 16], VIEW)
     slabs = gl.allocate_shared_memory(w.dtype, [6, FILTERS, 16], w.layout)
     staged = gl.allocate_shared_memory(y.dtype, y.block_shape, y.layout)
@@ -179,7 +185,7 @@ def launch_window(
 
 
 def windows_of(padded: Tensor, rows_of_images: int, rows: int, columns: int) -> TensorDescriptor:
-    """Padded images seen as rows of the image, halves of windows, rows of windows, and values along a row."""
+    """A descriptor of padded images as [image rows, halves of windows, rows of windows, values of a row]."""
     pitch = padded.shape[1] * 4
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=4)
     shape, strides = [rows_of_images, 2, rows, pitch], [pitch, 8, 2 * pitch, 1]
@@ -187,6 +193,6 @@ def windows_of(padded: Tensor, rows_of_images: int, rows: int, columns: int) -> 
 
 
 def halves() -> Any:
-    """[windows, 16] in memory: the first eight values of every window, then the others."""
+    """The layout of [windows, 16] in shared memory: eight values of every window, then the other eight."""
     row = [[0, 1], [0, 2], [0, 4]] + [[2**i, 0] for i in range(WINDOWS.bit_length() - 1)] + [[0, 8]]
     return gl.SharedLinearLayout(offset_bases=row, alignment=1024)

@@ -1,12 +1,15 @@
-"""The weights' gradient of a pooled first layer for Hopper, over the windows of `window`.
+"""The weights' gradient of a pooled first layer for Hopper, over the 4x4 windows of `window`.
 
-Of each window one pixel won, and got its gradient. The gradients are laid out four times in shared memory, once
-for each pixel of a pool, zero where another won; times the rows of the windows they are the gradients of the
-weights for either column of the pool. Pixels have a spare channel of ones: its gradient at the middle tap is the
-bias's.
+In each 2x2 pool one pixel has won, and only it gets the pool's gradient. A program stores the gradients of a tile
+in shared memory four times, once per pixel of the pool, with zeros where another pixel won. The product of such a
+copy, transposed, with a row of the windows is the gradient of the weights of one row of taps. Pixels in the left
+and the right column of the pool use different columns of the window, so there are two sets of three accumulators.
+
+A program is persistent over tiles: it fetches the windows STAGES tiles ahead, and loads the next tile's gradients
+while it multiplies. The sums of all programs are added in device memory. The padded pixels have a channel of ones,
+whose gradient at the middle tap is the bias gradient.
 """
 
-# ruff: noqa: N803, N806
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false
@@ -36,19 +39,21 @@ from lowrank_cnn.kernels.conv.window_plan import (
 )
 from lowrank_cnn.kernels.gpu import start
 from lowrank_cnn.kernels.problem import Problem
+from lowrank_cnn.system.arithmetic import ceil_div
 
 FILTERS = 64
-"""Filters of a tile: as many rows as the matrix unit takes."""
+"""Filters of a tile: the matrix unit takes 64 rows at once."""
 GRADIENT = WindowTile(stages=2, residents=2)
 
 
 @gluon.jit
 def read_tile(
-    grad, codes, box, total, channel, height, width,
+    grad, codes,  # [N, height, width, TOTAL]
+    box, total, channel, height, width,
     COUNTS: gl.constexpr, TOTAL: gl.constexpr, FILTERS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Gradients and winners of a tile of windows; beyond the borders nobody won."""
+    """The gradients and winners of a tile of windows; beyond the borders no pixel has won (code 4)."""
     image, row, column = place_of(box, COUNTS, ROWS, COLUMNS)
     window = gl.arange(0, ROWS * COLUMNS, layout=gl.SliceLayout(1, LAYOUT))
     lane = gl.arange(0, FILTERS, layout=gl.SliceLayout(0, LAYOUT))
@@ -61,7 +66,7 @@ def read_tile(
 
 @gluon.jit
 def times_rows(won, boxes, stage, QUAD: gl.constexpr, acc0, acc1, acc2):
-    """The gradients of one pixel of the pools times the three rows that its taps read."""
+    """Start the products of pixel `QUAD` of the pools: its gradients times the three rows that its taps read."""
     a = won.index(QUAD).permute([1, 0])
     first = stage * 4 + QUAD // 2
     acc0 = warpgroup_mma(a, boxes.index(first), acc0, is_async=True)
@@ -71,8 +76,11 @@ def times_rows(won, boxes, stage, QUAD: gl.constexpr, acc0, acc1, acc2):
 
 
 @gluon.jit
-def add_up(dw, acc, PART: gl.constexpr, channel, TOTAL: gl.constexpr, ACC: gl.constexpr):
-    """Add to what other programs found."""
+def add_up(
+    dw,  # [6 * TOTAL, 16] float32, added to
+    acc, PART: gl.constexpr, channel, TOTAL: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """Add an accumulator to the sum of the other programs."""
     f = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, ACC))
     v = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, ACC))
     place = (PART * TOTAL + channel + f)[:, None] * 16 + v[None, :]
@@ -81,12 +89,16 @@ def add_up(dw, acc, PART: gl.constexpr, channel, TOTAL: gl.constexpr, ACC: gl.co
 
 @gluon.jit
 def window_gradient(
-    x, grad, codes, dw, total, padded_height, height, width,
+    x,  # descriptor of the padded pixels, see `window.windows_of`
+    grad, codes,  # [N, height, width, TOTAL]: the gradient, and the winners' places
+    dw,  # [6 * TOTAL, 16] float32, added to: laid out as in `window_plan.pack_windows`
+    total, padded_height, height, width,
     COUNTS: gl.constexpr, TOTAL: gl.constexpr, FILTERS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     STAGES: gl.constexpr, VIEW: gl.constexpr, WON: gl.constexpr, READ: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over tiles of windows; the next tile's gradients are read while one is multiplied."""
+    """Persistent over tiles of windows; the next tile's gradients are loaded while one is multiplied."""
     TILES: gl.constexpr = (TOTAL + FILTERS - 1) // FILTERS
+    # Shared memory: rows of windows for STAGES tiles, and the gradients by the winner's place in its pool.
     boxes = gl.allocate_shared_memory(x.dtype, [STAGES * 4, ROWS * COLUMNS, 16], VIEW)
     won = gl.allocate_shared_memory(x.dtype, [4, ROWS * COLUMNS, FILTERS], WON)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -110,15 +122,18 @@ def window_gradient(
     done = 0
     for box in range(first, total, step):
         stage = done % STAGES
+        # Lay the gradients out by winner: each pixel of the pool gets those that it has won.
         for quad in gl.static_range(4):
             won.index(quad).store(gl.where(code == quad, g, 0.0).to(x.dtype))
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.wait(ready.index(stage), done // STAGES & 1)
+        # Pixels 0 and 2 are in the left column of the pool, 1 and 3 in the right one.
         left0, left1, left2 = times_rows(won, boxes, stage, 0, left0, left1, left2)
         right0, right1, right2 = times_rows(won, boxes, stage, 1, right0, right1, right2)
         left0, left1, left2 = times_rows(won, boxes, stage, 2, left0, left1, left2)
         right0, right1, right2 = times_rows(won, boxes, stage, 3, right0, right1, right2)
+        # Load the next tile's gradients while the products run.
         g, code = read_tile(
             grad, codes, box + step, total, channel, height, width,
             COUNTS, TOTAL, FILTERS, ROWS, COLUMNS, READ,
@@ -140,10 +155,10 @@ def window_gradient(
 def launch_window_gradient(
     problem: Problem, pixels: Tensor, grad: Tensor, codes: Tensor, tile: WindowTile = GRADIENT
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradients of the groups' weights and of the bias, in float32, from [N, H, W, filters] and the codes."""
+    """Gradients of the groups' weights and of the bias, in float32; `grad` and `codes` are [N, H, W, filters]."""
     (rows, columns), size = window_shape(problem), padded_size(problem)
     padded = launch_pad_channels(pixels, size, beyond=2 * rows)
-    counts, tiles = tile_counts(problem), -(-problem.filters // FILTERS)
+    counts, tiles = tile_counts(problem), ceil_div(problem.filters, FILTERS)
     total = problem.batch * counts[0] * counts[1]
     programs = max(1, gpu.multiprocessors(grad.device) * tile.residents // tiles)
     dw = torch.zeros((6 * problem.filters, 16), device=grad.device)

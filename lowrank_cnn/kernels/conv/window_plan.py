@@ -1,7 +1,7 @@
-"""How a pooled first layer is cut for the window kernel: tiles of windows, and weights for places in a window.
+"""How a pooled first layer is divided for `window`: tiles of windows, and weights for the places in a window.
 
-The four pixels of a 2x2 pool read one window of 4x4. With four channels to a pixel a row of it is 16 values, just
-what the matrix unit takes at once, and rows of neighbouring windows lie 16 bytes apart: nothing is gathered.
+The four pixels of a 2x2 pool read one window of 4x4 pixels. With four channels per pixel a row of the window is 16
+values, which is one step of the matrix unit. Rows of neighbouring windows begin 16 bytes apart.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lowrank_cnn.kernels.conv.pack import union_taps
 from lowrank_cnn.kernels.problem import Problem
-from lowrank_cnn.kernels.tiles import ceil_div
+from lowrank_cnn.system.arithmetic import ceil_div
 
 WINDOWS = 64
-"""Windows of a tile: what four warps multiply at once."""
+"""Windows of a tile: as many as four warps multiply at once."""
 PLACES = 4
 """Pixels of a window's row, and channels of a padded pixel."""
 ROWS_READ = 3
@@ -27,14 +27,14 @@ SHAPES = ((4, 16), (8, 8), (2, 32))
 
 @dataclass(frozen=True)
 class WindowTile:
-    """What is tuned: tiles in flight, and programs of a multiprocessor."""
+    """Tuned sizes: tiles in flight, and programs of a multiprocessor."""
 
     stages: int = 3
     residents: int = 3
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Why the window kernel cannot take a problem, or None."""
+    """Why the window kernel cannot run a problem, or None if it can."""
     if problem.stride != (1, 1) or problem.pool is None or (problem.pool == "ceil" and not problem.even):
         return "no whole 2x2 windows at stride 1"
     if problem.dtype not in (torch.bfloat16, torch.float16) or problem.channels > PLACES:
@@ -75,7 +75,7 @@ def tile_counts(problem: Problem) -> tuple[int, int]:
 
 
 def pack_windows(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype) -> Tensor:
-    """[2 * 3 * filters, 16]: for either column of a pool, each row of taps, each filter: places by channels."""
+    """[2 * 3 * filters, 16]: for each column of the pool, row of taps and filter, 4 places by 4 channels."""
     around = weights[0].new_zeros((ROWS_READ, ROWS_READ, PLACES, problem.filters), dtype=dtype)
     first = 0
     for group, weight in zip(problem.groups, weights, strict=True):
@@ -91,9 +91,9 @@ def pack_windows(weights: Sequence[Tensor], problem: Problem, dtype: torch.dtype
 
 
 def unpack_windows(dw: Tensor, problem: Problem) -> tuple[list[Tensor], Tensor]:
-    """The groups' [filters, channels, height, width] and the bias's gradient, out of gradients as weights lie.
+    """The groups' [filters, channels, height, width] and the bias gradient, from gradients as in `pack_windows`.
 
-    Pixels have ones in the channel after their own.
+    The bias gradient is that of the channel of ones (see `pad_channels`) at the middle tap.
     """
     packed = dw.view(2, ROWS_READ, problem.filters, PLACES, PLACES)
     around = packed[0, :, :, :ROWS_READ] + packed[1, :, :, 1:]

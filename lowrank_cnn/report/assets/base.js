@@ -21,7 +21,7 @@ function html(name, attributes = {}, ...children) {
 const DEFAULTS = {
   data: DATA.trade[0].data, recipe: "", metric: "top1", axis: "", scale: "", zoom: "",
   trained: DATA.curves[0]?.data ?? "", by: "", measure: "", smooth: "1", loss: "linear", epochs: "", hidden: "",
-  layers: DATA.layers[0].title,
+  layers: DATA.layers[0].title, tested: "", details: "",
 };
 const state = { ...DEFAULTS, ...Object.fromEntries(new URLSearchParams(location.hash.slice(1))) };
 

@@ -55,8 +55,8 @@ function drawForPrint() {
   const box = at("print-all");
   box.hidden = false;
   box.replaceChildren(html("h2", {}, "All data sets"));
-  const add = (title, spec) => {
-    const figure = html("figure", {}, html("h3", {}, title), html("div", { class: "plot" }));
+  const add = (title, { title: own, ...spec }) => {
+    const figure = html("figure", {}, html("h3", {}, own ? `${title}: ${own.text}` : title), html("div", { class: "plot" }));
     box.append(figure);
     makeView({ ...spec, width: 520 }, { container: figure.lastChild, print: true }).run();
   };
@@ -65,6 +65,10 @@ function drawForPrint() {
     const runs = curvesOf(...JSON.parse(key));
     const options = { measure: defaultMeasure(runs), smooth: 1, log: false, zoom: null, print: true };
     add(`${runs[0].data}, ${runs[0].recipe}: training`, curvesSpec(runs, unique(runs.map((run) => run.group)), options));
+  }
+  for (const trained of unique(DATA.details.map((one) => one.trained))) {
+    const [found] = detailsOf(trained);
+    for (const name of Object.keys(found.charts)) add(`${trained}: test images of ${found.network}`, detailsSpec(found, name));
   }
 }
 
@@ -78,6 +82,7 @@ function clearPrint() {
 function drawAll() {
   offerTrade();
   if (DATA.curves.length) offerTraining();
+  if (DATA.details.length) offerDetails();
   offerLayers();
 }
 

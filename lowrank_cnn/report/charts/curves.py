@@ -7,8 +7,8 @@ from typing import Any
 
 from lowrank_cnn.report.charts.vega import Spec, filled, looks, template
 from lowrank_cnn.report.datasets import data_label
-from lowrank_cnn.report.records import Run
-from lowrank_cnn.report.result import NetworkResult
+from lowrank_cnn.report.records import NetworkResult, Run
+from lowrank_cnn.system.arithmetic import ceil_div
 
 MOST_EPOCHS = 400
 """Epochs of a run that are shown: of longer ones, every n-th."""
@@ -29,7 +29,7 @@ def training_curves(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
 
 
 def _curve(result: NetworkResult, run: Run) -> dict[str, Any]:
-    step = -(-len(run.history) // MOST_EPOCHS)
+    step = ceil_div(len(run.history), MOST_EPOCHS)
     kept = [*run.history[:-1:step], run.history[-1]]
     values = {measure: [getattr(epoch, measure) for epoch in kept] for measure in MEASURES}
     return {

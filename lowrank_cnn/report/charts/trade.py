@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from lowrank_cnn.paper.published import MAIN_TABLES, Published, rows
 from lowrank_cnn.report.charts.vega import LABEL_LAYER, Spec, filled, label_rows, template
 from lowrank_cnn.report.comparing import is_twin, twin_id
 from lowrank_cnn.report.datasets import data_label
-from lowrank_cnn.report.numbers import as_shown, percent
-from lowrank_cnn.report.records import CPU, GPU
-from lowrank_cnn.report.result import NetworkResult
-from lowrank_cnn.system.text import si
+from lowrank_cnn.report.records import CPU, GPU, NetworkResult
+from lowrank_cnn.system.text import percent, si
 
 DENSE, LOW_RANK = "dense, trained here", "low-rank, trained here"
 BASELINE, PAPER, AUGMENTED = "published, baseline", "published, low-rank", "published, more augmentation"
@@ -143,7 +142,10 @@ def trade_chart(points: Sequence[TradePoint], axis: str, metric: str, *, error: 
     marks = [_row(point, axis, metric, error=error) for point in points]
     costs = [mark["x"] for mark in marks]
     accuracies = [(point.values[metric], point.n) for point in points]
-    arrows = _arrows(points, marks)
+    arrows, fronts = _arrows(points, marks), _fronts(points, marks, -1 if error else 1)
+    intervals = [
+        {"x": m["x"], "y": m["low"], "x2": m["x"], "y2": m["high"]} for m in marks if m["high"] > m["low"]
+    ]
     return {
         "axis": axis,
         "metric": metric,
@@ -155,8 +157,8 @@ def trade_chart(points: Sequence[TradePoint], axis: str, metric: str, *, error: 
         "costs": _padded(costs),
         "points": marks,
         "arrows": arrows,
-        "labels": label_rows(marks, arrows),
-        "fronts": _fronts(points, marks, -1 if error else 1),
+        "labels": label_rows(marks, arrows, [*_stairs(fronts), *intervals]),
+        "fronts": fronts,
         "kinds": [kind for kind in KINDS if any(point.kind == kind for point in points)],
     }
 
@@ -189,11 +191,23 @@ def _fronts(points: Sequence[TradePoint], marks: Sequence[dict[str, Any]], sign:
     found: list[dict[str, Any]] = []
     for protocol in dict.fromkeys(point.protocol for point in points):
         mine = [mark for point, mark in zip(points, marks, strict=True) if point.protocol == protocol]
-        front = [mine[i] for i in pareto_front([(as_shown(mark["x"]), sign * mark["y"]) for mark in mine])]
+        front = [mine[i] for i in pareto_front([(_as_shown(mark["x"]), sign * mark["y"]) for mark in mine])]
         if len({(mark["x"], mark["y"]) for mark in front}) > 1:
             corners = sorted(front, key=lambda mark: mark["x"])
             found += [{"x": mark["x"], "y": mark["y"], "front": protocol} for mark in corners]
     return found
+
+
+def _stairs(fronts: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    """The steps of the fronts as they are drawn: along to the next corner, then up or down to it."""
+    pairs = [(a, b) for a, b in pairwise(fronts) if a["front"] == b["front"]]
+    along = [{"x": a["x"], "y": a["y"], "x2": b["x"], "y2": a["y"]} for a, b in pairs]
+    return along + [{"x": b["x"], "y": a["y"], "x2": b["x"], "y2": b["y"]} for a, b in pairs]
+
+
+def _as_shown(cost: float) -> float:
+    """A cost to the three digits that are shown: a hair's breadth below them saves nothing."""
+    return float(f"{cost:.3g}")
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:

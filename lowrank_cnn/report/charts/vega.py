@@ -28,6 +28,9 @@ DARK_COLOURS = ("#56b4e9", "#ff9a52", "#559977", "#9977ff", "#ddff00", "#bbffdd"
 DASHES = ([1, 0], [7, 4], [2, 3], [9, 3, 2, 3])
 """Networks beyond the last colour begin with the first again, in another dash."""
 
+HEAT, DARK_HEAT = ("#f4f7fa", "#9ecae1", "#08519c"), ("#1c232b", "#2f6f9f", "#c6e4ff")
+"""Shares from none to all, on white and on dark pages."""
+
 OFFSETS = (6, 12, 20, 30, 42, 56)
 ANCHORS = ("right", "left", "top", "bottom", "top-right", "bottom-right", "top-left", "bottom-left")
 LABELS: Spec = {
@@ -36,7 +39,7 @@ LABELS: Spec = {
     "offset": [offset for offset in OFFSETS for _ in ANCHORS],
     "size": [{"signal": "width"}, {"signal": "height"}],
     "sort": {"field": "datum.block", "order": "descending"},
-    "padding": 24,
+    "padding": 2,
 }
 """Vega's label transform: the first free place around a point, from near to far."""
 _SHIFT = OFFSETS[0] + 5
@@ -67,14 +70,17 @@ invisible label is shifted to the left by as much, and so stands on the mark.
 """
 MOST_LABELS = 60
 """Charts of more points label none: they would all be lost in the crowd."""
+FEW_LABELS = 8
+"""Charts of at most so many points have room to keep labels clear of every line; others of the arrows' middles."""
 
 
-def label_rows(points: Sequence[Spec], lines: Sequence[Spec]) -> list[Spec]:
-    """The data of a `LABEL_LAYER`: a label for each point, and what labels keep clear of."""
+def label_rows(points: Sequence[Spec], arrows: Sequence[Spec], others: Sequence[Spec] = ()) -> list[Spec]:
+    """The data of a `LABEL_LAYER`: a label for each point, and the points and lines that labels keep clear of."""
     if len(points) > MOST_LABELS:
         return []
+    lines, steps = ([*arrows, *others], range(1, 20)) if len(points) <= FEW_LABELS else (arrows, range(4, 17))
     on_points = [{"label": "\N{BLACK CIRCLE}", **_from_to(p, p), "t": 0} for p in points]
-    on_lines = [{"label": "\N{BULLET}", **line, "t": step / 20} for line in lines for step in range(4, 17)]
+    on_lines = [{"label": "\N{BULLET}", **line, "t": step / 20} for line in lines for step in steps]
     labels = [{"label": p["label"], "x": p["x"], "y": p["y"], "block": 0} for p in points]
     return [*({**block, "block": 1} for block in (*on_points, *on_lines)), *labels]
 
@@ -123,7 +129,8 @@ def theme(*, dark: bool = False) -> Spec:
     """Vega's config: type, grid and colours that fit the page."""
     ink, soft, grid = ("#eceff3", "#b3bcc7", "#323a44") if dark else ("#16191d", "#4a525c", "#dfe3e8")
     text = {"labelColor": soft, "titleColor": soft, "labelFontSize": 12, "titleFontSize": 12}
-    axis = {**text, "gridColor": grid, "domainColor": soft, "tickColor": soft, "titleFontWeight": "normal"}
+    lines = {"gridColor": grid, "domainColor": soft, "tickColor": soft}
+    axis = {**text, **lines, "titleFontWeight": "normal", "titlePadding": 9}
     return {
         "background": None if dark else "white",
         "font": "system-ui, 'DejaVu Sans', Arial, sans-serif",
@@ -131,7 +138,10 @@ def theme(*, dark: bool = False) -> Spec:
         "axis": axis,
         "legend": {**text, "orient": "bottom", "columns": 3, "labelLimit": 320, "symbolOpacity": 1},
         "title": {"color": ink, "fontSize": 14, "anchor": "start"},
-        "range": {"category": list(DARK_COLOURS if dark else COLOURS)},
+        "range": {
+            "category": list(DARK_COLOURS if dark else COLOURS),
+            "heatmap": list(DARK_HEAT if dark else HEAT),
+        },
         "text": {"color": ink},
         "style": {"label": {"fill": ink}, "leader": {"stroke": soft}},
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowrank_cnn.report.charts.vega import Spec, save_charts
-from lowrank_cnn.report.figures.charts import curves_figure, timings_figure, trade_figure
+from lowrank_cnn.report.figures.charts import curves_figure, details_figure, timings_figure, trade_figure
 from lowrank_cnn.report.figures.connections import draw_connections
 from lowrank_cnn.report.figures.filters import draw_filters
 from lowrank_cnn.report.figures.options import FigureOptions
@@ -43,6 +43,10 @@ FIGURES = {
     "big-picture-params": FigureKind("single networks on ILSVRC, error against parameters", "runs", trade_figure),
     "timings": FigureKind("MACs beside time, layer by layer", "runs", timings_figure),
     "curves": FigureKind("accuracy by epoch, every network of a recipe", "runs", curves_figure),
+    "classes": FigureKind("accuracy by class on the test images", "runs", details_figure),
+    "confusion": FigureKind("which classes are taken for which, as a matrix", "runs", details_figure),
+    "pairs": FigureKind("the classes that are confused most", "runs", details_figure),
+    "calibration": FigureKind("confidence against the share of right answers", "runs", details_figure),
     "filters": FigureKind("the filters of a first layer and their combinations", _NETWORK, draw=draw_filters),
     "connections": FigureKind("which input pixel reaches which output pixel", draw=draw_connections),
     "receptive-field": FigureKind("what dense and low-rank twins see", _NETWORK, draw=draw_receptive_field),

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from lowrank_cnn.paper.published import rows
 from lowrank_cnn.report.charts.curves import curves_spec, training_curves
+from lowrank_cnn.report.charts.details import DETAILS, NEEDED, details_charts
 from lowrank_cnn.report.charts.layers import layer_charts, layers_spec
 from lowrank_cnn.report.charts.trade import TradePoint, our_point, published_point, trade_chart, trade_spec
 from lowrank_cnn.report.charts.vega import Spec
@@ -85,3 +86,13 @@ def timings_figure(_name: str, options: FigureOptions) -> list[Spec]:
     return [
         layers_spec(chart) for chart in reversed(layer_charts(options.records.timings if options.records else []))
     ]
+
+
+def details_figure(name: str, options: FigureOptions) -> list[Spec]:
+    """A chart of test images for each network of the records."""
+    if options.records is None:
+        raise LowRankError(f"the figure {name} is of runs: give their folder (--runs runs).")
+    charts = [chart for chart in details_charts(gather(options.records)) if chart[NEEDED[name]]]
+    if not charts:
+        raise LowRankError(f"no record among these has what {name} shows: train or evaluate with this version.")
+    return [DETAILS[name](chart) for chart in charts]

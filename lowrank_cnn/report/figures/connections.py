@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from lowrank_cnn.report.figures.options import FigureOptions
 from lowrank_cnn.report.figures.style import BLUE, COLUMN, CYCLE, GREEN, GRID, ORANGE, SOFT, new_figure
-from lowrank_cnn.report.numbers import TIMES
 from lowrank_cnn.system.errors import require
+from lowrank_cnn.system.text import TIMES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, dense_weight
 from lowrank_cnn.report.figures.options import FigureOptions
 from lowrank_cnn.report.figures.style import COLUMN, headline, image_axes, new_figure
-from lowrank_cnn.report.numbers import TIMES
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.text import TIMES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from lowrank_cnn.report.figures.options import FigureOptions, network_name
 from lowrank_cnn.report.figures.style import COLUMN, CYCLE, INK, ORANGE, headline, new_figure
-from lowrank_cnn.report.numbers import TIMES, percent_tick
+from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError, require
+from lowrank_cnn.system.text import TIMES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +64,7 @@ def _last_words(names: list[str]) -> list[str]:
 def spatial_energy(weight: Tensor) -> Tensor:
     """The mean share of a kernel's energy in each of its singular values, the largest first."""
     kernels = weight.flatten(0, 1)
-    step = -(-len(kernels) // MOST_KERNELS)
+    step = ceil_div(len(kernels), MOST_KERNELS)
     energy = torch.linalg.svdvals(kernels[::step].double()) ** 2
     return (energy / energy.sum(dim=1, keepdim=True).clamp_min(1e-300)).mean(dim=0)
 
@@ -89,7 +90,7 @@ def _draw_space(axes: Axes, layers: dict[str, Tensor]) -> None:
     axes.grid(False, axis="y")
     axes.set_title(f"In space: each k{TIMES}k kernel", fontsize=9)
     axes.set_xlabel("Mean share of the energy in singular value")
-    axes.xaxis.set_major_formatter(percent_tick)
+    axes.xaxis.set_major_formatter(_percent_tick)
     axes.set_xlim(0, 1)
     _legend_below(axes)
 
@@ -106,8 +107,8 @@ def _draw_channels(axes: Axes, layers: dict[str, Tensor]) -> None:
     axes.set_title("Over channels: filters as rows", fontsize=9)
     axes.set_xlabel("Share of the singular values kept")
     axes.set_ylabel("Energy held")
-    axes.xaxis.set_major_formatter(percent_tick)
-    axes.yaxis.set_major_formatter(percent_tick)
+    axes.xaxis.set_major_formatter(_percent_tick)
+    axes.yaxis.set_major_formatter(_percent_tick)
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1.02)
     _legend_below(axes)
@@ -137,3 +138,8 @@ def _legend_below(axes: Axes) -> None:
 def _random_like(weight: Tensor) -> Tensor:
     """A Gaussian filter bank of the same shape: what no training at all would give."""
     return torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+
+
+def _percent_tick(share: float, _place: object = None) -> str:
+    """A percentage on an axis, without digits that say nothing."""
+    return f"{100 * share:.6g}%"

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels.conv import backward, backward_plan, gather, launch, stem, tiled
+from lowrank_cnn.kernels.conv import backward, gather, gradients, stem, tiled
 from lowrank_cnn.kernels.conv.pack import pack_rows, pack_union
 from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile
@@ -136,25 +136,7 @@ def test_the_gradient_of_a_single_group_is_a_convolution(monkeypatch, kernel, pa
 
     asked = []
     tile = KernelPlan("tiled", Tile(pixels=32, filters=16, depth=16))
-    monkeypatch.setattr(launch, "_hopper_plan", lambda problem, capability: asked.append(problem) or tile)
-    dx = launch.input_gradient(problem, last(grad), [weight.float()])
+    monkeypatch.setattr(gradients, "_hopper_plan", lambda problem, capability: asked.append(problem) or tile)
+    dx = gradients.input_gradient(problem, last(grad), [weight.float()])
     assert len(asked) == 1
     assert torch.linalg.vector_norm(dx - exact) <= LIMIT * torch.linalg.vector_norm(exact)
-
-
-def test_groups_that_add_up_have_no_single_convolution():
-    weights = [torch.zeros(8, 8, 3, 1), torch.zeros(8, 8, 1, 3)]
-    x = torch.zeros(1, 8, 5, 5)
-    assert backward_plan.turned(describe(x, weights, stride=(1, 1), padding=[same(3, 1), same(1, 3)])) is None
-    assert backward_plan.turned(describe(x, weights[:1], stride=(2, 2), padding=[same(3, 1)])) is None
-
-
-@pytest.mark.parametrize(
-    ("channels", "filters", "narrow"), [(256, 128, False), (512, 256, False), (192, 96, True)]
-)
-def test_tiles_of_the_gradients_are_narrow_where_wide_ones_would_be_half_empty(channels, filters, narrow):
-    x = torch.zeros(1, channels, 8, 8)
-    weights = [torch.zeros(filters, channels, 3, 1), torch.zeros(filters, channels, 1, 3)]
-    problem = describe(x, weights, stride=(1, 1), padding=[same(3, 1), same(1, 3)])
-    assert (backward_plan.input_tile(problem).filters < 128) == narrow
-    assert (backward_plan.weight_tile(problem).depth < 128) == narrow

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+
 from lowrank_cnn.kernels import choose, forced
-from lowrank_cnn.kernels.autotune.trial import _sides
-from lowrank_cnn.kernels.conv import launch
+from lowrank_cnn.kernels.conv import forward, gradients
 from lowrank_cnn.kernels.conv.fold import fold_pixels, fold_weights, folded, unfold_pixels, unfold_weights
 from lowrank_cnn.kernels.conv.plans import KernelPlan, plans
 from lowrank_cnn.kernels.conv.tiled import Tile
@@ -47,7 +47,7 @@ def test_the_same_by_blocks(side, taps, padding, stride, channels):
     blocks = fold_pixels(x.detach(), stride).requires_grad_()
     filters = fold_weights(weight.detach(), group, stride, inner.channels).contiguous().requires_grad_()
     assert blocks.shape == (2, inner.channels, inner.height, inner.width)
-    ours = composite_by_torch(blocks, [filters], None, stride=(1, 1), padding=_sides(inner))
+    ours = composite_by_torch(blocks, [filters], None, stride=(1, 1), padding=inner.padding)
     torch.testing.assert_close(ours, right)
     dx, dw = torch.autograd.grad(ours, [blocks, filters], grad)
     torch.testing.assert_close(unfold_pixels(dx, problem), exact[0])
@@ -88,9 +88,9 @@ def test_forward_and_gradients_against_float64(size, groups, stride, pool):
     right = composite_reference(exact[0], exact[2:], exact[1], **options)
     grad = torch.randn_like(right)
     codes = empty_codes(problem, x)
-    y = launch.forward(plan, problem, x, weights, bias, codes)
+    y = forward.run_plan(plan, problem, x, weights, bias, codes)
     seen = codes if codes is not None else y.permute(0, 2, 3, 1)
-    dx, dw, db = launch.gradients(problem, grad.float(), x, weights, seen, need_input=True)
+    dx, dw, db = gradients.compute_gradients(problem, grad.float(), x, weights, seen, need_input=True)
     assert dx is not None
     assert db is not None
     for ours, wanted in zip([y, dx, db, *dw], [right, *torch.autograd.grad(right, exact, grad)], strict=True):

@@ -9,14 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels.conv.overlap_plan import (
-    OverlapTile,
-    fetched_rows,
-    pack_overlap,
-    reach_of,
-    slabs_of,
-    unsupported,
-)
+from lowrank_cnn.kernels.conv.overlap_plan import OverlapTile, pack_overlap, unsupported
 from lowrank_cnn.kernels.problem import describe
 from lowrank_cnn.kernels.reference import composite_reference
 
@@ -25,7 +18,7 @@ LOW_RANK = [(7, 1, 16), (1, 7, 16)]
 
 @pytest.fixture
 def emulated(monkeypatch, hopper_model):
-    module = hopper_model.emulate(monkeypatch, "overlap")
+    module = hopper_model.emulate(monkeypatch, "window", "overlap")
     module.launch_pad_channels = hopper_model.pad_channels
     module.empty_result = lambda problem, x: torch.full(
         (problem.batch, *problem.result_size, problem.filters), torch.nan
@@ -63,24 +56,3 @@ def test_the_kernel_is_right(emulated, hopper_model, size, groups, options, tile
     exact = composite_reference(x.double(), [w.double() for w in weights], bias.double(), **options)
     assert y.shape == exact.shape
     assert torch.linalg.norm(y - exact) < 1e-5 * torch.linalg.norm(exact)
-
-
-def test_slabs_cover_every_block_once(hopper_model):
-    """A low-rank stem needs 7 products of 16 values instead of the 16 of a dense one."""
-    low_rank, dense = (posed(hopper_model, (1, 3, 32, 32), groups)[-1] for groups in (LOW_RANK, [(7, 7, 16)]))
-    assert len(slabs_of(low_rank)) == 7
-    assert len(slabs_of(dense)) == 16
-    assert reach_of(dense) == replace(reach_of(low_rank))
-    assert fetched_rows(dense, OverlapTile(4)) == 16
-    pooled = replace(dense, pool="3x3/2")
-    assert fetched_rows(pooled, OverlapTile(4)) == 24
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"stride": (2, 1)}, {"pool": "floor"}, {"residual": True}, {"channels": 5}, {"dtype": torch.float32}],
-)
-def test_it_refuses_the_rest(hopper_model, change):
-    problem = replace(posed(hopper_model, (1, 3, 16, 16), LOW_RANK)[-1], dtype=torch.bfloat16)
-    assert unsupported(problem) is None
-    assert unsupported(replace(problem, **change)) is not None

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels.conv import fold, launch, parity
+from lowrank_cnn.kernels.conv import fold, gradients, parity
 from lowrank_cnn.kernels.problem import describe
 from lowrank_cnn.kernels.reference import composite_reference
 
@@ -32,7 +32,7 @@ def gradients_agree(size, groups, stride):
     grad = torch.randn(y.shape, generator=draw).to(DEVICE)
     exact = torch.autograd.grad(y, wide, grad.double())
     seen = x.new_empty(0, dtype=torch.uint8)
-    dx, dw, _ = launch.gradients(
+    dx, dw, _ = gradients.compute_gradients(
         describe(x, weights, **options), grad, x, weights, seen, need_input=True, need_bias=False
     )
     for found, right in zip((dx, *dw), exact, strict=True):

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import composite_conv2d_with_statistics, composite_reference, forced
-from lowrank_cnn.kernels.conv import gather, launch, result_statistics, stem, tiled
+from lowrank_cnn.kernels.conv import forward, gather, result_statistics, stem, tiled
 from lowrank_cnn.kernels.conv.hopper_plan import HopperTile, part_count
 from lowrank_cnn.kernels.conv.pack import pack_rows
 from lowrank_cnn.kernels.conv.plans import KernelPlan
@@ -50,7 +50,7 @@ PLANS = [
 @pytest.mark.parametrize(("plan", "size", "stride"), PLANS)
 def test_of_every_plain_kernel(plan, size, stride):
     x, weights, bias, options = posed(size, [(3, 1, 8), (1, 3, 24)], stride)
-    found = launch.forward_with_statistics(plan, describe(x, weights, **options), x, weights, bias)
+    found = forward.run_with_statistics(plan, describe(x, weights, **options), x, weights, bias)
     right = composite_reference(x.double(), [w.double() for w in weights], bias.double(), **options)
     assert all(close(ours, exact) for ours, exact in zip(found, (right, *moments(right)), strict=True))
 

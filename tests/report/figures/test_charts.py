@@ -49,3 +49,10 @@ def test_networks_of_several_recipes_say_by_which_they_were_trained(records: Rec
         draw_figure("nin", tmp_path / "a.svg", FigureOptions(records=Records([*records.runs, *others])))
     )
     assert {"nin-c3-lr (nin-paper)", "nin-c3-lr (another)", "nin-c3-lr"} <= text
+
+
+def test_test_images_need_runs_that_tell_of_them(records: Records, tmp_path: Path):
+    silent = Records([replace(run, details=None) for run in records.runs])
+    for found, says in ((None, "--runs"), (silent, "what confusion shows")):
+        with pytest.raises(LowRankError, match=says):
+            draw_figure("confusion", tmp_path / "b.svg", FigureOptions(records=found))

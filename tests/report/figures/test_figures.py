@@ -19,6 +19,10 @@ EXPECTED = {
     "big-picture-params": ["Parameters", "100M"],
     "timings": ["vgg11-gmp-lr, published", "conv5y-2", "CPU r = 0.94, GPU r = 0.82"],
     "curves": ["nin-paper on CIFAR-10", "Epoch", "bands: lowest to highest run"],
+    "classes": ["Accuracy by class", "Share of the class that is recognised", "class 3"],
+    "confusion": ["Confusion matrix", "Predicted class", "nin-c3-lr on CIFAR-10, nin-paper: "],
+    "pairs": ["Classes confused most", "class 0 taken for class 1"],
+    "calibration": ["Calibration: confidence is off by 9.99% on average", "Share of right answers"],
     "filters": ["(a) vertical 3\N{MULTIPLICATION SIGN}1", "(c) combined by the join", "64 filters"],
     "connections": ["(a) fully connected", "1,296 connections", "9 weights", "96 connections"],
     "receptive-field": ["nin, as initialised", "nin-c3-lr, as initialised"],
@@ -28,8 +32,11 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_says_what_it_shows(name: str, records: Records, tmp_path: Path, text_of):
-    given = {"receptive-field": FigureOptions(model="nin-c3-lr"), "curves": FigureOptions(records=records)}
-    options = given.get(name, FigureOptions())
+    small = Records([run for run in records.runs if run.network.name.startswith("nin")])
+    of_runs = dict.fromkeys(
+        ("curves", "classes", "confusion", "pairs", "calibration"), FigureOptions(records=small)
+    )
+    options = {"receptive-field": FigureOptions(model="nin-c3-lr"), **of_runs}.get(name, FigureOptions())
     text = text_of(draw_figure(name, tmp_path / "out.svg", options))
     for words in EXPECTED[name]:
         assert any(words in found for found in text), (words, sorted(text))

@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels import composite_conv2d, composite_reference, forced, torch_compile
-from lowrank_cnn.kernels.autotune.ahead import surveyed
+from lowrank_cnn.kernels import composite_conv2d, composite_reference, forced
+from lowrank_cnn.kernels.autotune.compile_ahead import surveyed
 from lowrank_cnn.kernels.fusing import fuse
-from lowrank_cnn.kernels.mode import survey, surveying
+from lowrank_cnn.kernels.mode import surveying
 from lowrank_cnn.models import create_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -56,13 +56,6 @@ def test_the_type_of_the_bias_is_noted():
     with forced("on"), torch.no_grad():
         asked = surveyed(lambda: net(torch.randn(1, 3, 64, 64, device=DEVICE)))
     assert {each.bias for each in asked} == {torch.float32}
-
-
-def test_what_torch_compile_takes_down_is_not_surveyed(monkeypatch):
-    monkeypatch.setattr(torch_compile.choice, "plan_text", lambda *_: survey() is None)
-    with surveying():
-        assert torch_compile.plan_text()
-        assert survey() == []
 
 
 def test_what_is_compiled_ahead_is_not_compiled_again(program, monkeypatch, tmp_path):

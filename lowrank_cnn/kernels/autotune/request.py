@@ -1,4 +1,4 @@
-"""What the fused kernels can take: a problem on a device, for inference or training."""
+"""What a choice between the fused kernels and torch is made for, and whether the kernels can run it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What a choice is made for; in training, `need_input` asks for the input's gradient.
+    """A problem on a device. In training, `need_input` asks for the input's gradient.
 
-    `bias` is its type, None for none; a choice that was made for one type holds for all.
+    `bias` is the type of the bias, None for none. It decides which kernels are compiled, not which path is chosen.
     """
 
     problem: Problem
@@ -33,24 +33,24 @@ class Request:
 def unsupported(
     problem: Problem, device: torch.device, *, training: bool = False, need_input: bool = True
 ) -> str | None:
-    """Why the fused kernels cannot take a problem on a device, or None."""
+    """Why the fused kernels cannot run a problem on a device, or None if they can."""
     return refusal(Request(problem, device, training, need_input))
 
 
 def refusal(request: Request) -> str | None:
-    """Why the fused kernels cannot take what is asked for, or None."""
+    """Why the fused kernels cannot run a request, or None if they can."""
     exact = request.problem.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
     return "float32 without TF32" if exact and request.device.type == "cuda" else _unable(request)
 
 
 @lru_cache(maxsize=4096)
 def _unable(request: Request) -> str | None:
-    problem, cuda = request.problem, request.device.type == "cuda"
+    problem = request.problem
     if find_spec("triton") is None:
         return "Triton is not installed"
-    if cuda and torch.cuda.get_device_capability(request.device) < (8, 0):
+    if request.device.type == "cuda" and gpu.capability_of(request.device) < gpu.OLDEST:
         return "the GPU is older than compute capability 8.0"
-    if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if problem.dtype not in gpu.TYPES:
         return f"{problem.dtype} is not bfloat16, float16 or float32"
     if not plans_of(problem, request.device):
         return "no kernel takes this stride, these channels, these taps or this epilogue"
@@ -59,7 +59,7 @@ def _unable(request: Request) -> str | None:
 
 def _untrainable(request: Request) -> str | None:
     from lowrank_cnn.kernels.conv import fold, stem, tiled
-    from lowrank_cnn.kernels.conv.launch import has_windows
+    from lowrank_cnn.kernels.conv.gradients import has_windows
 
     problem = request.problem
     if problem.residual or problem.activation not in (None, "relu"):

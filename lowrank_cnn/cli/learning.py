@@ -1,0 +1,55 @@
+"""How `lowrank train` trains: by `fit`, by `learn_shapes`, or with shapes that were learned before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowrank_cnn.cli.show import console, first_process
+from lowrank_cnn.system.errors import LowRankError
+
+if TYPE_CHECKING:
+    from lowrank_cnn.method.scheme import Scheme
+    from lowrank_cnn.method.settling import LearnedShapes
+    from lowrank_cnn.train.record import Record
+
+Training = Callable[..., "Record"]
+
+
+def training_of(
+    scheme: str | None, shapes: Path | None, *, macs: float | None, latency: float | None
+) -> tuple[str | None, Training]:
+    """The scheme that the network is built by, and the function that trains it; wrong options are refused."""
+    from lowrank_cnn.method.budget import Budget
+    from lowrank_cnn.method.scheme import parse_scheme
+    from lowrank_cnn.method.settling import load_shapes
+    from lowrank_cnn.train.fitting import fit
+
+    budget = Budget.of(macs=macs, latency=latency)
+    learned = parse_scheme(scheme) if scheme is not None and scheme.strip().startswith("learned") else None
+    if shapes is not None and scheme is not None:
+        raise LowRankError("give --scheme or --shapes, not both: learned shapes are a scheme for every layer.")
+    if learned is None and budget is not None:
+        raise LowRankError(f"--{budget.kind} is for learned shapes: add --scheme 'learned(kx1, 1xk, 1x1, kxk)'.")
+    if learned is not None and budget is None:
+        raise LowRankError("learned shapes need a budget: give --macs or --latency, like --macs 0.4.")
+    if learned is not None:
+        return None, partial(_learn, learned, {"macs": macs, "latency": latency})
+    return (scheme, fit) if shapes is None else (None, partial(_train_again, load_shapes(shapes)))
+
+
+def _learn(scheme: Scheme, budget: dict[str, float | None], network: Any, *given: Any, **options: Any) -> Record:
+    from lowrank_cnn.train.learning_shapes import learn_shapes
+
+    found = learn_shapes(network, *given, shapes=scheme, **budget, **options)
+    if options.get("progress") and first_process():
+        console.print(f"{found.shapes}\n{found.macs:.3f} of the MACs", markup=False, highlight=False)
+    return found.record
+
+
+def _train_again(shapes: LearnedShapes, network: Any, *given: Any, **options: Any) -> Record:
+    from lowrank_cnn.train.fitting import fit
+
+    return fit(shapes.apply(network).train(), *given, **options)

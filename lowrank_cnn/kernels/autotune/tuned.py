@@ -1,0 +1,109 @@
+"""What was measured on this device with these versions: a JSON file in the user's cache folder, and lookups.
+
+An entry holds the times of both paths, the fused plan, and whether all plans were tried. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lowrank_cnn.kernels.autotune.request import Request, plans_of
+from lowrank_cnn.kernels.problem import Problem
+from lowrank_cnn.system.cache import JsonCache, cache_folder
+
+if TYPE_CHECKING:
+    from lowrank_cnn.kernels.conv.plans import KernelPlan
+
+LAYOUT = 5
+"""The version of an entry's format; files of other versions are ignored."""
+_this_run: dict[str, Any] = {}
+"""Entries that hold in this process only."""
+
+
+class Times(NamedTuple):
+    """Milliseconds of one path: in a replayed CUDA graph, and per call from Python."""
+
+    graph: float
+    call: float
+
+
+FAILED = Times(float("inf"), float("inf"))
+
+
+@lru_cache(maxsize=1)
+def entries() -> JsonCache:
+    """The entries on disk."""
+    path = store_path()
+    return JsonCache(path, key=path.stem, valid=_is_entry)
+
+
+@lru_cache(maxsize=4096)
+def key_of(request: Request) -> str:
+    """The key of a request's entry. It adds the offsets of the groups, which a problem's text lacks."""
+    offsets = ",".join(f"{g.top}:{g.left}" for g in request.problem.groups)
+    return f"{request.problem} {offsets} {'training' if request.training else 'inference'}"
+
+
+def keep(request: Request, entry: dict[str, Any], *, lasting: bool) -> None:
+    """Store an entry: on disk if it is `lasting`, else for this process."""
+    if not lasting:
+        _this_run[key_of(request)] = entry
+        return
+    entries()[key_of(request)] = entry
+    entries().save()
+
+
+def entry_of(request: Request) -> dict[str, Any] | None:
+    """What was measured before; None if nothing was, or if the kernel no longer takes the problem."""
+    if request.device.type != "cuda":
+        return None
+    entry = entries().get(key_of(request)) or _this_run.get(key_of(request))
+    if entry is None:
+        return None
+    from lowrank_cnn.kernels.conv.plans import refusal
+
+    return entry if refusal(plan_in(entry).kernel, request.problem) is None else None
+
+
+def plan_in(entry: dict[str, Any]) -> KernelPlan:
+    """The fused plan of an entry."""
+    from lowrank_cnn.kernels.conv.plans import KernelPlan
+
+    return KernelPlan.parse(entry["plan"])
+
+
+def plan_for(problem: Problem, device: torch.device) -> KernelPlan:
+    """The measured plan of a problem that runs fused, else the default. Training and inference share a forward."""
+    found = (entry_of(Request(problem, device, training)) for training in (False, True))
+    return next((plan_in(entry) for entry in found if entry), None) or plans_of(problem, device)[0]
+
+
+def tuned_plan(problem: Problem, device: torch.device) -> KernelPlan | None:
+    """The plan that an earlier tuning found fastest, for inference or for training."""
+    found = (entry_of(Request(problem, device, training)) for training in (False, True))
+    return next((plan_in(entry) for entry in found if entry and entry["tuned"]), None)
+
+
+def store_path() -> Path:
+    """The file of this device and these versions of torch and Triton."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    try:
+        from triton import __version__ as triton
+    except ImportError:
+        triton = "none"
+    name = "-".join([f"kernels{LAYOUT}", device, torch.__version__, triton]).replace(" ", "-").replace("/", "-")
+    return cache_folder() / f"{name}.json"
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether a value from the file is an entry. A plan of another version may not be."""
+    try:
+        times = [entry[path][way] for path in ("fused", "torch") for way in Times._fields]
+        named = str(plan_in(entry)) == entry["plan"] and isinstance(entry["tuned"], bool)
+        return named and all(type(time) in (int, float) and time >= 0 for time in times)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False

@@ -1,0 +1,143 @@
+"""The gradients of a composite conv: choose the kernels that compute them, and launch these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.kernels import gpu
+from lowrank_cnn.kernels.conv import (
+    backward,
+    backward_plan,
+    fold,
+    hopper_plan,
+    hopper_weights_plan,
+    parity,
+    stem,
+    tiled,
+    window_plan,
+)
+from lowrank_cnn.kernels.conv.forward import folded_weights, run_plan
+from lowrank_cnn.kernels.conv.plans import OLDER, KernelPlan, plans
+from lowrank_cnn.kernels.conv.presets import preset
+from lowrank_cnn.kernels.gpu import on_its_device
+from lowrank_cnn.kernels.problem import Problem, pixels_last
+
+OLDER_WEIGHTS = (32, 64, 64, 4, 3)
+"""As `plans.OLDER`, for the weights' gradient."""
+
+
+@on_its_device
+def compute_gradients(
+    problem: Problem,
+    grad: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    seen: Tensor,
+    *,
+    need_input: bool,
+    need_bias: bool = True,
+) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
+    """Gradients of input, weights and bias, the latter two in float32; None for those not needed.
+
+    `seen` is what the forward kept: the codes of a fused pool, else the result of a ReLU.
+    """
+    g, pixels, seen = pixels_last(grad), pixels_last(x), seen.contiguous()
+    programs = 2 * gpu.multiprocessors(x.device)
+    if has_windows(problem, gpu.capability_of(x.device)) and not need_input:
+        from lowrank_cnn.kernels.conv.window_gradient import launch_window_gradient
+
+        dw, db = launch_window_gradient(problem, pixels, g, seen)
+        return None, dw, db
+    if stem.unsupported(problem) is None and not need_input:
+        dw, db = stem.launch_stem_gradient(problem, x, g, seen, programs)
+        return None, dw, db
+    if problem.stride != (1, 1) and parity.unsupported(problem) is None:
+        g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)
+        dx = parity.input_gradient(problem, g, weights, _write_parity) if need_input else None
+        return dx, parity.weight_gradients(problem, g, pixels, weight_gradient), db
+    if fold.folded(problem) is not None:
+        return _unfolded_gradients(problem, grad, x, weights, seen, need_input=need_input, need_bias=need_bias)
+    g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)
+    dx = input_gradient(problem, g, weights) if need_input else None
+    return dx, weight_gradient(problem, g, pixels), db
+
+
+def _unfolded_gradients(
+    problem: Problem, grad: Tensor, x: Tensor, weights: Sequence[Tensor], seen: Tensor, **needs: bool
+) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
+    inner = fold.folded(problem)
+    assert inner is not None
+    taps, blocks = folded_weights(problem, weights), fold.fold_pixels(x, problem.stride)
+    dx, taps, db = compute_gradients(inner, grad, blocks, taps, seen, **needs)
+    pairs = zip(taps, problem.groups, strict=True)
+    dw = [fold.unfold_weights(part, group, problem.stride, problem.channels) for part, group in pairs]
+    return None if dx is None else fold.unfold_pixels(dx, problem), dw, db
+
+
+def has_windows(problem: Problem, capability: tuple[int, int]) -> bool:
+    """Whether `window_gradient` takes a problem: it needs Hopper and a spare channel."""
+    spare = capability[0] == 9 and problem.channels < window_plan.PLACES
+    return spare and window_plan.unsupported(problem) is None
+
+
+def input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """The gradient of the input, from the gradient before pool and ReLU, [N, H, W, filters].
+
+    For a single group this is a convolution, and the Hopper kernel runs it. Groups of different directions share
+    no fetches: `backward` sums them in one kernel.
+    """
+    turned = backward_plan.turned(problem)
+    if turned is not None and (plan := _hopper_plan(turned, gpu.capability_of(g.device))) is not None:
+        flipped = weights[0].detach().flip(2, 3).transpose(0, 1)
+        return run_plan(plan, turned, g.permute(0, 3, 1, 2), [flipped], None)
+    return backward.launch_input_gradient(problem, g, weights, _input_tile(problem, g.device))
+
+
+def _write_parity(conv: parity.ParityConv, g: Tensor, taps: list[Tensor], dx: Tensor) -> None:
+    tile = _input_tile(conv.problem, g.device)
+    backward.write_input_gradient(conv.problem, g, taps, dx, tile, conv.begins)
+
+
+def weight_gradient(problem: Problem, g: Tensor, pixels: Tensor) -> list[Tensor]:
+    """The groups' gradients in float32, from the gradient [N, H, W, filters] and the input [N, H, W, channels].
+
+    Both may be views: of some filters, or of every second pixel.
+    """
+    programs, capability = 2 * gpu.multiprocessors(g.device), gpu.capability_of(g.device)
+    if capability[0] == 9 and hopper_weights_plan.unsupported(problem) is None:
+        from lowrank_cnn.kernels.conv.hopper_weights import launch_weights_hopper
+
+        return launch_weights_hopper(problem, g, pixels, programs)
+    return backward.launch_weight_gradient(problem, g, pixels, programs, _weight_tile(problem, capability))
+
+
+@lru_cache(maxsize=4096)
+def _hopper_plan(problem: Problem, capability: tuple[int, int]) -> KernelPlan | None:
+    plan = plans(problem, capability=capability)[0] if hopper_plan.unsupported(problem) is None else None
+    return plan if plan is not None and plan.kernel == "hopper" else None
+
+
+def _input_tile(problem: Problem, device: torch.device) -> tiled.Tile | None:
+    capability = gpu.capability_of(device)
+    if (0, 0) < capability < (9, 0):
+        return replace(tiled.Tile(*OLDER), filters=OLDER[1] * 2 // problem.dtype.itemsize)
+    stored = preset(problem, capability, "input")
+    return KernelPlan.parse(stored).tile if stored else None
+
+
+def _weight_tile(problem: Problem, capability: tuple[int, int]) -> tiled.Tile:
+    """The tile for the weights' gradient; on Hopper with one stage.
+
+    The transposed gradient reaches the matrix unit through registers. If Triton 3.6 pipelines that for Hopper, it
+    overwrites registers that running products still read, and a few values in a million are wrong. With one stage
+    every product is waited for.
+    """
+    if (0, 0) < capability < (9, 0):
+        return tiled.Tile(*OLDER_WEIGHTS)
+    tile = tiled.Tile(*OLDER_WEIGHTS) if problem.dtype.itemsize > 2 else backward_plan.weight_tile(problem)
+    return replace(tile, stages=1)

@@ -1,0 +1,127 @@
+"""How much a network would lose if a filter had a smaller shape, or were removed.
+
+There are two estimates. By *energy* a filter loses the share of its squared weights that lies outside the shape,
+times how much passes through the filter. By *loss* each tap is weighed by the squared change of the loss that its
+removal predicts to first order, measured on a few batches (Molchanov et al. 2019). Both also see taps that are
+masked now: these have weights that go on learning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.method.channel_order import Route
+from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d
+
+_TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What a layer loses, filter by filter: with each shape ([filters, shapes]), and if the filter is removed."""
+
+    shapes: Tensor
+    removal: Tensor
+
+    @property
+    def whole(self) -> float:
+        """What there is to lose."""
+        return max(float(self.removal.sum()), _TINY)
+
+
+def shaped_convs(network: nn.Module) -> dict[str, ShapedConv2d]:
+    """The convs of a network that learn shapes, by name."""
+    return {name: m for name, m in network.named_modules() if isinstance(m, ShapedConv2d)}
+
+
+@torch.no_grad()
+def damage_by_energy(network: nn.Module, routes: Mapping[str, Route]) -> dict[str, Damage]:
+    """From the weights alone; each layer has one to lose."""
+    found = {}
+    for name, layer in shaped_convs(network).items():
+        taps = (layer.weight.double().square() * layer.inputs[:, None, None]).sum(1)
+        found[name] = _damage(layer, taps, _passing(network, routes.get(name), taps.sum((1, 2))))
+    return found
+
+
+def damage_by_loss(
+    network: nn.Module,
+    routes: Mapping[str, Route],
+    batches: Iterable[tuple[Tensor, Any]],
+    loss: Callable[[Any, Any], Tensor],
+) -> dict[str, Damage]:
+    """From gradients on batches of (images, targets). The network is left as it was."""
+    layers = shaped_convs(network)
+    readers = {n: m for n, m in network.named_modules() if isinstance(m, ShapedConv2d | GatedLinear)}
+    taps = {name: torch.zeros(len(m.weight), *m.kernel_size).double() for name, m in layers.items()}
+    channels = {name: torch.zeros(len(module.inputs)).double() for name, module in readers.items()}
+    with _undisturbed(network):
+        for images, targets in batches:
+            value = loss(network(images), targets)
+            slopes = torch.autograd.grad(value, [module.weight for module in readers.values()])
+            for (name, module), slope in zip(readers.items(), slopes, strict=True):
+                change = slope.detach().double() * module.weight.detach().double()
+                if isinstance(module, ShapedConv2d):
+                    taps[name] += (change * module.inputs[:, None, None]).sum(1).square().cpu()
+                    change = (change * module.masks[module.choice][:, None]).sum((2, 3))
+                channels[name] += change.sum(0).square().cpu()
+    found = {}
+    for name, layer in layers.items():
+        whole = taps[name].sum((1, 2))
+        passing = whole if name not in routes else _read(routes[name], channels, whole)
+        damage = _damage(layer, taps[name].to(layer.weight.device), whole.to(layer.weight.device))
+        found[name] = Damage(damage.shapes, torch.maximum(damage.removal, passing))
+    return found
+
+
+def _damage(layer: ShapedConv2d, taps: Tensor, passing: Tensor) -> Damage:
+    """From the weight of each tap ([filters, height, width]) and of each filter."""
+    masks = layer.masks[: len(layer.shapes)].to(taps)
+    inside = torch.einsum("ohw,shw->os", taps, masks) / taps.sum((1, 2)).clamp_min(_TINY)[:, None]
+    return Damage((passing[:, None] * (1 - inside)).clamp_min(0).cpu(), passing.cpu())
+
+
+def _passing(network: nn.Module, route: Route | None, energy: Tensor) -> Tensor:
+    """How much passes through each filter: the squared scale of its norm times the weights that read it."""
+    if route is None:
+        return torch.full_like(energy, 1 / len(energy))
+    scales = [getattr(network.get_submodule(norm), "weight", None) for norm in route.norms]
+    passing = energy if not scales or scales[0] is None else scales[0].double().square()
+    read = torch.zeros_like(energy)
+    for reader in route.readers:
+        weight: Any = network.get_submodule(reader.name).weight
+        read += weight.double().square().unflatten(1, (len(energy), -1)).flatten(2).sum((0, 2))
+    passing = (passing * read).clamp_min(_TINY)
+    return passing / passing.sum()
+
+
+def _read(route: Route, channels: Mapping[str, Tensor], whole: Tensor) -> Tensor:
+    """What the layers that read each channel would lose without it; only gated ones measure it."""
+    gated = [reader for reader in route.readers if reader.name in channels]
+    return sum((channels[r.name].unflatten(0, (len(whole), -1)).sum(1) for r in gated), torch.zeros_like(whole))
+
+
+@contextlib.contextmanager
+def _undisturbed(network: nn.Module) -> Iterator[None]:
+    """Norms see the statistics of a batch, so that the scale of a filter does not count; all is put back after."""
+    modes = {module: module.training for module in network.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    network.eval()
+    for module in network.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and modes[module]:
+            module.train()
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)

@@ -1,0 +1,164 @@
+"""What was done to a network, as data that JSON can hold: conversions, fits, folds, plans, and its training.
+
+The rooms that do these things write them to the network's `notes` (`system.provenance`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from lowrank_cnn.system.text import si, text_table
+
+if TYPE_CHECKING:  # both import torch, which a reader of records need not wait for
+    from torch import Tensor
+
+    from lowrank_cnn.system.clock import Sample
+
+GIVEN = "as given"
+"""How a block runs that no other way is faster for."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A conv that was left as it was, and why."""
+
+    name: str
+    layer: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """A conv that was rewritten: its filters before and after, by which scheme, and its parameters."""
+
+    name: str
+    before: str
+    after: str
+    scheme: str
+    params_before: int
+    params_after: int
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was done to a network; `changed` is enough to do it again."""
+
+    changed: tuple[Change, ...] = ()
+    kept: tuple[Kept, ...] = ()
+
+    def __str__(self) -> str:
+        """Line by line what changed, in weights; `conversion_costs` has the multiply-accumulates."""
+        rows = [(c.name, c.before, c.after, c.params_before, c.params_after) for c in self.changed]
+        changed = text_table(("layer", "filters", "now", ">weights", ">now"), rows)
+        kept = text_table(("left", "layer", "why"), [(k.name, k.layer, k.reason) for k in self.kept])
+        return f"{changed}\n\n{kept}" if self.kept else changed
+
+    def to_dict(self) -> dict[str, object]:
+        """In values that JSON can hold."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A layer: its number of basis filters, and the share of its squared weights that they keep.
+
+    `error` is the relative squared error of the layer's output on the images that it was refitted on, if any.
+    """
+
+    name: str
+    m: int
+    energy: float
+    error: float | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """In values that JSON can hold."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Merging:
+    """One layer: what went into it, and the largest error relative to the largest output, or why it stayed."""
+
+    name: str
+    parts: tuple[str, ...]
+    error: float | None = None
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, object]:
+        """In values that JSON can hold."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class TrainingCard:
+    """What a trained network carries beside its weights: its recipe and data as JSON, preprocessing as tensors."""
+
+    card: Mapping[str, Any]
+    preprocess: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A block: its epilogue, its multiply-accumulates for this input, the milliseconds of each way, the choice.
+
+    `failed` says why other ways were left out.
+    """
+
+    name: str
+    epilogue: str
+    macs: int
+    times: Mapping[str, float]
+    choice: str
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+    def refused(self, reason: str) -> Decision:
+        """The same decision taken back, since with it the whole network fails or differs."""
+        return replace(self, choice=GIVEN, failed={**self.failed, self.choice: reason})
+
+
+@dataclass(frozen=True)
+class NetworkPlan:
+    """All decisions, and the whole network before and after.
+
+    `used` is False where the network was better as given, and `reason` says why nothing could be planned.
+    `neighbours` is whether pools and response norms run by kernels too, on a GPU.
+    """
+
+    input: tuple[int, ...]
+    device: str
+    decisions: tuple[Decision, ...]
+    before: Sample
+    after: Sample
+    used: bool
+    reason: str = ""
+    neighbours: bool = False
+
+    @property
+    def ways(self) -> dict[str, str]:
+        """The blocks that run in another way than given, by name; none where the plan is not used."""
+        return {row.name: row.choice for row in self.decisions if row.choice != GIVEN} if self.used else {}
+
+    def __str__(self) -> str:
+        """The decision table: for each block its MACs, the milliseconds of each way, and the one chosen."""
+        if self.reason:
+            return f"not planned: {self.reason}"
+        ways = list(dict.fromkeys(way for row in self.decisions for way in row.times))
+        rows = [
+            (row.name, si(row.macs), *(_shown(row.times.get(way)) for way in ways), row.choice)
+            for row in self.decisions
+        ]
+        table = text_table(("block", ">MACs", *(f">{way}" for way in ways), "chosen"), rows)
+        verdict = "the plan is used" if self.used else "nothing gained: as given"
+        whole = f"whole network: {self.before.ms:.3f} ms before, {self.after.ms:.3f} after; {verdict}"
+        notes = [f"{row.name}, {way}: {why}" for row in self.decisions for way, why in row.failed.items()]
+        return "\n".join([table, *notes, whole])
+
+    def to_dict(self) -> dict[str, object]:
+        """In values that JSON can hold."""
+        return asdict(self)
+
+
+def _shown(ms: float | None) -> str:
+    return "" if ms is None else f"{ms:.3f}"

@@ -1,0 +1,52 @@
+"""`lowrank train` learns shapes, and trains with learned ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import lowrank_cnn as lr
+from lowrank_cnn.cli.app import run
+from lowrank_cnn.method.settling import has_learned
+from lowrank_cnn.train import load_record
+from lowrank_cnn.train.trained import load_checkpoint
+
+SMALL = ["nin", "--data", "digits", "--limit", "40", "--width", "0.1", "--epochs", "2", "--batch-size", "20"]
+
+
+def test_shapes_are_learned_and_used_again(tmp_path, capsys):
+    first, second = tmp_path / "learned", tmp_path / "again"
+    scheme = ["--scheme", "learned(kx1, 1xk, 1x1, kxk, none, multiple=4)", "--macs", "0.5"]
+    assert run(["train", *SMALL, *scheme, "--out", str(first)]) == 0
+    assert "of the MACs" in capsys.readouterr().out
+    rows = json.loads((first / "shapes.json").read_text())["learned_shapes"]
+    assert "features.conv1_1" in rows
+    result = load_record(first).result
+    assert result["macs"] <= 0.5 * result["dense"]["macs"]
+    network = load_checkpoint(first).network
+    assert not has_learned(network)
+    assert lr.count(network, (1, 28, 28)).macs == result["macs"]
+    assert run(["train", *SMALL, "--shapes", str(first / "shapes.json"), "--out", str(second), "--json"]) == 0
+    assert load_record(second).result["macs"] == result["macs"]
+    assert run(["evaluate", str(second), "--data", "digits", "--limit", "10", "--json"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--scheme", "learned", "--macs", "0"], "above 0"),
+        (["--scheme", "learned", "--macs", "2"], "up to 1"),
+        (["--scheme", "learned", "--macs", "0.01"], "what the cheapest shapes"),
+        (["--scheme", "learned"], "need a budget"),
+        (["--scheme", "lr", "--macs", "0.5"], "is for learned shapes"),
+        (["--scheme", "learned(kx1, kx1)", "--macs", "0.5"], "given twice"),
+        (["--shapes", "nowhere.json"], "cannot be read"),
+        (["--shapes", "nowhere.json", "--scheme", "lr"], "not both"),
+    ],
+)
+def test_wrong_options_get_one_sentence(options, words, capsys):
+    assert run(["train", *SMALL, *options]) == 2
+    errors = " ".join(capsys.readouterr().err.split())
+    assert words in errors
+    assert errors.count("lowrank:") == 1

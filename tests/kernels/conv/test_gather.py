@@ -1,0 +1,47 @@
+"""The forward by gathering against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from lowrank_cnn.kernels.conv import gather
+from lowrank_cnn.kernels.conv.pack import pack_union
+from lowrank_cnn.system.errors import LowRankError
+
+LOW_RANK = [(3, 1, 16), (1, 3, 8)]
+FIRST_LAYERS = [
+    pytest.param((2, 3, 9, 7), [(3, 1, 8), (1, 3, 8)], {"relu": True, "pool": "floor"}, id="low-rank, pool"),
+    pytest.param((1, 3, 8, 6), [(3, 3, 20)], {"relu": True}, id="dense, ragged filters"),
+    pytest.param(
+        (1, 3, 11, 9), [(7, 1, 8), (1, 7, 8)], {"stride": (2, 2), "pool": "ceil"}, id="stride 2, clipped"
+    ),
+    pytest.param((1, 1, 5, 5), [(5, 1, 8), (1, 5, 8), (1, 1, 4)], {"bias": False}, id="grey"),
+    pytest.param((1, 4, 7, 8), [(3, 1, 8), (1, 3, 8)], {"stride": (1, 2)}, id="uneven stride"),
+]
+
+
+@pytest.mark.parametrize(("size", "groups", "options"), FIRST_LAYERS)
+def test_gather(layers, monkeypatch, size, groups, options):
+    layers.poison(monkeypatch, gather)
+    x, weights, bias, problem, exact, _ = layers.posed(size, groups, **options)
+    packed = pack_union(weights, problem, gather.gathered_values(problem), x.dtype)
+    tile = gather.GatherTile(pixels=32, filters=16, depth=16)
+    layers.agrees(gather.launch_gather(problem, x, packed, bias, tile), exact, x.dtype)
+
+
+def test_gather_takes_many_channels_at_stride_two(layers):
+    x, weights, bias, problem, exact, _ = layers.posed((1, 20, 7, 6), LOW_RANK, stride=(2, 2), relu=True)
+    packed = pack_union(weights, problem, gather.gathered_values(problem), x.dtype)
+    layers.agrees(
+        gather.launch_gather(problem, x, packed, bias, gather.GatherTile(pixels=16, filters=32)), exact, x.dtype
+    )
+
+
+def test_it_has_no_codes(layers):
+    x, weights, bias, problem, *_ = layers.posed((1, 3, 6, 6), LOW_RANK, pool="floor")
+    packed = pack_union(weights, problem, gather.gathered_values(problem), x.dtype)
+    with pytest.raises(LowRankError, match="no gradient for a pool"):
+        gather.launch_gather(problem, x, packed, bias, codes=torch.empty(0))

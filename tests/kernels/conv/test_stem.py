@@ -1,0 +1,35 @@
+"""The forward of first layers against float64."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from lowrank_cnn.kernels.conv import stem
+from lowrank_cnn.kernels.conv.gather import gathered_values
+from lowrank_cnn.kernels.conv.pack import pack_union
+
+FIRST_LAYERS = [
+    pytest.param((2, 3, 9, 7), [(3, 1, 8), (1, 3, 8)], {"relu": True, "pool": "floor"}, id="low-rank, pool"),
+    pytest.param((1, 3, 8, 6), [(3, 3, 20)], {"relu": True}, id="dense, ragged filters"),
+    pytest.param(
+        (1, 3, 11, 9), [(7, 1, 8), (1, 7, 8)], {"stride": (2, 2), "pool": "ceil"}, id="stride 2, clipped"
+    ),
+    pytest.param((1, 1, 5, 5), [(5, 1, 8), (1, 5, 8), (1, 1, 4)], {"bias": False}, id="grey"),
+    pytest.param((1, 4, 7, 8), [(3, 1, 8), (1, 3, 8)], {"stride": (1, 2)}, id="uneven stride"),
+]
+
+
+@pytest.mark.parametrize(("size", "groups", "options"), FIRST_LAYERS)
+def test_stem(layers, monkeypatch, size, groups, options):
+    layers.poison(monkeypatch, stem)
+    x, weights, bias, problem, exact, _ = layers.posed(size, groups, **options)
+    assert stem.unsupported(problem) is None
+    packed = pack_union(weights, problem, gathered_values(problem), x.dtype)
+    layers.agrees(stem.launch_stem(problem, x, packed, bias, stem.StemTile(pixels=32)), exact, x.dtype)
+
+
+def test_it_refuses_many_values_and_many_filters(layers):
+    assert "more than 64" in stem.unsupported(layers.posed((1, 16, 4, 4), [(3, 3, 8)])[3])
+    assert "more than one program holds" in stem.unsupported(layers.posed((1, 3, 4, 4), [(3, 3, 264)])[3])

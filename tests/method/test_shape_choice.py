@@ -1,0 +1,85 @@
+"""Shapes are chosen within the budget, where they cost least, and the same every time."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import lowrank_cnn as lr
+from lowrank_cnn.method.channel_order import free_routes
+from lowrank_cnn.method.scheme import parse_scheme
+from lowrank_cnn.method.shape_choice import ShapeChooser, check_reachable, unit_of
+from lowrank_cnn.method.shape_damage import shaped_convs
+from lowrank_cnn.method.shape_network import mac_costs, shape_network
+
+SIZE = (3, 12, 12)
+
+
+def chosen(scheme: str, net: nn.Module) -> tuple[nn.Module, ShapeChooser]:
+    shaped = shape_network(net, parse_scheme(scheme), SIZE)
+    return shaped, ShapeChooser(free_routes(shaped, SIZE), mac_costs(shaped, net, SIZE))
+
+
+def two_convs() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 5),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.3])
+@pytest.mark.parametrize("scheme", ["learned", "learned(kx1, 1xk, kxk, none)", "learned(5x1, 1x1, kxk)"])
+def test_the_budget_is_kept_and_nearly_spent(share, scheme):
+    shaped, chooser = chosen(scheme, two_convs())
+    twin = copy.deepcopy(shaped)
+    cost = chooser.choose(shaped, share)
+    assert share - 0.12 <= cost <= share
+    chooser.choose(twin, share)
+    for name, layer in shaped_convs(shaped).items():
+        assert torch.equal(layer.choice, twin.get_submodule(name).choice)
+
+
+def test_filters_take_the_shape_that_holds_their_weights():
+    net = two_convs()
+    with torch.no_grad():
+        net[3].weight[:8, :, :, 0] = net[3].weight[:8, :, :, 2] = 0  # upright: 3x1
+        net[3].weight[8:16, :, 0] = net[3].weight[8:16, :, 2] = 0  # lying: 1x3
+        net[3].weight[16:] *= torch.tensor([[0, 0, 0], [0, 1, 0], [0, 0, 0]])  # in the centre alone
+    shaped, chooser = chosen("learned(kx1, 1xk, 1x1)", net)
+    chooser.choose(shaped, 0.4)
+    layer = shaped.get_submodule("3")
+    assert layer.choice.tolist() == [0] * 8 + [1] * 8 + [2] * 16
+
+
+def test_useless_filters_are_removed_first():
+    net = two_convs()
+    with torch.no_grad():
+        net[3].weight[:, 8:] *= 0.01  # nobody listens to these channels
+    shaped, chooser = chosen("learned(kxk, none)", net)
+    chooser.choose(shaped, 0.55)
+    first, second = shaped.get_submodule("0"), shaped.get_submodule("3")
+    assert not first.kept[8:].any()
+    assert first.kept[:8].all()
+    assert torch.equal(second.inputs, first.kept)
+
+
+def test_an_unreachable_budget_is_refused():
+    shaped, chooser = chosen("learned(kx1, 1xk, kxk)", two_convs())
+    least = chooser.least(shaped)
+    assert 0.33 < least < 0.4
+    check_reachable(chooser, shaped, least)
+    with pytest.raises(lr.LowRankError, match="what the cheapest shapes and all else cost"):
+        check_reachable(chooser, shaped, least - 0.01)
+
+
+def test_counts_come_in_units_of_what_the_layer_can_hold():
+    shaped, chooser = chosen("learned(multiple=8)", two_convs())
+    chooser.choose(shaped, 0.4)
+    for name, unit in (("0", 4), ("3", 8)):
+        layer = shaped.get_submodule(name)
+        assert unit_of(layer) == unit
+        assert (torch.bincount(layer.choice) % unit == 0).all()

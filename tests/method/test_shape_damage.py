@@ -1,0 +1,61 @@
+"""The damage that a smaller shape does, by weights and by gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lowrank_cnn.method.channel_order import free_routes
+from lowrank_cnn.method.scheme import parse_scheme
+from lowrank_cnn.method.shape_damage import damage_by_energy, damage_by_loss
+from lowrank_cnn.method.shape_network import shape_network
+
+SIZE = (1, 8, 8)
+
+
+def shaped_net() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(4, 2),
+    )  # fmt: skip
+    return shape_network(net, parse_scheme("learned(kx1, 1xk, kxk, none)"), SIZE)
+
+
+def test_energy_outside_a_shape_is_lost():
+    net = shaped_net()
+    conv = net.get_submodule("0")
+    with torch.no_grad():
+        conv.weight.fill_(0)
+        conv.weight[:, 0, :, 1] = 1  # upright filters
+    damage = damage_by_energy(net, free_routes(net, SIZE))["0"]
+    torch.testing.assert_close(damage.shapes[:, 0], torch.zeros(4).double())
+    torch.testing.assert_close(damage.shapes[:, 1], damage.removal * 2 / 3)
+    torch.testing.assert_close(damage.removal.sum(), torch.ones(()).double())
+
+
+def test_the_loss_tells_which_taps_matter_and_the_network_is_left_as_it_was():
+    net = shaped_net().train()
+    images = torch.randn(16, *SIZE)
+    images = images.cumsum(3)  # neighbours in a row resemble each other, rows do not
+    targets = (images.diff(dim=3).abs().mean((1, 2, 3)) > 0.8).long()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    damage = damage_by_loss(net, free_routes(net, SIZE), [(images, targets)] * 2, F.cross_entropy)["0"]
+    assert (damage.shapes >= 0).all()
+    assert (damage.shapes <= damage.removal[:, None] + 1e-12).all()
+    assert damage.shapes[:, 2].max() < 1e-12 * damage.whole  # kxk loses nothing
+    assert damage.shapes[:, :2].sum() > 0
+    assert net.training
+    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_channel_that_nobody_reads_costs_nothing_to_remove():
+    net = shaped_net()
+    with torch.no_grad():
+        net.get_submodule("5").weight[:, 2] = 0
+    images, targets = torch.randn(16, *SIZE), torch.arange(16) % 2
+    damage = damage_by_loss(net, free_routes(net, SIZE), [(images, targets)], F.cross_entropy)["0"]
+    assert damage.removal[2] == 0
+    assert (damage.removal[[0, 1, 3]] > 0).all()

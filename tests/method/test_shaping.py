@@ -1,0 +1,66 @@
+"""Masked layers compute with the taps inside their shapes alone, and every tap learns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.method.scheme import parse_scheme
+from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, exact_layer, shaped_layer
+from lowrank_cnn.system.errors import LowRankError
+
+LEARNED = parse_scheme("learned(kx1, 1xk, kxk, 5x1, 1x5)")
+
+
+def shaped(conv: nn.Conv2d) -> ShapedConv2d:
+    layer = shaped_layer(conv, LEARNED)
+    assert isinstance(layer, ShapedConv2d)
+    layer.copy_dense(conv.weight, conv.bias)
+    return layer.double()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"padding": 1}, {"padding": 1, "stride": 2}, {"padding": 2, "dilation": 2}, {"padding": "same"},
+     {"padding": 1, "padding_mode": "reflect"}, {"padding": 0}],
+)  # fmt: skip
+def test_it_begins_as_the_dense_conv(options):
+    conv, x = nn.Conv2d(3, 6, 3, **options).double(), torch.randn(2, 3, 9, 9).double()
+    torch.testing.assert_close(shaped(conv)(x), conv(x))
+
+
+def test_a_shape_leaves_only_its_taps_and_gradients_reach_all():
+    layer = shaped(nn.Conv2d(2, 4, 3, padding=1))
+    layer.choice.copy_(torch.tensor([0, 1, 2, 3]))
+    weight = layer.shaped_weight()
+    used = (weight != 0).any(1).sum((1, 2))
+    assert used.tolist() == [3, 3, 9, 3]  # the ends of 5x1 start at zero
+    assert torch.equal(weight[0, :, 1:4, 2], layer.weight[0, :, 1:4, 2])
+    (gradient,) = torch.autograd.grad(weight.sum(), layer.weight)
+    assert torch.equal(gradient, torch.ones_like(gradient))
+
+
+def test_a_removed_channel_is_ignored():
+    layer, x = shaped(nn.Conv2d(2, 4, 3, padding=1)), torch.randn(1, 2, 5, 5).double()
+    layer.inputs[1] = False
+    other = x.clone()
+    other[:, 1] = 100
+    assert torch.equal(layer(x), layer(other))
+    linear = GatedLinear(4, 2, bias=True)
+    linear.copy_dense(torch.ones(2, 4), torch.zeros(2))
+    linear.inputs[:2] = False
+    assert linear(torch.tensor([[5.0, 5.0, 1.0, 1.0]])).tolist() == [[2.0, 2.0]]
+
+
+def test_exact_layers_have_the_filters_and_inputs_that_are_counted():
+    conv = exact_layer(nn.Conv2d(8, 16, 3, padding=1), parse_scheme("exact(3x1=4, 1x3=8, in=6)"))
+    assert conv(torch.randn(1, 6, 5, 5)).shape == (1, 12, 5, 5)
+    assert exact_layer(nn.BatchNorm2d(8), parse_scheme("exact(in=6)")).num_features == 6
+    assert exact_layer(nn.Linear(8, 3), parse_scheme("exact(in=6)")).in_features == 6
+    with pytest.raises(LowRankError, match="plain conv"):
+        exact_layer(nn.ReLU(), parse_scheme("exact(in=6)"))
+    with pytest.raises(LowRankError, match="cannot learn"):
+        shaped_layer(nn.ReLU(), LEARNED)
+    with pytest.raises(LowRankError, match="without channel groups"):
+        shaped_layer(nn.Conv2d(4, 4, 3, groups=2), LEARNED)

@@ -1,0 +1,127 @@
+"""Figures of a run in TensorBoard, in a CSV file, and sent through clients, here made up for the purpose."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lowrank_cnn.system.errors import LowRankError, MissingExtra
+from lowrank_cnn.train import load_record
+from lowrank_cnn.train.loggers import LOGGERS, Logged
+from lowrank_cnn.train.progress import Lines
+from lowrank_cnn.train.record import Epoch
+
+ROW = Epoch(2, 0.05, 1.25, 0.5, 0.625, 4.0, 12_500.0)
+Calls = list[tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """What the clients were called with."""
+    heard: Calls = []
+
+    def hear(name: str, answer: object = None):
+        def call(*values: Any, **options: Any) -> object:
+            heard.append((name, {**options, "values": values}))
+            return answer
+
+        return call
+
+    wandb, mlflow, trackio = (ModuleType(name) for name in ("wandb", "mlflow", "trackio"))
+    run = SimpleNamespace(id="w1", log=hear("wandb.log"), finish=hear("wandb.finish"))
+    wandb.init = hear("wandb.init", run)
+    mlflow.start_run = hear("mlflow.start_run", SimpleNamespace(info=SimpleNamespace(run_id="m1")))
+    for name in ("set_experiment", "log_params", "log_metrics", "end_run"):
+        setattr(mlflow, name, hear(f"mlflow.{name}"))
+    for name in ("init", "log", "finish"):
+        setattr(trackio, name, hear(f"trackio.{name}"))
+    for module in (wandb, mlflow, trackio):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return heard
+
+
+def of(calls: Calls, name: str) -> list[dict[str, Any]]:
+    return [options for called, options in calls if called == name]
+
+
+def test_scalars_for_tensorboard(driver, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, record = driver.train(tmp_path, driver.PLAIN, tensorboard=True)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert {"lr", "train_loss", "accuracy"} <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("train_loss")] == [1, 2, 3]
+    assert events.Scalars("test_top1")[0].value == pytest.approx(record.result["top1"])
+
+
+def test_the_history_as_a_table(driver, tmp_path):
+    driver.train(tmp_path, driver.PLAIN, log="csv")
+    with (tmp_path / "history.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    history = load_record(tmp_path).history
+    assert [float(row["train_loss"]) for row in rows] == [row["train_loss"] for row in history]
+    assert [int(row["epoch"]) for row in rows] == [1, 2, 3]
+
+
+def test_clients_get_the_run_its_epochs_and_its_result(driver, tmp_path, calls):
+    _, record = driver.train(tmp_path, driver.PLAIN, log=("wandb", "mlflow", "trackio"))
+    (begun,) = of(calls, "wandb.init")
+    assert begun["config"]["recipe"]["lr"] == record.recipe["lr"]
+    assert (begun["project"], begun["name"]) == ("lowrank-cnn", tmp_path.name)
+    assert of(calls, "mlflow.log_params")[0]["values"][0]["recipe.epochs"] == "3"
+    for name in ("wandb.log", "mlflow.log_metrics", "trackio.log"):
+        logged = of(calls, name)
+        assert [call["step"] for call in logged] == [1, 2, 3, 3]
+        assert logged[0]["values"][0]["train_loss"] == record.history[0]["train_loss"]
+        assert logged[-1]["values"][0]["test_top1"] == record.result["top1"]
+    assert of(calls, "wandb.finish") == [{"exit_code": 0, "values": ()}]
+    assert of(calls, "mlflow.end_run")[0]["values"] == ("FINISHED",)
+
+
+def test_a_run_that_is_resumed_continues_where_its_logs_stopped(driver, tmp_path, calls):
+    def stop(row: Epoch, network: object) -> None:
+        if row.epoch == 2:
+            raise RuntimeError("cut")
+
+    names = ("csv", *("wandb", "mlflow", "trackio"))
+    with pytest.raises(RuntimeError, match="cut"):
+        driver.train(tmp_path, driver.PLAIN, log=names, callbacks=[stop], checkpoint_every=0)
+    assert of(calls, "wandb.finish")[0]["exit_code"] == 1
+    assert of(calls, "mlflow.end_run")[0]["values"] == ("FAILED",)
+    driver.train(tmp_path, driver.PLAIN, log=names, resume=True)
+    assert of(calls, "wandb.init")[1]["id"] == "w1"
+    assert of(calls, "mlflow.start_run")[1]["run_id"] == "m1"
+    assert of(calls, "trackio.init")[1]["resume"] == "must"
+    with (tmp_path / "history.csv").open() as file:
+        assert [row["epoch"] for row in csv.DictReader(file)] == ["1", "2", "3"]
+
+
+def test_loggers_pass_everything_on(driver, tmp_path, capsys):
+    _, record = driver.train(None, driver.PLAIN)
+    with Logged(Lines(), ["csv"], record, tmp_path) as logged:
+        logged.say("hello")
+        logged.epoch(ROW, 10)
+        assert not logged.due()
+    assert capsys.readouterr().out.startswith("hello\nepoch 2/10")
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_a_client_that_is_not_installed_is_named(driver, monkeypatch, name: str):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtra, match=rf"--log {name} needs {name}: pip install 'lowrank-cnn\[{name}\]'"):
+        driver.train(None, driver.PLAIN, log=name)
+
+
+def test_mistakes_are_one_sentence(driver):
+    with pytest.raises(LowRankError, match="no logger 'wandbb': did you mean wandb"):
+        driver.train(None, driver.PLAIN, log="wandbb")
+    for name in ("csv", "tensorboard"):
+        with pytest.raises(LowRankError, match="give --out"):
+            driver.train(None, driver.PLAIN, log=name)
+    assert set(LOGGERS) == {"tensorboard", "csv", "wandb", "mlflow", "trackio"}
