@@ -108,7 +108,7 @@ def test_bad_calibration_is_refused(images, words: str, tmp_path):
 
 
 def test_other_files_and_layers_are_refused(tmp_path):
-    with pytest.raises(LowRankError, match="int8 is written to .onnx, .xml, .pte, not to .param"):
+    with pytest.raises(LowRankError, match=r"int8 is written to \.onnx, \.xml, \.pte, not to \.param"):
         quantize(tiny(), torch.randn(4, *SIZE), tmp_path / "net.param")
     with pytest.raises(LowRankError, match="has none"):
         quantize(nn.Sequential(nn.ReLU()), torch.randn(4, *SIZE), tmp_path / "net.onnx")
