@@ -4,8 +4,8 @@
 
 Both sides run the layer conv3_2 at 56x56, 128 filters of 1x3 and 128 of 3x1 over 256 channels, batch 1. The
 engines get it as a network of one layer. The record says how many times as fast the compiled strips are as the
-fastest engine of the same precision. The compiled side leaves out the concatenation and the transposition of one of the
-two directions, which favours it.
+fastest engine of the same precision. The compiled side leaves out the concatenation, and the transposition of one
+of the two directions, which favours it.
 """
 
 from __future__ import annotations

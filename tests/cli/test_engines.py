@@ -7,19 +7,7 @@ import json
 
 def test_one_engine_is_timed_and_written(output_of, tmp_path):
     out = tmp_path / "files"
-    text = output_of(
-        "plan",
-        "nin-c3-lr",
-        "--width",
-        "0.1",
-        "--engine",
-        "torchscript",
-        "--out",
-        out,
-        "--json",
-        "--input",
-        "3x30x30",
-    )
+    text = output_of("plan", "nin-c3-lr", "--width", "0.1", "--engine", "torchscript", "--out", out, "--json")
     found = json.loads(text)
     assert found["fastest"].startswith("torchscript")
     assert set(found["times"]) <= {"torchscript, fp32", "torchscript, fp16"}
