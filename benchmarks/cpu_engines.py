@@ -143,8 +143,12 @@ def add(path: Path, rows: list[dict[str, Any]]) -> None:
     names = ("family", "precision", "threads", "network", "engine")
     new = {tuple(row[name] for name in names) for row in rows}
     kept = [row for row in kept if tuple(row[name] for name in names) not in new]
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    write_json(path, {"environment": environment(), "versions": versions, "batch": 1, "rows": [*kept, *rows]})
+    write_json(path, {"environment": environment(), "versions": versions(), "batch": 1, "rows": [*kept, *rows]})
+
+
+def versions() -> dict[str, str]:
+    """The versions of the engines and their converters."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def best(rows: list[dict[str, Any]], **where: Any) -> dict[str, Any] | None:

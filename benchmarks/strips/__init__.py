@@ -1,0 +1,1 @@
+"""How fast strips can be: one low-rank layer as compiled code, and in the engines."""

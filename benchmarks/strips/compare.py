@@ -1,0 +1,97 @@
+"""One layer of vgg11-gmp-lr: compiled strips (strips.cpp) against the engines, on an Arm CPU with g++.
+
+    python -m benchmarks.strips.compare --threads 2 --folder /tmp/strips     # files are written once
+
+Both sides run the layer conv3_2 at 56x56, 128 filters of 1x3 and 128 of 3x1 over 256 channels, batch 1. The
+engines get it as a network of one layer. The record says how many times as fast the compiled strips are as the
+fastest engine of the same precision. The compiled side leaves out the concatenation, and the transposition of one
+of the two directions, which favours it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import lowrank_cnn as lr
+from benchmarks.cpu_engines import ENGINES, PRECISIONS, REST, versions
+from lowrank_cnn.deploy.engines import open_engine
+from lowrank_cnn.system.clock import measure
+from lowrank_cnn.system.environment import environment
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.files import write_json
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parent / "results" / "strips.json"
+SIZE = (256, 56, 56)
+NEEDED = 1.3
+"""How many times faster than the fastest engine compiled strips have to be, to be worth shipping."""
+
+
+def compiled(folder: Path, threads: int) -> dict[str, Any]:
+    """Build strips.cpp and run it; its own JSON."""
+    program = folder / "strips"
+    flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp"]
+    subprocess.run(["g++", *flags, str(HERE / "strips.cpp"), "-o", str(program)], check=True)
+    there = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    return json.loads(subprocess.run([program], check=True, capture_output=True, text=True, env=there).stdout)
+
+
+def engines(folder: Path, threads: int, names: list[str]) -> dict[str, dict[str, Any]]:
+    """The layer in every engine that takes it, timed in turns, by "engine precision"."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    layer = nn.Sequential(lr.build_conv(256, 256, 3, "lr"), nn.ReLU()).eval()
+    image = torch.randn(1, *SIZE)
+    runs = {}
+    for engine in names:
+        for precision in PRECISIONS:
+            path = folder / f"{engine}-{precision}{ENGINES[engine]}"
+            try:
+                if path.exists():
+                    pass
+                elif precision == "int8":
+                    lr.quantize(layer, torch.randn(4, *SIZE), path)
+                else:
+                    lr.export(layer, path, input_size=SIZE, precision=precision)  # type: ignore[arg-type]
+            except LowRankError as why:
+                print(f"{path.name}: {why}", flush=True)
+                continue
+            runner = open_engine(path, threads=threads)
+            runs[f"{engine} {precision}"] = lambda r=runner, x=image: r(x.numpy())
+    return {name: asdict(sample) for name, sample in measure(runs, repeats=25, budget=60, rest=REST).items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="where the engines' files are kept")
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = engines(options.folder or Path(folder), options.threads, options.engines)
+        ours = compiled(Path(folder), options.threads)
+    gains = {}
+    for precision in PRECISIONS:
+        mine = min((row["ms"], name) for name, row in ours["ways"].items() if name.endswith(precision))
+        best = min((row["ms"], name) for name, row in theirs.items() if name.endswith(precision))
+        gains[precision] = {"strips": mine[1], "engine": best[1], "gain": best[0] / mine[0]}
+        print(
+            f"{precision}: {mine[1]} {mine[0]:.2f} ms, {best[1]} {best[0]:.2f} ms: {best[0] / mine[0]:.2f} times"
+        )
+    about = {"environment": environment(), "versions": versions(), "threads": options.threads, "needed": NEEDED}
+    write_json(options.out, {**about, **ours, "engines": theirs, "gains": gains})
+
+
+if __name__ == "__main__":
+    main()

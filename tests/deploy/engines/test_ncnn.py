@@ -1,0 +1,42 @@
+"""Files for ncnn hold what the network computes, in float32 and half precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.deploy.engines import open_engine
+from lowrank_cnn.deploy.exporting import export, load
+from lowrank_cnn.system.errors import LowRankError
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_file_gives_what_the_network_gives(precision: str, check_target):
+    assert check_target("ncnn", precision).is_file()
+
+
+def test_a_file_loads_as_a_module_and_needs_its_weights(tiny, tmp_path):
+    pytest.importorskip("ncnn")
+    pytest.importorskip("pnnx")
+    path, images = tmp_path / "net.param", torch.randn(2, 3, 12, 12)
+    export(tiny, path, input_size=(3, 12, 12))
+    torch.testing.assert_close(load(path)(images), tiny(images), atol=1e-4, rtol=1e-4)
+    (tmp_path / "net.ncnn.bin").unlink()
+    with pytest.raises(LowRankError, match=r"ncnn cannot read .*net\.ncnn\.bin"):
+        open_engine(path)
+
+
+def test_an_operation_that_ncnn_lacks_is_named(tmp_path):
+    pytest.importorskip("ncnn")
+    pytest.importorskip("pnnx")
+    with pytest.raises(LowRankError, match="ncnn"):
+        export(Strided(), tmp_path / "net.param", input_size=(3, 12, 12))
+    assert not list(tmp_path.iterdir())
+
+
+class Strided(nn.Module):
+    """Takes every other pixel, which ncnn cannot."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, ::2, ::2]

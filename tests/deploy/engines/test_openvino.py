@@ -1,0 +1,29 @@
+"""Files for openvino hold what the network computes, in float32 and half precision."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from lowrank_cnn.deploy.engines import open_engine
+from lowrank_cnn.deploy.exporting import export
+from lowrank_cnn.system.errors import LowRankError
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_file_gives_what_the_network_gives(precision: str, check_target):
+    assert check_target("openvino", precision).is_file()
+
+
+def test_a_missing_engine_is_named_with_its_install_line(tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(LowRankError, match=r"needs openvino: pip install 'lowrank-cnn\[engines\]'"):
+        export(tiny, tmp_path / "net.xml", input_size=(3, 12, 12))
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    pytest.importorskip("openvino")
+    (tmp_path / "net.xml").write_text("<net")
+    with pytest.raises(LowRankError, match="openvino cannot read"):
+        open_engine(tmp_path / "net.xml")

@@ -1,0 +1,26 @@
+"""Half precision computes in half, between inputs and outputs in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowrank_cnn.deploy.engines.precision import InHalf
+from lowrank_cnn.deploy.exporting import export
+from lowrank_cnn.system.errors import LowRankError
+
+
+def test_a_network_in_half_takes_and_gives_float32(tiny):
+    images = torch.randn(2, 3, 12, 12)
+    half = InHalf(tiny)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.float16}
+    assert half(images).dtype == torch.float32
+    torch.testing.assert_close(half(images), tiny(images), atol=0.01, rtol=0.01)
+    assert tiny[0].bias.dtype == torch.float32
+
+
+def test_half_precision_is_for_float32_networks(tiny, tmp_path):
+    with pytest.raises(LowRankError, match="fp32 or fp16, not 'int8'; lr"):
+        export(tiny, tmp_path / "net.onnx", input_size=(3, 12, 12), precision="int8")
+    with pytest.raises(LowRankError, match="fp16 is for networks in float32"):
+        export(tiny.half(), tmp_path / "net.onnx", input_size=(3, 12, 12), precision="fp16")

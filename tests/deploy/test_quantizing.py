@@ -1,0 +1,114 @@
+"""int8 files compute what the network computes, keep named layers in float, and refuse bad calibration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.data import open_data
+from lowrank_cnn.deploy.engines import open_engine
+from lowrank_cnn.deploy.quantizing import Quantized, QuantizedLayer, quantize, sensitivities
+from lowrank_cnn.method.converting import convert
+from lowrank_cnn.method.layers import build_conv
+from lowrank_cnn.models import create_model
+from lowrank_cnn.system.errors import LowRankError
+
+SIZE = (3, 12, 12)
+
+
+def tiny() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [build_conv(3, 8, 3, "lr"), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).eval()
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".xml", ".pte"])
+def test_int8_is_near_the_network(suffix: str, tmp_path):
+    pytest.importorskip({".onnx": "onnxruntime", ".xml": "nncf", ".pte": "executorch"}[suffix])
+    net, images = tiny(), torch.randn(32, *SIZE)
+    found = quantize(net, images, tmp_path / f"net{suffix}")
+    given = torch.from_numpy(open_engine(Path(found.path))(images.numpy())["output"])
+    error = (given - net(images)).norm() / net(images).norm()
+    assert 0 < error < 0.1
+    assert found.in_float == ()
+    assert [layer.name for layer in found.layers] == ["0", "3", "7"]
+
+
+def test_a_layer_with_outliers_stays_in_float(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    net = tiny()
+    with torch.no_grad():
+        net[3].weight.mul_(10)
+        net[3].weight[:, 0] = 1e5  # per-channel steps are set by one input channel, and the others vanish
+        net[0].bias[0] = -1e4  # that channel is dead behind its ReLU
+    images = torch.randn(32, *SIZE)
+    rows = {row.name: row for row in sensitivities(net, images)}
+    assert rows["3"].in_float
+    assert not rows["7"].in_float
+    found = quantize(net, images, tmp_path / "net.onnx")
+    assert "3" in found.in_float
+    nodes = onnx.load(found.path).graph.node
+    made = {node.output[0]: node for node in nodes}
+    weights = [made.get(node.input[1]) for node in nodes if node.op_type == "Conv"]
+    kinds = [maker.op_type if maker else "float" for maker in weights]
+    assert kinds == ["DequantizeLinear", "DequantizeLinear", "float"]
+
+
+def test_weights_come_back_after_looking(tmp_path):
+    net = tiny()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    sensitivities(net, torch.randn(8, *SIZE))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert not any(module._forward_pre_hooks for module in net.modules())
+
+
+def test_converted_networks_too(tmp_path):
+    net = convert(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten()), "lr-join").eval()
+    assert quantize(net, torch.randn(16, *SIZE), tmp_path / "net.onnx").error < 0.1
+
+
+def test_accuracy_is_measured_on_the_test_images(tmp_path):
+    from lowrank_cnn.train import fit
+
+    data = open_data("digits", limit=200, progress=False)
+    network = create_model("nin-c3-lr", width=0.1, in_channels=1, norm="batch")
+    fit(network, data, "digits", epochs=1, progress=False, device="cpu")
+    found = quantize(network, data, tmp_path / "net.onnx", images=64, test=50, most_loss=100)
+    assert found.images == 50
+    assert found.before is not None
+    assert found.loss is not None
+    assert abs(found.loss) < 30
+
+
+def test_the_report_counts_points():
+    rows = (QuantizedLayer("a", 0.5, True), QuantizedLayer("b", 0.1, False))
+    found = Quantized("net.onnx", 1, 0.1, rows, before=0.5, after=0.49, images=100)
+    assert found.in_float == ("a",)
+    assert found.loss == pytest.approx(1.0)
+    assert found.to_dict()["layers"][0]["name"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("images", "words"),
+    [
+        (torch.full((4, *SIZE), float("nan")), "NaN or infinite"),
+        (torch.zeros(4, *SIZE), "all one value"),
+        (torch.randn(4, 12), r"\[N, C, H, W\], not a tensor of shape"),
+        (torch.randn(0, *SIZE), "not a tensor of shape"),
+        ("digits", "give prepared images as a tensor"),
+    ],
+)
+def test_bad_calibration_is_refused(images, words: str, tmp_path):
+    with pytest.raises(LowRankError, match=words):
+        quantize(tiny(), images, tmp_path / "net.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_files_and_layers_are_refused(tmp_path):
+    with pytest.raises(LowRankError, match=r"int8 is written to \.onnx, \.xml, \.pte, not to \.param"):
+        quantize(tiny(), torch.randn(4, *SIZE), tmp_path / "net.param")
+    with pytest.raises(LowRankError, match="has none"):
+        quantize(nn.Sequential(nn.ReLU()), torch.randn(4, *SIZE), tmp_path / "net.onnx")
