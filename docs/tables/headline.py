@@ -89,8 +89,12 @@ def _chart(title: str, pairs: Any, runs: list[dict[str, Any]], accuracy: dict[st
             points[name] = {"name": name, "kind": kind, "ms": ms, "top1": 100 * accuracy[name][1]}
         start, end = points[dense], points[low_rank]
         arrows.append({"ms": start["ms"], "top1": start["top1"], "ms2": end["ms"], "top2": end["top1"]})
-    x = {"field": "ms", "type": "quantitative", "title": "milliseconds for 256 images", "scale": {"zero": True}}
-    y = {"field": "top1", "type": "quantitative", "title": "top-1, %", "scale": {"zero": False, "padding": 24}}
+    tops, longest = [point["top1"] for point in points.values()], max(point["ms"] for point in points.values())
+    times, shares = [0, 1.15 * longest], [min(tops) - 1, max(tops) + 1]  # so that a tenth of a point looks small
+    x = {"field": "ms", "type": "quantitative", "title": "milliseconds for 256 images", "scale": {"domain": times}}
+    y = {"field": "top1", "type": "quantitative", "title": "top-1, %", "scale": {"domain": shares}}
+    shapes = {"domain": ["dense", "low-rank"], "range": ["circle", "square"]}
+    shape = {"field": "kind", "type": "nominal", "title": None, "scale": shapes}
     colours = {"domain": ["dense", "low-rank"], "range": ["#d55e00", "#0072b2"]}
     colour = {"field": "kind", "type": "nominal", "title": None, "scale": colours}
     values = list(points.values())
@@ -99,7 +103,7 @@ def _chart(title: str, pairs: Any, runs: list[dict[str, Any]], accuracy: dict[st
         {"data": {"values": arrows}, "mark": {"type": "rule", "color": "#888", "strokeDash": [4, 3]},
          "encoding": {"x": x, "y": y, "x2": {"field": "ms2"}, "y2": {"field": "top2"}}},
         {"data": {"values": values}, "mark": {"type": "point", "filled": True, "size": 120, "opacity": 1},
-         "encoding": {"x": x, "y": y, "color": colour, "shape": {"field": "kind", "title": None}}},
+         "encoding": {"x": x, "y": y, "color": colour, "shape": shape}},
         {"data": {"values": values}, "mark": text,
          "encoding": {"x": x, "y": y, "text": {"field": "name"}}},
     ]  # fmt: skip
