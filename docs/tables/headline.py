@@ -32,8 +32,8 @@ def headline() -> str:
     columns = ["network", "MACs", "top-1", "inference", "training step"]
     note = (
         "\nTop-1: NiN on CIFAR-10, VGG-11 on 100 classes of Tiny-ImageNet (56x56 pixels); three and two seeds.\n"
-        "Time: one NVIDIA H200, bf16, 256 images (NiN 32x32, VGG-11 224x224). Dense times are those of the fastest\n"
-        "dense network without our kernels (cuDNN, torch.compile).\n"
+        "Time: one NVIDIA H200, bf16, 256 images (NiN 32x32, VGG-11 224x224). Dense times are those of the\n"
+        "fastest dense network without our kernels (cuDNN, torch.compile).\n"
     )
     return markdown(columns, rows) + note + source("gpu_speed.json", *used)
 

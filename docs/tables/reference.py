@@ -33,7 +33,7 @@ def _command(name: str) -> str:
     about = " ".join(f"{summary} {text}".split())
     rows = [_row(parameter) for parameter in command.params if parameter.name != "help"]
     table = markdown(["option", "<default", "<meaning"], rows)
-    return f"\n### lowrank {name}\n{_escaped(about)}\n\n```console\n{shown}\n```\n\n{table}"
+    return f"\n### lowrank {name}\n{_escaped(about)}\n\n```sh\n{shown}\n```\n\n{table}"
 
 
 def _row(parameter: Any) -> list[object]:
