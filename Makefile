@@ -6,7 +6,7 @@ VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))$(if $(TO
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
 
-.PHONY: demo test faults fuzz foreign lint types format figures docs clean
+.PHONY: demo test faults fuzz foreign lint types format figures notebooks docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lowrank demo
@@ -73,7 +73,13 @@ figures: $(VENV)/.installed
 	$(BIN)/lowrank figure spectra --model nin --pretrained cifar10 -o docs/images/spectra-cifar10.svg
 	$(BIN)/lowrank figure receptive-field --model nin-c3-lr --pretrained cifar10 \
 		-o docs/images/receptive-field-cifar10.svg
+	cd docs && PYTHONPATH=.. ../$(BIN)/python -m tables.headline
 	$(BIN)/python docs/blocks.py
+
+# The notebooks from their pages, run from top to bottom: their outputs are stored.
+notebooks: $(VENV)/.dev
+	$(BIN)/python docs/notebooks.py
+	cd notebooks && ../$(BIN)/jupyter execute --inplace *.ipynb
 
 # The documentation in site/, which is opened as a file and asks the network for nothing.
 docs: $(VENV)/.dev
