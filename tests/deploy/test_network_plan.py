@@ -3,6 +3,7 @@
 import json
 
 from lowrank_cnn.deploy.network_plan import Decision, NetworkPlan
+
 from lowrank_cnn.system.clock import Sample
 
 ROWS = (
