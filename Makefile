@@ -6,7 +6,7 @@ VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))$(if $(TO
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
 
-.PHONY: demo test faults fuzz lint types format figures docs clean
+.PHONY: demo test faults fuzz foreign lint types format figures notebooks docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lowrank demo
@@ -27,6 +27,10 @@ fuzz: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_harness.py --inputs $(INPUTS)
 	for round in $$(seq $(ROUNDS)); do \
 		OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto -m hypothesis --hypothesis-profile fuzz || exit 1; done
+
+# Every transform on the networks of other libraries, with a table of what came of it; docs/foreign.md shows the last.
+foreign: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.foreign --out benchmarks/results/foreign.json
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -69,7 +73,13 @@ figures: $(VENV)/.installed
 	$(BIN)/lowrank figure spectra --model nin --pretrained cifar10 -o docs/images/spectra-cifar10.svg
 	$(BIN)/lowrank figure receptive-field --model nin-c3-lr --pretrained cifar10 \
 		-o docs/images/receptive-field-cifar10.svg
+	cd docs && PYTHONPATH=.. ../$(BIN)/python -m tables.headline
 	$(BIN)/python docs/blocks.py
+
+# The notebooks from their pages, run from top to bottom: their outputs are stored.
+notebooks: $(VENV)/.dev
+	$(BIN)/python docs/notebooks.py
+	cd notebooks && ../$(BIN)/jupyter execute --inplace *.ipynb
 
 # The documentation in site/, which is opened as a file and asks the network for nothing.
 docs: $(VENV)/.dev

@@ -5,18 +5,14 @@ python -m benchmarks.cpu_layout [--out benchmarks/results/cpu_layout.json]
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
-from statistics import median
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common import milliseconds, parser, write_record
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.environment import environment
 
 Step = Callable[[nn.Module, Tensor], None]
 
@@ -46,9 +42,7 @@ def in_turns(step: Step, networks: dict[str, tuple[nn.Module, Tensor]]) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu_layout.json"))
-    out: Path = parser.parse_args().out
+    out = parser(__doc__, "cpu_layout.json").parse_args().out
     rows = []
     for name in ("nin", "nin-c3-lr"):
         networks = {}
@@ -57,11 +51,10 @@ def main() -> None:
             networks[layout] = net, torch.randn(64, 3, 30, 30).to(memory_format=memory_format)
         for step in (train, infer):
             for layout, times in in_turns(step, networks).items():
-                row = {"network": name, "layout": layout, "step": step.__name__, "ms": median(times)}
-                rows.append(row | {"least": min(times), "most": max(times), "n": REPEATS})
+                row = {"network": name, "layout": layout, "step": step.__name__, "n": REPEATS}
+                rows.append(row | milliseconds(times))
                 print(rows[-1], flush=True)
-    record = {"kind": "cpu-layout", "rows": rows, "environment": environment()}
-    out.write_text(json.dumps(record, indent=2) + "\n")
+    write_record(out, "cpu-layout", rows=rows)
 
 
 if __name__ == "__main__":

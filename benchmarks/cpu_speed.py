@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common import parser, write_record
 from lowrank_cnn.deploy import export, merge, plan
 from lowrank_cnn.deploy.candidates import CANDIDATES
 from lowrank_cnn.deploy.optimized import FORMATS as LAYOUTS
@@ -37,7 +38,6 @@ from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.twins import baseline_of
 from lowrank_cnn.system.clock import Sample, measure
-from lowrank_cnn.system.environment import environment
 
 NETWORKS = {
     "vgg11-gmp-lr": 0.345,
@@ -55,10 +55,6 @@ REST = 0.05
 KEPT = 2
 """Ways of each network that enter the second round, besides the best with minimal filtering."""
 FILTERED = "minimal filtering"
-
-
-def baseline(name: str) -> str:
-    return baseline_of(name)
 
 
 def ways(network: nn.Module, image: Tensor, folder: Path, threads: int, compiled: bool) -> dict[str, Way]:
@@ -107,7 +103,7 @@ def first_round(name: str, run: dict[str, Way], image: Tensor) -> tuple[dict[str
 
 def compare(name: str, samples: dict[str, Sample], macs: dict[str, int]) -> dict[str, Any]:
     """A network at its best against its twin at its best: as runtimes are, and with minimal filtering."""
-    dense = baseline(name)
+    dense = baseline_of(name)
     plain = {key: sample for key, sample in samples.items() if FILTERED not in key}
     ours, theirs = _best(name, plain), _best(dense, plain)
     our_best, their_best = _best(name, samples), _best(dense, samples)
@@ -137,7 +133,7 @@ def _best(net: str, samples: dict[str, Sample]) -> str:
 def run_batch(names: list[str], batch: int, options: argparse.Namespace, deadline: float) -> dict[str, Any]:
     """Both rounds for one batch size."""
     torch.manual_seed(0)
-    everything = list(dict.fromkeys([*map(baseline, names), *names]))
+    everything = list(dict.fromkeys([*map(baseline_of, names), *names]))
     finalists: dict[str, Callable[[], object]] = {}
     macs, first = {}, {}
     half = deadline - options.budget / len(options.batch) / 2
@@ -179,24 +175,22 @@ def earlier(path: Path, batches: list[int]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--repeats", type=int, default=21, help="runs of each finalist in the second round")
-    parser.add_argument("--budget", type=float, default=480, help="seconds in all, shared between the batches")
-    parser.add_argument("--no-compile", dest="compile", action="store_false")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu_speed.json")
-    options = parser.parse_args()
+    made = parser(__doc__, "cpu_speed.json")
+    made.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
+    made.add_argument("--batch", nargs="+", type=int, default=[1, 8])
+    made.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    made.add_argument("--repeats", type=int, default=21, help="runs of each finalist in the second round")
+    made.add_argument("--budget", type=float, default=480, help="seconds in all, shared between the batches")
+    made.add_argument("--no-compile", dest="compile", action="store_false")
+    options = made.parse_args()
     torch.set_num_threads(options.threads)
-    results: dict[str, Any] = {"environment": environment(), "batches": earlier(options.out, options.batch)}
+    batches = earlier(options.out, options.batch)
     share = options.budget / len(options.batch)
     with torch.no_grad():
         for batch in options.batch:
             result = run_batch(options.networks, batch, options, time.monotonic() + share)
-            results["batches"].append(result)
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(results, indent=1) + "\n")
+            batches.append(result)
+            write_record(options.out, "cpu-speed", batches=batches)
             show(result)
 
 

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.common import RESULTS, parser, write_record
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.deploy import load
 from lowrank_cnn.method.decomposing import decompose
@@ -50,7 +51,6 @@ from lowrank_cnn.train import Recipe, Record, fit, get_recipe, load_record
 from lowrank_cnn.train.evaluation import evaluate, load_checkpoint
 from lowrank_cnn.train.inputs import augmentation, input_size
 
-RESULTS = Path(__file__).parent / "results"
 HELD_OUT = 5000
 DENSE, AT_ONCE, TUNED, SCRATCH = "dense", "decomposed", "fine-tuned", "from scratch"
 
@@ -191,9 +191,7 @@ def show(table: list[dict[str, Any]]) -> None:
 
 
 def write(path: Path, setting: dict[str, Any], rows: list[dict[str, Any]], where: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = {"kind": "decompose", "setting": setting, "table": summary(rows), "rows": rows, "environment": where}
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(path, "decompose", setting=setting, table=summary(rows), rows=rows, environment=where)
 
 
 def merge(paths: list[Path], out: Path) -> None:
@@ -213,27 +211,25 @@ def _row(line: Line, seed: int, record: Record) -> dict[str, Any]:
 
 
 def _arguments() -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--data", help="CIFAR-10 as parquet, or any other set")
-    parser.add_argument("--network", default="nin")
-    parser.add_argument("--width", type=float, default=1.0, help="scale all filters, to try it on a small machine")
-    parser.add_argument("--recipe", default="nin-modern")
-    parser.add_argument("--schemes", nargs="+", default=["separable", "lr-join"])
-    parser.add_argument("--shares", nargs="+", type=float, default=[0.65, 0.5], help="of the dense network's MACs")
-    parser.add_argument("--epochs", type=int, default=30, help="E")
-    parser.add_argument("--tune", type=int, default=10, help="F")
-    parser.add_argument("--tune-lr", type=float, default=0.02)
-    parser.add_argument("--seed", type=int, action="append", help="repeatable; 0 and 1 if not given")
-    parser.add_argument("--limit", type=int, help="images of each split")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--budget", type=float, default=1e9, help="start nothing new after so many seconds")
-    parser.add_argument("--test", action="store_true", help="look at the test set when all is trained")
-    parser.add_argument("--runs", type=Path, default=Path("runs/decompose"), help="where the runs live")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="combine records into one")
-    return parser.parse_args()
+    made = parser(__doc__, "decompose.json")
+    made.add_argument("--data", help="CIFAR-10 as parquet, or any other set")
+    made.add_argument("--network", default="nin")
+    made.add_argument("--width", type=float, default=1.0, help="scale all filters, to try it on a small machine")
+    made.add_argument("--recipe", default="nin-modern")
+    made.add_argument("--schemes", nargs="+", default=["separable", "lr-join"])
+    made.add_argument("--shares", nargs="+", type=float, default=[0.65, 0.5], help="of the dense network's MACs")
+    made.add_argument("--epochs", type=int, default=30, help="E")
+    made.add_argument("--tune", type=int, default=10, help="F")
+    made.add_argument("--tune-lr", type=float, default=0.02)
+    made.add_argument("--seed", type=int, action="append", help="repeatable; 0 and 1 if not given")
+    made.add_argument("--limit", type=int, help="images of each split")
+    made.add_argument("--device", default="auto")
+    made.add_argument("--compile", action="store_true")
+    made.add_argument("--budget", type=float, default=1e9, help="start nothing new after so many seconds")
+    made.add_argument("--test", action="store_true", help="look at the test set when all is trained")
+    made.add_argument("--runs", type=Path, default=Path("runs/decompose"), help="where the runs live")
+    made.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="combine records into one")
+    return made.parse_args()
 
 
 def _setting(options: argparse.Namespace, held_out: int) -> dict[str, Any]:
@@ -252,8 +248,9 @@ def _check_runs(folder: Path, setting: dict[str, Any]) -> None:
 
 def main() -> None:
     options = _arguments()
-    own = f"decompose-seed{options.seed[0]}.json" if options.seed and len(options.seed) == 1 else "decompose.json"
-    out: Path = options.out or RESULTS / own
+    out: Path = options.out
+    if options.seed and len(options.seed) == 1 and out == RESULTS / "decompose.json":
+        out = RESULTS / f"decompose-seed{options.seed[0]}.json"
     if options.merge:
         return merge(options.merge, out)
     if not options.data:

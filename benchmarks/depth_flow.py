@@ -14,7 +14,6 @@ Layers are recorded for the first seed, the rest of a row for each.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common import parser, write_record
 from lowrank_cnn.data import Data, Preprocess, make_loader, open_data
 from lowrank_cnn.method.init import weight_layers
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
 from lowrank_cnn.models import create_model, list_models
-from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import get_recipe
 from lowrank_cnn.train.evaluation import load_checkpoint
@@ -219,27 +218,23 @@ def say(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--networks", nargs="*", default=[n for n in list_models() if not n.startswith("nin")])
-    parser.add_argument("--run", type=Path, nargs="*", default=[])
-    parser.add_argument("--norms", nargs="*", default=["none"], choices=["none", "batch"])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--recipe", default="tiny-vgg")
-    parser.add_argument("--width", type=float, default=1.0)
-    parser.add_argument("--images", type=int, default=256)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/depth_flow.json"))
-    arguments = parser.parse_args()
+    made = parser(__doc__, "depth_flow.json")
+    made.add_argument("--data", required=True)
+    made.add_argument("--networks", nargs="*", default=[n for n in list_models() if not n.startswith("nin")])
+    made.add_argument("--run", type=Path, nargs="*", default=[])
+    made.add_argument("--norms", nargs="*", default=["none"], choices=["none", "batch"])
+    made.add_argument("--seeds", type=int, default=3)
+    made.add_argument("--recipe", default="tiny-vgg")
+    made.add_argument("--width", type=float, default=1.0)
+    made.add_argument("--images", type=int, default=256)
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = made.parse_args()
     data = open_data(arguments.data, limit=arguments.images)
     norms = [None if norm == "none" else norm for norm in arguments.norms]
     rows = [fresh(name, norm, data, arguments) for norm in norms for name in arguments.networks]
     rows += [trained(run, data, arguments) for run in arguments.run]
     setting = {"images": arguments.images, "batch": BATCH, "dead_below": DEAD, "width": arguments.width}
-    about = {"kind": "depth-flow", "setting": setting, "environment": environment()}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n  ".join(json.dumps(row) for row in rows)
-    arguments.out.write_text(f'{json.dumps(about, indent=1)[:-2]},\n "rows": [\n  {lines}\n ]\n}}\n')
+    write_record(arguments.out, "depth-flow", by_line="rows", setting=setting, rows=rows)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ import argparse
 import gc
 import time
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
 
+from benchmarks.common import earlier_runs, milliseconds, write_runs
 from benchmarks.gpu_floor import Limits, floor_ms, layers
 from benchmarks.gpu_ways import OURS, RIVALS, TRICKS, images, network, step_of, way
-from benchmarks.runs import earlier_runs, write_runs
 from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.kernels import tune
 from lowrank_cnn.kernels.cuda_graph import captured
@@ -56,7 +55,7 @@ def measure(setting: Setting, repeats: int) -> dict[str, Any]:
                     tune(way(each, "fused", x), x, training=setting.mode == "training")
         graph = captured(step_of(net, setting.way, setting.mode, setting.batch))
         times = _replayed(graph, repeats)
-        row = {"ms": median(times), "least": min(times), "most": max(times), "repeats": repeats}
+        row = {**milliseconds(times), "repeats": repeats}
         del graph, net
     except Exception as failure:  # a way that fails says so, the others go on
         row = {"failed": repr(failure)[:400]}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
 
+from benchmarks.common import milliseconds as spread_of
 from lowrank_cnn.kernels.cuda_graph import captured
 
 
@@ -27,4 +27,4 @@ def milliseconds(run: Callable[[], Any], repeats: int = 21) -> dict[str, float]:
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop))
-    return {"ms": median(times), "least": min(times), "most": max(times)}
+    return spread_of(times)

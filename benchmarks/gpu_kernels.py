@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.common import parser, write_record
 from benchmarks.gpu_backward import measure_backward, run_backward, show_backward
 from benchmarks.gpu_clock import milliseconds
 from benchmarks.gpu_floor import limits
@@ -254,16 +255,15 @@ def show(layer: Layer, row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", default="", help="comma-separated beginnings of layer names; all if empty")
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--budget", type=float, default=300, help="seconds in all")
-    parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1))
-    parser.add_argument("--out", type=Path, default=Path("gpu_kernels.json"))
-    parser.add_argument("--backward", action="store_true", help="time the gradients as well")
-    parser.add_argument("--presets", type=Path, help="the package's table of fastest plans, to bring up to date")
-    parser.add_argument("--try", dest="alone", default="", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = parser(__doc__, "gpu_kernels.json")
+    made.add_argument("--layers", default="", help="comma-separated beginnings of layer names; all if empty")
+    made.add_argument("--batch", type=int, default=256)
+    made.add_argument("--budget", type=float, default=300, help="seconds in all")
+    made.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1))
+    made.add_argument("--backward", action="store_true", help="time the gradients as well")
+    made.add_argument("--presets", type=Path, help="the package's table of fastest plans, to bring up to date")
+    made.add_argument("--try", dest="alone", default="", help=argparse.SUPPRESS)
+    options = made.parse_args()
     if options.alone:
         try_alone(options.alone.split(","), options.batch)
         return
@@ -288,7 +288,7 @@ def main() -> None:
         show(layer, row)
         if options.backward:
             add_backward(row, layer, options.batch)
-        options.out.write_text(json.dumps(results, indent=1))
+        write_record(options.out, "gpu-kernels", **results)
     if options.presets:
         write_presets(results, options.presets, options.batch)
 

@@ -27,7 +27,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from fnmatch import fnmatch
 from importlib import import_module
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -35,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 import lowrank_cnn as lr
-from benchmarks.runs import earlier_runs, write_runs
+from benchmarks.common import earlier_runs, parser, write_runs
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.kernels.cuda_graph import recorded
 from lowrank_cnn.kernels.mode import forced
@@ -80,15 +79,14 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_models.json"))
-    parser.add_argument("--only", default="", help="how names of rows end, comma-separated: resnet18/lr")
-    parser.add_argument("--modes", default="inference,batch1,training")
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--limit", type=float, default=240, help="seconds for one row")
-    parser.add_argument("--no-prepare", dest="prepare", action="store_false", help="caches are filled already")
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    made = parser(__doc__, "gpu_models.json")
+    made.add_argument("--only", default="", help="how names of rows end, comma-separated: resnet18/lr")
+    made.add_argument("--modes", default="inference,batch1,training")
+    made.add_argument("--repeats", type=int, default=21)
+    made.add_argument("--limit", type=float, default=240, help="seconds for one row")
+    made.add_argument("--no-prepare", dest="prepare", action="store_false", help="caches are filled already")
+    made.add_argument("--child", default="", help=argparse.SUPPRESS)
+    return made.parse_args()
 
 
 def _run_side_by_side(rows: list[str], options: argparse.Namespace) -> None:

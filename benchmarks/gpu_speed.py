@@ -22,16 +22,16 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common import parser
 from benchmarks.gpu_book import TWINS, Book, Setting, compare, show
 from benchmarks.gpu_floor import layers, limits
 from benchmarks.gpu_ways import OURS, RIVALS, TRICKS, network, step_of
+from lowrank_cnn.kernels.autotune.kernel_request import Request
 from lowrank_cnn.kernels.autotune.kernel_trial import times
-from lowrank_cnn.kernels.autotune.request import Request
 
 NETWORKS = [name for name in TWINS if name not in ("vgg11", "vgg11-gmp") and "/" not in name]
 FIRST = ("vgg11-gmp-lr", "vgg11-gmp-lr-2x", "vgg11-gmp-lr-join")
@@ -134,28 +134,27 @@ def _child(options: argparse.Namespace, job: str, scratch: str) -> subprocess.Po
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", default=",".join(NETWORKS), help="comma-separated names")
-    parser.add_argument("--modes", default="inference,training")
-    parser.add_argument("--batches", default="256,1")
-    parser.add_argument("--ways", default=",".join(OURS), help="our own ways to try")
-    parser.add_argument("--budget", type=float, default=500, help="seconds in all")
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
-    parser.add_argument("--compile", default="autotune,tiles,rivals", help="what children compile first")
-    parser.add_argument("--compile-budget", type=float, help="seconds of it for that; half if not given")
-    parser.add_argument("--only-compile", action="store_true", help="fill the compilers' caches, measure nothing")
-    parser.add_argument("--out", type=Path, default=Path("gpu_speed.json"))
-    parser.add_argument("--verbose", action="store_true", help="print every measurement")
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = parser(__doc__, "gpu_speed.json")
+    made.add_argument("--networks", default=",".join(NETWORKS), help="comma-separated names")
+    made.add_argument("--modes", default="inference,training")
+    made.add_argument("--batches", default="256,1")
+    made.add_argument("--ways", default=",".join(OURS), help="our own ways to try")
+    made.add_argument("--budget", type=float, default=500, help="seconds in all")
+    made.add_argument("--repeats", type=int, default=21)
+    made.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1))
+    made.add_argument("--compile", default="autotune,tiles,rivals", help="what children compile first")
+    made.add_argument("--compile-budget", type=float, help="seconds of it for that; half if not given")
+    made.add_argument("--only-compile", action="store_true", help="fill the compilers' caches, measure nothing")
+    made.add_argument("--verbose", action="store_true", help="print every measurement")
+    made.add_argument("--child", default="", help=argparse.SUPPRESS)
+    options = made.parse_args()
     if options.compile_budget is None:
         options.compile_budget = options.budget * (1 if options.only_compile else 0.5)
     for name in ("networks", "modes", "ways", "compile"):
         setattr(options, name, getattr(options, name).split(","))
     options.batches = [int(batch) for batch in options.batches.split(",")]
     if unknown := [name for name in options.networks if name not in TWINS]:
-        parser.error(f"no such network: {', '.join(unknown)}; known are {', '.join(TWINS)}")
+        made.error(f"no such network: {', '.join(unknown)}; known are {', '.join(TWINS)}")
     return options
 
 

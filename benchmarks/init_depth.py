@@ -8,19 +8,16 @@ the figure is the variance of what arrives at the bottom (and, forward, the mean
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from statistics import geometric_mean
 
 import torch
 from torch import nn
 
+from benchmarks.common import parser, write_record
 from lowrank_cnn.method.init import init_, per_group_, torch_default_
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.system.environment import environment
 
 WIDTH, DEPTH, PIXELS, SEEDS = 384, 30, 8, (0, 1, 2)
 MIXES = (
@@ -75,17 +72,13 @@ def measure(name: str, padding_mode: str) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/init_depth.json"))
-    out: Path = parser.parse_args().out
+    out = parser(__doc__, "init_depth.json").parse_args().out
     rows = [measure(name, padding) for padding in ("circular", "zeros") for name in METHODS]
     for row in rows:
         name, padding, gradient, signal = list(row.values())[:4]
         print(f"{name:24} {padding:9} gradient x{gradient:.2g}  signal x{signal:.2g}")
     setting = {"width": WIDTH, "depth": DEPTH, "pixels": PIXELS, "seeds": SEEDS}
-    record = {"kind": "init-depth", "setting": setting, "rows": rows, "environment": environment()}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=2) + "\n")
+    write_record(out, "init-depth", setting=setting, rows=rows)
 
 
 if __name__ == "__main__":

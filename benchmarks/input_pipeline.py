@@ -23,11 +23,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
+from benchmarks.common import parser, rates, write_record
 from benchmarks.jpeg_ways import (
     HEIGHT,
     QUALITY,
@@ -54,12 +54,11 @@ def per_core(work: Decoder, images: list[bytes], repeats: int) -> dict[str, floa
 
 def rates_of(work: Callable[[int], int], rounds: int) -> dict[str, float]:
     """The median round, the worst and the best; the first warms up."""
-    rates = []
+    found = []
     for number in range(rounds):
         began = time.process_time()
-        rates.append(work(number) / (time.process_time() - began))
-    rates = rates[1:]
-    return {"images_per_second": median(rates), "lowest": min(rates), "highest": max(rates)}
+        found.append(work(number) / (time.process_time() - began))
+    return rates(found[1:])
 
 
 def on_the_gpu(images: list[bytes], repeats: int) -> dict[str, Any]:
@@ -68,15 +67,13 @@ def on_the_gpu(images: list[bytes], repeats: int) -> dict[str, Any]:
     if decode is None:
         return {"gpu_decode": None}
     encoded = as_tensors((images * 64)[:64])
-    rates = []
+    found = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
         decode(encoded)
         torch.cuda.synchronize()
-        rates.append(64 / (time.perf_counter() - began))
-    rates = rates[1:]
-    rate = {"images_per_second": median(rates), "lowest": min(rates), "highest": max(rates)}
-    return {"gpu_decode": rate, "gpu_difference": difference(decode, images)}
+        found.append(64 / (time.perf_counter() - began))
+    return {"gpu_decode": rates(found[1:]), "gpu_difference": difference(decode, images)}
 
 
 def shards(images: list[bytes], n: int, folder: Path) -> StreamedSplit:
@@ -133,23 +130,23 @@ def streamed(images: list[bytes], arguments: argparse.Namespace) -> dict[str, An
     """What a worker gives, and what the loader gives with so many of them."""
     with tempfile.TemporaryDirectory() as folder:
         split = shards(images, arguments.images, Path(folder))
-        rates: dict[str, Any] = {"worker": shown("streamed", "a worker", worker_rate(split, arguments.batch))}
-        rates["loader"] = loader_rates(split, arguments, "cpu")
+        found: dict[str, Any] = {"worker": shown("streamed", "a worker", worker_rate(split, arguments.batch))}
+        found["loader"] = loader_rates(split, arguments, "cpu")
         if gpu_decoder():
-            rates["gpu_loader"] = loader_rates(split, arguments, "gpu")
-    return rates
+            found["gpu_loader"] = loader_rates(split, arguments, "gpu")
+    return found
 
 
 def loader_rates(split: StreamedSplit, arguments: argparse.Namespace, decode: Decode) -> dict[str, float]:
-    rates = {str(n): loader_rate(split, n, arguments.batch, decode) for n in arguments.workers}
-    told = {n: f"{rate:,.0f} images/s" for n, rate in rates.items()}
+    found = {str(n): loader_rate(split, n, arguments.batch, decode) for n in arguments.workers}
+    told = {n: f"{rate:,.0f} images/s" for n, rate in found.items()}
     print(f"loader, decoded by the {decode}, by workers:", told, flush=True)
-    return rates
+    return found
 
 
-def idle_shares(rates: dict[str, float], demands: dict[str, float]) -> dict[str, float]:
+def idle_shares(fed_at: dict[str, float], demands: dict[str, float]) -> dict[str, float]:
     """How much a GPU waits that is fed by the fastest of these loaders, by what it trains."""
-    fed = max(rates.values(), default=0.0)
+    fed = max(fed_at.values(), default=0.0)
     return {name: idle_share(supply=fed, demand=demand) for name, demand in demands.items()}
 
 
@@ -160,16 +157,15 @@ def shown(title: str, name: str, row: dict[str, float]) -> dict[str, float]:
 
 def parse() -> argparse.Namespace:
     cores = os.cpu_count() or 1
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--photographs", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--images", type=int, default=4096, help="of an epoch of the loader")
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--workers", type=int, nargs="*", default=sorted({0, 1, cores // 4, cores // 2, cores}))
-    parser.add_argument("--train-rate", action="append", default=[], help="network=images per second of a GPU")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/input_pipeline.json"))
-    return parser.parse_args()
+    made = parser(__doc__, "input_pipeline.json")
+    made.add_argument("--data", type=Path, required=True)
+    made.add_argument("--photographs", type=int, default=48)
+    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--images", type=int, default=4096, help="of an epoch of the loader")
+    made.add_argument("--batch", type=int, default=256)
+    made.add_argument("--workers", type=int, nargs="*", default=sorted({0, 1, cores // 4, cores // 2, cores}))
+    made.add_argument("--train-rate", action="append", default=[], help="network=images per second of a GPU")
+    return made.parse_args()
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -194,15 +190,15 @@ def main() -> None:
     setting |= {"batch": arguments.batch, "repeats": arguments.repeats, "libraries": versions()}
     measured: dict[str, Any] = {"setting": setting, "rows": rows, "environment": environment()}
     for prefix in ("", "gpu_"):
-        if (rates := rows["mosaic"].get(f"{prefix}loader")) is not None:
-            measured[f"{prefix}idle"] = idle = idle_shares(rates, demands)
+        if (fed_at := rows["mosaic"].get(f"{prefix}loader")) is not None:
+            measured[f"{prefix}idle"] = idle = idle_shares(fed_at, demands)
             print(f"{prefix}loader", {name: f"{share:.0%} idle" for name, share in idle.items()})
     measured["train_rates"] = demands
     before = json.loads(arguments.out.read_text())["machines"] if arguments.out.exists() else []
     others = [one for one in before if one["environment"]["cpu"] != measured["environment"]["cpu"]]
-    record = {"kind": "input-pipeline", "machines": [*others, measured], "environment": measured["environment"]}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(
+        arguments.out, "input-pipeline", machines=[*others, measured], environment=measured["environment"]
+    )
 
 
 if __name__ == "__main__":

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from benchmarks.common import parser, write_record
 from lowrank_cnn.kernels.autotune.compile_ahead import prepare
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.memory import is_out_of_memory
-from lowrank_cnn.train.fused import fused_to_train
+from lowrank_cnn.train.fused_copy import fused_to_train
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recompute import recomputed
 from lowrank_cnn.train.step import TrainingStep
@@ -155,22 +156,20 @@ def measure(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
 def write(part: str, found: Row, out: Path) -> None:
     """The record with this part in place of what it held of it."""
     record = json.loads(out.read_text()) if out.exists() else {}
-    record = {"kind": "memory", "steps": STEPS, **{p: record[p] for p in PARTS if p in record}, part: found}
-    record["environment"] = next(record[p]["environment"] for p in reversed(PARTS) if p in record)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    parts = {**{p: record[p] for p in PARTS if p in record}, part: found}
+    newest = next(parts[p]["environment"] for p in reversed(PARTS) if p in parts)
+    write_record(out, "memory", steps=STEPS, **parts, environment=newest)
 
 
 def main() -> None:
     gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", default=["kept", "peaks"] if gpu else ["kept"], choices=PARTS)
-    parser.add_argument("--networks", nargs="+", default=[n for n in list_models() if not n.startswith("nin")])
-    parser.add_argument("--batches", type=int, nargs="+", default=[32, 64, 128, 256, 512])
-    parser.add_argument("--images", type=int, nargs="+", default=[224, 56])
-    parser.add_argument("--norm", default=None)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/memory.json"))
-    arguments = parser.parse_args()
+    made = parser(__doc__, "memory.json")
+    made.add_argument("--part", nargs="+", default=["kept", "peaks"] if gpu else ["kept"], choices=PARTS)
+    made.add_argument("--networks", nargs="+", default=[n for n in list_models() if not n.startswith("nin")])
+    made.add_argument("--batches", type=int, nargs="+", default=[32, 64, 128, 256, 512])
+    made.add_argument("--images", type=int, nargs="+", default=[224, 56])
+    made.add_argument("--norm", default=None)
+    arguments = made.parse_args()
     for part in arguments.part:
         for found in measure(part, arguments):
             write(part, found, arguments.out)

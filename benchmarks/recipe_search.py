@@ -9,17 +9,15 @@ Every try is one run of one seed; the record keeps all of them, the poor ones to
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
-from pathlib import Path
 
 import torch
 from torch import nn
 
+from benchmarks.common import parser, write_record
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import fit, get_recipe
 from lowrank_cnn.train.settings import parse_settings
@@ -70,21 +68,20 @@ def attempt(network: str, recipe_name: str, settings: str, data: Data, arguments
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--network", nargs="+", default=["nin-c3-lr"])
-    parser.add_argument("--recipe", default="nin-paper")
-    parser.add_argument("--try", dest="tries", action="append", default=[])
-    parser.add_argument("--epochs", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--init", default="composite")
-    parser.add_argument("--start", choices=STARTS, default="settled", help="How the class maps begin.")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--missing", choices=("refuse", "skip"), default="refuse", help="Shards that are missing.")
-    parser.add_argument("--budget", type=float, default=1e9, help="Start nothing new after so many seconds.")
-    parser.add_argument("--out", type=Path, default=Path("search.json"))
-    arguments = parser.parse_args()
+    made = parser(__doc__, "search.json")
+    made.add_argument("--data", required=True)
+    made.add_argument("--network", nargs="+", default=["nin-c3-lr"])
+    made.add_argument("--recipe", default="nin-paper")
+    made.add_argument("--try", dest="tries", action="append", default=[])
+    made.add_argument("--epochs", type=int)
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--init", default="composite")
+    made.add_argument("--start", choices=STARTS, default="settled", help="How the class maps begin.")
+    made.add_argument("--compile", action="store_true")
+    made.add_argument("--limit", type=int)
+    made.add_argument("--missing", choices=("refuse", "skip"), default="refuse", help="Shards that are missing.")
+    made.add_argument("--budget", type=float, default=1e9, help="Start nothing new after so many seconds.")
+    arguments = made.parse_args()
     data = open_data(arguments.data, limit=arguments.limit, missing=arguments.missing)
     data = data.holdout(HELD_OUT if not arguments.limit else 100, 0)
     rows, began = [], time.monotonic()
@@ -95,8 +92,7 @@ def main() -> None:
             rows.append(attempt(network, arguments.recipe, settings, data, arguments))
             shown = {key: value for key, value in rows[-1].items() if key not in ("curve", "train_loss")}
             print(shown, rows[-1].get("curve", [])[-3:], flush=True)
-            record = {"kind": "search", "rows": rows, "environment": environment()}
-            arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+            write_record(arguments.out, "search", rows=rows)
 
 
 if __name__ == "__main__":

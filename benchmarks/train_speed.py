@@ -16,7 +16,6 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.runs import earlier_runs, write_runs
+from benchmarks.common import earlier_runs, parser, rates, write_runs
 from lowrank_cnn.data import Data, ResidentSplit, open_data
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.environment import environment
@@ -73,16 +72,15 @@ def plain(name: str, data: Data, recipe: Recipe, epochs: int, workers: int) -> d
     options = {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": device.type == "cuda"}
     loader = DataLoader(images, recipe.batch_size, shuffle=True, drop_last=True, **options)
     optimizer = torch.optim.SGD(net.parameters(), recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay)
-    rates = []
+    found = []
     for _ in range(epochs):
         began = time.perf_counter()
         for batch, labels in loader:
             plain_step(net, batch.to(device, non_blocking=True), labels.to(device, non_blocking=True), optimizer)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        rates.append(len(loader) * recipe.batch_size / (time.perf_counter() - began))
-    rates = rates[1:]
-    return {"images_per_second": median(rates), "lowest": min(rates), "highest": max(rates), "epochs": len(rates)}
+        found.append(len(loader) * recipe.batch_size / (time.perf_counter() - began))
+    return {**rates(found[1:]), "epochs": epochs - 1}
 
 
 def plain_step(net: nn.Module, images: Tensor, labels: Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -98,11 +96,11 @@ def ours(name: str, data: Data, recipe: Recipe, epochs: int, **how: Any) -> dict
     """Rates of the epochs after the first, which captures and compiles; of a graph also the device's share."""
     with keeping_graphs() as kept:
         record = fit(network(name, data, recipe), data, recipe, epochs=epochs, progress=False, **how)
-    rates = [row["images_per_second"] for row in record.history[1:]]
-    row = {"images_per_second": median(rates), "lowest": min(rates), "highest": max(rates), "epochs": len(rates)}
+    found = [row["images_per_second"] for row in record.history[1:]]
+    row: dict[str, object] = {**rates(found), "epochs": len(found)}
     if kept:
         step = replay_seconds(kept[0])
-        row |= {"replay_ms": 1e3 * step, "device_share": step * median(rates) / recipe.batch_size}
+        row |= {"replay_ms": 1e3 * step, "device_share": step * median(found) / recipe.batch_size}
     return row
 
 
@@ -145,16 +143,15 @@ def measure(name: str, data: Data, recipe: Recipe, arguments: argparse.Namespace
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--networks", nargs="+", default=["nin-c3-lr", "nin"])
-    parser.add_argument("--recipes", nargs="+", default=["nin-paper", "nin-modern"])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="Of our own.")
-    parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1))
-    parser.add_argument("--limit", type=int, default=None)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/train_speed.json"))
-    arguments = parser.parse_args()
+    made = parser(__doc__, "train_speed.json")
+    made.add_argument("--data", required=True)
+    made.add_argument("--networks", nargs="+", default=["nin-c3-lr", "nin"])
+    made.add_argument("--recipes", nargs="+", default=["nin-paper", "nin-modern"])
+    made.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="Of our own.")
+    made.add_argument("--epochs", type=int, default=6)
+    made.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1))
+    made.add_argument("--limit", type=int, default=None)
+    arguments = made.parse_args()
     data = open_data(arguments.data, limit=arguments.limit, missing="skip")
     recipes = {name: get_recipe(name, holdout=0, levels=0, evaluate_every=10**6) for name in arguments.recipes}
     settings = {name: recipe.to_dict() for name, recipe in recipes.items()}

@@ -30,6 +30,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import parser, write_record
+
 LARGEST = 300_000_000
 """Networks of more parameters are run at the end, a few at a time: each takes their memory three times."""
 FEW = 3
@@ -223,11 +225,8 @@ class Table:
 
     def write(self) -> None:
         """A line per network, in one move, so that a cut leaves the file before."""
-        from lowrank_cnn.system.files import write_atomically
-
-        rows = [json.dumps(self.rows[name]) for name in sorted(self.rows)]
-        text = json.dumps(self.about, indent=1)[:-2] + ',\n "networks": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n"
-        write_atomically(self.path, text.encode())
+        rows = [self.rows[name] for name in sorted(self.rows)]
+        write_record(self.path, "zoo", by_line="networks", **self.about, networks=rows)
         self.written = time.monotonic()
 
 
@@ -268,16 +267,15 @@ def show(rows: list[Row]) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", default=["torchvision", "timm"], choices=["torchvision", "timm"])
-    parser.add_argument("--scheme", default="lr-join")
-    parser.add_argument("--match", default="", help="only networks whose name contains this")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes")
-    parser.add_argument("--largest", type=int, default=LARGEST, help="parameters that many jobs run side by side")
-    parser.add_argument("--patience", type=float, default=90, help="seconds for one network")
-    parser.add_argument("--budget", type=float, default=540, help="seconds in all")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "zoo.json")
-    return parser.parse_args()
+    made = parser(__doc__, "zoo.json")
+    made.add_argument("--families", nargs="+", default=["torchvision", "timm"], choices=["torchvision", "timm"])
+    made.add_argument("--scheme", default="lr-join")
+    made.add_argument("--match", default="", help="only networks whose name contains this")
+    made.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes")
+    made.add_argument("--largest", type=int, default=LARGEST, help="parameters that many jobs run side by side")
+    made.add_argument("--patience", type=float, default=90, help="seconds for one network")
+    made.add_argument("--budget", type=float, default=540, help="seconds in all")
+    return made.parse_args()
 
 
 def _table(options: argparse.Namespace) -> Table:
@@ -285,7 +283,7 @@ def _table(options: argparse.Namespace) -> Table:
     from lowrank_cnn.system.environment import environment
 
     versions = {family: getattr(import_module(family), "__version__", None) for family in options.families}
-    about = {"kind": "zoo", "scheme": options.scheme, "environment": environment() | versions}
+    about = {"scheme": options.scheme, "environment": environment() | versions}
     before = json.loads(options.out.read_text()) if options.out.exists() else {}
     kept = before.get("networks", []) if before.get("scheme") == options.scheme else []
     return Table(options.out, about, {row["network"]: row for row in kept if row["outcome"] not in LATER})

@@ -25,8 +25,8 @@ def make() -> nn.Module:
         conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
         return [conv, nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
 
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
-    return nn.Sequential(*block(1, 32), *block(32, 64), *block(64, 64), *head)
+    head = [nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(32, 10)]
+    return nn.Sequential(*block(1, 16), *block(16, 32), *block(32, 32), *head)
 
 
 def digits(limit: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -48,7 +48,7 @@ def parallel(model: nn.Module, kind: str) -> nn.Module:
     return model
 
 
-def train(model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int, amp: bool, batch: int = 64) -> None:
+def train(model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int, amp: bool, batch: int = 32) -> None:
     steps = epochs * (len(images) // batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=max(1, steps))

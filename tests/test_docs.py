@@ -15,18 +15,20 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from lowrank_cnn.cli import main
+from lowrank_cnn.cli.app import COMMANDS, load_command
 from lowrank_cnn.deploy.timing import time_model
 from lowrank_cnn.models import list_models
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-MOST_NOT_RUN = 10
+MOST_NOT_RUN = 12
 
 SMALLER = {
     "demo": "--epochs 1",
@@ -163,10 +165,25 @@ def test_all_is_found_and_little_is_left_out():
         assert text.count("<!-- not run") == len(re.findall(r"<!-- not run: \S", text)), page
 
 
-def test_tables_are_those_of_the_records():
-    spec = importlib.util.spec_from_file_location("blocks", ROOT / "docs" / "blocks.py")
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    blocks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(blocks)
-    assert blocks.stale() == [], "write them by `python docs/blocks.py`"
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+@pytest.mark.parametrize("script", ["blocks", "notebooks"])
+def test_tables_are_those_of_the_records_and_notebooks_those_of_their_pages(script: str):
+    assert load_script(script).stale() == [], f"write them by `python docs/{script}.py`"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_in_help_texts_can_be_typed(name: str):
+    """They are parsed to the last option; the pages run commands like them."""
+    command = load_command(name)
+    for line in (command.help or "").splitlines():
+        if line.strip().startswith("lowrank "):
+            words = shlex.split(line)[2:]
+            assert command.make_context(name, words).args == [], line

@@ -1,5 +1,6 @@
 """The built documentation: every name has its entry, nothing is asked of the network, pages fit a phone."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -79,6 +80,37 @@ def browser() -> Iterator[Any]:
         found = driver.chromium.launch(executable_path=CHROMIUM, headless=True, args=FLAGS)
         yield found
         found.close()
+
+
+@pytest.mark.parametrize("width", [1400, 1100])
+def test_tables_fit_beside_the_menus(site: Path, browser: Any, width: int):
+    context = browser.new_context(viewport={"width": width, "height": 900})
+    page = context.new_page()
+    wide = """() => [...document.querySelectorAll('.md-typeset__scrollwrap, .md-typeset__table')]
+        .filter(table => table.scrollWidth > table.clientWidth + 1).length"""
+    for path in sorted(site.rglob("*.html")):
+        if path.name != "404.html":
+            page.goto(path.as_uri())
+            assert page.evaluate(wide) == 0, path.name
+    context.close()
+
+
+def test_figures_are_dark_in_the_dark(site: Path, browser: Any):
+    context = browser.new_context(color_scheme="dark")
+    page = context.new_page()
+    page.goto((site / "index.html").as_uri())
+    assert "invert" in page.evaluate("getComputedStyle(document.querySelector('.md-typeset img')).filter")
+    context.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [("speedup", "glossary"), ("ResNet", "schemes"), ("FLOPs", "glossary"), ("fine-tune", "glossary")],
+)
+def test_the_search_finds_usual_words(site: Path, asked: str, found: str):
+    index = json.loads(re.sub(r"^[^{]*|;?\s*$", "", (site / "search" / "search_index.js").read_text()))
+    pages = {entry["location"].partition("#")[0] for entry in index["docs"] if asked in entry["text"]}
+    assert f"{found}.html" in pages, pages
 
 
 def test_pages_open_from_the_disk_fit_a_phone_and_can_be_searched(site: Path, browser: Any):

@@ -23,6 +23,7 @@ TO_COME = (
     "frontier",
     "full-run",
     "input-pipeline",
+    "loaders",
     "memory",
     "tiny-imagenet",
     "zoo",
@@ -415,3 +416,16 @@ def test_foreign_networks_on_a_gpu_appear_with_their_record(blocks: ModuleType, 
     expected = ["0.330", "2.00 (1.00)", "1.90 (0.95)", "not measured", "not measured", "0.50 (0.25)"]
     assert cells(text, "`resnet18`, `lr`")[1:] == expected
     assert "inference" not in text
+
+
+def test_loaders_show_how_long_a_gpu_waits(blocks: ModuleType, put: Put) -> None:
+    setting = {"size": [500, 375], "images": 64, "repeats": 3, "workers": 2, "crop": 160, "side": 183}
+    row = {"images_per_second": 100.4, "lowest": 90.0, "highest": 110.0, "seconds_before": 2.04}
+    cpu = {"setting": setting, "rows": {"shrunk once": row}, "step_images_per_second": None}
+    gpu = {"setting": {**setting, "network": "net"}, "rows": {"shrunk once": {**row, "idle": 0.25}}}
+    gpu["step_images_per_second"] = 4000.0
+    put("loaders.json", {"machines": [{**machine, "environment": ENVIRONMENT} for machine in (cpu, gpu)]})
+    text = blocks.TABLES["loaders"]()
+    assert cells(text, "shrunk once") == ["shrunk once", "100 (90 to 110)", "2.0"]
+    assert "| shrunk once | 100 (90 to 110) | 2.0 | 25% |" in text
+    assert "`net` alone trains on 4,000 images/s" in text

@@ -24,13 +24,13 @@ def cpu_engines() -> str:
         ms = {way: row["ms"] for way, row in best.items() if row}
         ratios = f"**{ms['low-rank'] / ms['dense']:.2f}**", f"{ms['low-rank'] / ms['thin']:.2f}"
         rows.append([f"`{family}`", precision, threads, *cells, *ratios])
-    columns = ["network", "precision", "threads", "dense ms", "thin dense ms", "low-rank ms", "of dense", "of thin"]
+    columns = ["network", "precision", "threads", "dense ms", "thin ms", "low-rank ms", "of dense", "of thin"]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return markdown(columns, rows) + f"\n{versions}.\n" + source("cpu_engines.json", found["environment"])
 
 
 def decision() -> str:
-    """What to take on this CPU, by kernel size and precision: the fastest network of equal MACs, and its engine."""
+    """What to take on this CPU, by kernels and precision: the fastest network of equal MACs, and its engine."""
     if not recorded("cpu_engines.json"):
         return NO_RUNS
     found = record("cpu_engines.json")
@@ -69,8 +69,7 @@ def _groups(rows: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
     return sorted(groups, key=lambda group: (group[0], -group[1], order.index(group[2])))
 
 
-def _best(rows: list[dict[str, Any]], family: str, threads: int, precision: str, way: str) -> dict[str, Any] | None:
-    wanted = (family, threads, precision, way)
+def _best(rows: list[dict[str, Any]], *wanted: object) -> dict[str, Any] | None:
     chosen = [r for r in rows if (r["family"], r["threads"], r["precision"], r["network"]) == wanted]
     return min(chosen, key=lambda row: row["ms"], default=None)
 

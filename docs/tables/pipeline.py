@@ -66,3 +66,27 @@ def _rate(found: dict[str, float] | None) -> str:
 
 def _kilo(kind: dict[str, Any]) -> str:
     return f"{kind['bytes'] / 1e3:.0f} kB"
+
+
+def loaders() -> str:
+    """Images per second of an epoch by each way to keep a set, for each machine, and how long a GPU waits."""
+    if not recorded("loaders.json"):
+        return NO_RUNS
+    return "\n".join(_loader_table(machine) for machine in record("loaders.json")["machines"])
+
+
+def _loader_table(machine: dict[str, Any]) -> str:
+    setting, trained = machine["setting"], machine["step_images_per_second"]
+    rows = []
+    for name, row in machine["rows"].items():
+        idle = [f"{row['idle']:.0%}"] if trained else []
+        rows.append([name, _rate(row), f"{row['seconds_before']:.1f}", *idle])
+    columns = ["<the set is kept", "images/s", "s before the first epoch", *(["the GPU waits"] if trained else [])]
+    width, height = setting["size"]
+    note = (
+        f"\nMedian and range of {setting['repeats']} epochs of {setting['images']:,} JPEGs of {width}x{height} by "
+        f"{setting['workers']} workers: crops of {setting['crop']} from a shorter side of {setting['side']}.\n"
+    )
+    if trained:
+        note += f"`{setting['network']}` alone trains on {trained:,.0f} images/s.\n"
+    return markdown(columns, rows) + note + source("loaders.json", machine["environment"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,6 +95,9 @@ def decompose_command(
         str | None,
         typer.Option(help="Also fit the layers' outputs on a few training images of this data set."),
     ] = None,
+    by: Annotated[
+        str, typer.Option(help="With --images, layers compete by the network's output or its accuracy there.")
+    ] = "output",
     allow_costlier: Costlier = False,
     input_text: Input = None,
     pretrained: Pretrained = None,
@@ -111,6 +115,7 @@ def decompose_command(
 
       lowrank decompose runs/photos --macs 0.5 --out small.safetensors
       lowrank decompose nin --pretrained cifar10 --energy 0.9
+      lowrank decompose runs/photos --macs 0.5 --images photos --by accuracy
     """
     from lowrank_cnn.cli.source import find_model, parse_size
     from lowrank_cnn.method.converting import told_if_low_rank
@@ -120,7 +125,10 @@ def decompose_command(
     size = source.size(parse_size(input_text))
     chosen = _where(where, stage, source.network, size)
     budget: dict[str, Any] = {"energy": energy, "macs": macs, "params": params, "latency": latency}
-    seen = _images(images, source, size) if images else None
+    if by not in ("output", "accuracy") or (by == "accuracy" and not images):
+        raise LowRankError(f"--by is output, or accuracy together with --images, not {by!r}.")
+    seen, labels = _images(images, source, size) if images else (None, None)
+    score = partial(_accuracy, images=seen, labels=labels) if by == "accuracy" else None
     with told_if_low_rank(source.network):
         new = decompose(
             source.network,
@@ -128,6 +136,7 @@ def decompose_command(
             where=chosen,
             input_size=size,
             images=seen,
+            evaluate=score,
             allow_costlier=allow_costlier,
             **budget,
         )
@@ -148,8 +157,8 @@ def _finish(
         _print_conversion(source, size, new, costs)
 
 
-def _images(place: str, source: Source, size: tuple[int, ...]) -> Tensor:
-    """A few training images, preprocessed as in training, or standardised."""
+def _images(place: str, source: Source, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """A few training images, preprocessed as in training, or standardised, and their labels."""
     from lowrank_cnn.data import Augment, fit_preprocess, make_loader, open_data
 
     trained = source.trained
@@ -159,7 +168,15 @@ def _images(place: str, source: Source, size: tuple[int, ...]) -> Tensor:
     augment = trained.augment if trained else Augment()
     how: dict[str, Any] = {"preprocess": preprocess, "augment": augment, "train": False, "device": "cpu"}
     loader = make_loader(data.train, batch_size=IMAGES, seed=0, **how)
-    return next(iter(loader.epoch(0)))[0]
+    images, labels = next(iter(loader.epoch(0)))
+    return images, labels
+
+
+def _accuracy(network: nn.Module, *, images: Tensor, labels: Tensor) -> float:
+    import torch
+
+    with torch.no_grad():
+        return float((network.eval()(images).argmax(1) == labels).double().mean())
 
 
 def export_source(

@@ -96,6 +96,10 @@ Bad = Annotated[
 Missing = Annotated[
     Literal["skip", "refuse"], typer.Option(help="What to do if a shard is missing.", rich_help_panel=IMAGES)
 ]
+Hold = Annotated[
+    float,
+    typer.Option("--hold-gb", min=0, help="Hold sets of this size in memory.", rich_help_panel=IMAGES),
+]
 Limit = Annotated[
     int | None, typer.Option(help="Use at most this many images of each split.", rich_help_panel=IMAGES)
 ]

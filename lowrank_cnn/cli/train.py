@@ -22,6 +22,7 @@ from lowrank_cnn.cli.options import (
     DataPath,
     Decode,
     Device,
+    Hold,
     Into,
     Json,
     Limit,
@@ -80,6 +81,12 @@ def train_command(
         int | None, typer.Option(help="Images per step, over all processes.", rich_help_panel=TRAINING)
     ] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate at the start.", rich_help_panel=TRAINING)] = None,
+    teacher: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run directory of a network to distil from, as well as labels.", rich_help_panel=TRAINING
+        ),
+    ] = None,
     settings: Settings = None,
     seed: Annotated[
         int, typer.Option(help="Seed of weights, data order, and dropout.", rich_help_panel=TRAINING)
@@ -112,6 +119,7 @@ def train_command(
     class_names: ClassNames = None,
     bad: Bad = "skip",
     limit: Limit = None,
+    hold: Hold = 2.0,
     image_size: Size = None,
     channels: Channels = None,
     as_json: Json = False,
@@ -147,6 +155,7 @@ def train_command(
         data,
         bad=bad,
         limit=limit,
+        resident_bytes=int(hold * 2**30),
         image_size=image_size,
         channels=channels,
         test=test,
@@ -182,6 +191,7 @@ def train_command(
             tensorboard=tensorboard,
             log=log or (),
             checkpoint_every=checkpoint_every,
+            **({} if teacher is None else {"teacher": teacher}),
         )
     _print_result(record, out, as_json)
     if out and not as_json and first_process():

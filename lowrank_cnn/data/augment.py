@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowrank_cnn.data.types import generator
-from lowrank_cnn.kernels.gpu import kernels_run
+from lowrank_cnn.kernels.availability import kernels_run
 from lowrank_cnn.system.errors import LowRankError
 
 

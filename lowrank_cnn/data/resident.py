@@ -1,4 +1,8 @@
-"""Small sets: decoded once, held on the device, a whole epoch permuted and augmented in one pass."""
+"""Sets that fit the memory: decoded once, held on the device, an epoch permuted and augmented in one pass.
+
+Small sets are held as the network sees them, preprocessed. Larger ones are held as bytes, and preprocessed after
+each crop, which gives the same batches: ILSVRC at 160 pixels is 98 GB as bytes.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from torch import Tensor
 
 from lowrank_cnn.data.augment import (
     Augment,
+    Moves,
     alternating,
     apply_moves,
     centre_crop,
@@ -21,10 +26,12 @@ from lowrank_cnn.data.augment import (
     send,
 )
 from lowrank_cnn.data.fingerprint import fingerprint_of_subset, fingerprint_of_tensors
-from lowrank_cnn.data.preprocess import Preprocess, to_unit
+from lowrank_cnn.data.preprocess import Preprocess, Standardize, to_unit
 from lowrank_cnn.data.types import Problems, Size, check_batches, generator
 from lowrank_cnn.system.errors import LowRankError
 
+MOST_PREPARED_BYTES = 2**32
+"""Sets that would take more as floats are held as bytes."""
 _CHUNK_BYTES = 2**29
 _PREPARE_IMAGES = 4096
 _MOST_CHANNELS = 4
@@ -169,7 +176,10 @@ class ResidentLoader:
         self.augment, self.seed, self.channels_last = augment, seed, channels_last
         self.device = torch.device(device)
         self._window = augment.window(*split.size[1:], train=train)
-        self._images = self._prepare(split.images, preprocess, dtype)
+        self._preprocess, self._dtype = (preprocess.to(self.device) if preprocess else to_unit), dtype
+        self._holds_bytes = holds_bytes(split, preprocess, augment, dtype)
+        self._images = self._hold(split.images)
+        self._inside = self._hold(torch.ones_like(split.images[:1, :1])) if self._holds_bytes else None
         self._labels = split.labels.to(self.device)
 
     def __len__(self) -> int:
@@ -179,27 +189,49 @@ class ResidentLoader:
         return self._augmented(epoch, start) if self.train else self._in_order(start)
 
     @torch.no_grad()
-    def _prepare(self, images: Tensor, preprocess: Preprocess | None, dtype: torch.dtype) -> Tensor:
-        """All images preprocessed as [N, H, W, C], padded for training or cropped for evaluation."""
-        apply = preprocess.to(self.device) if preprocess else to_unit
+    def _hold(self, images: Tensor) -> Tensor:
+        """All images as [N, H, W, C] on the device, padded for training or cropped for evaluation.
+
+        They are preprocessed, or bytes that `_ready` preprocesses.
+        """
         pad = self.augment.pad if self.train else 0
         height, width = scaled(images.shape[2], images.shape[3], self.augment.resize)
         inner = (height, width) if self.train else self._window
         shape = (len(images), inner[0] + 2 * pad, inner[1] + 2 * pad, images.shape[1])
-        ready = torch.zeros(shape, dtype=dtype, device=self.device)
+        dtype = torch.uint8 if self._holds_bytes else self._dtype
+        held = torch.zeros(shape, dtype=dtype, device=self.device)
         for first in range(0, len(images), _PREPARE_IMAGES):
             part = slice(first, first + _PREPARE_IMAGES)
-            done = resize_shorter(apply(images[part].to(self.device)), self.augment.resize)
-            done = centre_crop(done, inner).permute(0, 2, 3, 1)
-            ready[part, pad : pad + inner[0], pad : pad + inner[1]] = done.to(dtype)
-        return ready
+            done = images[part].to(self.device)
+            if not self._holds_bytes:
+                done = resize_shorter(self._preprocess(done), self.augment.resize)
+            held[part, pad : pad + inner[0], pad : pad + inner[1]] = centre_crop(done, inner).permute(0, 2, 3, 1)
+        return held
+
+    @torch.no_grad()
+    def _ready(self, images: Tensor) -> Tensor:
+        """Images [n, H, W, C] as the network sees them."""
+        if not self._holds_bytes:
+            return images
+        return self._preprocess(images.permute(0, 3, 1, 2)).to(self._dtype).permute(0, 2, 3, 1)
+
+    def _moved(self, rows: Tensor, moves: Moves) -> Tensor:
+        """These rows cropped, mirrored and cut; padding and cutouts are zero after preprocessing."""
+        options = {"window": self._window, "cutout": self.augment.cutout}
+        if self._inside is None:
+            return apply_moves(self._images, rows, moves, **options)
+        images = self._ready(apply_moves(self._images, rows, moves, window=self._window))
+        if not (self.augment.pad or self.augment.cutout):
+            return images
+        shown = apply_moves(self._inside, torch.zeros_like(rows), moves, **options)
+        return images.masked_fill(shown == 0, 0)
 
     def _in_order(self, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         for first in range(start * self.batch_size, len(self._labels), self.batch_size):
             count = min(self.batch_size, len(self._labels) - first)
             mine = slice(first + count * self.rank // self.world, first + count * (self.rank + 1) // self.world)
             if mine.stop > mine.start:
-                yield self._batch(self._images[mine]), self._labels[mine]
+                yield self._batch(self._ready(self._images[mine])), self._labels[mine]
 
     def _augmented(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         draw = generator("epoch", self.seed, epoch)
@@ -214,9 +246,7 @@ class ResidentLoader:
         local = self.batch_size // self.world
         for first in range(0, len(rows), self._chunk(local)):
             part = slice(first, first + self._chunk(local))
-            images = apply_moves(
-                self._images, rows[part], moves[part], window=self._window, cutout=self.augment.cutout
-            )
+            images = self._moved(rows[part], moves[part])
             labels = self._labels[rows[part]]
             yield from zip(self._batch(images).split(local), labels.split(local), strict=True)
 
@@ -227,9 +257,19 @@ class ResidentLoader:
 
     def _chunk(self, local: int) -> int:
         """How many images one pass makes: whole batches, the epoch at once where it is small."""
-        per_image = self._window[0] * self._window[1] * self._images.shape[3] * self._images.element_size()
+        per_image = self._window[0] * self._window[1] * self._images.shape[3] * self._dtype.itemsize
         return max(1, _CHUNK_BYTES // (per_image * local)) * local
 
     def _batch(self, images: Tensor) -> Tensor:
-        images = images.permute(0, 3, 1, 2)
-        return images if self.channels_last else images.contiguous()
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        return images.permute(0, 3, 1, 2).contiguous(memory_format=layout)
+
+
+def holds_bytes(
+    split: ResidentSplit, preprocess: Preprocess | None, augment: Augment, dtype: torch.dtype = torch.float32
+) -> bool:
+    """Whether a loader holds these images as bytes: a large set whose pixels are preprocessed one by one."""
+    channels, height, width = split.size
+    prepared = len(split) * channels * height * width * dtype.itemsize
+    pixelwise = preprocess is None or isinstance(preprocess, Standardize)
+    return prepared > MOST_PREPARED_BYTES and pixelwise and augment.resize is None

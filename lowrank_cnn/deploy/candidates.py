@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, Epilogue, block_of
 from lowrank_cnn.deploy.chains import InexactError, merge_chain
-from lowrank_cnn.deploy.fused import FusedBlock
+from lowrank_cnn.deploy.fused_block import FusedBlock
 from lowrank_cnn.deploy.matrix import MatrixConv2d
 from lowrank_cnn.deploy.winograd import WinogradConv2d
 from lowrank_cnn.kernels.network_graph import CaptureError, capture

@@ -220,6 +220,8 @@ def request_for(
 ) -> tuple[nn.Module, ExportRequest]:
     """What is asked of a writer, and the network that the file is compared with, both on the CPU."""
     network = copy.deepcopy(stored.network).eval().cpu()
+    if isinstance(network, Optimized):
+        network.forget()  # compiled code stays behind; it would be compiled anew for every size that is compared
     layout: Layout | None = "nchw" if preprocess is True else preprocess or None
     if layout:
         network, example = _prepared(replace(stored, network=network), layout, example)

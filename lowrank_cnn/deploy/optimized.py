@@ -102,7 +102,8 @@ class Optimized(nn.Module):
 
     # A graph is bound to its memory, and compiled code holds weights. Copies start anew. Where weights move or are
     # loaded, the network runs as it is: torch would find the compiled code of the old ones again.
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Run the network as it is from now on, neither compiled nor recorded."""
         self.recording, self.form, self.__dict__["given"] = None, Form(self.form.layout), None
         self.__dict__["_compiled_run"] = None
 
@@ -117,12 +118,12 @@ class Optimized(nn.Module):
         before = self._weights()
         super()._apply(fn, recurse)
         if self._weights() != before:
-            self._forget()
+            self.forget()
         return self
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load weights; from then on the network runs as it is, neither compiled nor recorded."""
-        self._forget()
+        self.forget()
         return super().load_state_dict(*args, **kwargs)
 
 

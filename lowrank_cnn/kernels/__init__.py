@@ -4,7 +4,7 @@
 """
 
 from lowrank_cnn.kernels.autotune.choice import Choice, choose, explain
-from lowrank_cnn.kernels.autotune.request import unsupported
+from lowrank_cnn.kernels.autotune.kernel_request import unsupported
 from lowrank_cnn.kernels.dispatch import (
     composite_conv2d,
     composite_conv2d_with_statistics,

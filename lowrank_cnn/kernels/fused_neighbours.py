@@ -6,6 +6,7 @@ result must run anywhere.
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowrank_cnn.kernels.activation import activate, canonical, parsed
-from lowrank_cnn.kernels.gpu import kernels_take
+from lowrank_cnn.kernels.availability import takes
 from lowrank_cnn.kernels.network_graph import is_plain
 from lowrank_cnn.kernels.problem import Pair
 
@@ -177,6 +178,17 @@ class FusedResponseNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.size}, alpha={self.alpha}, beta={self.beta}, k={self.k}"
+
+
+def kernels_take(x: Tensor) -> bool:
+    """Whether the kernels between convs run now, on maps like `x`."""
+    # index() turns symbolic sizes of torch.compile into numbers: the answer holds for one size.
+    asked = tuple(map(index, x.shape)), x.dtype, x.device
+    if torch.compiler.is_compiling():
+        from lowrank_cnn.kernels import torch_compile
+
+        return not torch_compile.exporting() and torch_compile.takes(*asked)
+    return not torch.compiler.is_exporting() and takes(*asked)
 
 
 def _alike(residual: Tensor, x: Tensor) -> bool:

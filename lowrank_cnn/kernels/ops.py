@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lowrank_cnn.kernels.problem import Problem, Sides, empty_codes, empty_result, pose
+from lowrank_cnn.kernels.problem import ConvTensors, Problem, Sides, empty_codes, empty_result, pose
 
 
 def flat_padding(padding: Sequence[Sides]) -> list[int]:
@@ -92,7 +92,7 @@ def packed_conv2d(
     from lowrank_cnn.kernels.conv.plans import KernelPlan
 
     problem = _problem(x, _unflattened(shapes), stride, padding, activation, pool, residual)
-    return forward.run_packed(KernelPlan.parse(plan), problem, x, packed, bias, None, residual)
+    return forward.run_packed(KernelPlan.parse(plan), problem, ConvTensors(x, packed, bias, residual=residual))
 
 
 @packed_conv2d.register_fake

@@ -71,7 +71,7 @@ def find_patterns(
     that no other pattern contains. With `norms`, a pattern includes the batch norm behind its layer. `accepts` is
     asked with the layer's node and the pattern's parts (fields of `Pattern`); where it says no, a pattern ends.
     """
-    walk = _Walk(captured, captured.called_once(), norms, accepts)
+    walk = _PatternWalk(captured, captured.called_once(), norms, accepts)
     found = [pattern for kind in (set(kinds) - {"norm"}, {"norm"} & set(kinds)) for pattern in walk.patterns(kind)]
     places = {node: place for place, node in enumerate(captured.graph.nodes)}
     return sorted(found, key=lambda pattern: places[pattern.nodes[0]])
@@ -100,7 +100,7 @@ def rewritten(
 
 
 @dataclass
-class _Walk:
+class _PatternWalk:
     """Starts at a layer and goes from each value to its only reader, as long as that is part of a pattern."""
 
     captured: NetworkGraph

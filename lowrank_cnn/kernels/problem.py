@@ -128,6 +128,20 @@ class CallOptions(NamedTuple):
     residual: bool
 
 
+class ConvTensors(NamedTuple):
+    """The tensors of one forward launch; `packed` are the weights in the layout of its kernel.
+
+    If given, `codes` (see `empty_codes`) and `parts` (see `conv.result_statistics`) are written.
+    """
+
+    x: Tensor
+    packed: Tensor
+    bias: Tensor | None = None
+    codes: Tensor | None = None
+    residual: Tensor | None = None
+    parts: Tensor | None = None
+
+
 def describe(
     x: Tensor,
     weights: Sequence[Tensor],

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lowrank_cnn.kernels import gpu, mode
+from lowrank_cnn.kernels import availability, mode
 from lowrank_cnn.kernels.autotune import choice
 
 asked_for = torch.compiler.assume_constant_result(mode.asked_for)
@@ -30,6 +30,6 @@ def plan_text(*request: Any) -> str | None:
 
 @torch.compiler.assume_constant_result
 def takes(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """`gpu.takes`, unaffected by a survey."""
+    """`availability.takes`, unaffected by a survey."""
     with mode.unsurveyed():
-        return gpu.takes(shape, dtype, device)
+        return availability.takes(shape, dtype, device)

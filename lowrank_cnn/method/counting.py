@@ -29,6 +29,7 @@ from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.operations import macs_of, reason_of
 from lowrank_cnn.system.errors import LowRankError, check_type, first_line
 from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.system.text import html_table, si
 
 CONVENTIONS = ("mac", "paper")
 _LAYERS = (CompositeConv2d, nn.Conv2d, nn.Linear)
@@ -74,6 +75,16 @@ class Count:
     activation_bytes: int
     layers: tuple[LayerCount, ...]
     unsupported: tuple[tuple[str, int], ...] = ()
+
+    def _repr_html_(self) -> str:
+        """The table that notebooks show."""
+        rows = [
+            (row.name, row.type, "x".join(map(str, row.output)), si(row.macs), si(row.params))
+            for row in self.layers
+        ]
+        rows.append(("total", "", "", si(self.macs), si(self.params)))
+        size = "x".join(map(str, self.input))
+        return html_table(("layer", "type", "output", ">MACs", ">parameters"), rows, f"One image of {size}")
 
     def to_dict(self) -> dict[str, object]:
         """In values that JSON can hold."""

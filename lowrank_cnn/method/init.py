@@ -24,6 +24,7 @@ from torch import nn
 from lowrank_cnn.method.channel import FactoredLayer
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, weights_of
 from lowrank_cnn.method.spec import Composite
+from lowrank_cnn.system.errors import check_type
 from lowrank_cnn.system.provenance import notes
 
 Rectified = Callable[[str, nn.Module], bool]
@@ -59,6 +60,7 @@ def init_(model: nn.Module, *, relu: Rectified | None = None) -> nn.Module:
     Whether a ReLU follows is found from the order of the modules (see `followed_by_relu`); give
     `relu(name, module) -> bool` where that order misleads.
     """
+    check_type("the model", model, nn.Module)
     follows, together = followed_by_relu(model), _side_by_side(model)
     for name, layer in weight_layers(model):
         rectified = relu(name, layer) if relu else follows[name]

@@ -94,11 +94,12 @@ def keeper(conv: nn.Conv2d, scheme: Scheme) -> Keeps:
 
 
 def between(points: Sequence[tuple[int, float]]) -> Keeps:
-    """Through these points by straight lines, and from none at all to the first."""
+    """Straight lines through these points and from none at all to the first; level after the last."""
     known = [(0, 0.0), *points]
 
     def value(m: int) -> float:
-        index = min(bisect_left(known, m, key=lambda point: point[0]), len(known) - 1)
+        m = min(m, known[-1][0])
+        index = bisect_left(known, m, key=lambda point: point[0])
         (left, low), (right, high) = known[max(0, index - 1)], known[index]
         return high if right <= left else low + (high - low) * (m - left) / (right - left)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from lowrank_cnn.system.text import si, text_table
+from lowrank_cnn.system.text import html_table, si, text_table
 
 if TYPE_CHECKING:  # both import torch, which a reader of records need not wait for
     from torch import Tensor
@@ -54,6 +54,15 @@ class Conversion:
         changed = text_table(("layer", "filters", "now", ">weights", ">now"), rows)
         kept = text_table(("left", "layer", "why"), [(k.name, k.layer, k.reason) for k in self.kept])
         return f"{changed}\n\n{kept}" if self.kept else changed
+
+    def _repr_html_(self) -> str:
+        """The tables that notebooks show."""
+        rows = [(c.name, c.before, c.after, c.params_before, c.params_after) for c in self.changed]
+        changed = html_table(("layer", "filters", "now", ">weights", ">now"), rows, "Rewritten")
+        kept = html_table(
+            ("layer", "type", "why"), [(k.name, k.layer, k.reason) for k in self.kept], "Left as they were"
+        )
+        return changed + kept if self.kept else changed
 
     def to_dict(self) -> dict[str, object]:
         """In values that JSON can hold."""
@@ -144,16 +153,28 @@ class NetworkPlan:
         """The decision table: for each block its MACs, the milliseconds of each way, and the one chosen."""
         if self.reason:
             return f"not planned: {self.reason}"
+        table = text_table(*self._table())
+        verdict = "the plan is used" if self.used else "nothing gained: as given"
+        whole = f"whole network: {self.before.ms:.3f} ms before, {self.after.ms:.3f} after; {verdict}"
+        notes = [f"{row.name}, {way}: {why}" for row in self.decisions for way, why in row.failed.items()]
+        return "\n".join([table, *notes, whole])
+
+    def _repr_html_(self) -> str:
+        """The decision table that notebooks show."""
+        if self.reason:
+            return html_table(("plan",), [(f"not planned: {self.reason}",)])
+        whole = (
+            f"Milliseconds on {self.device}. Whole network: {self.before.ms:.3f} before, {self.after.ms:.3f} after"
+        )
+        return html_table(*self._table(), whole)
+
+    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         ways = list(dict.fromkeys(way for row in self.decisions for way in row.times))
         rows = [
             (row.name, si(row.macs), *(_shown(row.times.get(way)) for way in ways), row.choice)
             for row in self.decisions
         ]
-        table = text_table(("block", ">MACs", *(f">{way}" for way in ways), "chosen"), rows)
-        verdict = "the plan is used" if self.used else "nothing gained: as given"
-        whole = f"whole network: {self.before.ms:.3f} ms before, {self.after.ms:.3f} after; {verdict}"
-        notes = [f"{row.name}, {way}: {why}" for row in self.decisions for way, why in row.failed.items()]
-        return "\n".join([table, *notes, whole])
+        return ("block", ">MACs", *(f">{way}" for way in ways), "chosen"), rows
 
     def to_dict(self) -> dict[str, object]:
         """In values that JSON can hold."""

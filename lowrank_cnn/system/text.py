@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
+from html import escape
 
 _REORDERING = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 """Unicode's marks that reorder the text around them."""
@@ -62,6 +63,24 @@ def _escaped(letter: str) -> str:
         if letter in "\n\t" or not harmful
         else letter.encode("unicode_escape", "surrogatepass").decode("ascii")
     )
+
+
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> str:
+    """A table for notebooks; a column whose heading begins with > is set to the right. All text is escaped."""
+    right = [heading.startswith(">") for heading in columns]
+
+    def line(cells: Sequence[object], tag: str) -> str:
+        sides = ("right" if aligned else "left" for aligned in right)
+        made = (
+            f'<{tag} style="text-align:{side}">{escape(printable(str(cell)))}</{tag}>'
+            for cell, side in zip(cells, sides, strict=True)
+        )
+        return f"<tr>{''.join(made)}</tr>"
+
+    head = line([heading.lstrip(">") for heading in columns], "th")
+    body = "".join(line(row, "td") for row in rows)
+    title = f"<caption>{escape(printable(caption))}</caption>" if caption else ""
+    return f"<table>{title}<thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -19,7 +19,7 @@ from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory, check_same_run
 from lowrank_cnn.train.execution import COMPILED, EAGER, Compile, StepBuilder, resolved
 from lowrank_cnn.train.fabric import resolve_precision
-from lowrank_cnn.train.fused import fused_to_train
+from lowrank_cnn.train.fused_copy import fused_to_train
 from lowrank_cnn.train.inputs import Inputs, make_inputs
 from lowrank_cnn.train.objective import Loss, Objective, balanced_weights, make_teacher
 from lowrank_cnn.train.progress import Progress

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.data import Data, ResidentSplit
+from lowrank_cnn.data.resident import holds_bytes
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train.inputs import augmentation
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recompute import buffers_as_they_were
 
@@ -24,7 +26,8 @@ def check_memory(
     free = free_memory(device)
     if free is None:
         return
-    images = sum(held_bytes(split) for split in (data.train, data.test) if isinstance(split, ResidentSplit))
+    splits = [split for split in (data.train, data.test) if isinstance(split, ResidentSplit)]
+    images = sum(held_bytes(split, recipe, device) for split in splits)
     maps = map_bytes(network, size) * max(1, recipe.batch_size // recipe.accumulate)
     if images + maps <= free:
         return
@@ -36,10 +39,12 @@ def check_memory(
     )
 
 
-def held_bytes(split: ResidentSplit) -> int:
-    """Bytes of a split that is held in memory: as it was decoded, and as floats."""
+def held_bytes(split: ResidentSplit, recipe: Recipe, device: torch.device) -> int:
+    """Bytes that a split takes on the device: preprocessed, or as bytes; on the CPU, as it was decoded too."""
     channels, height, width = split.size
-    return len(split) * channels * height * width * 5
+    as_bytes = recipe.preprocess == "standardize" and holds_bytes(split, None, augmentation(recipe))
+    each = (1 if as_bytes else 4) + (device.type == "cpu")
+    return len(split) * channels * height * width * each
 
 
 @torch.no_grad()

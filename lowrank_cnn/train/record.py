@@ -16,6 +16,7 @@ from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import UnreadableError, as_path, read_json, write_json
 from lowrank_cnn.system.seal import SEAL, BrokenSealError, is_sealed, sealed, unsealed
+from lowrank_cnn.system.text import html_table, si
 
 SCHEMA = 1
 KIND = "training"
@@ -73,6 +74,19 @@ class Record:
     kind: str = KIND
     schema: int = SCHEMA
     sealed: bool = field(default=True, compare=False)
+
+    def _repr_html_(self) -> str:
+        """The summary that notebooks show: the run, its result and its last epochs."""
+        about = (
+            f"{self.model['name']} on {self.data['name']}, {self.recipe['name']}, seed {self.seed}: {self.status}"
+        )
+        shown = {key: f"{self.result[key]:.2%}" for key in ("top1", "top5") if self.result.get(key) is not None}
+        shown |= {key: si(self.result[key]) for key in ("n", "macs", "params", "seconds") if self.result.get(key)}
+        result = ", ".join(f"{key} {value}" for key, value in shown.items())
+        columns = (">epoch", ">loss", ">train", ">accuracy", ">lr", ">images/s")
+        names = ("epoch", "train_loss", "train_accuracy", "accuracy", "lr", "images_per_second")
+        rows = [["" if row[name] is None else f"{row[name]:.4g}" for name in names] for row in self.history[-5:]]
+        return html_table(columns, rows, f"{about}. {result}")
 
     def save(self, path: Path) -> None:
         """Write the record with its checksum, in one move."""

@@ -9,6 +9,7 @@ from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 
 SMALL = ["--width", "0.1"]
+SMALL_RUN = ["--width", "0.05", "--epochs", "1", "--batch-size", "16", "--set", "crop=14", "--device", "cpu"]
 
 
 def fits(text: str) -> bool:
@@ -62,6 +63,24 @@ def test_decompose_refits_on_images(output_of, tmp_path):
     printed = json.loads(output_of("decompose", f"{file}:make", *options))
     assert printed["fitted"]
     assert all(0 <= row["error"] < 1 for row in printed["fitted"])
+
+
+@pytest.mark.usefixtures("squares")
+def test_decompose_refits_a_trained_run_on_images_prepared_as_in_training(output_of, tmp_path):
+    run, out = tmp_path / "dense", tmp_path / "small.safetensors"
+    output_of("train", "nin", "--data", "squares", *SMALL_RUN, "--out", run)
+    options = ["--macs", "0.6", "--images", "squares", "--out", out, "--json"]
+    for more in ([], ["--by", "accuracy"]):
+        printed = json.loads(output_of("decompose", run, *options, *more))
+        assert printed["costs"][-1]["macs_after"] <= 0.6 * printed["costs"][-1]["macs_before"]
+        assert all(0 <= row["error"] < 1 for row in printed["fitted"])
+        assert json.loads(output_of("evaluate", out, "--data", "squares", "--json"))["n"] == 10
+        out.unlink()
+
+
+def test_decompose_by_accuracy_needs_images(output_of):
+    with pytest.raises(LowRankError, match="accuracy together with --images"):
+        output_of("decompose", "nin", "--macs", "0.6", "--by", "accuracy", *SMALL)
 
 
 def test_decompose_fits_within_a_budget(output_of, tmp_path):

@@ -14,10 +14,16 @@ import lowrank_cnn
 from lowrank_cnn.cli.app import COMMANDS, load_command
 
 PACKAGE = Path(lowrank_cnn.__file__).parent
-OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+OPTION = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
 EXAMPLE = re.compile(r"lowrank ([a-z]+)((?: [^`'\"]*)?)")
-FOREIGN = {"--short", "--porcelain", "--untracked-files", "--presets"}
-"""Options of git and of the benchmarks, which messages name too."""
+OTHER_PROGRAMS = {
+    "git": {"--short", "--porcelain", "--untracked-files"},
+    "the benchmarks": {"--presets"},
+    "tensorboard": {"--logdir"},
+    "mnnconvert": {"--modelFile", "--MNNModel", "--bizCode", "--fp16"},
+    "trtexec": {"--onnx", "--saveEngine"},
+}
+FOREIGN = set().union(*OTHER_PROGRAMS.values())
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:

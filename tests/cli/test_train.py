@@ -45,6 +45,18 @@ def test_a_run_is_decomposed_and_trained_on(lowrank, tmp_path):
     assert sum(node_macs(tmp_path / "tuned.onnx").values()) == tuned.result["macs"]
 
 
+def test_a_teacher_is_distilled_from(train_small, tmp_path):
+    assert train_small("--out", tmp_path / "teacher").exit_code == 0
+    done = train_small(
+        "--out", tmp_path / "taught", "--teacher", tmp_path / "teacher", "--set", "distill_weight=1"
+    )
+    assert done.exit_code == 0, (done.output, done.exception)
+    first, second = (load_record(tmp_path / name).history[0]["train_loss"] for name in ("teacher", "taught"))
+    assert first != second
+    missing = train_small("--out", tmp_path / "third", "--teacher", tmp_path / "nowhere")
+    assert isinstance(missing.exception, LowRankError)
+
+
 def own_network(folder: Path) -> Path:
     path = folder / "mine.py"
     path.write_text(

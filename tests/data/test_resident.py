@@ -5,7 +5,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowrank_cnn.data import Augment, Data, ResidentLoader, ResidentSplit, Standardize, make_loader, resident
+from lowrank_cnn.data import (
+    Augment,
+    Data,
+    ResidentLoader,
+    ResidentSplit,
+    Standardize,
+    Whiten,
+    make_loader,
+    resident,
+)
 from lowrank_cnn.system.errors import LowRankError
 
 PLAIN = Augment(mirror=False)
@@ -196,3 +205,38 @@ def test_labels_beyond_the_classes_are_named() -> None:
     split = ResidentSplit.of(torch.zeros(3, 1, 4, 4, dtype=torch.uint8), torch.arange(3))
     with pytest.raises(LowRankError, match=r"class number 2, and 2 classes, numbered from 0 to 1"):
         Data("set", ("a", "b"), split, split).check_labels()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("augment", [Augment(), Augment(crop=8, pad=3, cutout=4), Augment(crop=6, alternate=True)])
+def test_a_set_held_as_bytes_gives_the_same_batches(
+    monkeypatch: pytest.MonkeyPatch, augment: Augment, train: bool, dtype: torch.dtype
+) -> None:
+    images = torch.randint(0, 256, (40, 3, 9, 8), generator=torch.Generator().manual_seed(0)).byte()
+    split = ResidentSplit.of(images, torch.arange(40) % 4)
+    options = {"augment": augment, "seed": 1, "device": "cpu", "train": train, "dtype": dtype}
+
+    def batches() -> list[tuple[Tensor, Tensor]]:
+        loader = ResidentLoader(split, batch_size=16, preprocess=Standardize.fit(split), **options)
+        return list(loader.epoch(3))
+
+    prepared = batches()
+    monkeypatch.setattr(resident, "MOST_PREPARED_BYTES", 0)
+    for (ours, our_labels), (theirs, their_labels) in zip(batches(), prepared, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.stride() == theirs.stride()
+        assert torch.equal(our_labels, their_labels)
+
+
+def test_a_large_set_takes_one_byte_for_each_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = ResidentSplit.of(torch.zeros(8, 3, 4, 4, dtype=torch.uint8), torch.arange(8))
+    options = {"batch_size": 4, "seed": 0, "device": "cpu", "train": True}
+    monkeypatch.setattr(resident, "MOST_PREPARED_BYTES", 8 * 48 * 4 - 1)
+    for preprocess, augment, dtype in (
+        (None, Augment(), torch.uint8),
+        (Standardize.fit(split), Augment(), torch.uint8),
+        (None, Augment(resize=8), torch.float32),  # a resized image is no longer made of bytes
+        (Whiten.fit(split), Augment(), torch.float32),
+    ):
+        assert ResidentLoader(split, preprocess=preprocess, augment=augment, **options)._images.dtype == dtype

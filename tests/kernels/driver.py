@@ -26,8 +26,8 @@ from triton.runtime.jit import JITFunction
 
 from lowrank_cnn.kernels import gpu
 from lowrank_cnn.kernels.autotune.compile_ahead import compile_kernels
+from lowrank_cnn.kernels.autotune.kernel_request import Request
 from lowrank_cnn.kernels.autotune.kernel_trial import KernelTrial
-from lowrank_cnn.kernels.autotune.request import Request
 from lowrank_cnn.kernels.between import batch_statistics, normalise, normalise_pool, pool, response_norm
 from lowrank_cnn.kernels.conv import forward, gradients
 from lowrank_cnn.kernels.conv.plans import KernelPlan, plans

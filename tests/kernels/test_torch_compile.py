@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowrank_cnn.kernels import forced, gpu, torch_compile
+from lowrank_cnn.kernels import availability, forced, torch_compile
 from lowrank_cnn.kernels.mode import survey, surveying
 
 
@@ -16,11 +16,11 @@ def test_what_torch_compile_takes_down_is_not_surveyed(monkeypatch):
 
 
 def test_a_survey_does_not_switch_compiled_kernels_off(monkeypatch):
-    monkeypatch.setattr(gpu, "_able", lambda device: True)
+    monkeypatch.setattr(availability, "_able", lambda device: True)
     asked = ((1, 2, 3, 4), torch.float32, torch.device("cpu"))
     with forced("on"), surveying():
         assert torch_compile.takes(*asked)
-        assert not gpu.takes(*asked)
+        assert not availability.takes(*asked)
 
 
 def test_nothing_is_exported_here():

@@ -1,7 +1,5 @@
 import copy
-import json
 import threading
-from functools import partial
 
 import pytest
 import torch
@@ -11,12 +9,8 @@ from torch import nn
 
 from lowrank_cnn.method.converting import conversion_costs, convert
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.decomposing import decompose
 from lowrank_cnn.method.init import composite_sigma
-from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
-from lowrank_cnn.method.selection import stages
-from lowrank_cnn.models import create_model
-from lowrank_cnn.models.rebuild import rewrite_again
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
 
@@ -102,65 +96,6 @@ def test_costs_come_per_layer_and_in_total():
     assert total.macs_after == count(new, (3, 10, 10)).macs == first.macs_after + second.macs_after
 
 
-@pytest.mark.parametrize(
-    ("where", "changed"),
-    [
-        ("features.conv1_1", ["features.conv1_1"]),
-        ("features", ["features.conv1_1", "features.conv2_1", "features.conv3_1"]),
-        ("*conv2*", ["features.conv2_1"]),
-        (["*conv3*", "features.conv1_1"], ["features.conv1_1", "features.conv3_1"]),
-        (3, ["features.conv3_1"]),
-        ([3, (5, 5)], ["features.conv1_1", "features.conv2_1", "features.conv3_1"]),
-        ({"features.conv1_1", 3}, ["features.conv1_1", "features.conv3_1"]),
-        ((5, 5), ["features.conv1_1", "features.conv2_1"]),
-        (lambda name, conv: conv.in_channels == 3, ["features.conv1_1"]),
-    ],
-)
-def test_layers_are_selected_by_name_prefix_pattern_kernel_or_function(where, changed: list[str]):
-    net = create_model("nin", width=0.1)
-    assert [row.name for row in notes(convert(net, "lr", where=where)).conversion.changed] == changed
-
-
-def test_layers_are_selected_by_stage():
-    net = create_model("vgg11-gmp", width=0.1)
-    found = stages(net, (3, 32, 32))
-    assert [len(stage) for stage in found] == [1, 1, 2, 2, 2]
-    assert found == stages(net)
-    changed = notes(convert(net, "lr", where=found[2])).conversion.changed
-    assert [row.name for row in changed] == ["features.conv3_1", "features.conv3_2"]
-    with pytest.raises(LowRankError, match="size of its images"):
-        stages(small())
-
-
-def test_the_report_prints_as_a_table():
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1))
-    assert str(notes(convert(net, "lr-join")).conversion).splitlines() == [
-        "layer  filters  now                     weights  now",
-        "0      3x3,8    3x1,4 + 1x3,4 -> 1x1,8      224  144",
-        "",
-        "left  layer   why",
-        "1     Conv2d  its kernel is 1x1",
-    ]
-
-
-def test_a_shared_layer_stays_shared():
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Conv2d(4, 4, 3, padding=1)
-            self.again = nn.ModuleList([self.first])
-            self.order = [self.first]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.order[0](self.again[0](self.first(x)))
-
-    new = convert(Twice(), "lr")
-    assert isinstance(new.first, CompositeConv2d)
-    assert new.first is new.again[0] is new.order[0]
-    assert [row.name for row in notes(new).conversion.changed] == ["first"]
-    assert new(torch.randn(1, 4, 6, 6)).shape == (1, 4, 6, 6)
-
-
 def test_fresh_weights_have_the_papers_variance_with_and_without_a_relu():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(64, 256, 3), nn.ReLU(), nn.Conv2d(256, 256, 3), nn.Flatten())
@@ -178,30 +113,6 @@ def test_layers_that_are_not_converted_keep_their_weights():
     assert new[3].weight is not net[3].weight
 
 
-def test_dtype_device_layout_and_mode_are_kept():
-    net = small().to(torch.bfloat16).to(memory_format=torch.channels_last)
-    net[0].eval()
-    new = convert(net, "lr-join")
-    assert isinstance(new[0], FactoredConv2d)
-    assert not new[0].training
-    assert not new[0].basis.training
-    assert new[3].training
-    assert {p.dtype for p in new.parameters()} == {torch.bfloat16}
-    assert new[0].basis.weights[0].is_contiguous(memory_format=torch.channels_last)
-    with torch.device("meta"):
-        assert all(p.is_meta for p in convert(small(), "separable").parameters())
-
-
-def test_a_conversion_can_be_made_in_steps_and_repeated_from_json():
-    net = create_model("nin", width=0.1)
-    new = convert(convert(net, "lr", where="features.conv1_1"), "lr-join(m=7)", where="features.conv2_1")
-    stored = json.loads(json.dumps(notes(new).conversion.to_dict()))
-    again = rewrite_again(create_model("nin", width=0.1), stored)
-    again.load_state_dict(new.state_dict())
-    x = torch.randn(1, 3, 30, 30)
-    torch.testing.assert_close(again.eval()(x), new.eval()(x))
-
-
 def test_low_rank_layers_are_not_converted_twice():
     says = r"low-rank already \(1 of its layers\), and nothing is left to convert"
     for scheme in ("lr", "lr-join", "separable"):
@@ -213,157 +124,6 @@ def test_low_rank_layers_are_not_converted_twice():
 
 def test_the_whole_model_may_be_one_conv():
     assert isinstance(convert(nn.Conv2d(3, 8, 3), "lr"), CompositeConv2d)
-
-
-def test_layers_around_convs_pass_through_untouched():
-    net = nn.ModuleDict(
-        {
-            "conv": nn.Conv2d(4, 8, 3),
-            "attention": nn.MultiheadAttention(8, 2),
-            "up": nn.ConvTranspose2d(8, 4, 3),
-            "line": nn.Conv1d(4, 4, 3),
-            "volume": nn.Conv3d(4, 4, 3),
-            "patches": nn.Conv2d(4, 8, 4, stride=4),
-            "row": nn.Conv2d(4, 8, (1, 5)),
-        }
-    )
-    new = convert(net, "lr")
-    assert [row.name for row in notes(new).conversion.changed] == ["conv"]
-    assert {row.name: row.reason for row in notes(new).conversion.kept} == {
-        "up": "it is transposed: the scheme channel takes it",
-        "line": "it is not two-dimensional: the scheme channel takes it",
-        "volume": "it is not two-dimensional: the scheme channel takes it",
-        "patches": "it projects patches: name it to convert it",
-        "row": "its kernel is 1x5",
-    }
-    assert [row.name for row in notes(convert(net, "lr", where="patches")).conversion.changed] == ["patches"]
-
-
-class OwnConv(nn.Conv2d):
-    """One that computes something of its own."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input) + 1
-
-
-class Renamed(nn.Conv2d):
-    """A subclass by name alone."""
-
-
-class Padded(nn.Conv2d):
-    """As in efficientnet_pytorch: a padding module of its own, then the conv."""
-
-    def __init__(self, *sizes: int, pad: nn.Module, **options: object) -> None:
-        super().__init__(*sizes, **options)  # type: ignore[arg-type]
-        self.static_padding = pad
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.static_padding(x)
-        options = (self.stride, self.padding, self.dilation, self.groups)
-        return nn.functional.conv2d(x, self.weight, self.bias, *options)
-
-
-class Sized(nn.Conv2d):
-    """Pads by the size of its input, which no trace can follow."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(nn.functional.pad(x, (1, 1, 1, 1)) if x.shape[-1] % 2 else x)
-
-
-PADDED = [
-    Padded(4, 8, 3, pad=nn.ZeroPad2d((0, 1, 0, 1)), stride=2),
-    Padded(4, 8, 3, pad=nn.ZeroPad2d((2, 1, 0, 1)), padding=1, bias=False),
-    Padded(4, 8, 5, pad=nn.Identity(), dilation=2),
-    Renamed(4, 8, 3, padding="same"),
-]
-
-
-@pytest.mark.parametrize("conv", PADDED, ids=lambda conv: type(conv).__name__)
-def test_a_subclass_that_provably_is_a_plain_conv_is_rewritten(conv: nn.Conv2d):
-    conv = conv.double()
-    new = decompose(nn.Sequential(conv), "separable(m=40)", allow_costlier=True)
-    assert [row.name for row in notes(new).conversion.changed] == ["0"]
-    for size in (15, 16):
-        x = torch.randn(2, 4, size, size, dtype=torch.float64)
-        torch.testing.assert_close(new(x), conv(x), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("conv", [OwnConv(4, 8, 3), Sized(4, 8, 3), Padded(4, 8, 3, pad=nn.ReflectionPad2d(1))])
-def test_a_subclass_that_computes_something_else_stays(conv: nn.Conv2d):
-    new = convert(nn.Sequential(conv, nn.Conv2d(8, 8, 3)), "lr")
-    (kept,) = notes(new).conversion.kept
-    assert (kept.name, kept.reason) == (
-        "0",
-        f"its class {type(conv).__name__} computes something else than nn.Conv2d",
-    )
-
-
-def test_one_frozen_conv_stays_and_the_rest_is_rewritten():
-    net = small()
-    net[0].requires_grad_(False)
-    report = notes(convert(net, "lr")).conversion
-    assert [row.name for row in report.changed] == ["3"]
-    assert "frozen" in report.kept[0].reason
-
-
-class Closure(nn.Module):
-    """Two convs that run by `self.calls`, one of which `hold` keeps out of sight of a deep copy."""
-
-    def __init__(self, hold) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 8, 3)
-        self.first = hold(self)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.first(x))
-
-
-HOLDS = {
-    "conv in a closure": lambda net: (lambda conv: lambda x: conv(x))(net.a),
-    "model in a closure": lambda net: lambda x: net.a(x),
-    "default": lambda net: lambda x, conv=net.a: conv(x),
-    "method": lambda net: net.a.forward,
-    "partial": lambda net: partial(lambda conv, x: conv(x), net.a),
-}
-
-
-@pytest.mark.parametrize("hold", HOLDS)
-def test_a_conv_that_a_function_holds_stays(hold: str):
-    net = Closure(HOLDS[hold]).double()
-    if hold == "model in a closure":  # and with it every layer
-        with pytest.raises(LowRankError, match="would go on calling the original"):
-            decompose(net, "separable(m=12)")
-        return
-    new = decompose(net, "separable(m=12)", allow_costlier=True)
-    changed = [row.name for row in notes(new).conversion.changed]
-    assert changed == (["a", "b"] if hold == "partial" else ["b"])
-    x = torch.randn(1, 4, 9, 9, dtype=torch.float64)
-    torch.testing.assert_close(new(x), net(x), rtol=1e-9, atol=1e-9)
-
-
-GLOBAL = nn.Conv2d(4, 8, 3)
-
-
-class ByGlobal(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.other = GLOBAL, nn.Conv2d(8, 8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.other(GLOBAL(x))
-
-
-def test_a_network_that_calls_the_original_by_another_way_is_refused():
-    with pytest.raises(LowRankError, match="still calls the original of conv"):
-        convert(ByGlobal(), "lr", input_size=(4, 9, 9))
-    assert notes(convert(ByGlobal(), "lr", where="other", input_size=(4, 9, 9))).conversion.changed
-
-
-def test_complex_convs_stay():
-    net = nn.Sequential(nn.Conv2d(4, 8, 3, dtype=torch.complex64))
-    for rewrite in (convert, decompose):
-        with pytest.raises(LowRankError, match="0: its weights are complex"):
-            rewrite(net, "lr-join")
 
 
 def hooked() -> nn.Conv2d:
@@ -400,7 +160,6 @@ def parametrised() -> nn.Module:
     [
         (lambda: nn.Linear(3, 4), "Linear has no convolutions"),
         (lambda: nn.Sequential(nn.Conv2d(3, 4, 1)), "nothing can be converted: 0: its kernel is 1x1"),
-        (lambda: nn.Sequential(OwnConv(3, 4, 3)), "OwnConv computes something else"),
         (lambda: nn.Conv2d(3, 8, 3).requires_grad_(False), "frozen"),
         (lambda: torch.jit.script(nn.Sequential(nn.Conv2d(3, 8, 3))), "scripted"),
         (lambda: nn.Sequential(nn.Conv2d(3, 1, 3)), "too few filters for the scheme lr"),

@@ -9,9 +9,8 @@ from torch import nn
 
 from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.method.budget import _time_ratio, schemes_of
-from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.decomposing import decompose, fit_layer
+from lowrank_cnn.method.decomposing import decompose
 from lowrank_cnn.method.layers import FactoredConv2d
 from lowrank_cnn.method.ranks import dearest
 from lowrank_cnn.method.rewriting import rewrite
@@ -192,17 +191,6 @@ def test_frozen_layers_are_fitted_and_stay_frozen():
     assert not any(p.requires_grad for p in decompose(net, "separable").parameters())
 
 
-@pytest.mark.parametrize("scheme", ["lr-join(m=60)", "mixture(kx1, 1xk, kxk, join, m=90)"])
-def test_a_grouped_conv_is_fitted_group_by_group(scheme: str):
-    net = trained(groups=2)
-    with torch.no_grad():
-        net[0].weight[:, :, ::2, ::2] = 0
-    new = decompose(net, scheme, where="0", allow_costlier=True)
-    x = torch.randn(2, 4, 9, 8, dtype=torch.float64)
-    torch.testing.assert_close(new(x), net(x), rtol=0, atol=1e-6)
-    assert notes(new).decomposition[0].energy == pytest.approx(1)
-
-
 def test_more_filters_than_a_fit_can_use_are_not_bought():
     net = trained()
     assert dearest(net[0], parse_scheme("separable")) == 8
@@ -211,19 +199,6 @@ def test_more_filters_than_a_fit_can_use_are_not_bought():
     row = notes(decompose(net, "lr-join", where="2", energy=0.999)).decomposition[0]
     assert row.m <= 16
     assert row.energy >= 0.999
-
-
-@pytest.mark.parametrize("padding", [0, 1])
-def test_a_single_basis_filter_is_enough_to_fit(padding: int):
-    (row,) = notes(decompose(nn.Sequential(nn.Conv2d(3, 8, 3, padding=padding)), "lr-join(m=1)")).decomposition
-    assert (row.m, 0 < row.energy < 1) == (1, True)
-
-
-def test_convert_takes_the_fit_as_its_init():
-    net = trained()
-    new = convert(net, "separable(m=64)", init=fit_layer, allow_costlier=True)
-    x = torch.randn(1, 4, 7, 7, dtype=torch.float64)
-    torch.testing.assert_close(new(x), net(x))
 
 
 @pytest.mark.parametrize(

@@ -136,3 +136,8 @@ def test_a_chain_alone_is_initialised():
     torch.manual_seed(0)
     chain = init_(build_conv(64, 64, 3, "lr-join"))
     assert std_of(*chain.basis.weights) == pytest.approx(math.sqrt(1 / 192), rel=0.05)
+
+
+def test_what_is_no_module_is_refused_in_a_sentence():
+    with pytest.raises(LowRankError, match=r"^the model must be of type Module, not 'x'\.$"):
+        init_("x")  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ from torch import nn
 
 from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
 from lowrank_cnn.models import create_model, list_models
-from lowrank_cnn.models.googlenet import AuxiliaryPool
 from lowrank_cnn.system.errors import LowRankError
 
 SMALL = {"width": 0.0625}
@@ -50,14 +49,6 @@ def test_the_configuration_builds_the_same_network(name: str):
     assert {k: v.shape for k, v in net.state_dict().items()} == {k: v.shape for k, v in twin.state_dict().items()}
 
 
-def test_googlenets_auxiliary_heads_run_in_training_alone():
-    net = create_model("googlenet-lr", num_classes=3, **SMALL)
-    x = torch.randn(1, 3, 64, 64)
-    assert isinstance(net.train()(x), tuple)
-    assert len(net(x)) == 3
-    assert isinstance(net.eval()(x), torch.Tensor)
-
-
 def test_basis_and_join_have_nothing_between_them():
     net = create_model("vgg11-gmp-lr-join", **SMALL)
     names = [name for name, _ in net.features.named_children()]
@@ -79,14 +70,6 @@ def test_any_family_takes_any_scheme(name: str, scheme: str):
     assert any(isinstance(m, FactoredConv2d) for m in net.modules())
     assert net(torch.randn(1, 3, 64, 64)).shape == (1, 4)
     assert str(net.config["scheme"]) == scheme
-
-
-def test_stride_is_the_first_convs():
-    with torch.device("meta"):
-        net = create_model("vgg11-gmp-lr", stride=2)
-        shape = net.features.conv1_1(torch.empty(1, 3, 224, 224)).shape
-    assert shape == (1, 64, 112, 112)
-    assert net.features.conv2_1.stride == (1, 1)
 
 
 def test_width_scales_the_filters():
@@ -140,15 +123,6 @@ def test_a_scheme_may_be_a_dict():
     assert net.config["scheme"] == "lr-join(m=0.5)"
 
 
-@pytest.mark.parametrize(("name", "least"), [("googlenet", 32), ("nin", 4), ("vgg11-gmp-lr", 1)])
-def test_the_smallest_image_runs_and_a_smaller_one_is_refused(name: str, least: int):
-    net = create_model(name, num_classes=3, **SMALL).train()
-    net(torch.randn(2, 3, least, least))
-    if least > 1:
-        with pytest.raises(LowRankError, match=f"takes images of {least}x{least} at least"):
-            net(torch.randn(2, 3, least - 1, least - 1))
-
-
 @pytest.mark.parametrize("name", list_models())
 def test_the_first_loss_is_that_of_guessing(name: str):
     torch.manual_seed(0)
@@ -160,16 +134,6 @@ def test_the_first_loss_is_that_of_guessing(name: str):
         assert nn.functional.cross_entropy(logits, labels).item() == pytest.approx(math.log(20), abs=2)
 
 
-@pytest.mark.parametrize(("size", "stride", "side"), [(224, 1, 7), (64, 1, 2), (56, 1, 2), (224, 2, 4)])
-def test_vgg11_is_made_to_fit_an_image_size(size: int, stride: int, side: int):
-    net = create_model("vgg11", num_classes=5, image_size=size, stride=stride, **SMALL).eval()
-    assert net.input_size == (3, size, size)
-    assert net.head.fc6.in_features == 32 * side**2
-    assert net(torch.randn(1, 3, size, size)).shape == (1, 5)
-    with pytest.raises(LowRankError, match=f"takes {size}x{size} images"):
-        net(torch.randn(1, 3, 4 * size, 4 * size))
-
-
 @pytest.mark.parametrize("name", ["vgg11-gmp-lr", "googlenet", "nin"])
 def test_the_image_size_of_other_networks_is_only_what_they_are_counted_at(name: str):
     with torch.device("meta"):
@@ -178,18 +142,3 @@ def test_the_image_size_of_other_networks_is_only_what_they_are_counted_at(name:
     assert {k: v.shape for k, v in plain.state_dict().items()} == {
         k: v.shape for k, v in sized.state_dict().items()
     }
-
-
-@pytest.mark.parametrize(("maps", "means"), [(14, 5), (12, 5), (8, 2), (7, None), (4, 1), (2, None)])
-def test_auxiliary_heads_see_sixteen_places_of_maps_of_any_size(maps: int, means: int | None):
-    x = torch.arange(maps * maps, dtype=torch.float32).view(1, 1, maps, maps)
-    pooled = AuxiliaryPool()(x)
-    assert pooled.shape == (1, 1, 4, 4)
-    assert len(pooled.unique()) == 16 or maps == 2
-    if means is not None:
-        assert pooled[0, 0, 0, 0] == x[0, 0, :means, :means].mean()
-
-
-def test_a_wrong_input_is_refused_in_a_sentence():
-    with pytest.raises(LowRankError, match="takes images as"):
-        create_model("nin", **SMALL)(torch.randn(1, 1, 30, 30))

@@ -1,4 +1,4 @@
-"""Filters learn their shapes: the right ones where these are known, within the budget, the same when resumed."""
+"""Filters learn their shapes: the right ones if they are known, within the budget, and the same when resumed."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ import torch
 
 from lowrank_cnn.kernels import gpu
 from lowrank_cnn.kernels.autotune import tuned
+from lowrank_cnn.kernels.autotune.kernel_request import Request, plans_of, refusal
 from lowrank_cnn.kernels.autotune.kernel_trial import agrees, times
-from lowrank_cnn.kernels.autotune.request import Request, plans_of, refusal
 from lowrank_cnn.kernels.autotune.tuned import FAILED, Times, entry_of, plan_for, plan_in, tuned_plan
 from lowrank_cnn.kernels.mode import is_for_graphs, is_tuning, mode, survey
 from lowrank_cnn.kernels.problem import CallOptions, Problem, pose

@@ -17,8 +17,8 @@ from importlib.util import find_spec
 import torch
 
 from lowrank_cnn.kernels.autotune.choice import in_question
+from lowrank_cnn.kernels.autotune.kernel_request import Request
 from lowrank_cnn.kernels.autotune.kernel_trial import KernelTrial
-from lowrank_cnn.kernels.autotune.request import Request
 from lowrank_cnn.kernels.mode import compiling_ahead, mode, surveying
 
 WORKERS = 16

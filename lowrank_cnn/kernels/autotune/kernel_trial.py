@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lowrank_cnn.kernels.autotune.request import Request
+from lowrank_cnn.kernels.autotune.kernel_request import Request
 from lowrank_cnn.kernels.autotune.tuned import FAILED, Times
 from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.kernels.problem import Problem, empty_codes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lowrank_cnn.kernels.autotune.request import Request, plans_of
+from lowrank_cnn.kernels.autotune.kernel_request import Request, plans_of
 from lowrank_cnn.kernels.problem import Problem
 from lowrank_cnn.system.cache import JsonCache, cache_folder
 

@@ -20,7 +20,7 @@ from lowrank_cnn.kernels.conv import (
 from lowrank_cnn.kernels.conv.pack import pack_rows, pack_union
 from lowrank_cnn.kernels.conv.plans import KERNELS, KernelPlan
 from lowrank_cnn.kernels.gpu import on_its_device
-from lowrank_cnn.kernels.problem import Problem
+from lowrank_cnn.kernels.problem import ConvTensors, Problem
 from lowrank_cnn.system.errors import LowRankError
 
 
@@ -40,27 +40,19 @@ def run_plan(
     parameter without changing its version. `run_packed` takes a copy that its owner keeps.
     """
     packed = pack_weights(KERNELS[plan.kernel].layout, problem, weights, x.dtype)
-    return run_packed(plan, problem, x, packed, bias, codes, residual)
+    return run_packed(plan, problem, ConvTensors(x, packed, bias, codes, residual))
 
 
 @on_its_device
-def run_packed(
-    plan: KernelPlan,
-    problem: Problem,
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    codes: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
+def run_packed(plan: KernelPlan, problem: Problem, given: ConvTensors) -> Tensor:
     """As `run_plan`, with weights in the layout of the plan's kernel."""
-    if residual is not None:
-        _check_residual(problem, residual)
+    if given.residual is not None:
+        _check_residual(problem, given.residual)
     if plan.kernel == "folded":
         inner = fold.folded(problem)
         assert inner is not None
-        problem, x = inner, fold.fold_pixels(x, problem.stride)
-    return _launcher(plan.kernel)(problem, x, packed, bias, plan.tile, codes, residual)
+        problem, given = inner, given._replace(x=fold.fold_pixels(given.x, problem.stride))
+    return _launcher(plan.kernel)(problem, given, plan.tile)
 
 
 def pack_weights(layout: str, problem: Problem, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -83,10 +75,10 @@ def run_with_statistics(
     counts = {"hopper": hopper_plan.part_count, "tiled": tiled.part_count}
     count = counts[plan.kernel](problem, plan.tile) if plan.kernel in counts else 0
     if not count:
-        y = run_packed(plan, problem, x, packed, bias)
+        y = run_packed(plan, problem, ConvTensors(x, packed, bias))
         return y, *result_statistics.launch_merge(result_statistics.launch_parts(y))
     parts = result_statistics.empty_parts(count, x, problem.filters)
-    y = _launcher(plan.kernel)(problem, x, packed, bias, plan.tile, None, None, parts)
+    y = run_packed(plan, problem, ConvTensors(x, packed, bias, parts=parts))
     return y, *result_statistics.launch_merge(parts)
 
 

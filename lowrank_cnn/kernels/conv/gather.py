@@ -22,7 +22,7 @@ from torch import Tensor
 from lowrank_cnn.kernels.conv.epilogue import activated, activation_options
 from lowrank_cnn.kernels.conv.pack import union_taps
 from lowrank_cnn.kernels.gpu import start
-from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
+from lowrank_cnn.kernels.problem import ConvTensors, Problem, empty_result, pixels_last
 from lowrank_cnn.kernels.tiles import power_above
 from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError
@@ -104,16 +104,9 @@ def composite_gather(
     tl.store(y + place, best.to(y.dtype.element_ty), mask=inside)
 
 
-def launch_gather(
-    problem: Problem,
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    tile: GatherTile | None = None,
-    codes: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
+def launch_gather(problem: Problem, given: ConvTensors, tile: GatherTile | None = None) -> Tensor:
     """Run the kernel on `pack.pack_union` weights; the result is channels-last."""
+    x, packed, bias, codes, residual, _ = given
     if codes is not None:
         raise LowRankError("the gather kernel has no gradient for a pool; let the library choose the kernel.")
     tile, pixels, maps = tile or GatherTile(), pixels_last(x), empty_result(problem, x)

@@ -16,8 +16,8 @@ from lowrank_cnn.kernels.conv import (
     fold,
     hopper_plan,
     hopper_weights_plan,
-    parity,
     stem,
+    stride_parity,
     tiled,
     window_plan,
 )
@@ -56,10 +56,10 @@ def compute_gradients(
     if stem.unsupported(problem) is None and not need_input:
         dw, db = stem.launch_stem_gradient(problem, x, g, seen, programs)
         return None, dw, db
-    if problem.stride != (1, 1) and parity.unsupported(problem) is None:
+    if problem.stride != (1, 1) and stride_parity.unsupported(problem) is None:
         g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)
-        dx = parity.input_gradient(problem, g, weights, _write_parity) if need_input else None
-        return dx, parity.weight_gradients(problem, g, pixels, weight_gradient), db
+        dx = stride_parity.input_gradient(problem, g, weights, _write_parity) if need_input else None
+        return dx, stride_parity.weight_gradients(problem, g, pixels, weight_gradient), db
     if fold.folded(problem) is not None:
         return _unfolded_gradients(problem, grad, x, weights, seen, need_input=need_input, need_bias=need_bias)
     g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)
@@ -98,7 +98,7 @@ def input_gradient(problem: Problem, g: Tensor, weights: Sequence[Tensor]) -> Te
     return backward.launch_input_gradient(problem, g, weights, _input_tile(problem, g.device))
 
 
-def _write_parity(conv: parity.ParityConv, g: Tensor, taps: list[Tensor], dx: Tensor) -> None:
+def _write_parity(conv: stride_parity.ParityConv, g: Tensor, taps: list[Tensor], dx: Tensor) -> None:
     tile = _input_tile(conv.problem, g.device)
     backward.write_input_gradient(conv.problem, g, taps, dx, tile, conv.begins)
 

@@ -53,7 +53,7 @@ from lowrank_cnn.kernels.conv.hopper_plan import (
     slab_count,
 )
 from lowrank_cnn.kernels.gpu import start
-from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
+from lowrank_cnn.kernels.problem import ConvTensors, Problem, empty_result, pixels_last
 from lowrank_cnn.kernels.tiles import filter_tiles
 from lowrank_cnn.system.arithmetic import ceil_div
 
@@ -169,17 +169,9 @@ def composite_hopper(
     tma.store_wait(0)
 
 
-def launch_hopper(
-    problem: Problem,
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    tile: HopperTile | None = None,
-    codes: Tensor | None = None,
-    residual: Tensor | None = None,
-    parts: Tensor | None = None,
-) -> Tensor:
+def launch_hopper(problem: Problem, given: ConvTensors, tile: HopperTile | None = None) -> Tensor:
     """Run the kernel on `pack.pack_rows` weights; the result is channels-last."""
+    x, packed, bias, codes, residual, parts = given
     tile = tile or default_tile(problem)
     pixels, maps = pixels_last(x), empty_result(problem, x)
     result = maps.permute(0, 2, 3, 1)

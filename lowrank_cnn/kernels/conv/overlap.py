@@ -45,7 +45,7 @@ from lowrank_cnn.kernels.conv.pad_channels import launch_pad_channels
 from lowrank_cnn.kernels.conv.window import halves, place_of
 from lowrank_cnn.kernels.conv.window_plan import filters_per_tile
 from lowrank_cnn.kernels.gpu import start
-from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
+from lowrank_cnn.kernels.problem import ConvTensors, Problem, empty_result, pixels_last
 from lowrank_cnn.system.arithmetic import round_up
 
 WORDS = {2: torch.int32, 4: torch.int64}
@@ -194,16 +194,9 @@ def composite_overlap(
         done += 1  # noqa: SIM113
 
 
-def launch_overlap(
-    problem: Problem,
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    tile: OverlapTile | None = None,
-    codes: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
+def launch_overlap(problem: Problem, given: ConvTensors, tile: OverlapTile | None = None) -> Tensor:
     """Run the kernel on `overlap_plan.pack_overlap` weights; the result is channels-last."""
+    x, packed, bias, codes, residual, _ = given
     assert codes is None, "this kernel keeps no codes"
     assert residual is None, "this kernel adds no residual"
     tile, maps = tile or OverlapTile(), empty_result(problem, x)

@@ -23,7 +23,7 @@ from torch import Tensor
 from lowrank_cnn.kernels.conv.epilogue import activated, activation_options, without_codes
 from lowrank_cnn.kernels.conv.pack import union_taps, unpack_union
 from lowrank_cnn.kernels.gpu import start
-from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
+from lowrank_cnn.kernels.problem import ConvTensors, Problem, empty_result, pixels_last
 from lowrank_cnn.kernels.tiles import power_above
 from lowrank_cnn.system.arithmetic import ceil_div
 
@@ -175,16 +175,9 @@ def stem_gradient(
     tl.atomic_add(dw + place, acc, mask=(lane < TOTAL)[:, None], sem="relaxed")
 
 
-def launch_stem(
-    problem: Problem,
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    tile: StemTile | None = None,
-    codes: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
+def launch_stem(problem: Problem, given: ConvTensors, tile: StemTile | None = None) -> Tensor:
     """Run the kernel on `pack.pack_union` weights; the result is channels-last."""
+    x, packed, bias, codes, residual, _ = given
     tile, pixels, maps = tile or tiles(problem)[0], pixels_last(x), empty_result(problem, x)
     result = maps.permute(0, 2, 3, 1)
     count = problem.batch * problem.result_size[0] * problem.result_size[1]

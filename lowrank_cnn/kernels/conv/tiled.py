@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowrank_cnn.kernels.conv.epilogue import activated, activation_options, without_codes
 from lowrank_cnn.kernels.gpu import start
-from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
+from lowrank_cnn.kernels.problem import ConvTensors, Problem, empty_result, pixels_last
 from lowrank_cnn.kernels.tiles import GroupRow, box_count, box_of, filter_tiles, group_rows, power_above
 from lowrank_cnn.system.arithmetic import ceil_div
 
@@ -199,17 +199,9 @@ def composite_tiled(
         tl.store(result + place, out, mask=inside)
 
 
-def launch_tiled(
-    problem: Problem,
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    tile: Tile | None = None,
-    codes: Tensor | None = None,
-    residual: Tensor | None = None,
-    parts: Tensor | None = None,
-) -> Tensor:
+def launch_tiled(problem: Problem, given: ConvTensors, tile: Tile | None = None) -> Tensor:
     """Run the kernel on `pack.pack_rows` weights; the result is channels-last."""
+    x, packed, bias, codes, residual, parts = given
     tile, pixels, maps = tile or Tile(), pixels_last(x), empty_result(problem, x)
     result = maps.permute(0, 2, 3, 1)
     added = result if residual is None else pixels_last(residual)

@@ -43,7 +43,7 @@ from lowrank_cnn.kernels.conv.window_plan import (
     window_shape,
 )
 from lowrank_cnn.kernels.gpu import start
-from lowrank_cnn.kernels.problem import Problem, empty_result, pixels_last
+from lowrank_cnn.kernels.problem import ConvTensors, Problem, empty_result, pixels_last
 
 
 @gluon.jit
@@ -149,16 +149,9 @@ def composite_window(
     tma.store_wait(0)
 
 
-def launch_window(
-    problem: Problem,
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    tile: WindowTile | None = None,
-    codes: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
+def launch_window(problem: Problem, given: ConvTensors, tile: WindowTile | None = None) -> Tensor:
     """Run the kernel on `window_plan.pack_windows` weights; the result is channels-last."""
+    x, packed, bias, codes, residual, _ = given
     assert residual is None, "this kernel pools before it adds"
     tile, maps = tile or WindowTile(), empty_result(problem, x)
     result = maps.permute(0, 2, 3, 1)

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from lowrank_cnn.kernels import for_graphs, mode
 from lowrank_cnn.kernels.autotune import choice, tuned
 from lowrank_cnn.kernels.autotune.choice import Choice
-from lowrank_cnn.kernels.autotune.request import Request
+from lowrank_cnn.kernels.autotune.kernel_request import Request
 from lowrank_cnn.kernels.autotune.tuned import FAILED, Times
 from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile

@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels.autotune import kernel_trial
+from lowrank_cnn.kernels.autotune.kernel_request import Request
 from lowrank_cnn.kernels.autotune.kernel_trial import KernelTrial, agrees, times
-from lowrank_cnn.kernels.autotune.request import Request
 from lowrank_cnn.kernels.autotune.tuned import FAILED
 from lowrank_cnn.kernels.conv import forward, gradients
 from lowrank_cnn.kernels.conv.plans import KernelPlan

@@ -11,7 +11,7 @@ from lowrank_cnn.kernels.conv import backward, gather, gradients, stem, tiled
 from lowrank_cnn.kernels.conv.pack import pack_rows, pack_union
 from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile
-from lowrank_cnn.kernels.problem import describe, empty_codes
+from lowrank_cnn.kernels.problem import ConvTensors, describe, empty_codes
 from lowrank_cnn.kernels.reference import composite_reference
 
 GPU = torch.cuda.is_available()
@@ -82,11 +82,15 @@ def test_the_codes_of_a_fused_pool_name_the_winners(pool):
     right = codes(problem, composite_reference(x.double(), [w.double() for w in weights], None, **options))
 
     found = empty_codes(problem, x)
-    tiled.launch_tiled(problem, x, pack_rows(weights, x.dtype), None, Tile(pixels=32, filters=16, depth=16), found)
+    tiled.launch_tiled(
+        problem,
+        ConvTensors(x, pack_rows(weights, x.dtype), None, codes=found),
+        Tile(pixels=32, filters=16, depth=16),
+    )
     assert torch.equal(found, right)
     found = empty_codes(problem, x)
     packed = pack_union(weights, problem, gather.gathered_values(problem), x.dtype)
-    stem.launch_stem(problem, x, packed, None, stem.StemTile(pixels=32), found)
+    stem.launch_stem(problem, ConvTensors(x, packed, None, codes=found), stem.StemTile(pixels=32))
     assert torch.equal(found, right)
 
 
@@ -96,8 +100,12 @@ def test_a_zero_is_cut():
     problem = describe(x, weights, stride=(1, 1), padding=[same(3, 3)], relu=True, pool="floor")
     bias, union = torch.zeros(8, device=DEVICE), pack_union(weights, problem, 128, x.dtype)
     for run in (
-        lambda found: tiled.launch_tiled(problem, x, pack_rows(weights, x.dtype), bias, Tile(32, 16, 16), found),
-        lambda found: stem.launch_stem(problem, x, union, bias, stem.StemTile(pixels=32), found),
+        lambda found: tiled.launch_tiled(
+            problem, ConvTensors(x, pack_rows(weights, x.dtype), bias, codes=found), Tile(32, 16, 16)
+        ),
+        lambda found: stem.launch_stem(
+            problem, ConvTensors(x, union, bias, codes=found), stem.StemTile(pixels=32)
+        ),
     ):
         found = empty_codes(problem, x)
         assert not run(found).any()

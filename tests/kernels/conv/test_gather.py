@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from lowrank_cnn.kernels.conv import gather
 from lowrank_cnn.kernels.conv.pack import pack_union
+from lowrank_cnn.kernels.problem import ConvTensors
 from lowrank_cnn.system.errors import LowRankError
 
 LOW_RANK = [(3, 1, 16), (1, 3, 8)]
@@ -29,14 +30,16 @@ def test_gather(layers, monkeypatch, size, groups, options):
     x, weights, bias, problem, exact, _ = layers.posed(size, groups, **options)
     packed = pack_union(weights, problem, gather.gathered_values(problem), x.dtype)
     tile = gather.GatherTile(pixels=32, filters=16, depth=16)
-    layers.agrees(gather.launch_gather(problem, x, packed, bias, tile), exact, x.dtype)
+    layers.agrees(gather.launch_gather(problem, ConvTensors(x, packed, bias), tile), exact, x.dtype)
 
 
 def test_gather_takes_many_channels_at_stride_two(layers):
     x, weights, bias, problem, exact, _ = layers.posed((1, 20, 7, 6), LOW_RANK, stride=(2, 2), relu=True)
     packed = pack_union(weights, problem, gather.gathered_values(problem), x.dtype)
     layers.agrees(
-        gather.launch_gather(problem, x, packed, bias, gather.GatherTile(pixels=16, filters=32)), exact, x.dtype
+        gather.launch_gather(problem, ConvTensors(x, packed, bias), gather.GatherTile(pixels=16, filters=32)),
+        exact,
+        x.dtype,
     )
 
 
@@ -44,4 +47,4 @@ def test_it_has_no_codes(layers):
     x, weights, bias, problem, *_ = layers.posed((1, 3, 6, 6), LOW_RANK, pool="floor")
     packed = pack_union(weights, problem, gather.gathered_values(problem), x.dtype)
     with pytest.raises(LowRankError, match="no gradient for a pool"):
-        gather.launch_gather(problem, x, packed, bias, codes=torch.empty(0))
+        gather.launch_gather(problem, ConvTensors(x, packed, bias, codes=torch.empty(0)))

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from lowrank_cnn.kernels.conv.hopper_plan import HopperTile, filters_per_tile
 from lowrank_cnn.kernels.conv.pack import pack_rows
-from lowrank_cnn.kernels.problem import describe
+from lowrank_cnn.kernels.problem import ConvTensors, describe
 from lowrank_cnn.kernels.reference import composite_reference
 
 
@@ -49,6 +49,6 @@ def test_the_kernel_and_its_ring_of_buffers_are_right(
         (size[0], *problem.result_size, problem.filters), torch.nan
     ).permute(0, 3, 1, 2)
     packed = pack_rows(weights, x.dtype)
-    y = emulated.launch_hopper(problem, x, packed, bias, tile)
+    y = emulated.launch_hopper(problem, ConvTensors(x, packed, bias), tile)
     expected = composite_reference(x.double(), [w.double() for w in weights], bias.double(), **options)
     assert torch.linalg.norm(y - expected) < 1e-5 * torch.linalg.norm(expected)

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from lowrank_cnn.kernels.conv.hopper_plan import HopperTile
 from lowrank_cnn.kernels.conv.pack import pack_rows
-from lowrank_cnn.kernels.problem import describe
+from lowrank_cnn.kernels.problem import ConvTensors, describe
 from lowrank_cnn.kernels.reference import composite_reference
 
 
@@ -26,7 +26,7 @@ def test_the_codes_of_a_fused_pool_name_the_winners(emulated, hopper_model, pool
     problem = describe(x, weights, **options, relu=True, pool=pool)
     codes = torch.full((1, *problem.result_size, 32), 77, dtype=torch.uint8)
     tile = HopperTile(pixels=32, filters=16, depth=16, boxes=2, slabs=3, parts=1)
-    emulated.launch_hopper(problem, x, pack_rows(weights, x.dtype), None, tile, codes)
+    emulated.launch_hopper(problem, ConvTensors(x, pack_rows(weights, x.dtype), None, codes=codes), tile)
     before = composite_reference(x.double(), [w.double() for w in weights], None, **options)
     height, width = problem.result_size
     whole = torch.nn.functional.pad(before, (0, 1, 0, 1), value=-torch.inf)[:, :, : 2 * height, : 2 * width]
@@ -50,7 +50,7 @@ def test_a_residual_comes_through_the_memory_of_the_results(
     residual = torch.randn(size[0], problem.filters, *problem.result_size)
     tile = HopperTile(pixels=32, filters=16, depth=16, boxes=2, slabs=2, parts=parts)
     hopper_model.poison(emulated)
-    y = emulated.launch_hopper(problem, x, pack_rows(weights, x.dtype), bias, tile, residual=residual)
+    y = emulated.launch_hopper(problem, ConvTensors(x, pack_rows(weights, x.dtype), bias, residual=residual), tile)
     exact = composite_reference(
         x.double(), [w.double() for w in weights], bias.double(), residual=residual.double(), **options
     )

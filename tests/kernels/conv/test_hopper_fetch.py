@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from lowrank_cnn.kernels.conv.hopper_plan import HopperTile, unsupported
 from lowrank_cnn.kernels.conv.pack import pack_rows
+from lowrank_cnn.kernels.problem import ConvTensors
 from lowrank_cnn.kernels.reference import composite_reference
 
 
@@ -32,12 +33,14 @@ def test_weights_that_stay_are_fetched_once(emulated, hopper_model, size, groups
     x, weights, bias, options, problem = hopper_model.posed(size, groups, stride, "relu")
     tile = HopperTile(pixels=32, filters=16, depth=16, boxes=boxes, slabs=0, parts=1, residents=1)
     hopper_model.poison(emulated)
-    y = emulated.launch_hopper(problem, x, pack_rows(weights, x.dtype), bias, tile)
+    y = emulated.launch_hopper(problem, ConvTensors(x, pack_rows(weights, x.dtype), bias), tile)
     exact = composite_reference(x.double(), [w.double() for w in weights], bias.double(), **options)
     assert torch.linalg.norm(y - exact) < 1e-5 * torch.linalg.norm(exact)
     ring = emulated.machine.fetched
     emulated.machine.fetched = 0
-    emulated.launch_hopper(problem, x, pack_rows(weights, x.dtype), bias, replace(tile, boxes=2, slabs=2))
+    emulated.launch_hopper(
+        problem, ConvTensors(x, pack_rows(weights, x.dtype), bias), replace(tile, boxes=2, slabs=2)
+    )
     assert ring < emulated.machine.fetched
 
 
@@ -55,6 +58,6 @@ def test_a_stride_reads_the_image_in_place(emulated, hopper_model, size, groups,
     assert unsupported(replace(problem, dtype=torch.bfloat16)) is None
     tile = HopperTile(pixels=32, filters=16, depth=16, boxes=boxes, slabs=slabs, parts=1)
     hopper_model.poison(emulated)
-    y = emulated.launch_hopper(problem, x, pack_rows(weights, x.dtype), bias, tile)
+    y = emulated.launch_hopper(problem, ConvTensors(x, pack_rows(weights, x.dtype), bias), tile)
     exact = composite_reference(x.double(), [w.double() for w in weights], bias.double(), **options)
     assert torch.linalg.norm(y - exact) < 1e-5 * torch.linalg.norm(exact)

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels.conv.overlap_plan import OverlapTile, pack_overlap, unsupported
-from lowrank_cnn.kernels.problem import describe
+from lowrank_cnn.kernels.problem import ConvTensors, describe
 from lowrank_cnn.kernels.reference import composite_reference
 
 LOW_RANK = [(7, 1, 16), (1, 7, 16)]
@@ -52,7 +52,7 @@ CASES = [
 def test_the_kernel_is_right(emulated, hopper_model, size, groups, options, tile):
     x, weights, bias, options, problem = posed(hopper_model, size, groups, **options)
     assert unsupported(replace(problem, dtype=torch.bfloat16)) is None
-    y = emulated.launch_overlap(problem, x, pack_overlap(weights, problem, x.dtype), bias, tile)
+    y = emulated.launch_overlap(problem, ConvTensors(x, pack_overlap(weights, problem, x.dtype), bias), tile)
     exact = composite_reference(x.double(), [w.double() for w in weights], bias.double(), **options)
     assert y.shape == exact.shape
     assert torch.linalg.norm(y - exact) < 1e-5 * torch.linalg.norm(exact)

@@ -12,7 +12,7 @@ from lowrank_cnn.kernels.conv import forward, gather, result_statistics, stem, t
 from lowrank_cnn.kernels.conv.hopper_plan import HopperTile, part_count
 from lowrank_cnn.kernels.conv.pack import pack_rows
 from lowrank_cnn.kernels.conv.plans import KernelPlan
-from lowrank_cnn.kernels.problem import describe
+from lowrank_cnn.kernels.problem import ConvTensors, describe
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -71,7 +71,7 @@ def test_of_the_hopper_kernel(monkeypatch, hopper_model, size, groups, stride, p
     tile = HopperTile(pixels=64, filters=16, depth=16, boxes=2, slabs=2, parts=parts)
     made = torch.full((3, part_count(problem, tile), problem.filters), torch.nan)
     packed = pack_rows(weights, x.dtype)
-    y = emulated.launch_hopper(problem, x, packed, bias, tile, None, None, made)
+    y = emulated.launch_hopper(problem, ConvTensors(x, packed, bias, parts=made), tile)
     assert made[0].sum(0).eq(y.numel() // y.shape[1]).all()
     assert all(
         close(ours, right) for ours, right in zip(result_statistics.launch_merge(made), moments(y), strict=True)

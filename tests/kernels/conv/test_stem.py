@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from lowrank_cnn.kernels.conv import stem
 from lowrank_cnn.kernels.conv.gather import gathered_values
 from lowrank_cnn.kernels.conv.pack import pack_union
+from lowrank_cnn.kernels.problem import ConvTensors
 
 FIRST_LAYERS = [
     pytest.param((2, 3, 9, 7), [(3, 1, 8), (1, 3, 8)], {"relu": True, "pool": "floor"}, id="low-rank, pool"),
@@ -27,7 +28,9 @@ def test_stem(layers, monkeypatch, size, groups, options):
     x, weights, bias, problem, exact, _ = layers.posed(size, groups, **options)
     assert stem.unsupported(problem) is None
     packed = pack_union(weights, problem, gathered_values(problem), x.dtype)
-    layers.agrees(stem.launch_stem(problem, x, packed, bias, stem.StemTile(pixels=32)), exact, x.dtype)
+    layers.agrees(
+        stem.launch_stem(problem, ConvTensors(x, packed, bias), stem.StemTile(pixels=32)), exact, x.dtype
+    )
 
 
 def test_it_refuses_many_values_and_many_filters(layers):

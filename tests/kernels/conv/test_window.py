@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels.conv.window_plan import WindowTile, pack_windows
-from lowrank_cnn.kernels.problem import describe
+from lowrank_cnn.kernels.problem import ConvTensors, describe
 from lowrank_cnn.kernels.reference import composite_reference
 
 
@@ -41,7 +41,7 @@ def test_the_kernel_and_its_ring_of_buffers_are_right(emulated, hopper_model, si
     x, weights, options, problem = posed(hopper_model, size, groups, pool)
     bias = torch.randn(problem.filters)
     packed = pack_windows(weights, problem, x.dtype)
-    y = emulated.launch_window(problem, x, packed, bias, WindowTile(stages, residents=1))
+    y = emulated.launch_window(problem, ConvTensors(x, packed, bias), WindowTile(stages, residents=1))
     exact = [x.double(), [w.double() for w in weights], bias.double()]
     expected = composite_reference(*exact, **options, relu=True, pool=pool)
     assert y.shape == expected.shape
@@ -51,7 +51,7 @@ def test_the_kernel_and_its_ring_of_buffers_are_right(emulated, hopper_model, si
 def test_the_codes_name_the_winners(emulated, hopper_model):
     x, weights, options, problem = posed(hopper_model, (2, 3, 8, 10), [(3, 1, 8), (1, 3, 8)], "floor")
     codes = torch.full((2, *problem.result_size, 16), 77, dtype=torch.uint8)
-    emulated.launch_window(problem, x, pack_windows(weights, problem, x.dtype), None, None, codes)
+    emulated.launch_window(problem, ConvTensors(x, pack_windows(weights, problem, x.dtype), None, codes=codes))
     before = composite_reference(x.double(), [w.double() for w in weights], None, **options)
     value, place = before.unfold(2, 2, 2).unfold(3, 2, 2).flatten(-2).max(-1)
     assert torch.equal(codes.permute(0, 3, 1, 2).long(), torch.where(value > 0, place, 4))
@@ -62,6 +62,6 @@ def test_a_zero_is_cut(emulated, hopper_model):
     x, weights, _, problem = posed(hopper_model, (1, 3, 4, 4), [(3, 3, 16)], "floor")
     codes = torch.full((1, 2, 2, 16), 77, dtype=torch.uint8)
     packed = pack_windows(weights, problem, x.dtype)
-    y = emulated.launch_window(problem, torch.zeros_like(x), packed, torch.zeros(16), None, codes)
+    y = emulated.launch_window(problem, ConvTensors(torch.zeros_like(x), packed, torch.zeros(16), codes=codes))
     assert not y.any()
     assert (codes == 4).all()

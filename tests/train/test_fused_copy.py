@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import Recipe, Record, fit
-from lowrank_cnn.train.fused import fused_to_train
+from lowrank_cnn.train.fused_copy import fused_to_train
 from lowrank_cnn.train.job import Job
 
 

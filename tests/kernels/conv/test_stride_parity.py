@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from lowrank_cnn.kernels.conv import fold, gradients, parity
+from lowrank_cnn.kernels.conv import fold, gradients, stride_parity
 from lowrank_cnn.kernels.problem import describe
 from lowrank_cnn.kernels.reference import composite_reference
 
@@ -75,7 +75,8 @@ def test_every_tap_reads_one_parity():
     x, weights = torch.zeros(1, 64, 8, 8), [torch.zeros(8, 64, 3, 1), torch.zeros(8, 64, 1, 3)]
     problem = describe(x, weights, stride=(2, 2), padding=[same(3, 1), same(1, 3)])
     found = {
-        conv.parity: [(g.height, g.width) for g in conv.problem.groups] for conv in parity.parity_convs(problem)
+        conv.parity: [(g.height, g.width) for g in conv.problem.groups]
+        for conv in stride_parity.parity_convs(problem)
     }
     assert found == {(0, 0): [(1, 1), (1, 1)], (0, 1): [(1, 2)], (1, 0): [(2, 1)]}
 
@@ -83,4 +84,4 @@ def test_every_tap_reads_one_parity():
 def test_what_no_view_can_be_fetched_of():
     weights = [torch.zeros(8, 6, 3, 3)]
     problem = describe(torch.zeros(1, 6, 8, 8), weights, stride=(2, 2), padding=[same(3, 3)])
-    assert "16 bytes" in (parity.unsupported(problem) or "")
+    assert "16 bytes" in (stride_parity.unsupported(problem) or "")

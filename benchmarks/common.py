@@ -1,0 +1,61 @@
+"""What all benchmarks share: their arguments, their records, and the spread of what they measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lowrank_cnn.system.environment import environment
+from lowrank_cnn.system.files import write_atomically, write_json
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def parser(text: str | None, out: str) -> argparse.ArgumentParser:
+    """A parser that shows the text of a benchmark; `--out` is `results/OUT` unless it is given."""
+    made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, default=RESULTS / out, help="the record to write")
+    return made
+
+
+def write_record(path: Path, kind: str, *, by_line: str = "", **values: Any) -> None:
+    """A record of one run, with what it was measured with unless it says so itself; the file is always whole.
+
+    `by_line` names a list of which every item gets one line of the file.
+    """
+    rows = [json.dumps(row) for row in values.pop(by_line)] if by_line else []
+    record = {"kind": kind, **values, "environment": values.get("environment") or environment()}
+    text = json.dumps(record, indent=1)
+    if by_line:
+        separator = ",\n  "
+        text = f'{text[:-2]},\n "{by_line}": [\n  {separator.join(rows)}\n ]\n}}'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, f"{text}\n".encode())
+
+
+def earlier_runs(path: Path, kind: str) -> list[dict[str, Any]]:
+    """The runs that a record holds already, oldest first."""
+    found = json.loads(path.read_text()) if path.exists() else {"kind": kind, "runs": []}
+    if found.get("kind") != kind or "runs" not in found:
+        sys.exit(f"{path} is no record of runs of {kind}: name another file by --out.")
+    return found["runs"]
+
+
+def write_runs(path: Path, kind: str, runs: list[dict[str, Any]]) -> None:
+    """A record of several runs, the newest last; the file is always whole."""
+    write_json(path, {"kind": kind, "runs": runs})
+
+
+def rates(values: Sequence[float]) -> dict[str, float]:
+    """Images per second: the median of several rounds, the lowest and the highest."""
+    return {"images_per_second": median(values), "lowest": min(values), "highest": max(values)}
+
+
+def milliseconds(values: Sequence[float]) -> dict[str, float]:
+    """Times of one thing: the median of several, the least and the most."""
+    return {"ms": median(values), "least": min(values), "most": max(values)}

@@ -1,0 +1,70 @@
+"""Networks of any kind of input are counted and decomposed on an example."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.method.converting import convert
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.decomposing import decompose
+from lowrank_cnn.method.inputs import arguments, checked_size, is_example, known_inputs
+from lowrank_cnn.system.errors import LowRankError
+
+
+class Denoiser(nn.Module):
+    """Takes an image and a number, as diffusion networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.scale = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(1, 8)
+
+    def forward(self, x: Tensor, step: Tensor) -> Tensor:
+        return self.conv(x) + self.scale(step[:, None])[:, :, None, None]
+
+
+EXAMPLE = (torch.randn(2, 8, 6, 6), torch.ones(2))
+
+
+def test_several_inputs_are_counted_with_their_batch():
+    assert count(Denoiser(), EXAMPLE).macs == 2 * (8 * 8 * 9 * 36 + 8)
+    assert count(Denoiser(), EXAMPLE).input == (8, 6, 6)
+
+
+@pytest.mark.parametrize(
+    ("net", "size", "macs"),
+    [
+        (nn.Conv1d(4, 6, 3, padding=1, bias=False), (4, 10), 4 * 6 * 3 * 10),
+        (nn.Conv3d(2, 3, 3, padding=1, bias=False), (2, 4, 4, 4), 2 * 3 * 27 * 64),
+        (nn.Linear(5, 7, bias=False), (5,), 35),
+    ],
+)
+def test_sizes_have_any_number_of_axes(net: nn.Module, size: tuple[int, ...], macs: int):
+    assert count(net, size).macs == macs
+    assert count(net, torch.randn(1, *size)).macs == macs
+
+
+@pytest.mark.parametrize("transform", [convert, decompose])
+def test_a_budget_is_kept_for_a_network_of_several_inputs(transform):
+    net = Denoiser()
+    new = transform(net, "separable", macs=0.7, input_size=EXAMPLE)
+    assert count(new, EXAMPLE).macs <= 0.7 * count(net, EXAMPLE).macs
+    assert new(*EXAMPLE).shape == (2, 8, 6, 6)
+
+
+def test_a_size_becomes_one_image_and_an_example_stays():
+    (image,) = arguments((3, 4, 5), device="cpu", dtype=torch.float64)
+    assert (image.shape, image.dtype) == ((1, 3, 4, 5), torch.float64)
+    assert arguments(EXAMPLE, device="cpu", dtype=None)[1] is EXAMPLE[1]
+    assert is_example(EXAMPLE)
+    assert not is_example((3, 4, 5))
+
+
+@pytest.mark.parametrize("bad", [32, "3x8x8", (), (3, 0, 8), (3, 2**21, 8), (True, 8, 8), None, {"image": 3}])
+def test_bad_sizes_are_refused_in_a_sentence(bad: object):
+    with pytest.raises(LowRankError, match=r"channels, height, width.*\.$"):
+        checked_size(bad)
+
+
+def test_a_budget_needs_inputs():
+    with pytest.raises(LowRankError, match="give input_size"):
+        known_inputs(nn.Conv2d(3, 3, 3), None)

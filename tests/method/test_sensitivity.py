@@ -1,0 +1,51 @@
+"""What a network keeps when one of its layers is decomposed, measured on images."""
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.method.activations import outputs, relative_error
+from lowrank_cnn.method.rewriting import copy_with
+from lowrank_cnn.method.scheme import parse_scheme
+from lowrank_cnn.method.sensitivity import data_fitted, measured_keeps
+from lowrank_cnn.system.errors import LowRankError
+
+SEPARABLE = parse_scheme("separable")
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(4, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 8, 3, padding=1)]
+    return nn.Sequential(*layers).double().eval()
+
+
+IMAGES = [torch.randn(8, 4, 10, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))]
+
+
+def test_more_filters_keep_more_and_what_is_kept_is_measured():
+    model = net()
+    convs = {"0": model[0], "2": model[2]}
+    keeps = measured_keeps(model, convs, SEPARABLE, IMAGES, refitting=False)
+    for name in convs:
+        values = [keeps[name](m) for m in range(1, 12)]
+        assert values == sorted(values)
+        assert 0 < values[0] < values[-1] <= 1
+
+
+def test_refitting_on_images_loses_less_at_the_output():
+    model, scheme = net(), parse_scheme("separable(m=6)")
+    right = outputs(model, IMAGES)
+    errors = []
+    seen = [(model[:2](x), model(x)) for x in IMAGES]
+    for given in ([], seen):
+        layer = data_fitted("2", model[2], scheme, given)
+        errors.append(relative_error(outputs(copy_with(model, {model[2]: layer}), IMAGES), right))
+    assert errors[1] < 0.9 * errors[0]
+
+
+def test_a_score_decides_where_it_is_given_and_must_be_a_number():
+    model = net()
+    keeps = measured_keeps(model, {"0": model[0]}, SEPARABLE, [], lambda network: 0.5)
+    assert keeps["0"](4) == pytest.approx(1.0)
+    with pytest.raises(LowRankError, match="evaluate gives a number"):
+        measured_keeps(model, {"0": model[0]}, SEPARABLE, [], lambda network: "good")  # type: ignore[arg-type, return-value]
