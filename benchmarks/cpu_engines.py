@@ -7,8 +7,8 @@
 `prepare` exports every network to every engine in fp32, fp16 and int8 through `lr.export` and `lr.quantize`, which
 compare each file with the network. int8 is calibrated on random images: that changes no time. `time` opens the
 files by `open_engine`; torch runs beside them, eager and compiled. All ways of a family and precision run in
-turns, with a rest between them; the record holds medians and quartiles. The thin dense network has the MACs of the
-low-rank one (`lr.thin`).
+turns, with a rest between them; the record holds medians and quartiles, and no row whose quartiles lie far apart.
+The thin dense network has the MACs of the low-rank one (`lr.thin`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ PACKAGES = ("onnxruntime", "openvino", "nncf", "ncnn", "pnnx", "MNN", "executorc
 PRECISIONS = ("fp32", "fp16", "int8")
 REST = 0.03
 """Seconds before each run, for the threads of the engine before it to fall asleep."""
+MOST_SPREAD = 0.15
+"""Between the quartiles, as a share of the median: with more, something else ran on the machine."""
 
 
 def network(family: str, way: str) -> nn.Module:
@@ -128,6 +130,9 @@ def time_families(options: argparse.Namespace) -> None:
                 )
             rows = []
             for key, sample in samples.items():
+                if sample.high - sample.low > MOST_SPREAD * sample.ms:
+                    print(f"not recorded, disturbed: {family} {precision} {key}, {sample}", flush=True)
+                    continue
                 way, engine = key.split("|")
                 where = {"family": family, "precision": precision, "threads": options.threads}
                 rows.append({**where, "network": way, "engine": engine, "macs": macs[way], **asdict(sample)})

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tables.form import NO_RUNS, ROOT, markdown, record, recorded, source
+from tables.form import ROOT, markdown, record, source
 
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
@@ -108,21 +108,6 @@ def _chart(title: str, pairs: Any, runs: list[dict[str, Any]], accuracy: dict[st
          "encoding": {"x": x, "y": y, "text": {"field": "name"}}},
     ]  # fmt: skip
     return {"title": title, "width": 330, "height": 220, "layer": layers}
-
-
-def cpu_engines() -> str:
-    """Milliseconds of each network in each engine, as given, thin and low-rank."""
-    if not recorded("cpu_engines.json"):
-        return NO_RUNS
-    found = record("cpu_engines.json")
-    engines = list(dict.fromkeys(row["engine"] for row in found["rows"]))
-    networks = list(dict.fromkeys(row["network"] for row in found["rows"]))
-    times = {(row["network"], row["engine"]): row["ms"] for row in found["rows"]}
-    rows: list[list[object]] = [
-        [f"`{name}`", *(f"{times[name, engine]:.1f}" if (name, engine) in times else "" for engine in engines)]
-        for name in networks
-    ]
-    return markdown(["ms", *engines], rows) + source("cpu_engines.json", found["environment"])
 
 
 if __name__ == "__main__":

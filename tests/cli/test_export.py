@@ -20,8 +20,8 @@ def test_int8_prints_the_accuracy_before_and_after(output_of, tmp_path, monkeypa
     few = open_data("digits", limit=60, progress=False)
     monkeypatch.setattr("lowrank_cnn.deploy.quantizing.open_data", lambda *_, **__: few)
     run = tmp_path / "run"
-    output_of("train", "nin-c3-lr", "--data", "digits", "--limit", "60", "--recipe", "digits", "--width", "0.05",
-              "--epochs", "1", "--device", "cpu", "--out", run)  # fmt: skip
+    small = ("--limit", "60", "--batch-size", "16", "--width", "0.05", "--epochs", "1", "--device", "cpu")
+    output_of("train", "nin-c3-lr", "--data", "digits", "--recipe", "digits", *small, "--out", run)
     text = output_of("export", run, "-o", tmp_path / "net.int8.onnx", "--int8", "--calibrate", "digits")
     assert "in int8, on 60 test images" in text
     assert "Layers that stay in float:" in text

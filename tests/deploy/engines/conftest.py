@@ -44,7 +44,8 @@ def check_target(tiny: nn.Module, tmp_path: Path, monkeypatch) -> Callable[[str,
         np.testing.assert_allclose(given, expected, atol=limit, rtol=limit)
         scope = {"images": images[:1].numpy(), "torch": torch}
         monkeypatch.chdir(tmp_path)
-        exec(usage(path, precision=precision), scope)
+        with torch.no_grad():
+            exec(usage(path, precision=precision), scope)
         np.testing.assert_allclose(np.asarray(scope["logits"]).reshape(1, -1), expected[:1], atol=0.05)
         return path
 

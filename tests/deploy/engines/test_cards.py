@@ -13,7 +13,6 @@ def test_a_card_has_shapes_error_and_snippet(check_target):
     for words in (
         "tiny, fp32, for onnxruntime",
         "image of batchx3x12x12",
-        "12 K",
         "1.0e-06",
         "top-1 90%",
         "net.onnx",

@@ -1,0 +1,78 @@
+"""CPU engines: the fastest way of each network, and compiled strips against the engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tables.form import NO_RUNS, markdown, record, recorded, source
+
+_WAYS = ("dense", "thin", "low-rank")
+_KERNELS = {"vgg11-gmp": "3x3", "resnet18": "3x3", "nin": "5x5 and 3x3"}
+
+
+def cpu_engines() -> str:
+    """For every network and precision: the fastest engine of the dense, the thin and the low-rank network."""
+    if not recorded("cpu_engines.json"):
+        return NO_RUNS
+    found = record("cpu_engines.json")
+    rows: list[list[object]] = []
+    for family, threads, precision in _groups(found["rows"]):
+        best = {way: _best(found["rows"], family, threads, precision, way) for way in _WAYS}
+        if any(row is None for row in best.values()):
+            continue
+        cells = [_cell(best[way]) for way in _WAYS]
+        ms = {way: row["ms"] for way, row in best.items() if row}
+        ratios = f"**{ms['low-rank'] / ms['dense']:.2f}**", f"{ms['low-rank'] / ms['thin']:.2f}"
+        rows.append([f"`{family}`", precision, threads, *cells, *ratios])
+    columns = ["network", "precision", "threads", "dense ms", "thin ms", "low-rank ms", "of dense", "of thin"]
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return markdown(columns, rows) + f"\n{versions}.\n" + source("cpu_engines.json", found["environment"])
+
+
+def decision() -> str:
+    """What to take on this CPU, by kernels and precision: the fastest network of equal MACs, and its engine."""
+    if not recorded("cpu_engines.json"):
+        return NO_RUNS
+    found = record("cpu_engines.json")
+    rows: list[list[object]] = []
+    for family, threads, precision in _groups(found["rows"]):
+        best = {way: _best(found["rows"], family, threads, precision, way) for way in _WAYS}
+        thin, low, dense = best["thin"], best["low-rank"], best["dense"]
+        if not (thin and low and dense) or threads != max(row["threads"] for row in found["rows"]):
+            continue
+        chosen, other = (low, thin) if low["ms"] < thin["ms"] else (thin, low)
+        advice = "low-rank" if chosen is low else "a thinner dense network"
+        gain = f"{chosen['ms'] / other['ms']:.2f} of the other, {chosen['ms'] / dense['ms']:.2f} of dense"
+        rows.append([_KERNELS[family], f"`{family}`", precision, advice, chosen["engine"], gain])
+    columns = ["kernels", "<network", "<precision", "<take", "<in", "<time"]
+    return markdown(columns, rows) + source("cpu_engines.json", found["environment"])
+
+
+def strips() -> str:
+    """One layer: compiled strips beside the fastest engine, by precision."""
+    if not recorded("strips.json"):
+        return NO_RUNS
+    found = record("strips.json")
+    rows: list[list[object]] = []
+    for precision, row in found["gains"].items():
+        ours, theirs = found["ways"][row["strips"]]["ms"], found["engines"][row["engine"]]["ms"]
+        rows.append(
+            [precision, row["strips"], f"{ours:.2f}", row["engine"], f"{theirs:.2f}", f"**{row['gain']:.2f}**"]
+        )
+    columns = ["precision", "<strips", "ms", "<fastest engine", "ms", "times as fast"]
+    return markdown(columns, rows) + source("strips.json", found["environment"])
+
+
+def _groups(rows: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
+    order = ("fp32", "fp16", "int8")
+    groups = dict.fromkeys((row["family"], row["threads"], row["precision"]) for row in rows)
+    return sorted(groups, key=lambda group: (group[0], -group[1], order.index(group[2])))
+
+
+def _best(rows: list[dict[str, Any]], *wanted: object) -> dict[str, Any] | None:
+    chosen = [r for r in rows if (r["family"], r["threads"], r["precision"], r["network"]) == wanted]
+    return min(chosen, key=lambda row: row["ms"], default=None)
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    return "" if row is None else f"{row['ms']:.1f} ({row['low']:.1f} to {row['high']:.1f}) {row['engine']}"
