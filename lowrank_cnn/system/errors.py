@@ -19,9 +19,9 @@ class LowRankError(ValueError):
     A name within the sentence may be anything: control characters and line ends in it are escaped.
 
     >>> import lowrank_cnn as lr
-    >>> lr.create_model("vgg12")
+    >>> lr.create_model("nin", width=-1)
     Traceback (most recent call last):
-    lowrank_cnn.system.errors.LowRankError: there is no network 'vgg12'; did you mean vgg11 or vgg11-gmp or vgg11-gmp-lr-2x?
+    lowrank_cnn.system.errors.LowRankError: width must be positive and at most 64, not -1.
     """
 
     def __str__(self) -> str:
