@@ -127,7 +127,13 @@ def _newest(path: Path) -> Path:
 
 
 def load_pretrained(name: str, data: str) -> Trained:
-    """A network with the weights that come with the package, and how its images are prepared."""
+    """A network with the weights that come with the package, and how its images are prepared.
+
+    >>> import lowrank_cnn as lr
+    >>> trained = lr.load_pretrained("nin-c3-lr", "cifar10")
+    >>> trained.classes[:2], trained.input_size
+    (('airplane', 'automobile'), (3, 32, 32))
+    """
     found = read_pretrained(name, data)
     return _trained(create_model(name, pretrained=data), found.preprocess, found.card)
 
