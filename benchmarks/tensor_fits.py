@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from lowrank_cnn.method.costs import macs_per_pixel
 from lowrank_cnn.method.ranks import keeper
 from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.system.environment import environment
-from lowrank_cnn.system.errors import require
 from lowrank_cnn.system.text import text_table
 
 OUT = Path(__file__).parent / "results" / "tensor_fits.json"
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.33, 0.2])
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
-    require("tensorly", extra="dev", purpose="Tucker and CP fits").set_backend("pytorch")
+    _tensorly("tensorly").set_backend("pytorch")
     about = {"network": options.network, "environment": environment() | {"tensorly": version("tensorly")}}
     rows: list[dict[str, Any]] = []
     for row in measured(lr.create_model(options.network, pretrained="cifar10"), options.shares):
@@ -71,9 +71,8 @@ def _ours(conv: nn.Conv2d, text: str, most: float) -> float | None:
 
 
 def _tucker(weight: Tensor, most: float) -> float | None:
-    from tensorly.decomposition import partial_tucker
-    from tensorly.tenalg import multi_mode_dot
-
+    partial_tucker = _tensorly("tensorly.decomposition").partial_tucker
+    multi_mode_dot = _tensorly("tensorly.tenalg").multi_mode_dot
     filters, channels, *kernel = weight.shape
     found = []
     for ratio in RATIOS:
@@ -87,14 +86,19 @@ def _tucker(weight: Tensor, most: float) -> float | None:
 
 
 def _cp(weight: Tensor, most: float) -> float | None:
-    from tensorly import cp_to_tensor
-    from tensorly.decomposition import parafac
-
+    parafac, cp_to_tensor = _tensorly("tensorly.decomposition").parafac, _tensorly("tensorly").cp_to_tensor
     components = int(most / sum(weight.shape))
     if components > MOST:
         return None
     fitted = parafac(weight, rank=components, init="random", random_state=0, n_iter_max=60, tol=1e-6)
     return _lost(weight, cp_to_tensor(fitted))
+
+
+def _tensorly(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise lr.MissingExtra("Tucker and CP fits need tensorly: pip install tensorly") from error
 
 
 def _lost(weight: Tensor, fitted: Tensor) -> float:
