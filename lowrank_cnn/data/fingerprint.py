@@ -33,7 +33,7 @@ def fingerprint_of_parts(*parts: str) -> str:
 def fingerprint_of_files(root: Path, files: Sequence[str | Path]) -> str:
     """From the names below `root`, the sizes, and pieces of some of the files."""
     names = [os.path.relpath(file, root) for file in files]
-    sizes = [_size(files[index]) for index in evenly_spaced(len(files), MOST_SIZES)]
+    sizes = [_state(files[index])[0] for index in evenly_spaced(len(files), MOST_SIZES)]
     pieces = [_pieces(files[index]) for index in evenly_spaced(len(files), SAMPLED_FILES)]
     return fingerprint_of_parts("files", "\0".join(names), str(sizes), *pieces)
 
@@ -66,19 +66,12 @@ def _hashed(tensor: Tensor) -> str:
 
 
 def _state(path: str | Path) -> tuple[int, int]:
+    """The file's size and time of change; -1 if it cannot be read, which decoding reports."""
     try:
         found = Path(path).stat()
     except OSError:
         return -1, -1
     return found.st_size, found.st_mtime_ns
-
-
-def _size(path: str | Path) -> int:
-    """The file's size in bytes; -1 where it cannot be read, which decoding reports."""
-    try:
-        return Path(path).stat().st_size
-    except OSError:
-        return -1
 
 
 def _pieces(path: str | Path) -> str:

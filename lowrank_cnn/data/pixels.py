@@ -103,35 +103,18 @@ def _warp(pixels: Tensor, maps: Tensor) -> Tensor:
     return functional.grid_sample(pixels, grid, padding_mode="border", align_corners=False)
 
 
-def _affine(pixels: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    maps = torch.stack([torch.stack([a, b, x], 1), torch.stack([c, d, y], 1)], 1)
-    return _warp(pixels, maps)
-
-
-def _shear_x(pixels: Tensor, s: Tensor) -> Tensor:
-    one, zero = torch.ones_like(s), torch.zeros_like(s)
-    return _affine(pixels, one, s * 0.99, zero, one, zero, zero)
-
-
-def _shear_y(pixels: Tensor, s: Tensor) -> Tensor:
-    one, zero = torch.ones_like(s), torch.zeros_like(s)
-    return _affine(pixels, one, zero, s * 0.99, one, zero, zero)
-
-
-def _shift_x(pixels: Tensor, s: Tensor) -> Tensor:
-    one, zero = torch.ones_like(s), torch.zeros_like(s)
-    return _affine(pixels, one, zero, zero, one, s, zero)
-
-
-def _shift_y(pixels: Tensor, s: Tensor) -> Tensor:
-    one, zero = torch.ones_like(s), torch.zeros_like(s)
-    return _affine(pixels, one, zero, zero, one, zero, s)
+def _affine(pixels: Tensor, **changed: Tensor) -> Tensor:
+    """Sample images at x' = xx x + xy y + x0 and y' = yx x + yy y + y0, of which `changed` is not the identity."""
+    one, zero = torch.ones(len(pixels), device=pixels.device), torch.zeros(len(pixels), device=pixels.device)
+    maps = {"xx": one, "xy": zero, "x0": zero, "yx": zero, "yy": one, "y0": zero} | changed
+    return _warp(pixels, torch.stack(list(maps.values()), 1).view(-1, 2, 3))
 
 
 def _rotate(pixels: Tensor, s: Tensor) -> Tensor:
-    angle, zero = s * math.radians(135), torch.zeros_like(s)
+    angle = s * math.radians(135)
     flat = pixels.shape[2] / pixels.shape[3]  # coordinates are shares of each side: a turn must not stretch
-    return _affine(pixels, angle.cos(), -angle.sin() * flat, angle.sin() / flat, angle.cos(), zero, zero)
+    cos, sin = angle.cos(), angle.sin()
+    return _affine(pixels, xx=cos, xy=-sin * flat, yx=sin / flat, yy=cos)
 
 
 def _blend(other: Tensor, pixels: Tensor, s: Tensor) -> Tensor:
@@ -189,10 +172,10 @@ def _grey(pixels: Tensor) -> Tensor:
 
 OPERATIONS: dict[str, Operation] = {
     "identity": lambda pixels, _: pixels,
-    "shear_x": _shear_x,
-    "shear_y": _shear_y,
-    "shift_x": _shift_x,
-    "shift_y": _shift_y,
+    "shear_x": lambda pixels, s: _affine(pixels, xy=s * 0.99),
+    "shear_y": lambda pixels, s: _affine(pixels, yx=s * 0.99),
+    "shift_x": lambda pixels, s: _affine(pixels, x0=s),
+    "shift_y": lambda pixels, s: _affine(pixels, y0=s),
     "rotate": _rotate,
     "brightness": _brightness,
     "contrast": _contrast,

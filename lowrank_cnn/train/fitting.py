@@ -34,6 +34,7 @@ from lowrank_cnn.train.record import Record
 from lowrank_cnn.train.remarks import dropout_remarks, remarks
 from lowrank_cnn.train.score import Evaluation, LossEvaluation, check_fits
 from lowrank_cnn.train.short_runs import whiten_first_layer
+from lowrank_cnn.train.step import put_back
 from lowrank_cnn.train.trained import Trained
 from lowrank_cnn.train.trainer import Callback, Trainer
 
@@ -151,7 +152,7 @@ def _train(job: Job, saved: Checkpoint | None, *, log: Sequence[str], checkpoint
         if not isinstance(inputs.preprocess, AsGiven):
             Trained(model, inputs.preprocess, recipe, job.data.classes, job.data.test.size or ()).attach()
         _resume(trainer, saved, shown)
-        _run(trainer, _progress(trainer, shown, log))
+        _run(trainer, shown, log)
     return trainer.record
 
 
@@ -182,10 +183,12 @@ def _progress(trainer: Trainer, shown: Progress, log: Sequence[str]) -> Progress
     return Logged(shown, log, trainer.record, trainer.directory.path if trainer.directory else None)
 
 
-def _run(trainer: Trainer, progress: Progress) -> None:
-    trainer.progress = progress
+def _run(trainer: Trainer, shown: Progress, log: Sequence[str]) -> None:
     try:
-        with trainer.progress:
+        with contextlib.ExitStack() as showing:
+            # Importing rich draws a random number, and loggers may: a resumed run draws what it would have drawn.
+            with put_back({}, trainer.fabric.device):
+                trainer.progress = showing.enter_context(_progress(trainer, shown, log))
             evaluation = trainer.run()
             trainer.record.result = _result(trainer, evaluation)
             trainer.progress.result(trainer.record.result)

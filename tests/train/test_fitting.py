@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train import fit, get_recipe, load_record
+from lowrank_cnn.train import fit, fitting, get_recipe, load_record
 
 
 def test_it_learns_and_says_so(driver):
@@ -224,3 +225,19 @@ def test_a_finished_run_is_not_taken_for_one_of_another_recipe(driver, tmp_path,
         driver.train(tmp_path, dataclasses.replace(driver.PLAIN, lr=0.7), epochs=2, resume=True)
     driver.train(tmp_path, driver.PLAIN, epochs=1, resume=True, progress=True)
     assert "has finished its 2 epochs" in capsys.readouterr().out
+
+
+def test_showing_progress_draws_no_random_numbers_from_the_run(driver, tmp_path, monkeypatch):
+    """A library that is imported lazily may draw on import, which a resumed run would do at another step."""
+    whole, _ = driver.train(tmp_path / "quiet", driver.PLAIN)
+    quiet, progress = random.getstate(), fitting._progress
+
+    def drawing_progress(*arguments):
+        random.random()
+        torch.rand(3)
+        return progress(*arguments)
+
+    monkeypatch.setattr(fitting, "_progress", drawing_progress)
+    drawing, _ = driver.train(tmp_path / "drawing", driver.PLAIN)
+    assert random.getstate() == quiet
+    assert all(torch.equal(value, drawing.state_dict()[name]) for name, value in whole.state_dict().items())
