@@ -11,6 +11,9 @@ from lowrank_cnn.deploy.engines.onnx import OnnxRunner
 from lowrank_cnn.deploy.engines.runner import Runner, as_array
 from lowrank_cnn.system.errors import LowRankError
 
+_MOST_IMAGES = 1024
+"""The largest fixed batch that a smaller one is filled up to: a file may ask for any."""
+
 
 class EngineModel(nn.Module):
     """Runs a file in its engine. Several outputs are given as a dictionary by name.
@@ -23,6 +26,13 @@ class EngineModel(nn.Module):
     def __init__(self, runner: Runner) -> None:
         super().__init__()
         self.runner = runner
+        for port in runner.inputs:
+            if not isinstance(getattr(torch, port.dtype, None), torch.dtype):
+                raise LowRankError(
+                    f"this file takes {port.name} in {port.dtype}, which is no type of tensors here."
+                )
+        if not runner.inputs:
+            raise LowRankError("this file takes no input.")
         first = runner.inputs[0]
         self.input_size = tuple(size if isinstance(size, int) else None for size in first.shape[1:])
         self.dtype: torch.dtype = getattr(torch, first.dtype)
@@ -38,12 +48,8 @@ class EngineModel(nn.Module):
         if self.pixels and first.is_floating_point():
             first = inputs[name] = as_pixels(first, nhwc=self.pixels == "nhwc")
         batch = ports[0].shape[0] if ports[0].shape else None
-        if (
-            isinstance(batch, int)
-            and len(ports) == 1
-            and first.dim() == len(ports[0].shape)
-            and len(first) != batch
-        ):
+        alone = len(ports) == 1 and first.dim() == len(ports[0].shape) and len(first) > 0
+        if alone and isinstance(batch, int) and 0 < batch <= _MOST_IMAGES and len(first) != batch:
             found = self._in_turns(name, first, batch)
         else:
             found = self._run(inputs)
@@ -56,6 +62,7 @@ class EngineModel(nn.Module):
 
     def _in_turns(self, name: str, given: Tensor, batch: int) -> dict[str, Tensor]:
         """Run batches of the file's own size; the last one is filled up, and its surplus left out."""
+        self.runner.check_image(given[0])
         padded = torch.cat([given, given[-1:].expand(-len(given) % batch, *given.shape[1:])])
         parts = [self._run({name: part}) for part in padded.split(batch)]
         if any(tensor.shape[:1] != (batch,) for tensor in parts[0].values()):

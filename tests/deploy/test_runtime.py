@@ -63,3 +63,20 @@ def test_pixels_are_told_from_prepared_images():
     for wrong in (pixels - 120, pixels * 2, pixels / 255, pixels * float("nan")):
         with pytest.raises(LowRankError, match="pixel values of 0 to 255"):
             as_pixels(wrong, nhwc=False)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"), [((), "takes no input"), ((Port("text", ("batch",), "string"),), "text in string")]
+)
+def test_a_file_of_others_that_takes_no_tensors_is_refused(inputs: tuple[Port, ...], says: str):
+    runner = Doubling("batch")
+    runner.inputs = inputs
+    with pytest.raises(LowRankError, match=says):
+        EngineModel(runner)
+
+
+def test_a_file_cannot_ask_for_much_memory_by_its_batch():
+    with pytest.raises(LowRankError, match="image of 1073741824x2x3, not of 1x2x3"):
+        EngineModel(Doubling(2**30))(images(1))
+    with pytest.raises(LowRankError, match="image of 1000x2x3, not images of 2x4"):
+        EngineModel(Doubling(1000))(torch.zeros(1, 2, 4))

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -69,6 +69,13 @@ class Runner(ABC):
             raise
         except Exception as error:  # each engine has its own family of errors
             raise LowRankError(f"{self.engine} cannot run this file: {first_line(error)}.") from error
+
+    def check_image(self, image: Any) -> None:
+        """Refuse one image (or its array) that does not fit the first input behind the batch."""
+        port = self.inputs[0]
+        if not Port(port.name, port.shape[1:]).takes(image):
+            given = "x".join(map(str, image.shape))
+            raise LowRankError(f"this file takes {port.name} of {port}, not images of {given}.")
 
     def _check(self, inputs: Mapping[str, ndarray]) -> None:
         """Refuse in a sentence what the engine would refuse in its own words."""
