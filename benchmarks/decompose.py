@@ -29,7 +29,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -39,7 +39,7 @@ from torch import nn
 
 from benchmarks.common import RESULTS, parser, write_record
 from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.deploy import load
+from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.decomposing import decompose
 from lowrank_cnn.method.rewriting import Conversion
 from lowrank_cnn.models import create_model
@@ -49,7 +49,8 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.train import Recipe, Record, fit, get_recipe, load_record
 from lowrank_cnn.train.evaluation import evaluate, load_checkpoint
-from lowrank_cnn.train.inputs import augmentation, input_size
+from lowrank_cnn.train.inputs import input_size
+from lowrank_cnn.train.trained import Trained
 
 HELD_OUT = 5000
 DENSE, AT_ONCE, TUNED, SCRATCH = "dense", "decomposed", "fine-tuned", "from scratch"
@@ -96,17 +97,24 @@ class Bench:
             num_classes=len(self.data.classes),
             in_channels=self.data.train.channels,
             width=self.options.width,
-            **self.recipe(0).network(),
+            **self.recipe(1).network(),
         )
 
+    def decomposed(self, line: Line) -> Trained:
+        """The trained dense network, decomposed: evaluated as it is, and what fine-tuning begins with."""
+        dense = load_checkpoint(self.place(Line(DENSE, epochs=self.options.epochs)))
+        size = input_size(self.data.train, dense.augment)
+        return replace(dense, network=decompose(dense.network, line.scheme, macs=line.share, input_size=size))
+
     def fitted(self, line: Line) -> nn.Module:
-        """The trained dense network, decomposed; once, as what is evaluated without training."""
-        once = Line(AT_ONCE, line.scheme, line.share)
-        if self.finished(once):
-            return load(self.place(once)).train()
-        dense = load(self.place(Line(DENSE, epochs=self.options.epochs)))
-        size = input_size(self.data.train, augmentation(self.recipe(0)))
-        return decompose(dense, line.scheme, macs=line.share, input_size=size).train()
+        return self.decomposed(line).network.train()
+
+    def at_once(self, line: Line) -> dict[str, Any]:
+        """The figures of the decomposed network without any training."""
+        began, trained = time.monotonic(), self.decomposed(line)
+        found = evaluate(trained, self.data, device=self.options.device, progress=False)
+        cost = count(trained.network, input_size(self.data.train, trained.augment))
+        return {"macs": cost.macs, "params": cost.params, "top1": found.top1, "seconds": time.monotonic() - began}
 
     def scratch(self, line: Line) -> nn.Module:
         """A network of the same shapes, with fresh weights."""
@@ -123,13 +131,17 @@ class Bench:
 
     def run(self, line: Line, make: Callable[[], nn.Module]) -> None:
         """Train a line of the table, or go on with it, or take it as it is where it is done."""
-        record = self.finished(line)
-        if record is None:
-            how = {"device": self.options.device, "compile": self.options.compile, "progress": False}
-            recipe = self.recipe(line.epochs, tune=line.way == TUNED)
-            record = fit(make(), self.data, recipe, seed=self.seed, out=self.place(line), resume=True, **how)
-        self.rows.append(_row(line, self.seed, record))
-        print(f"seed {self.seed}: {line.folder:32} {record.result['top1']:.2%}", flush=True)
+        result = self.at_once(line) if line.way == AT_ONCE else self.trained(line, make).result
+        figures = {key: result[key] for key in ("macs", "params", "top1", "seconds")}
+        self.rows.append({"seed": self.seed, **vars(line), **figures})
+        print(f"seed {self.seed}: {line.folder:32} {result['top1']:.2%}", flush=True)
+
+    def trained(self, line: Line, make: Callable[[], nn.Module]) -> Record:
+        if (record := self.finished(line)) is not None:
+            return record
+        how = {"device": self.options.device, "compile": self.options.compile, "progress": False}
+        recipe = self.recipe(line.epochs, tune=line.way == TUNED)
+        return fit(make(), self.data, recipe, seed=self.seed, out=self.place(line), resume=True, **how)
 
     def all(self) -> Iterator[bool]:
         """Every line in turn, the cheap ones first, until time is up; True once all are there."""
@@ -157,7 +169,7 @@ def look_at_test(bench: Bench, data: Data) -> None:
     """The accuracy on the test set, of networks that are all trained."""
     for row in bench.rows:
         line = Line(row["way"], row["scheme"], row["share"], row["epochs"])
-        trained = load_checkpoint(bench.place(line))
+        trained = bench.decomposed(line) if line.way == AT_ONCE else load_checkpoint(bench.place(line))
         row["test"] = evaluate(trained, data, device=bench.options.device).top1
 
 
@@ -203,11 +215,6 @@ def merge(paths: list[Path], out: Path) -> None:
     rows = {tuple(row[k] for k in key): row for record in records for row in record["rows"]}
     write(out, records[0]["setting"], list(rows.values()), records[0]["environment"])
     show(summary(list(rows.values())))
-
-
-def _row(line: Line, seed: int, record: Record) -> dict[str, Any]:
-    figures = {key: record.result[key] for key in ("macs", "params", "top1", "seconds")}
-    return {"seed": seed, **vars(line), **figures}
 
 
 def _arguments() -> argparse.Namespace:

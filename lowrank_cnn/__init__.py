@@ -17,6 +17,7 @@ from lowrank_cnn.system.version import __version__
 if TYPE_CHECKING:
     from lowrank_cnn.data import open_data
     from lowrank_cnn.deploy import export, load, merge, optimize, plan
+    from lowrank_cnn.deploy.advising import design
     from lowrank_cnn.deploy.quantizing import quantize
     from lowrank_cnn.deploy.timing import time_model
     from lowrank_cnn.method.converting import conversion_costs, convert
@@ -44,6 +45,7 @@ _HOMES = {
     "data": ["open_data"],
     "deploy": ["export", "load", "merge", "optimize", "plan"],
     "deploy.quantizing": ["quantize"],
+    "deploy.advising": ["design"],
     "deploy.timing": ["time_model"],
     "method.converting": ["conversion_costs", "convert"],
     "method.counting": ["Count", "count"],
@@ -100,6 +102,7 @@ __all__ = [
     "count",
     "create_model",
     "decompose",
+    "design",
     "evaluate",
     "export",
     "fit",

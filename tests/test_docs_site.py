@@ -129,7 +129,7 @@ def test_pages_open_from_the_disk_fit_a_phone_and_can_be_searched(site: Path, br
     page.goto((site / "index.html").as_uri())
     page.set_viewport_size({"width": 1200, "height": 800})
     page.locator("input.md-search__input").press_sequentially("torchrun")
-    page.locator(".md-search-result__link", has_text="Several machines").first.wait_for(timeout=20_000)
+    page.locator(".md-search-result__link", has_text="Many GPUs").first.wait_for(timeout=20_000)
     assert complaints == []
     assert [address for address in requests if not address.startswith(("file:", "data:", "about:"))] == []
     context.close()

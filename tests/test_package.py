@@ -1,6 +1,8 @@
 """What a user sees before anything runs: the import, its needs, and the names it gives."""
 
+import doctest
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -64,6 +66,33 @@ def test_old_paths_leave_the_functions_of_their_names_alone():
     importlib.import_module("lowrank_cnn.deploy.plan")
     assert callable(lowrank_cnn.convert)
     assert callable(lowrank_cnn.deploy.plan)
+
+
+SKIPPED = {
+    "LearnedShapes": "needs the file of a run",
+    "evaluate": "needs a run",
+    "fit": "trains",
+    "learn_shapes": "trains",
+    "load": "needs a run",
+    "load_shapes": "needs the file of a run",
+    "plan": "measures",
+    "predict": "needs a run",
+    "push_to_hub": "needs an account on the Hub",
+    "time_model": "measures",
+    "write_report": "needs runs",
+}
+"""Names whose examples may all be marked as not to be run, and why."""
+
+
+@pytest.mark.parametrize("name", sorted(set(lowrank_cnn.__all__) - {"__version__"}))
+def test_every_public_name_has_an_example_that_runs(name: str):
+    thing = getattr(lowrank_cnn, name)
+    names = dict(vars(sys.modules[thing.__module__]))
+    test = doctest.DocTestParser().get_doctest(inspect.getdoc(thing) or "", names, name, None, 0)
+    assert test.examples, f"{name} has no example"
+    skipped = [example.options.get(doctest.SKIP) for example in test.examples]
+    assert name in SKIPPED or not all(skipped), f"nothing of {name}'s example is run"
+    assert doctest.DocTestRunner().run(test).failed == 0
 
 
 def requirements() -> dict[str, list[str]]:

@@ -53,9 +53,28 @@ def decompose_aware() -> str:
     return markdown(columns, rows) + note + source("decompose_aware.json", found["environment"])
 
 
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
 def _accuracy(line: dict[str, Any] | None) -> str:
     """Of the test set where it was looked at, else of the images held out."""
     if line is None:
         return ""
     value, spread = (line["test"], line["test_stdev"]) if "test" in line else (line["top1"], line["stdev"])
     return f"{100 * value:.2f}" + ("%" if spread is None else f" ± {100 * spread:.2f}%")
+
+
+def tensor_fits() -> str:
+    """What each low-rank form loses of real filters at equal MACs."""
+    if not recorded("tensor_fits.json"):
+        return NO_RUNS
+    found = record("tensor_fits.json")
+    forms = ("separable", "channel", "tucker2", "cp")
+    rows: list[list[object]] = [
+        [f"`{row['layer']}`", f"{row['share']:g}", *(_loss(row[form]) for form in forms)] for row in found["rows"]
+    ]
+    columns = ["layer", "of its MACs", "`separable`", "`channel`", "Tucker-2", "CP"]
+    note = f"\nShare of the squared weight that is lost, in `{found['network']}` trained on CIFAR-10; "
+    note += f"tensorly {found['environment']['tensorly']}. Empty: not fitted.\n"
+    return markdown(columns, rows) + note + source("tensor_fits.json", found["environment"])

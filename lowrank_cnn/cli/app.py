@@ -44,6 +44,7 @@ COMMANDS = {
     "shrink": Entry("shrink", "Train", "Store large photographs at the size that training needs."),
     "convert": Entry("convert", "Convert", "Rewrite the convolutions of any network with low-rank filters."),
     "decompose": Entry("convert", "Convert", "Approximate trained convolutions by low-rank filters."),
+    "design": Entry("design", "Convert", "Advise whether low-rank filters, fewer filters or both are faster."),
     "time": Entry("deploy", "Deploy", "Time networks layer by layer, beside their dense twins."),
     "plan": Entry("deploy", "Deploy", "Find the fastest way to run a network on this machine."),
     "optimize": Entry("optimize", "Deploy", "Find the fastest form of a network, and write it to a file."),

@@ -127,8 +127,10 @@ def decompose_command(
     budget: dict[str, Any] = {"energy": energy, "macs": macs, "params": params, "latency": latency}
     if by not in ("output", "accuracy") or (by == "accuracy" and not images):
         raise LowRankError(f"--by is output, or accuracy together with --images, not {by!r}.")
-    seen, labels = _images(images, source, size) if images else (None, None)
-    score = partial(_accuracy, images=seen, labels=labels) if by == "accuracy" else None
+    seen = score = None
+    if images:
+        seen, labels = _images(images, source, size)
+        score = partial(_accuracy, images=seen, labels=labels) if by == "accuracy" else None
     with told_if_low_rank(source.network):
         new = decompose(
             source.network,

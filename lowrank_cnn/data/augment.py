@@ -52,7 +52,7 @@ class Augment:
     def for_any_size(self) -> Augment:
         """The same for images that differ in size, which must be scaled before they are cropped.
 
-        Without `resize` their shorter side comes to 8/7 of the crop, which is 256 for 224.
+        Without `resize` their shorter side becomes 8/7 of the crop, which is 256 for 224.
         """
         if self.resize is not None:
             return self
@@ -65,7 +65,7 @@ class Augment:
 
 @dataclass(frozen=True)
 class Moves:
-    """What happens to each image: one number per image and field."""
+    """The crop, mirror and cutout of each image: one number per image and field."""
 
     top: Tensor
     left: Tensor
@@ -81,7 +81,7 @@ class Moves:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device; to a GPU it travels from pinned memory, so that Python does not wait for it."""
+    """A copy on the device, through pinned memory to a GPU, so that Python does not wait for it."""
     pinned = tensor.pin_memory() if device.type == "cuda" else tensor
     return pinned.to(device, non_blocking=True)
 
@@ -100,7 +100,7 @@ def draw_moves(
 
 
 def alternating(rows: Tensor, *, images: int, seed: int, epoch: int) -> Tensor:
-    """Which of these rows are mirrored in an epoch: a coin for each of the images, turned over every epoch."""
+    """Which of these rows are mirrored in an epoch: a random half of the images, then the other half."""
     coins = torch.randint(0, 2, (images,), generator=generator("mirror", seed)).bool()
     return coins[rows] ^ bool(epoch % 2)
 

@@ -1,4 +1,4 @@
-"""Data sets of the user's own: any torch Dataset or DataLoader, its items prepared by their code."""
+"""The user's own data: any torch Dataset or DataLoader, whose items are already prepared."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _split(part: Any) -> DatasetSplit:
 
 
 def _summary(item: Any) -> Any:
-    """What tells items apart: the sums and shapes of tensors, other values as they are."""
+    """A summary of an item for the fingerprint: sums and shapes of tensors, other values as text."""
     if isinstance(item, Tensor):
         return tuple(item.shape), str(item.dtype), float(item.double().sum())
     if isinstance(item, tuple | list):

@@ -1,4 +1,4 @@
-"""What is done to every image, in training and in use: standardising, or whitening."""
+"""Preprocessing of every image, in training and afterwards: standardising or whitening."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Preprocess(Protocol):
         ...
 
     def to_dict(self) -> dict[str, Tensor]:
-        """All that it takes to build it again, as tensors for a checkpoint."""
+        """Everything needed to build it again, as tensors for a checkpoint."""
         ...
 
 
@@ -136,7 +136,7 @@ def normalise_contrast(flat: Tensor, *, scale: float) -> Tensor:
 
 
 def to_unit(images: Tensor) -> Tensor:
-    """Pixel values as 0 to 1: what stands where no preprocessing is asked for."""
+    """Pixel values as 0 to 1, if no preprocessing is chosen."""
     return images.float() / 255
 
 

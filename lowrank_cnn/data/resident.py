@@ -39,7 +39,7 @@ _MOST_CHANNELS = 4
 
 @dataclass(frozen=True)
 class Decoded:
-    """Images as uint8 [n, C, H, W], their labels, and what was left out on the way."""
+    """Images as uint8 [n, C, H, W], their labels, and the problems found."""
 
     images: Tensor
     labels: Tensor
@@ -54,7 +54,7 @@ class Decoded:
 
 
 def _as_tensor(value: Any) -> Any:
-    """An array as a tensor; anything else as it is, to be checked."""
+    """An array as a tensor; any other value unchanged."""
     return torch.as_tensor(value) if hasattr(value, "__array_interface__") else value
 
 
@@ -85,7 +85,7 @@ def check_labels(labels: object) -> None:
 
 
 class ResidentSplit:
-    """A split decoded in memory, when it is first looked at: evaluating never decodes the training set."""
+    """A split in memory, decoded when it is first used: evaluating never decodes the training set."""
 
     def __init__(
         self, decode: Callable[[], Decoded], size: Size, fingerprint: Callable[[], str] | None = None
@@ -111,7 +111,7 @@ class ResidentSplit:
 
     @property
     def fingerprint(self) -> str:
-        """That of the files where there are any, else that of the pixels."""
+        """From the files if there are any, else from the pixels."""
         return self._fingerprint() if self._fingerprint else fingerprint_of_tensors(self.images, self.labels)
 
     @cached_property
@@ -256,7 +256,7 @@ class ResidentLoader:
         return grid[start:, self.rank].reshape(-1)
 
     def _chunk(self, local: int) -> int:
-        """How many images one pass makes: whole batches, the epoch at once where it is small."""
+        """Images per pass: whole batches, and the whole epoch if it is small."""
         per_image = self._window[0] * self._window[1] * self._images.shape[3] * self._dtype.itemsize
         return max(1, _CHUNK_BYTES // (per_image * local)) * local
 

@@ -1,8 +1,8 @@
-"""Large photographs stored once at the size that training needs, so that epochs decode fewer pixels.
+"""`shrink`: store large photographs once at the size that training needs, so that epochs decode fewer pixels.
 
-What a network sees of a photograph is cropped from it at a shorter side of 256: finer pixels, more than half of
-ILSVRC's, are decoded in every epoch only to be averaged away. Shards written here hold JPEGs of that size, in a
-random order; `benchmarks/input_pipeline.py` measures what is gained.
+Training scales a photograph to a shorter side of 256 before it is cropped. More than half of ILSVRC's pixels are
+decoded in every epoch only to be averaged away. The shards written here hold JPEGs of that size, in a random
+order; `benchmarks/loaders.py` measures the gain.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _JPEG = b"\xff\xd8\xff"
 
 @dataclass(frozen=True)
 class Shards(Dataset):
-    """Files to write, each from a stretch of the rows; an item is what was wrong with the images of one."""
+    """Shards to write, each from a run of the rows; an item lists the bad images of one shard."""
 
     store: ImageStore
     rows: Tensor
@@ -52,7 +52,7 @@ class Shards(Dataset):
     def __getitem__(self, number: int) -> list[tuple[str, str]]:
         path = self.folder / f"{self.split}-{number:05d}-of-{len(self):05d}.parquet"
         if path.exists():
-            return []  # whole, since it is renamed last
+            return []  # it is complete, since it is renamed last
         found: list[tuple[str, str]] = []
         rows = []
         for row in self.rows[number * self.per_shard : (number + 1) * self.per_shard].tolist():
@@ -75,9 +75,9 @@ def shrink(
     per_shard: int = PER_SHARD,
     missing: str = "refuse",
 ) -> dict[str, Problems]:
-    """Write both splits of a set into the folder `out`, where it is not there yet. Returns the problems met."""
+    """Write both splits of a set into the folder `out`, except shards that exist; returns the problems found."""
     if side < 1 or not 1 <= quality <= 100 or per_shard < 1 or workers < 0:
-        raise LowRankError(f"a side of {side}, a quality of {quality} or {workers} workers cannot be meant.")
+        raise LowRankError(f"a side of {side}, a quality of {quality} or {workers} workers are out of range.")
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     data = open_source(source, ReadOptions(missing=missing, resident_bytes=0))  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def shrunk(data: bytes, channels: int, side: int, quality: int) -> bytes:
 
 
 def _in_random_order(split: StreamedSplit) -> Tensor:
-    """Class by class, as folders are, the shards of a set would each hold few classes."""
+    """Rows in a random order: sorted by class, as folders are, each shard would hold few classes."""
     wanted = split.store.labels.new_zeros(len(split.store.labels)).bool()
     wanted[split.rows] = True
     order = split.store.shuffled(generator("shrink"))

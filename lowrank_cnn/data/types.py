@@ -1,4 +1,4 @@
-"""What every source gives: a `Data` of two splits, and the `Problems` met while reading them."""
+"""The types of every source: a `Data` of two splits, and the `Problems` found while reading them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _NAMED = 5
 
 @dataclass
 class Problems:
-    """What was wrong with the images: counted by kind, the first few of each kind named."""
+    """Bad images and labels, counted by kind; the first few of each kind are named."""
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     _seen: set[tuple[str, str]] = field(default_factory=set, repr=False, compare=False)
 
     def add(self, kind: str, where: str) -> None:
-        """Count one problem; the same image met again in a later epoch counts once."""
+        """Count one problem; an image that is read again in a later epoch counts once."""
         if (kind, where) in self._seen:
             return
         self._seen.add((kind, where))
@@ -46,7 +46,7 @@ class Problems:
 
     @property
     def found(self) -> list[tuple[str, str]]:
-        """Every problem by its kind and where it was met, in a fixed order."""
+        """Every problem as (kind, where), in a fixed order."""
         return sorted(self._seen)
 
     @property
@@ -65,7 +65,7 @@ class Problems:
         return f"{self.counts[kind]} {kind} ({', '.join(self.examples[kind])}{more})"
 
     def refuse(self) -> None:
-        """Raise where there is any problem, naming the first of each kind."""
+        """Raise if there is any problem, naming the first of each kind."""
         if self:
             raise LowRankError(f"the data has bad images: {self} (bad='skip', or --bad skip, leaves them out).")
 
@@ -75,7 +75,7 @@ class Split(Protocol):
 
     @property
     def size(self) -> Size | None:
-        """(channels, height, width), or None where the images differ in size."""
+        """(channels, height, width), or None if the images differ in size."""
         ...
 
     @property
@@ -90,12 +90,12 @@ class Split(Protocol):
 
     @property
     def problems(self) -> Problems:
-        """What was wrong with the images, as far as they were read."""
+        """The problems of the images that were read so far."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """The identity of the images and labels (`data.fingerprint`): no image is decoded for it."""
+        """The identity of the images and labels (`data.fingerprint`), without decoding an image."""
         ...
 
     def __len__(self) -> int: ...
@@ -105,11 +105,11 @@ class Split(Protocol):
         ...
 
     def describe(self, index: int) -> str:
-        """Where the image at this position comes from, for the user to find it."""
+        """The file or row of the image at this position."""
         ...
 
     def pixels(self) -> Iterator[Tensor]:
-        """uint8 images in chunks [n, C, H, W]: all of them in memory, a sample where they are streamed."""
+        """uint8 images in chunks [n, C, H, W]: all that are in memory, or a sample of a streamed set."""
         ...
 
 
@@ -117,8 +117,8 @@ class Split(Protocol):
 class Data:
     """A named set of images: its classes, what to train on and what to test on.
 
-    `details` say how the set was put together, for the record of a run: which share of the images was taken for
-    testing (`val_split`), and whether images were brought to the network's own size (`sized_by`).
+    `details` are for the record of a run: the share of images held out for testing (`val_split`), and whether
+    images were resized to the network's own size (`sized_by`).
     """
 
     name: str
@@ -131,12 +131,12 @@ class Data:
     def digest(self) -> str:
         """The identity of the set: its classes and the fingerprints of both splits.
 
-        The folder's place and name and the size that images are brought to play no part; `limit` and `holdout` do.
+        It does not depend on the folder's place or name, or on the image size; it does on `limit` and `holdout`.
         """
         return fingerprint_of_parts("data", *self.classes, self.train.fingerprint, self.test.fingerprint)
 
     def check_labels(self, *, only_test: bool = False) -> None:
-        """Refuse labels that name no class: a GPU would stop at one without saying which."""
+        """Refuse labels that name no class: a GPU would fail without saying which."""
         for name, split in (("test", self.test), ("training", self.train))[: 1 if only_test else 2]:
             highest = int(split.labels.max()) if len(split) else 0
             if highest >= len(self.classes):
@@ -148,7 +148,7 @@ class Data:
     def holdout(self, n: int, seed: int) -> Data:
         """Take n training images, class by class in proportion, as the test set of a new `Data`.
 
-        Decisions are made on these images, so that the real test set is looked at once, at the end.
+        Decisions are made on these images; the real test set is used once, at the end.
         """
         if not 0 < n < len(self.train):
             raise LowRankError(f"cannot hold out {n} of the {len(self.train)} training images of {self.name}.")
@@ -194,7 +194,7 @@ def stratified(labels: Tensor, n: int, *, seed: int) -> Tensor:
 
 
 def check_batches(images: int, *, batch_size: int, rank: int, world: int, train: bool) -> int:
-    """The number of batches per epoch, or a sentence on why there can be none."""
+    """The number of batches per epoch; refuses settings that give none."""
     if batch_size < 1 or not 0 <= rank < world:
         raise LowRankError(f"no batches of {batch_size} images for rank {rank} of {world}.")
     if batch_size % world:

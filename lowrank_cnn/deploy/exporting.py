@@ -145,6 +145,8 @@ def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = Fal
     - `into`: for the weights of a network that is not one of ours, that network, as it was before any conversion;
       it is left as it is.
     - `trusted`: needed for .pt2 and .ts, which torch reads by running parts of them.
+
+    >>> net = lr.load("runs/photos")  # doctest: +SKIP
     """
     path = resolve(path)
     if path.is_dir() or (path.suffix in ("", ".json", ".safetensors") and path.with_suffix(".json").is_file()):

@@ -74,9 +74,9 @@ def _calls(request: ExportRequest, network: nn.Module) -> Iterator[tuple[Call, d
     """Calls of every kind that the file promises to take, each with what the network gives for it."""
     free = {word for axes in request.axes.values() for word in axes.values()}
     kinds: list[dict[str, float]] = [{}]
-    kinds += [{"batch": 1}, {"batch": 3}] if "batch" in free else []
+    kinds += [{"batch": 1.0}, {"batch": 3.0}] if "batch" in free else []
     inner = sorted(free - {"batch"})
-    kinds += [{word: 2 if place else 1.5 for place, word in enumerate(inner)}] if inner else []
+    kinds += [{word: 2.0 if place else 1.5 for place, word in enumerate(inner)}] if inner else []
     yield request.call, checked_outputs(network, request.call)
     for seed, sizes in enumerate(kinds, start=1):
         tried = request.call.sized(request.axes, sizes, seed=seed)

@@ -57,6 +57,9 @@ def plan(
       again by device, versions, threads, layer and input. Where the whole network does not gain what they promise,
       all is measured anew.
     - `say`: is told which block is measured (`say=print`).
+
+    >>> planned = lr.plan(net, images)  # doctest: +SKIP
+    >>> print(lr.notes(planned).plan)  # doctest: +SKIP
     """
     check_ready(model, example_input)
     store = Cache.open(cache)

@@ -38,8 +38,15 @@ class EngineModel(nn.Module):
         if self.pixels and first.is_floating_point():
             first = inputs[name] = as_pixels(first, nhwc=self.pixels == "nhwc")
         batch = ports[0].shape[0] if ports[0].shape else None
-        alone = len(ports) == 1 and isinstance(batch, int) and first.dim() == len(ports[0].shape)
-        found = self._in_turns(name, first, batch) if alone and len(first) != batch else self._run(inputs)
+        if (
+            isinstance(batch, int)
+            and len(ports) == 1
+            and first.dim() == len(ports[0].shape)
+            and len(first) != batch
+        ):
+            found = self._in_turns(name, first, batch)
+        else:
+            found = self._run(inputs)
         placed = {key: tensor.to(first.device) for key, tensor in found.items()}
         return next(iter(placed.values())) if len(placed) == 1 else placed
 

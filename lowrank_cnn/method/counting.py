@@ -66,6 +66,12 @@ class Count:
 
     `unsupported` names the operations whose cost is not known, with the number of their calls: what they cost is
     not in `macs`.
+
+    >>> from torch import nn
+    >>> import lowrank_cnn as lr
+    >>> cost = lr.count(nn.Conv2d(3, 8, 3, padding=1), (3, 4, 4))
+    >>> cost.macs, cost.params, cost.layers[0].output
+    (3456, 224, (8, 4, 4))
     """
 
     input: tuple[int, ...]
@@ -100,6 +106,11 @@ def count(model: nn.Module, input_size: InputSize, *, convention: str = "mac") -
     Branches that are folded after training (`method.branches`) count as the layer that they become.
     `convention` is "mac" (convs, linear layers and matrix products in evaluation) or "paper" (as published: one
     more MAC per bias and layer, and the auxiliary heads).
+
+    >>> import lowrank_cnn as lr
+    >>> net = lr.create_model("nin-c3-lr")
+    >>> lr.count(net, (3, 30, 30)).macs
+    104260224
     """
     if convention not in CONVENTIONS:
         raise LowRankError(f"the convention is {' or '.join(CONVENTIONS)}, not {convention!r}.")

@@ -50,7 +50,12 @@ def sigma(fan: float, *, relu: bool) -> float:
 
 
 def composite_sigma(composite: Composite, *, relu: bool = True, channel_groups: int = 1) -> float:
-    """The paper's sigma for all groups of a composite: sqrt(2 / fan-out) before a ReLU, sqrt(1 / fan-out) else."""
+    """The paper's sigma for all groups of a composite: sqrt(2 / fan-out) before a ReLU, sqrt(1 / fan-out) else.
+
+    >>> import lowrank_cnn as lr
+    >>> round(lr.composite_sigma(lr.Composite.of([(3, 1, 32), (1, 3, 32)])), 4)
+    0.1021
+    """
     return sigma(composite.fan_out / channel_groups, relu=relu)
 
 
@@ -59,6 +64,12 @@ def init_(model: nn.Module, *, relu: Rectified | None = None) -> nn.Module:
 
     Whether a ReLU follows is found from the order of the modules (see `followed_by_relu`); give
     `relu(name, module) -> bool` where that order misleads.
+
+    >>> from torch import nn
+    >>> import lowrank_cnn as lr
+    >>> net = lr.init_(nn.Sequential(lr.CompositeConv2d(64, [(3, 1, 32), (1, 3, 32)]), nn.ReLU()))
+    >>> abs(net[0].weights[0].std().item() - 0.102) < 0.01
+    True
     """
     check_type("the model", model, nn.Module)
     follows, together = followed_by_relu(model), _side_by_side(model)

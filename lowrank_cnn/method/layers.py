@@ -36,6 +36,12 @@ class CompositeConv2d(nn.Module):
     Every group sits centred in the kernel that encloses them all, so that all share one output grid at any
     stride. `padding` is that of the enclosing kernel: "same" (the input's size divided by the stride, rounded
     up), "valid", or a number (a pair) as for `nn.Conv2d`.
+
+    >>> import torch
+    >>> import lowrank_cnn as lr
+    >>> layer = lr.CompositeConv2d(64, [(3, 1, 32), (1, 3, 32)])
+    >>> layer(torch.zeros(1, 64, 8, 8)).shape
+    torch.Size([1, 64, 8, 8])
     """
 
     __jit_unused_properties__: ClassVar[list[str]] = ["kernel_size", "groups", "weight"]
@@ -212,6 +218,12 @@ class FactoredConv2d(nn.Sequential):
     """Convs in a chain with nothing between them, so that together they are one linear map.
 
     Its children are `basis` and `join`, or `first` and `second` for a separable pair.
+
+    >>> import torch
+    >>> import lowrank_cnn as lr
+    >>> layer = lr.build_conv(16, 32, 3, "separable", padding=1)
+    >>> type(layer).__name__, layer(torch.zeros(1, 16, 8, 8)).shape[1]
+    ('FactoredConv2d', 32)
     """
 
     __jit_unused_properties__: ClassVar[list[str]] = [
@@ -270,6 +282,12 @@ def build_conv(
     A basis takes the stride, padding and dilation of the dense conv and its join none; the halves of a separable
     pair take those of the axis they run along. With bias="last" a chain has a bias in its last layer alone, so
     that it can be merged exactly.
+
+    >>> import torch
+    >>> import lowrank_cnn as lr
+    >>> layer = lr.build_conv(64, 128, 3, "lr", padding=1)
+    >>> layer(torch.zeros(1, 64, 8, 8)).shape[1]
+    128
     """
     scheme, kernel = parse_scheme(scheme), pair(kernel, "kernel")
     stages = scheme.stages(kernel, filters, channel_groups=channel_groups)

@@ -31,6 +31,11 @@ class Scheme:
     - `to`: the filters of the closing 1x1 join as a share of d; None where there is no join.
     - `inputs`: for `exact`, the input channels where these are fewer than the dense layer has.
     - `multiple`: for `learned`, what the number of filters of each shape is a multiple of.
+
+    >>> import lowrank_cnn as lr
+    >>> scheme = lr.parse_scheme("lr-join")
+    >>> [str(stage) for stage in scheme.stages((3, 3), 64)]
+    ['3x1,32 + 1x3,32', '1x1,64']
     """
 
     name: str
@@ -170,7 +175,12 @@ _OPTIONS |= {"exact": {"in"}, "learned": {"multiple"}}
 
 
 def parse_scheme(text: str | Mapping[str, object] | Scheme) -> Scheme:
-    """Read a scheme from its short string or its dict: `lr`, `lr-join(m=0.5)`, `mixture(kx1=3, kxk, join)`."""
+    """Read a scheme from its short string or its dict: `lr`, `lr-join(m=0.5)`, `mixture(kx1=3, kxk, join)`.
+
+    >>> import lowrank_cnn as lr
+    >>> str(lr.parse_scheme("mixture(kx1=3, 1xk=3, kxk=2, join)"))
+    'mixture(kx1=3, 1xk=3, kxk=2, join)'
+    """
     if isinstance(text, Scheme):
         return text
     if isinstance(text, Mapping):

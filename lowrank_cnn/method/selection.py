@@ -69,6 +69,10 @@ def stages(model: nn.Module, input_size: InputSize | None = None) -> tuple[tuple
     """The names of the spatial convs by stage: those that give maps of one size, in the order of execution.
 
     Any of them can be given to `convert` and `decompose` as `where`, to rewrite a stage.
+
+    >>> import lowrank_cnn as lr
+    >>> [len(stage) for stage in lr.stages(lr.create_model("nin"))]
+    [1, 1, 1]
     """
     check_module(model)
     size = notes(model).input_size if input_size is None else input_size

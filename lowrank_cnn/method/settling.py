@@ -38,6 +38,8 @@ class LearnedShapes:
     """The filters that each layer of a network ended with, by name, as `exact` schemes.
 
     Layers without shapes (a norm, a linear layer) are listed where they have fewer inputs than before.
+
+    >>> shapes = lr.load_shapes("shapes.json")  # doctest: +SKIP
     """
 
     layers: Mapping[str, Scheme]
@@ -72,7 +74,10 @@ class LearnedShapes:
 
 
 def load_shapes(path: str | Path) -> LearnedShapes:
-    """Read the shapes that `LearnedShapes.save` wrote."""
+    """Read the shapes that `LearnedShapes.save` wrote.
+
+    >>> shapes = lr.load_shapes("shapes.json")  # doctest: +SKIP
+    """
     try:
         rows = json.loads(Path(path).read_text())["learned_shapes"]
         layers = {str(name): parse_scheme(str(scheme)) for name, scheme in rows.items()}

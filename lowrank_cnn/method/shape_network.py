@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -102,7 +103,7 @@ def time_costs(network: nn.Module, dense: nn.Module, input_size: Sequence[int], 
     dtype = torch.bfloat16 if like.is_cuda else like.dtype
     twin = _placed(dense, like.device, dtype)
     image = torch.randn(batch, *input_size, device=like.device, dtype=dtype)
-    seen = _inputs(twin, [n for n, m in network.named_modules() if isinstance(m, ShapedConv2d)], image)
+    seen = layer_inputs(twin, [n for n, m in network.named_modules() if isinstance(m, ShapedConv2d)], image)
     whole = measure({"": lambda: twin(image)}, repeats=7, cuda=image.is_cuda)[""].ms
     filters, spent = {}, 0.0
     for name, x in seen.items():
@@ -118,9 +119,7 @@ def time_costs(network: nn.Module, dense: nn.Module, input_size: Sequence[int], 
 
 
 def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    from copy import deepcopy
-
-    return deepcopy(model).eval().to(device, dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return copy.deepcopy(model).eval().to(device, dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def _only(layer: ShapedConv2d, shape: tuple[int, int]) -> nn.Module:
@@ -128,7 +127,7 @@ def _only(layer: ShapedConv2d, shape: tuple[int, int]) -> nn.Module:
     return conv.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def _inputs(network: nn.Module, names: Sequence[str], image: torch.Tensor) -> dict[str, torch.Tensor]:
+def layer_inputs(network: nn.Module, names: Sequence[str], image: torch.Tensor) -> dict[str, torch.Tensor]:
     """What each layer reads when the network runs on an image."""
     seen: dict[str, torch.Tensor] = {}
     hooks = [

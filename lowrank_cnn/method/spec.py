@@ -16,7 +16,12 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class FilterGroup:
-    """`filters` filters, each `height` x `width` pixels and as deep as the input."""
+    """`filters` filters, each `height` x `width` pixels and as deep as the input.
+
+    >>> import lowrank_cnn as lr
+    >>> lr.FilterGroup(3, 1, 32)
+    FilterGroup(height=3, width=1, filters=32)
+    """
 
     height: int
     width: int
@@ -37,7 +42,13 @@ class FilterGroup:
 
 @dataclass(frozen=True)
 class Composite:
-    """Filter groups over the same input, concatenated in this order."""
+    """Filter groups over the same input, concatenated in this order.
+
+    >>> import lowrank_cnn as lr
+    >>> composite = lr.Composite.of([(3, 1, 32), (1, 3, 32)])
+    >>> print(composite)
+    3x1,32 + 1x3,32
+    """
 
     groups: tuple[FilterGroup, ...]
 

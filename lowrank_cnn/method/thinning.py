@@ -59,6 +59,12 @@ def thin(
     - `input_size`: channels, height and width of one image.
     - `multiple`: channels are rounded to multiples of this, which kernels of every engine like. A layer that has
       fewer channels than this keeps them.
+
+    >>> import lowrank_cnn as lr
+    >>> dense = lr.create_model("vgg11-gmp", width=0.5)
+    >>> thin = lr.thin(dense, width=0.5, input_size=(3, 64, 64))
+    >>> lr.count(thin, (3, 64, 64)).macs < lr.count(dense, (3, 64, 64)).macs
+    True
     """
     if (width is None) == (macs is None):
         raise LowRankError("thin takes either a width or a share of the multiply-accumulates (macs).")

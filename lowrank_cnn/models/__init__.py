@@ -78,6 +78,12 @@ def create_model(
       `list_pretrained` says which there are.
 
     `hf-hub:user/name` is a network of the Hugging Face Hub, taken as it was trained.
+
+    >>> import torch
+    >>> import lowrank_cnn as lr
+    >>> net = lr.create_model("vgg11-gmp", scheme="lr-join", width=0.25, num_classes=10)
+    >>> net(torch.zeros(1, 3, 64, 64)).shape
+    torch.Size([1, 10])
     """
     _check_types(locals())
     given = locals()

@@ -79,7 +79,13 @@ class Options:
 
 
 class Network(nn.Module):
-    """A network that knows how it was made: `create_model(**network.config)` builds it again."""
+    """A network that knows how it was made: `create_model(**network.config)` builds it again.
+
+    >>> import lowrank_cnn as lr
+    >>> net = lr.create_model("nin", num_classes=5)
+    >>> net.config["num_classes"], net.input_size
+    (5, (3, 30, 30))
+    """
 
     __jit_unused_properties__: ClassVar[list[str]] = ["input_size"]
 

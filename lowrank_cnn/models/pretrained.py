@@ -39,7 +39,12 @@ class Pretrained:
 
 
 def list_pretrained(folder: Path = FOLDER) -> list[tuple[str, str]]:
-    """Networks and the data they were trained on, of all weights that are there."""
+    """Networks and the data they were trained on, of all weights that are there.
+
+    >>> import lowrank_cnn as lr
+    >>> ("nin-c3-lr", "cifar10") in lr.list_pretrained()
+    True
+    """
     pairs = (path.name.removesuffix(".safetensors").rpartition(".") for path in folder.glob("*.safetensors"))
     return sorted((name, data) for name, _, data in pairs)
 

@@ -17,6 +17,11 @@ class LowRankError(ValueError):
     """Bad input. The command line prints the sentence and leaves with exit code 2.
 
     A name within the sentence may be anything: control characters and line ends in it are escaped.
+
+    >>> import lowrank_cnn as lr
+    >>> lr.create_model("nin", width=-1)
+    Traceback (most recent call last):
+    lowrank_cnn.system.errors.LowRankError: width must be positive and at most 64, not -1.
     """
 
     def __str__(self) -> str:
@@ -28,7 +33,12 @@ class LostDeviceError(LowRankError):
 
 
 class MissingExtra(LowRankError):
-    """An optional dependency is not installed; the sentence names the `pip install` to run."""
+    """An optional dependency is not installed; the sentence names the `pip install` to run.
+
+    >>> import lowrank_cnn as lr
+    >>> issubclass(lr.MissingExtra, lr.LowRankError)
+    True
+    """
 
 
 def require(module: str, *, extra: str, purpose: str = "this") -> ModuleType:

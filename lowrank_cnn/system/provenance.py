@@ -33,6 +33,10 @@ class Notes:
     - `auxiliary`: names of the submodules that run in training alone.
     - `unpublished`: names of the submodules that the paper's parameter count leaves out.
     - `entries`: names of the layers that read the module's input in parallel branches.
+
+    >>> import lowrank_cnn as lr
+    >>> lr.notes(lr.create_model("nin")).input_size
+    (3, 30, 30)
     """
 
     input_size: tuple[int, ...] | None = None

@@ -1,4 +1,4 @@
-"""What an evaluation says beyond one number: per class, which classes are mixed up, worst images, calibration."""
+"""Evaluation in detail: accuracy per class, confused classes, worst images, calibration."""
 
 from __future__ import annotations
 

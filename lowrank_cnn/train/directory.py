@@ -25,7 +25,7 @@ _MOST_LETTERS = 60
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Where a run keeps what must survive it."""
+    """The files of a run."""
 
     path: Path
 
@@ -43,7 +43,7 @@ class RunDirectory:
         return any((self.path / name).exists() for name in (RECIPE, RECORD)) or any(self.path.glob("step-*"))
 
     def check_free(self) -> None:
-        """Refuse to start over what is already there."""
+        """Refuse to start a run over another."""
         if self.holds_run():
             raise LowRankError(f"{self.path} already holds a run: go on with --resume, or choose another --out.")
 
@@ -74,7 +74,7 @@ class RunDirectory:
         return self.store.latest(lambda damage: say(f"{damage} The one before it is used."))
 
     def kept_nothing(self) -> bool:
-        """Whether a run has finished here and its weights are gone: to begin anew would lose its record."""
+        """Whether a run has finished here and its weights are gone: a new run would overwrite its record."""
         try:
             return load_record(self.path).status == "finished"
         except LowRankError:
@@ -137,7 +137,7 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes a run that run, each fact by the words that name it."""
+    """The identity of a run: each fact by the words that name it."""
     model, data = about["model"], about["data"]
     return {
         "network": model["name"],
@@ -158,7 +158,7 @@ def _short(value: object) -> str:
 
 
 def recipe_changes(saved: dict[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]]:
-    """What differs from the saved recipe, as field: (before, now); refused where the run hangs on it."""
+    """Fields that differ from the saved recipe, as field: (before, now); refuses a change of a fixed field."""
     before, now = Recipe.from_dict(saved).to_dict(), recipe.to_dict()  # an older one may lack a field
     changes = {field: (before[field], now[field]) for field in now if before[field] != now[field]}
     for field in FIXED:

@@ -1,4 +1,4 @@
-"""How good a trained network is on images with labels, and how far its training came."""
+"""`evaluate`: the accuracy of a trained network on images with labels, and how far its training came."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def match_classes(trained: Trained, data: Data) -> Tensor:
 
 
 def _check_size(trained: Trained, data: Data) -> None:
-    """The same thing at another scale is another thing to a network."""
+    """Refuse images of another size than the network was trained on: objects would have another scale."""
     if trained.image and data.test.size != trained.image:
         theirs = "x".join(map(str, data.test.size)) if data.test.size else "varying size"
         size = trained.size_option

@@ -62,7 +62,7 @@ def _arithmetic(precision: str, kind: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _without_hints() -> Iterator[None]:
-    """Fabric's warnings are heard; what it says of precision is in the record already."""
+    """Show Fabric's warnings, but not its remarks on precision, which the record has."""
     log = logging.getLogger("lightning_fabric")
     level = log.level
     log.setLevel(logging.WARNING)
@@ -100,7 +100,7 @@ def resolve_precision(precision: str, device: str) -> str:
 
 @contextlib.contextmanager
 def batch_norm_over_all(fabric: Fabric, network: nn.Module, say: Callable[[str], None]) -> Iterator[None]:
-    """Let batch norm see the whole batch of several GPUs while the block lasts; elsewhere say that it cannot.
+    """Let batch norm use the whole batch of several GPUs within the block; on CPUs, say that it cannot.
 
     The layers that do so share all tensors with the network's own, which must be on its device already.
     """
@@ -146,7 +146,7 @@ def gather_objects(fabric: Fabric, value: Any) -> list[Any]:
 
 
 def agree_on(fabric: Fabric, wish: int) -> int:
-    """The largest wish of any process, so that all of them do the same thing at the same step."""
+    """The largest value of any process, so that all of them do the same thing at the same step."""
     if fabric.world_size == 1:
         return wish
     return max(int(other) for other in gather_tensors(fabric, torch.tensor([wish])))

@@ -114,7 +114,7 @@ def farewell(position: Position, directory: Path | None) -> str:
 
 
 class StopRequest:
-    """Receives Ctrl-C and SIGTERM, says so at once, and is True from then on. A second Ctrl-C ends the process.
+    """Receives Ctrl-C and SIGTERM, prints a line at once, and is then True. A second Ctrl-C ends the process.
 
     Python handles signals in the main thread, between two operations, of which one can take many seconds on a CPU.
     Another thread therefore gives the answer. In a process that may end (`may_end_process`) it also ends it, as
@@ -187,7 +187,7 @@ def may_end_process() -> Iterator[None]:
 
 
 class StoppedWithin(Exception):
-    """A step was left before it changed any weight."""
+    """A step ended before it changed any weight."""
 
 
 @dataclass

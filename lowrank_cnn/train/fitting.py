@@ -156,7 +156,7 @@ def _train(job: Job, saved: Checkpoint | None, *, log: Sequence[str], checkpoint
 
 
 def _resume(trainer: Trainer, checkpoint: Checkpoint | None, shown: Progress) -> None:
-    """Stand where the checkpoint says, and say which parts of the recipe are new from here on."""
+    """Restore the checkpoint, if any, and say which settings have changed since."""
     if checkpoint:
         changes = recipe_changes(checkpoint.state["recipe"], trainer.recipe)
         changes |= changed_conditions(checkpoint.state.get("conditions", {}), conditions(trainer.fabric))

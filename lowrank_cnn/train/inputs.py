@@ -1,4 +1,4 @@
-"""What a recipe makes of a data set: what is held out, how images are prepared, and the batches."""
+"""The batches of a run: what a recipe holds out of a data set, how it prepares images, and the loaders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lowrank_cnn.train.mixing import Mixer
 from lowrank_cnn.train.recipe import Recipe
 
 _FITTED: WeakKeyDictionary[Split, dict[tuple[object, ...], Preprocess]] = WeakKeyDictionary()
-"""Statistics of the splits in use: short runs on one set would spend much of their time to compute them again."""
+"""Statistics of the splits in use, so that short runs on one set do not compute them again."""
 EVALUATION_PIXELS = 2**20
 """Size of an evaluation batch: large enough to fill a device, small enough for any."""
 HOLDOUT_SEED = 0
@@ -108,7 +108,7 @@ def make_inputs(
 
 
 def _variation(recipe: Recipe, preprocess: Preprocess, classes: int, *, seed: int, rank: int) -> Vary:
-    """What happens to a batch on the device: colours and zooms, then mixing."""
+    """Augment a batch on the device: zooms and colours, then mixing."""
     pixels = PixelAugment(recipe.zoom, recipe.jitter, recipe.auto_augment)
     pixels.check(preprocess)
     mixer = Mixer(recipe.mixup, recipe.cutmix, classes, seed=seed, rank=rank)
@@ -163,7 +163,7 @@ def augmentation(recipe: Recipe) -> Augment:
 
 
 def preprocessing(split: Split, recipe: Recipe, device: torch.device | str = "cpu") -> Preprocess:
-    """What the recipe does to every image, fitted to a training split; nothing to data of the user's own."""
+    """The preprocessing of a recipe, fitted to a training split; none for the user's own data."""
     if isinstance(split, DatasetSplit):
         return AsGiven()
     known = _FITTED.setdefault(split, {})
@@ -176,7 +176,7 @@ def preprocessing(split: Split, recipe: Recipe, device: torch.device | str = "cp
 def evaluation_batch(split: Split, augment: Augment, world: int = 1) -> int:
     """A batch that fills the device, a multiple of the number of processes.
 
-    All batches are as equal as can be: kernels are chosen for each size of a batch that they meet.
+    All batches are nearly equal in size, since kernels are chosen for each batch size.
     """
     _, height, width = input_size(split, augment)
     most = max(1, EVALUATION_PIXELS // (height * width) // world)
@@ -185,7 +185,7 @@ def evaluation_batch(split: Split, augment: Augment, world: int = 1) -> int:
 
 
 def input_size(split: Split, augment: Augment) -> tuple[int, int, int]:
-    """What the network sees of an image in evaluation (channels, height, width)."""
+    """The size of the network's input in evaluation (channels, height, width)."""
     if isinstance(split, DatasetSplit):
         return split.size
     return split.channels, *frame(split.size and split.size[1:], augment, train=False, fill=()).window

@@ -1,4 +1,4 @@
-"""A run before it begins: what is to be trained on what, by which means, and what was saved of it before."""
+"""A run before it starts: its network, data and options, and the checkpoint to continue from."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Extras:
 
 @dataclass
 class Job:
-    """What `fit` was asked for; a precision of "auto" becomes the one that the device computes in."""
+    """The arguments of `fit`; a precision of "auto" becomes that of the device."""
 
     fabric: Fabric
     model: nn.Module
@@ -84,11 +84,11 @@ class Job:
 
     def __post_init__(self) -> None:
         self.precision = resolve_precision(self.precision, self.fabric.device.type)
-        # At once: later, the model's layers are changed for those that the device likes.
+        # Now: later the layers of the model are replaced by faster ones.
         self.about = about(self.model, self.data, self.seed)
 
     def finished(self) -> Record | None:
-        """The record of this run, where nothing is left to do."""
+        """The record of this run, if it has finished."""
         if self.directory is None or not (done := self.directory.finished(self.recipe, self.shown.say)):
             return None
         check_same_run(vars(done), self.about)
@@ -101,7 +101,7 @@ class Job:
         return done
 
     def saved(self, *, resume: bool) -> Checkpoint | None:
-        """The checkpoint to go on from, if any; a directory that holds a run is only touched to go on with it."""
+        """The checkpoint to continue from, if any; without `resume`, refuses a directory that holds a run."""
         if self.directory is None:
             if resume:
                 raise LowRankError("there is nothing to resume without the directory of a run: give --out.")
@@ -122,7 +122,7 @@ class Job:
         return checkpoint
 
     def inputs(self, checkpoint: Checkpoint | None) -> Inputs:
-        """The batches of the run, prepared as before where it goes on from a checkpoint."""
+        """The batches of the run, preprocessed as before if it continues from a checkpoint."""
         device = self.fabric.device
         return make_inputs(
             self.data,
@@ -139,7 +139,7 @@ class Job:
         )
 
     def step_builder(self, size: tuple[int, int, int], checkpoint: Checkpoint | None) -> StepBuilder:
-        """The ways to run the model in training: placed, its stages recomputed or compiled as the options say."""
+        """The ways to run the model in training, with its stages recomputed or compiled as the options say."""
         placed = self.laid_out(size)
         placed = recomputed(placed).train() if self.options.recompute else placed
         forwards: dict[str, nn.Module] = {}
@@ -168,7 +168,7 @@ class Job:
         return self.options.cuda_graphs and alone and self.extras.loss is None
 
     def objective(self, inputs: Inputs) -> Objective:
-        """What the steps of the run minimise."""
+        """The loss that the run minimises."""
         recipe, device = self.recipe, self.fabric.device
         weights = teacher = None
         if recipe.class_weights == "balanced":
@@ -179,7 +179,7 @@ class Job:
         return Objective(recipe, class_weights=weights, loss=self.extras.loss, teacher=teacher)
 
     def laid_out(self, size: tuple[int, int, int]) -> nn.Module:
-        """The model in the layout that the device likes, its layers fused where that can be and gains."""
+        """The model in channels_last, with its layers fused where that is possible and faster."""
         self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.recipe.dropout is not None:
             for module in self.model.modules():
@@ -206,17 +206,12 @@ class Job:
             precision=self.precision,
             device=str(self.fabric.device),
             processes=self.fabric.world_size,
-            begun_from=begun_from(self.model),
+            begun_from=notes(self.model).begun_from,
         )
 
 
-def begun_from(model: nn.Module) -> str:
-    """The trained weights that a network was given, in words."""
-    return notes(model).begun_from
-
-
 def about(model: nn.Module, data: Data, seed: int) -> dict[str, Any]:
-    """What makes a run that run: its network, its data and its seed."""
+    """The identity of a run: its network, its data and its seed."""
     return {
         "model": run_entry(model),
         "data": {

@@ -1,4 +1,4 @@
-"""An estimate of the memory that a run takes, before it does: a process that needs too much is just killed."""
+"""Estimate the memory of a run before it starts: a process that takes too much is killed without a message."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def map_bytes(network: nn.Module, size: Sequence[int]) -> int:
 
 
 def free_memory(device: torch.device) -> float | None:
-    """Bytes that can be had on the device, by what the system or the container says; None where neither does."""
+    """Free bytes of the device, by the system and the container; None if neither is known."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

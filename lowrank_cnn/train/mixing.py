@@ -12,10 +12,10 @@ from lowrank_cnn.system.errors import require
 
 
 class Mixer:
-    """Blends each image of a batch with another one: by mixup or by CutMix, in turns by chance where both are on.
+    """Blends each image of a batch with another by mixup or CutMix; if both are on, chance decides for each batch.
 
-    Zhang et al. (2018), "mixup"; Yun et al. (2019), "CutMix". What is drawn depends on the seed, the epoch and the
-    batch alone, so that a run that was stopped goes on with the same blends.
+    Zhang et al. (2018), "mixup"; Yun et al. (2019), "CutMix". Draws depend only on the seed, the epoch and the
+    batch, so that a resumed run sees the same blends.
     """
 
     def __init__(self, mixup: float, cutmix: float, classes: int, *, seed: int, rank: int = 0) -> None:

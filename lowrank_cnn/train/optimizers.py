@@ -1,4 +1,4 @@
-"""SGD, AdamW and Muon, written so that nothing waits for the device: a CUDA graph can replay their steps.
+"""SGD, AdamW and Muon, during whose steps the host never waits: a CUDA graph can replay them.
 
 Learning rates are tensors that the host fills before each step. A mark on the device (`skip`) makes a step change
 nothing. Weight decay acts on weights alone; biases and norms are left free.

@@ -1,4 +1,4 @@
-"""`predict`: what a trained network says about images, from files, folders, arrays or bytes."""
+"""`predict`: classify images given as files, folders, arrays or bytes."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _array(image: Any) -> Any:
 
 
 def _whole_to_window(images: Tensor, trained: Trained) -> Tensor:
-    """Scale and crop what was read whole: whitening wants it so."""
+    """Scale and crop preprocessed images: whitening needs the whole image."""
     if not trained.image:
         return images
     window = trained.augment.window(images.shape[2], images.shape[3], train=False)

@@ -176,7 +176,13 @@ RECIPES: dict[str, Recipe] = {
 
 
 def get_recipe(name: str, /, **overrides: object) -> Recipe:
-    """A recipe of the table, with any field overridden by a value or by the text of one (`lr="0.05"`)."""
+    """A recipe of the table, with any field overridden by a value or by the text of one (`lr="0.05"`).
+
+    >>> import lowrank_cnn as lr
+    >>> recipe = lr.get_recipe("modern", lr=0.05, epochs="30")
+    >>> recipe.lr, recipe.epochs
+    (0.05, 30)
+    """
     if name not in RECIPES:
         raise LowRankError(f"there is no recipe {name!r}: {nearest(name, RECIPES)}")
     return changed(RECIPES[name], overrides)

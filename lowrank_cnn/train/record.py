@@ -27,7 +27,7 @@ STATUSES = ("running", "interrupted", "failed", "finished")
 
 @dataclass(frozen=True)
 class Epoch:
-    """One line of the history. Accuracies are shares; a value is None where none was measured or recorded.
+    """One line of the history. Accuracies are shares; a value is None if it was not measured.
 
     Seconds and speed are those of training alone, without the evaluation.
     """

@@ -1,4 +1,4 @@
-"""Warnings before a run starts: what the user may not have meant. The network is trained all the same."""
+"""Warnings before a run starts. The network is trained all the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.models.network import Network
-from lowrank_cnn.train.job import begun_from
+from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recompute import buffers_as_they_were
 
@@ -18,7 +18,7 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 def remarks(model: nn.Module, recipe: Recipe) -> list[str]:
-    """What somebody who trains this network by this recipe may not have meant; it is trained all the same."""
+    """Warnings about a network and a recipe that do not fit each other."""
     has = model.config if isinstance(model, Network) else recipe.network()
     said = [
         f"The recipe {recipe.name} is for networks with {name}={wanted!r}; this one has {name}={has.get(name)!r}."
@@ -31,7 +31,7 @@ def remarks(model: nn.Module, recipe: Recipe) -> list[str]:
     if recipe.schedule in ("cosine", "poly") and (recipe.drop_epochs or recipe.levels):
         dividing = "drop_epochs" if recipe.drop_epochs else "levels"
         said.append(f"The schedule {recipe.schedule} ends at zero by itself; {dividing} divides the rate on top.")
-    if begun := begun_from(model):
+    if begun := notes(model).begun_from:
         said.append(
             f"The network begins with trained weights ({begun}); images are prepared anew, for these data."
         )

@@ -100,7 +100,7 @@ class LevelOff:
         return "drop"
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold to go on judging; the rule itself belongs to the recipe."""
+        """The state for a checkpoint; the rule itself belongs to the recipe."""
         return {name: value for name, value in asdict(self).items() if name in _STATE}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Counting hits: top-1, top-5 and mean loss of a network over a set, exact over any number of processes."""
+"""Top-1 and top-5 accuracy and mean loss of a network over a set, exact over any number of processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOP_FIVE = 5
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a network does on `n` images: shares between 0 and 1, and the mean cross-entropy.
+    """The accuracy of a network on `n` images, as shares between 0 and 1, and its mean cross-entropy.
 
     `details` has accuracies per class, the confusion matrix, the worst images and the calibration.
     """
@@ -34,7 +34,7 @@ class Evaluation:
 
     @property
     def rank(self) -> float:
-        """What networks are compared by: larger is better."""
+        """Networks are compared by this: larger is better."""
         return self.top1
 
     def to_dict(self) -> dict[str, float]:
@@ -44,7 +44,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class LossEvaluation:
-    """How a network does by a loss of the user's own: its mean, and the accuracy where outputs are classes."""
+    """The mean of the user's own loss, and the accuracy if outputs are classes."""
 
     loss: float
     n: int

@@ -1,4 +1,4 @@
-"""One update of the weights, written so that nothing in it waits for the device.
+"""One update of the weights, during which the host never waits for the device.
 
 The learning rate, the tally of losses and hits, and the mark that halts training at a gradient that is not
 finite are all tensors on the device. The same step therefore runs eagerly anywhere, and on a CUDA device can
@@ -29,7 +29,7 @@ _SCALE = "scale."
 
 @dataclass(frozen=True)
 class Tally:
-    """Sums since the tally was last cleared, read from the device."""
+    """Sums of an epoch so far, read from the device."""
 
     loss: float
     correct: float
@@ -41,9 +41,9 @@ class Tally:
 class TrainingStep:
     """Forward, loss, backward, update and moving average, for one batch.
 
-    Once a gradient is not finite every later update is skipped, so the weights stay those that met it. In fp16 the
-    loss is scaled so that small gradients do not vanish; a step whose gradients overflow is skipped, and the scale
-    halved.
+    After a gradient that is not finite every later update is skipped, so that the weights that caused it stay. In
+    fp16 the loss is scaled so that small gradients do not vanish; a step whose gradients overflow is skipped, and
+    the scale is halved.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class TrainingStep:
     def prepare(self, rate: float, iteration: int, *, epochs: float = 0.0) -> None:
         """Set what changes from step to step: the learning rates and the weight of the moving average.
 
-        The average follows quickly at first, so that the random start does not linger in it. Lookahead happens
-        here, between steps, and not in what a CUDA graph repeats; `epochs` are those that lie behind.
+        The average follows quickly at first, to forget the random start. Lookahead happens between steps, and
+        not in the part that a CUDA graph repeats; `epochs` is the number of epochs trained so far.
         """
         self.optimizer.set_rate(rate)
         if self.recipe.lookahead and iteration and iteration % self.recipe.lookahead == 0:
@@ -114,7 +114,7 @@ class TrainingStep:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """The network with its averaged weights while the block lasts; with its own where none are kept."""
+        """Run the block with the averaged weights, if the recipe keeps any."""
         own = {name: self.weights[name].clone() for name in self.averages}
         copy_into(self.weights, self.averages)
         try:
@@ -167,7 +167,7 @@ class LossScale:
         self.good = torch.zeros((), device=device)
 
     def update(self, bad: Tensor) -> Tensor:
-        """Adapt to a step; 1 where the scale has become so small that it is the network that is not finite."""
+        """Adapt to a step; returns 1 once the scale is so small that the network itself is not finite."""
         self.good.copy_((self.good + 1) * (1 - bad))
         grows = (self.good >= self.GROW_AFTER).float()
         self.good.mul_(1 - grows)
@@ -219,7 +219,7 @@ def copy_into(targets: dict[str, Tensor], sources: dict[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def put_back(tensors: dict[str, Tensor], device: torch.device) -> Iterator[None]:
-    """Let the block change tensors and draw random numbers, then undo all of it."""
+    """Run the block, then restore the tensors and the random generators."""
     before = {name: t.clone() for name, t in tensors.items()}
     drawn = generator_states(device)
     try:

@@ -1,4 +1,4 @@
-"""A trained network with what it takes to use it, out of a run, a file or the package; reading runs no code."""
+"""A trained network with its classes and preprocessing, from a run, a file or the package; no code is run."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from lowrank_cnn.train.recipe import Recipe
 
 @dataclass(frozen=True)
 class Trained:
-    """A network with what it takes to use it: how images are prepared, and what its outputs are called.
+    """A network with the preprocessing of its images and the names of its classes.
 
-    `image` is the size of the images it was trained on (channels, height, width) before any crop, or empty
-    where they differed in size.
+    `image` is the size of the images it was trained on (channels, height, width) before any crop, or empty if they
+    differed in size.
     """
 
     network: nn.Module
@@ -55,12 +55,12 @@ class Trained:
 
     @property
     def input_size(self) -> tuple[int, int, int]:
-        """What the network sees of an image (channels, height, width)."""
+        """The size of the network's input (channels, height, width)."""
         return self.channels, *frame(self.image[1:] or None, self.augment, train=False, fill=()).window  # type: ignore[arg-type]
 
     @property
     def augment(self) -> Augment:
-        """How an image becomes what the network sees; where it met many sizes, every image is scaled."""
+        """How an image becomes the network's input; a network trained on many sizes scales every image."""
         augment = augmentation(self.recipe)
         return augment if self.image else augment.for_any_size()
 
@@ -70,7 +70,7 @@ class Trained:
         return Stored(self.network, size, carried.card, dict(carried.preprocess))
 
     def card(self) -> TrainingCard:
-        """All but the weights, as a file keeps it and the network carries it."""
+        """Everything but the weights, as a file stores it and the network carries it."""
         data = {"classes": list(self.classes), "image": list(self.image)}
         tensors = {name: tensor.clone() for name, tensor in self.preprocess.to_dict().items()}
         return TrainingCard({"recipe": self.recipe.to_dict(), "data": data}, tensors)
@@ -127,7 +127,13 @@ def _newest(path: Path) -> Path:
 
 
 def load_pretrained(name: str, data: str) -> Trained:
-    """A network with the weights that come with the package, and how its images are prepared."""
+    """A network with the weights that come with the package, and how its images are prepared.
+
+    >>> import lowrank_cnn as lr
+    >>> trained = lr.load_pretrained("nin-c3-lr", "cifar10")
+    >>> trained.classes[:2], trained.input_size
+    (('airplane', 'automobile'), (3, 32, 32))
+    """
     found = read_pretrained(name, data)
     return _trained(create_model(name, pretrained=data), found.preprocess, found.card)
 

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
 from lowrank_cnn.deploy.exporting import load
 from lowrank_cnn.method.counting import count
@@ -112,19 +111,6 @@ def test_an_exported_file_is_timed_asked_and_evaluated(output_of, tmp_path):
     assert [c["class"] for c in found[0]["classes"]] == [c["class"] for c in right[0]["classes"]]
     text = output_of("time", file, "--repeats", "3")
     assert fits(text)
-
-
-def test_optimize_writes_what_it_found(output_of, own, tmp_path):
-    file = tmp_path / "fast.safetensors"
-    text = output_of("optimize", f"{own}:net", "-o", file, "--input", "3x9x7", "--no-cache")
-    assert fits(text)
-    assert "Fastest:" in text
-    net = nn.Sequential(nn.Conv2d(3, 8, 3))
-    found = load(file, into=net)
-    assert found.report.choice in text
-    assert found(torch.zeros(1, 3, 9, 7)).shape == (1, 8, 7, 5)
-    with pytest.raises(LowRankError, match="--overwrite replaces it"):
-        output_of("optimize", f"{own}:net", "-o", file, "--input", "3x9x7")
 
 
 @pytest.mark.parametrize(

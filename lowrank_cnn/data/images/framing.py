@@ -126,7 +126,7 @@ def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
     samples = [layer[1:3] for layer in layers]
     plain = (
         (image.format, image.mode) == ("JPEG", "RGB")
-        and image.tile  # the header ends with a scan
+        and getattr(image, "tile", [])  # the header ends with a scan
         and "progressive" not in image.info
         and image.info.get("adobe_transform", 1) == 1
         and [layer[0] for layer in layers] != [*b"RGB"]

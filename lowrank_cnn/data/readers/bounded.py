@@ -1,4 +1,4 @@
-"""Read columns of parquet files within bounds of memory, whatever the files claim.
+"""Read columns of parquet files within a memory limit, whatever the files claim.
 
 A few hundred bytes of parquet can stand for gigabytes: equal values are stored once. Labels are therefore decoded
 piece by piece, and images are left in the form in which the file stores them.

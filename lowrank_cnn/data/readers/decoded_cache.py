@@ -22,13 +22,13 @@ from lowrank_cnn.system.cache import cache_folder, read_cached, write_cached
 from lowrank_cnn.system.errors import require
 
 WORTH_SECONDS = 2.0
-"""Images that were decoded sooner are decoded again."""
+"""Sets that take less time to decode are not cached."""
 MOST_BYTES = 2**30
 MOST_BYTES_OF_ALL = 2**33
 
 
 class DecodedRows(NamedTuple):
-    """Rows as uint8 [n, C, H, W], which of them are good, and what was wrong with the others."""
+    """Rows as uint8 [n, C, H, W], which of them are good, and the problems of the others."""
 
     images: Tensor
     good: Tensor
@@ -38,7 +38,7 @@ class DecodedRows(NamedTuple):
 def decoded_once(
     store: ImageStore, rows: Tensor, size: Size, *, any_size: bool, decode: Callable[[], DecodedRows]
 ) -> DecodedRows:
-    """What was kept of these rows at this size, else what `decode` gives, which is kept where it took long."""
+    """These rows from the cache; else from `decode`, and cached if that took long."""
     key = "decoded-" + fingerprint_of_parts(
         store.version(), hashlib.sha256(rows.numpy().data).hexdigest(), str(size), str(any_size)
     )

@@ -1,4 +1,4 @@
-"""Decoding many rows of a store at once, by worker processes where it pays, into one uint8 tensor."""
+"""Decode many rows of a store into one uint8 tensor, by worker processes if there are many."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _RUN = 8
 
 @dataclass(frozen=True)
 class Chunks(Dataset):
-    """Rows decoded to one size, in chunks: images, which of them are good, and what was wrong."""
+    """Rows decoded to one size, in chunks: images, which of them are good, and the problems found."""
 
     store: ImageStore
     rows: Tensor
@@ -127,7 +127,7 @@ def _each(chunks: Chunks) -> Iterable[tuple[Tensor, Tensor, list[tuple[str, str]
 
 
 def read_headers(store: ImageStore, rows: Tensor) -> list[ImageHeader]:
-    """The headers of a sample of the rows, those that cannot be read left out."""
+    """The headers of a sample of the rows, without those that cannot be read."""
     headers: list[ImageHeader] = []
     for index in sample_rows(len(rows), _SAMPLED_HEADERS).tolist():
         try:

@@ -12,7 +12,7 @@ from typing import Any
 from lowrank_cnn.system.errors import LowRankError, nearest, require
 
 STALL_SECONDS = 60.0
-"""A download that has received nothing for so long is given up; how long it takes in all is not limited."""
+"""A download that receives nothing for this long is stopped; its total time is not limited."""
 ATTEMPTS = 2
 _LOOK_SECONDS = 0.5
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

@@ -1,4 +1,4 @@
-"""Where encoded images lie: what parquet shards and image folders have in common."""
+"""The interface that parquet shards and image folders share: numbered rows of encoded images."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lowrank_cnn.system.errors import LowRankError
 NO_LABEL = torch.iinfo(torch.int64).min
 WRONG_LABEL = "wrong label"
 MOST_WRONG = 10**5
-"""So many wrong labels are no accident, and naming each would take more memory than the images."""
+"""More wrong labels than this mean a wrong column, and naming each would take more memory than the images."""
 
 
 class ImageStore(Protocol):
-    """Numbered rows of encoded images with their labels (NO_LABEL where there is none)."""
+    """Numbered rows of encoded images with their labels (NO_LABEL if a row has none)."""
 
     @property
     def labels(self) -> Tensor: ...
 
     def read(self, row: int) -> bytes:
-        """The bytes of an image file; raises `BadImageError` where they cannot be had."""
+        """The bytes of an image file; raises `BadImageError` if they cannot be read."""
         ...
 
     def where(self, row: int) -> str:
-        """A name for the row by which the user finds it."""
+        """A name by which the user finds the row."""
         ...
 
     def shuffled(self, draw: torch.Generator) -> Tensor:
@@ -40,11 +40,11 @@ class ImageStore(Protocol):
         ...
 
     def version(self) -> str:
-        """What changes whenever a file is written again, for caches."""
+        """A text that changes whenever a file is written again, for caches."""
         ...
 
     def keep(self, places: int, rows: int) -> None:
-        """Announce that reading goes on at so many places, each mixing so many neighbouring rows."""
+        """Announce that rows will be read at this many places, each mixing this many neighbours."""
         ...
 
 

@@ -30,7 +30,7 @@ class TableRow(NamedTuple):
 
 
 class LabelTable(NamedTuple):
-    """The images of a table: the stores of both splits, the second None where no line is to test on."""
+    """The images of a table: a store for each split; None if no line is for testing."""
 
     classes: tuple[str, ...]
     train: FolderStore

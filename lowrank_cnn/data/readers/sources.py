@@ -1,4 +1,4 @@
-"""Opening a source by its looks: a name, a folder, a table, an archive, or a repository of the Hub."""
+"""Open a source by its name or content: a folder, a table, an archive, or a repository of the Hub."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TABLES = (".csv", ".tsv")
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """What a source holds, before it becomes splits; None for a split that it does not have."""
+    """The images of a source before they become splits; None for a split that it lacks."""
 
     name: str
     classes: tuple[str, ...]
@@ -35,7 +35,7 @@ class LabelledImages:
 
 
 def open_source(source: str | Path, options: ReadOptions) -> Data:
-    """The data behind a name or path, or a sentence on what it should have been."""
+    """The data of a name or path."""
     found = _find(source, options)
     if isinstance(found, Data):
         return with_limit(found, options)

@@ -1,4 +1,4 @@
-"""From stored images to a split: held in memory where they are few and of one size, streamed otherwise."""
+"""From stored images to a split: held in memory if they fit and have one size, else streamed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowrank_cnn.data.types import Data, Problems, Size, Split, stratified
 from lowrank_cnn.system.errors import LowRankError
 
 LARGE_SIDE = 256
-"""Images with a longer shorter side are brought to the network's own size, where nobody says another."""
+"""Images whose shorter side is longer than this are resized to the network's own size by default."""
 
 
 def make_split(
@@ -28,7 +28,7 @@ def make_split(
     channels: int | None = None,
     what: str = "images",
 ) -> Split:
-    """Some rows of a store, at most `limit`, as the kind of split that suits them."""
+    """Some rows of a store, at most `limit`, as a resident or a streamed split."""
     if options.bad == "refuse":
         problems.refuse()
     if options.limit is not None:
@@ -52,7 +52,7 @@ def make_split(
 def survey(
     store: ImageStore, rows: Tensor, problems: Problems, options: ReadOptions, channels: int | None
 ) -> tuple[Size | None, int]:
-    """The common size, or None, and the number of channels: grey only where all sampled images are."""
+    """The common size or None, and the number of channels: 1 only if all sampled images are grey."""
     headers = read_headers(store, rows)
     if not headers:
         raise LowRankError(f"there is no image to read, problems: {problems}.")
@@ -65,7 +65,7 @@ def survey(
 
 
 def with_default_size(store: ImageStore, rows: Tensor, options: ReadOptions) -> ReadOptions:
-    """The options with `default_size` as the size of all images, where these are large or differ in size."""
+    """The options with `default_size` as the size of all images, if these are large or differ in size."""
     if options.image_size is not None or options.default_size is None:
         return options
     sizes = {(header.height, header.width) for header in read_headers(store, rows)}
@@ -88,7 +88,7 @@ def divided(store: ImageStore, rows: Tensor, share: float, *, seed: int, name: s
 
 
 def rows_of(store: ImageStore, classes: int, problems: Problems) -> Tensor:
-    """The rows with a right label, or a sentence where there is none."""
+    """The rows whose label names a class; refuses a store without any."""
     rows = labelled_rows(store, classes, problems)
     if not len(rows):
         raise LowRankError(f"there is no image to read, problems: {problems}.")
@@ -96,7 +96,7 @@ def rows_of(store: ImageStore, classes: int, problems: Problems) -> Tensor:
 
 
 def with_limit(data: Data, options: ReadOptions) -> Data:
-    """A set that is in memory already, with the options that change it applied."""
+    """A set that is already in memory, with `limit` applied; refuses options that it cannot apply."""
     channels, height, width = data.train.size or (data.train.channels, 0, 0)
     if options.test is not None or options.val_split is not None or options.class_names is not None:
         raise LowRankError(f"{data.name} has test images and class names of its own: leave these options out.")

@@ -1,10 +1,10 @@
-"""Photographs decoded by the GPU that trains on them, where the cores beside it are too few.
+"""Decode photographs on the GPU that trains on them, for machines with few cores beside it.
 
-Workers read the bytes and draw the crops, the same as they do when they decode; nvJPEG, by way of torchvision,
-decodes a batch, on engines of its own where the GPU has them. Its pixels are not those of libjpeg bit by bit: it
-repeats colours over the pixels that share them, where libjpeg interpolates, and it decodes large images whole,
-where Pillow may decode them at a reduced scale. It therefore decodes only where it is asked for. What is no plain
-colour JPEG is still framed by a worker, and what nvJPEG refuses is framed by this process.
+Workers read the bytes and draw the same crops as when they decode. nvJPEG, through torchvision, decodes a batch,
+on the decoding engines of the GPU if it has any. Its pixels differ slightly from libjpeg's: it repeats colours
+over the pixels that share them, where libjpeg interpolates, and it never decodes at a reduced scale. It therefore
+decodes only if asked to. A worker frames images that are not plain colour JPEGs; this process frames what nvJPEG
+refuses.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def check_framing(framing: Framing, channels: int, *, train: bool) -> None:
 
 
 def decode_parts(
-    parts: EpochParts, batch: int, met: Sequence[BatchPart], decode: Decoder, device: torch.device
+    parts: EpochParts, batch: int, read: Sequence[BatchPart], decode: Decoder, device: torch.device
 ) -> BatchPart:
     """The parts of a batch as one, its images on the device: decoded, scaled, cut out and mirrored there."""
-    jpegs = [jpeg for part in met if part.encoded for jpeg in part.encoded.jpegs()]
+    jpegs = [jpeg for part in read if part.encoded for jpeg in part.encoded.jpegs()]
     decoded = iter(cut_out(jpegs, parts.framing.window, decode))
-    found, failure = trouble_of(met)
+    found, failure = trouble_of(read)
     rows: list[tuple[Tensor, int]] = []
-    for number, part in enumerate(met):
+    for number, part in enumerate(read):
         assert part.encoded is not None
         framed = iter(_planes(part.images, device))
         for place, window, label in zip(part.encoded.places, part.encoded.crops, part.labels, strict=True):

@@ -23,11 +23,11 @@ TOO_MANY = "too many images are bad"
 _TRIES = 64
 
 Trouble = tuple[list[tuple[str, str]], str]
-"""The problems met, and what the whole run fails by, if anything."""
+"""The problems found, and the error that ends the run, or an empty text."""
 
 
 def _spread_from(rows: Tensor, place: int) -> Iterator[int]:
-    """Some of the rows, this place first, the others far enough apart to leave a damaged stretch behind."""
+    """Some of the rows: first this place, then others far apart, to leave a damaged part of a file."""
     stride = len(rows) // _TRIES + 1
     for step in range(min(_TRIES, len(rows))):
         yield int(rows[(place + step * stride) % len(rows)])
@@ -78,7 +78,7 @@ class BatchPart(NamedTuple):
 
 
 def trouble_of(parts: Sequence[BatchPart]) -> Trouble:
-    """That of several parts together."""
+    """The problems of several parts, and the first error."""
     failure = next((part.failure for part in parts if part.failure), "")
     return [problem for part in parts for problem in part.found], failure
 
@@ -95,10 +95,10 @@ class BatchImage(NamedTuple):
 class EpochParts(Dataset):
     """One process's images of an epoch.
 
-    Every batch takes `per_lane` rows from each of the `lanes`, those in `mine` by this process, which makes
-    them in so many `parts`. `draw` seeds the crops of training; None stands for evaluation, where bad images
-    are left out. In training another row of the lane takes the place of a bad one: every batch keeps its size.
-    With `encoded`, plain JPEGs are not decoded.
+    Every batch takes `per_lane` rows from each lane. This process reads the lanes in `mine`, in `parts` parts for
+    its workers. `draw` seeds the crops of training; it is None in evaluation, which leaves bad images out. In
+    training another row replaces a bad one, so that every batch keeps its size. With `encoded`, plain JPEGs stay
+    encoded.
     """
 
     store: ImageStore
@@ -130,7 +130,7 @@ class EpochParts(Dataset):
         return BatchPart(pixels, labels, found, failure, EncodedImages.of(images) if self.encoded else None)
 
     def framed(self, batch: int, part: int, place: int, found: list[tuple[str, str]]) -> BatchImage | None:
-        """One image of a part once more, framed by the CPU whatever it is."""
+        """One image of a part again, framed on the CPU: for an image that the GPU could not decode."""
         draws = self._draws(batch)
         lane, at, number = list(self._places(batch, part))[place]
         return replace(self, encoded=False)._first_good(lane, at, draws[number] if draws else None, found)

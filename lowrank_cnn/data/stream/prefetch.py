@@ -1,4 +1,4 @@
-"""Batches made ahead of the one in use: by a thread, and on a GPU in a stream of its own."""
+"""Prepare the next batches while one is in use: in a thread, and on a GPU in a stream of its own."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Made = tuple[Told, tuple[Tensor, ...]]
 def ahead(
     batches: Generator[Made[Told], None, None], stream: torch.cuda.Stream | None, *, depth: int = DEPTH
 ) -> Generator[Made[Told], None, None]:
-    """The same batches, up to `depth` of them in the making while one is in use.
+    """The same batches, with up to `depth` of them prepared while one is in use.
 
-    An error comes up where its batch would have. Closed early, the thread ends with the batch it is making.
+    An error is raised in the place of its batch. Closed early, the thread ends after the batch that it prepares.
     """
     thread = ThreadPoolExecutor(1, thread_name_prefix="batches ahead")
     try:

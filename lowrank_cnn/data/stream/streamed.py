@@ -32,7 +32,7 @@ _PREFETCH = 4
 
 @dataclass(frozen=True, eq=False)
 class StreamedSplit:
-    """Rows of a store, decoded when they are needed; bad ones met on the way are counted and left out."""
+    """Rows of a store, decoded when they are needed; bad ones are counted and left out."""
 
     store: ImageStore
     rows: Tensor
@@ -56,7 +56,7 @@ class StreamedSplit:
         return replace(self, rows=self.rows[index])
 
     def describe(self, index: int) -> str:
-        """Where the image comes from that an evaluation meets at this place: it passes over undecodable ones."""
+        """The name of the image at this place of an evaluation, which leaves undecodable images out."""
         bad = {where for kind, where in self.problems.found if kind == UNDECODABLE}
         if not bad:
             return self.store.where(int(self.rows[index]))
@@ -130,21 +130,21 @@ class StreamedLoader:
     def _ready(
         self, parts: EpochParts, loaded: Iterator[BatchPart], epoch: int, start: int
     ) -> Generator[Made[Trouble], None, None]:
-        """The troubles met on the way to every batch, and its images and labels, where there are any."""
+        """For every batch its problems, and its images and labels if there are any."""
         for batch in range(start, parts.batches):
-            met = list(itertools.islice(loaded, parts.parts))
+            read = list(itertools.islice(loaded, parts.parts))
             if self._decoder:
-                met = [decode_parts(parts, batch, met, self._decoder, self.device)]
-            trouble = trouble_of(met)
-            labels = torch.tensor([label for part in met for label in part.labels], dtype=torch.int64)
+                read = [decode_parts(parts, batch, read, self._decoder, self.device)]
+            trouble = trouble_of(read)
+            labels = torch.tensor([label for part in read for label in part.labels], dtype=torch.int64)
             if trouble[1] or not len(labels):
                 yield trouble, ()
                 continue
-            images = self._finish(self._send([part.images for part in met]), epoch, batch)
+            images = self._finish(self._send([part.images for part in read]), epoch, batch)
             yield trouble, (images, send(labels, self.device))
 
     def _training_parts(self, epoch: int) -> EpochParts:
-        """What this process reads in an epoch: its lanes, shared out among its workers."""
+        """The parts that this process reads in an epoch: its lanes, divided among its workers."""
         lanes = lane_count(self.batch_size, self.world, self.workers)
         used = self._batches * self.batch_size
         rows = epoch_lanes(self.split.store, self.split.rows, lanes=lanes, used=used, seed=self.seed, epoch=epoch)
@@ -152,7 +152,7 @@ class StreamedLoader:
         return self._parts(rows, mine, self.batch_size // lanes, draw=("crops", self.seed, epoch))
 
     def _evaluation_parts(self) -> EpochParts:
-        """This process's stretch of the rows, in their order, as one lane."""
+        """The rows that this process evaluates, in their order, as one lane."""
         first, end = rank_range(len(self.split), self.rank, self.world)
         return self._parts(self.split.rows[first:end][None], range(1), self.batch_size // self.world, draw=None)
 
@@ -165,7 +165,7 @@ class StreamedLoader:
         return EpochParts(self.split.store, lanes, mine, per_lane, parts, channels, self._framing, draw, encoded)
 
     def _load(self, parts: EpochParts, start: int) -> Iterable[BatchPart]:
-        """Every part in order; as the workers take turns, each meets the same lanes in every training batch."""
+        """Every part in order. Workers take turns, so each reads the same lanes in every training batch."""
         keys = [(batch, part) for batch in range(start, parts.batches) for part in range(parts.parts)]
         workers = min(self.workers, parts.parts) if self.train else self.workers
         if not workers or not keys:
@@ -181,7 +181,7 @@ class StreamedLoader:
         )
 
     def _send(self, tensors: list[Tensor]) -> Tensor:
-        """One tensor on the device: its pieces travel from pinned memory and are joined there."""
+        """One tensor on the device, joined there from pieces in pinned memory."""
         sent = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
         return torch.cat(sent) if len(sent) > 1 else sent[0]
 
@@ -206,7 +206,7 @@ class StreamedLoader:
 
 
 def frame(size: tuple[int, int] | None, augment: Augment, *, train: bool, fill: tuple[int, ...]) -> Framing:
-    """The window that images are brought to: all of this size, or of any."""
+    """How images become windows; `size` is their common size, or None."""
     augment = augment if size else augment.for_any_size()
     smallest = size or (augment.resize or 0, augment.resize or 0)
     window = augment.window(*smallest, train=train)
@@ -214,7 +214,7 @@ def frame(size: tuple[int, int] | None, augment: Augment, *, train: bool, fill: 
 
 
 def _fill(preprocess: Preprocess | None, channels: int) -> tuple[int, ...]:
-    """The colour of padding: what preprocessing takes to zero."""
+    """The colour of padding, which preprocessing maps to zero."""
     if isinstance(preprocess, Standardize):
         return tuple(round(value) for value in preprocess.mean.tolist())
     return (0,) * channels

@@ -131,7 +131,7 @@ def node_macs(path: str | Path) -> dict[str, int]:
 
 
 def _port(node: Any) -> Port:
-    kind = node.type.removeprefix("tensor(").removesuffix(")")
+    kind = str(node.type).removeprefix("tensor(").removesuffix(")")
     return Port(node.name, tuple(node.shape), _DTYPES.get(kind, kind))
 
 

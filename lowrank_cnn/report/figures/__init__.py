@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowrank_cnn.report.charts.vega import Spec, save_charts
-from lowrank_cnn.report.figures.charts import curves_figure, details_figure, timings_figure, trade_figure
+from lowrank_cnn.report.figures.charts import (
+    curves_figure,
+    details_figure,
+    shapes_figure,
+    timings_figure,
+    trade_figure,
+)
 from lowrank_cnn.report.figures.connections import draw_connections
 from lowrank_cnn.report.figures.filters import draw_filters
 from lowrank_cnn.report.figures.options import FigureOptions
@@ -47,6 +53,7 @@ FIGURES = {
     "confusion": FigureKind("which classes are taken for which, as a matrix", "runs", details_figure),
     "pairs": FigureKind("the classes that are confused most", "runs", details_figure),
     "calibration": FigureKind("confidence against the share of right answers", "runs", details_figure),
+    "shapes": FigureKind("the shapes of a network's filters, layer by layer", _NETWORK, shapes_figure),
     "filters": FigureKind("the filters of a first layer and their combinations", _NETWORK, draw=draw_filters),
     "connections": FigureKind("which input pixel reaches which output pixel", draw=draw_connections),
     "receptive-field": FigureKind("what dense and low-rank twins see", _NETWORK, draw=draw_receptive_field),

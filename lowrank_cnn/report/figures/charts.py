@@ -9,6 +9,7 @@ from lowrank_cnn.paper.published import rows
 from lowrank_cnn.report.charts.curves import curves_spec, training_curves
 from lowrank_cnn.report.charts.details import DETAILS, NEEDED, details_charts
 from lowrank_cnn.report.charts.layers import layer_charts, layers_spec
+from lowrank_cnn.report.charts.shapes import shapes_spec
 from lowrank_cnn.report.charts.trade import TradePoint, our_point, published_point, trade_chart, trade_spec
 from lowrank_cnn.report.charts.vega import Spec
 from lowrank_cnn.report.datasets import data_label
@@ -79,6 +80,12 @@ def curves_figure(name: str, options: FigureOptions) -> list[Spec]:
         raise LowRankError("no run among these has an epoch to show.")
     panels = groupby(curves, key=lambda curve: (curve["recipe"], curve["data"]))
     return [curves_spec(f"{recipe} on {data}", list(panel)) for (recipe, data), panel in panels]
+
+
+def shapes_figure(_name: str, options: FigureOptions) -> list[Spec]:
+    """The shapes of a network's filters, layer by layer: of a run that learned them, say."""
+    title, network = options.network("vgg11-gmp-lr-join-wfull")
+    return [shapes_spec(f"Filters of {title}", network)]
 
 
 def timings_figure(_name: str, options: FigureOptions) -> list[Spec]:

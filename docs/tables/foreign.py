@@ -1,0 +1,35 @@
+"""Other people's networks through every transform."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tables.form import NO_RUNS, markdown, record, recorded, source
+
+STEPS = ("counted", "converted", "decomposed", "merged", "planned", "optimised", "exported")
+PACKAGES = ("pytorchcv", "transformers", "diffusers", "monai", "efficientnet_pytorch")
+
+
+def foreign() -> str:
+    """A row per network: what each transform gave, or that it refused."""
+    if not recorded("foreign.json"):
+        return NO_RUNS
+    found = record("foreign.json")
+    rows = [[f"`{row['name']}`", *(_cell(row, step) for step in STEPS)] for row in found["rows"]]
+    cells = [row["cells"].get(step, "") for row in found["rows"] for step in STEPS]
+    wrong = sum(cell.startswith(("WRONG", "RAW")) for cell in cells)
+    refused = sum(cell.startswith("refused") for cell in cells)
+    environment = found["environment"]
+    versions = ", ".join(f"{name} {environment[name]}" for name in PACKAGES)
+    note = (
+        f"\n{len(rows)} networks, {len(cells)} results: {wrong} wrong or failed, {refused} refused.\n"
+        "Errors are the largest difference of any output over the largest value of that output, against the "
+        f"original.\n{versions}.\n"
+    )
+    columns = ["network", *(f"<{step}" for step in STEPS)]
+    return markdown(columns, rows) + note + source("foreign.json", environment)
+
+
+def _cell(row: dict[str, Any], step: str) -> str:
+    """The result without the sentence that follows it."""
+    return row["cells"].get(step, row["cells"].get("built", "")).partition(":")[0]

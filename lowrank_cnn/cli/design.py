@@ -1,0 +1,105 @@
+"""The command `lowrank design`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lowrank_cnn.cli.convert import Latency, Macs
+from lowrank_cnn.cli.deploy import Batch, Threads
+from lowrank_cnn.cli.options import Device, Input, Into, Json, Model, Norm, Pretrained, Width
+from lowrank_cnn.cli.show import console, print_json, print_table
+from lowrank_cnn.system.errors import LowRankError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lowrank_cnn.cli.source import Source
+    from lowrank_cnn.deploy.advising import Advice
+
+_BATCHES, _IMAGES = 4, 32
+"""Batches, and images in each, that `--data` measures on."""
+
+
+def design_command(
+    model: Model,
+    macs: Macs = None,
+    latency: Latency = None,
+    data: Annotated[
+        str | None, typer.Option(help="Training images, to weigh what a trained network would lose as well.")
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(help="torch, optimize, or an engine to export to: onnx, openvino, ncnn, mnn.")
+    ] = "torch",
+    out: Annotated[Path | None, typer.Option(help="Write the advised network, untrained.")] = None,
+    batch: Batch = 1,
+    device: Device = "auto",
+    threads: Threads = None,
+    input_text: Input = None,
+    pretrained: Pretrained = None,
+    width: Width = None,
+    norm: Norm = None,
+    into: Into = None,
+    as_json: Json = False,
+) -> None:
+    """Advise whether low-rank filters, fewer filters or both are faster.
+
+    Every layer is measured as strips and as a thinner conv, then whole networks within the budget are.
+
+    Examples:
+
+      lowrank design vgg11-gmp --macs 0.4
+      lowrank design nin --pretrained cifar10 --latency 0.5 --data photos --engine onnx
+    """
+    import torch
+
+    from lowrank_cnn.cli.convert import export_source
+    from lowrank_cnn.cli.source import find_model, parse_size
+    from lowrank_cnn.deploy.advising import design
+    from lowrank_cnn.models.files import dtype_of
+    from lowrank_cnn.system.clock import torch_threads
+    from lowrank_cnn.train.fabric import resolve_device
+
+    if batch < 1:
+        raise LowRankError(f"the batch must be positive, not {batch}.")
+    source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm)
+    size = source.size(parse_size(input_text))
+    place = resolve_device(device)
+    network = source.network.eval().to(place)
+    example = torch.randn(batch, *size).to(place, dtype_of(network))
+    batches = None if data is None else _batches(data, source, size, place)
+    with torch_threads(threads):
+        advice = design(network, example, macs=macs, latency=latency, data=batches, engine=engine)
+    if out is not None:
+        export_source(source, advice.network, out, size)
+    if as_json:
+        return print_json({"model": source.name, "input": list(example.shape), **advice.to_dict()})
+    _print_advice(source.name, advice)
+    return None
+
+
+def _batches(place: str, source: Source, size: tuple[int, ...], device: str) -> list[tuple[Tensor, Tensor]]:
+    """A few batches of training images, preprocessed as in training."""
+    from itertools import islice
+
+    from lowrank_cnn.data import make_loader, open_data
+
+    if source.trained is None:
+        raise LowRankError("--data weighs what a trained network would lose: give a run, or --pretrained.")
+    trained = source.trained
+    options: dict[str, Any] = {"image_size": trained.size_option or size[1], "channels": size[0]}
+    images = open_data(place, limit=_BATCHES * _IMAGES, progress=False, **options)
+    how = {"preprocess": trained.preprocess, "augment": trained.augment, "train": False, "device": device}
+    loader = make_loader(images.train, batch_size=_IMAGES, seed=0, **how)
+    return list(islice(loader.epoch(0), _BATCHES))
+
+
+def _print_advice(name: str, advice: Advice) -> None:
+    rows = [(r.name, f"{r.dense_ms:.3f}", f"{r.strips_ms:.3f}", f"{r.thin_ms:.3f}", r.choice, r.why)
+            for r in advice.layers]  # fmt: skip
+    print_table(f"{name}: layers", ("layer", "dense ms", "strips ms", "thin ms", "<take", "<why"), rows)
+    forms = [(f.name, f"{f.macs:.3f}", f"{f.params:.3f}", f"{f.ms:.3f}", f"{f.time:.2f}") for f in advice.forms]
+    print_table("Networks within the budget", ("network", "MACs", "params", "ms", "of the time"), forms)
+    console.print(advice.verdict, markup=False, soft_wrap=True)

@@ -1,0 +1,287 @@
+"""`design`: how to make a network cheaper on this machine: with low-rank filters, thinner, or both.
+
+Multiply-accumulates do not tell. A 3x3 conv may run by Winograd's algorithm and strips may not; a kernel may like
+strips. So every layer is measured in both forms, with the same MACs: strips (kx1 and 1xk), and a dense conv with
+fewer filters. The layer is advised to take the faster one. With images and targets, what each form would lose
+counts as well. Then whole networks within the budget are measured in turns: low-rank, thinner, and mixed, in which
+each layer has what it was advised to have.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lowrank_cnn.deploy.engines import open_engine
+from lowrank_cnn.deploy.engines.targets import TARGETS
+from lowrank_cnn.deploy.exporting import export
+from lowrank_cnn.deploy.layer_forms import (
+    CLEARLY,
+    LOW_RANK,
+    THINNER,
+    LayerAdvice,
+    layer_advice,
+    measured_damage,
+    variants_of,
+)
+from lowrank_cnn.deploy.optimizing import optimize
+from lowrank_cnn.method.budget import Budget
+from lowrank_cnn.method.converting import convert
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.scheme import parse_scheme
+from lowrank_cnn.method.selection import select
+from lowrank_cnn.method.shape_damage import Damage
+from lowrank_cnn.method.shape_network import layer_inputs
+from lowrank_cnn.method.thinning import thin
+from lowrank_cnn.system.clock import Sample, measure
+from lowrank_cnn.system.errors import LowRankError, nearest
+from lowrank_cnn.system.text import text_table
+
+MIXED = "mixed"
+ENGINES = ("torch", "optimize", *TARGETS)
+_MULTIPLE, _STEPS = 8, 5
+
+Build = Callable[[float], nn.Module | None]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A whole network within the budget: its shares of the dense MACs, parameters and time."""
+
+    name: str
+    macs: float
+    params: float
+    ms: float
+    time: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do, in `verdict`; `network` is that form with fresh weights, to be trained.
+
+    `layers` and `forms` are what was measured.
+    """
+
+    verdict: str
+    choice: str
+    network: nn.Module
+    layers: tuple[LayerAdvice, ...]
+    forms: tuple[Form, ...]
+    device: str
+    engine: str
+
+    def __str__(self) -> str:
+        rows = [
+            (r.name, f"{r.dense_ms:.3f}", f"{r.strips_ms:.3f}", f"{r.thin_ms:.3f}", r.choice, r.why)
+            for r in self.layers
+        ]
+        layers = text_table(("layer", ">dense ms", ">strips ms", ">thin ms", "take", "why"), rows)
+        forms = [(f.name, f"{f.macs:.3f}", f"{f.params:.3f}", f"{f.ms:.3f}", f"{f.time:.2f}") for f in self.forms]
+        whole = text_table(("network", ">MACs", ">params", ">ms", ">of the time"), forms)
+        return f"{layers}\n\n{whole}\n\n{self.verdict}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """In values that JSON can hold; without the network."""
+        told = {"verdict": self.verdict, "choice": self.choice, "device": self.device, "engine": self.engine}
+        return {**told, "layers": [asdict(r) for r in self.layers], "forms": [asdict(f) for f in self.forms]}
+
+
+def design(
+    model: nn.Module,
+    example: Tensor,
+    *,
+    macs: float | None = None,
+    latency: float | None = None,
+    data: Iterable[tuple[Tensor, Tensor]] | None = None,
+    loss: Callable[[Any, Any], Tensor] = functional.cross_entropy,
+    engine: str = "torch",
+    repeats: int = 9,
+) -> Advice:
+    """Advise how to bring a network to a share of its MACs or time, by what is measured on this machine.
+
+    >>> advice = design(net, torch.randn(1, 3, 64, 64), macs=0.4)  # doctest: +SKIP
+    >>> print(advice)  # doctest: +SKIP
+
+    - `example`: a batch like those that the network will run on. Its device and dtype are measured.
+    - `macs` or `latency`: the share that is to be left. By `macs` the fastest form is advised, by `latency` the
+      form that keeps most MACs within the time.
+    - `data`: a few batches of (images, targets), for a trained network: what a form would lose then counts too.
+    - `engine`: "torch" as it is, "optimize" for the form that `optimize` finds, or an engine of `export`: "onnx",
+      "openvino", "ncnn", "mnn"...
+    """
+    budget = Budget.of(macs=macs, latency=latency)
+    if budget is None or budget.share == 1:
+        raise LowRankError("design needs a budget below 1: macs=0.4 or latency=0.5, as a share of the network's.")
+    if engine not in ENGINES:
+        raise LowRankError(f"there is no engine {engine!r}; {nearest(engine, ENGINES)}")
+    if not isinstance(example, Tensor) or example.dim() != 4:
+        raise LowRankError("the example is a batch of images, as [N, channels, height, width].")
+    bench = _Bench(copy.deepcopy(model).to(example.device, example.dtype).eval(), example, engine, repeats)
+    layers = bench.layers(None if data is None else measured_damage(model, example, list(data), loss))
+    forms = bench.forms(layers, budget)
+    return _advice(bench, layers, forms, budget)
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """Measures layers and networks on one example, in one engine."""
+
+    model: nn.Module
+    example: Tensor
+    engine: str
+    repeats: int
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return tuple(self.example.shape[1:])
+
+    def times(self, networks: Mapping[str, nn.Module], example: Tensor) -> dict[str, Sample]:
+        """Milliseconds of several networks on one example, in turns."""
+        runs = {}
+        for name, network in networks.items():
+            run = self._prepared(network, example)
+            runs[name] = lambda run=run: run(example)
+        with torch.no_grad():
+            return measure(runs, repeats=self.repeats, budget=2.0, cuda=example.is_cuda)
+
+    def _prepared(self, network: nn.Module, example: Tensor) -> Callable[[Tensor], Any]:
+        placed: nn.Module = copy.deepcopy(network).to(example.device, example.dtype).eval()
+        if self.engine == "torch":
+            return placed.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if self.engine == "optimize":
+            return optimize(placed, example, compile=False, cache=False, repeats=3)
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch) / f"net{TARGETS[self.engine].suffix}"
+            export(placed, path, input_size=tuple(example.shape[1:]))
+            runner = open_engine(path, threads=torch.get_num_threads(), trusted=True)
+        array = example.contiguous().numpy()
+        return lambda _: runner(array)
+
+    def layers(self, damage: Mapping[str, Damage] | None) -> tuple[LayerAdvice, ...]:
+        """Every spatial conv as it is, as strips, and thinner."""
+        convs, _ = select(self.model, parse_scheme("lr"))
+        with torch.no_grad():
+            seen = layer_inputs(self.model, list(convs), self.example)
+        found = []
+        for name, conv in convs.items():
+            if conv.groups != 1 or name not in seen:
+                continue
+            x = seen[name].contiguous(memory_format=torch.channels_last)
+            times = self.times(variants_of(conv), x)
+            found.append(layer_advice(name, {key: one.ms for key, one in times.items()}, damage))
+        return tuple(found)
+
+    def forms(self, layers: tuple[LayerAdvice, ...], budget: Budget) -> dict[str, tuple[Form, nn.Module]]:
+        """The forms that reach the budget, measured in turns beside the dense network."""
+        builders = _builders(self.model, self.size, layers)
+        if budget.kind == "macs":
+            found = {name: build(budget.share) for name, build in builders.items()}
+        else:
+            found = {name: self._within_time(build, budget.share) for name, build in builders.items()}
+        networks = {name: network for name, network in found.items() if network is not None}
+        if not networks:
+            raise LowRankError(f"no form of this network reaches {budget.kind}={budget.share:g} here.")
+        times = self.times({"dense": self.model, **networks}, self.example)
+        return {
+            name: (self._form(name, network, times), network)
+            for name, network in {"dense": self.model, **networks}.items()
+        }
+
+    def _within_time(self, build: Build, share: float) -> nn.Module | None:
+        """The form with most MACs within a share of the time, by bisection."""
+        low, high, best = 0.0, 1.0, None
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            network = build(middle)
+            if network is None:
+                low = middle
+                continue
+            times = self.times({"dense": self.model, "form": network}, self.example)
+            if times["form"].ms <= share * times["dense"].ms:
+                low, best = middle, network
+            else:
+                high = middle
+        return best
+
+    def _form(self, name: str, network: nn.Module, times: Mapping[str, Sample]) -> Form:
+        ours, dense = count(network, self.size), count(self.model, self.size)
+        ms = times[name].ms
+        return Form(name, ours.macs / dense.macs, ours.params / dense.params, ms, ms / times["dense"].ms)
+
+
+def _builders(model: nn.Module, size: tuple[int, ...], layers: tuple[LayerAdvice, ...]) -> dict[str, Build]:
+    """How each form is made for a share of the MACs; one that cannot be made gives None."""
+    strips = [row.name for row in layers if row.choice == LOW_RANK]
+    forms: dict[str, Build] = {
+        LOW_RANK: lambda share: _low_rank(model, size, share, None),
+        THINNER: lambda share: _thinner(model, size, share),
+    }
+    if 0 < len(strips) < len(layers):
+        forms[MIXED] = lambda share: _low_rank(model, size, share, strips)
+    return {name: _or_none(build) for name, build in forms.items()}
+
+
+def _or_none(build: Build) -> Build:
+    def made(share: float) -> nn.Module | None:
+        try:
+            return build(share)
+        except LowRankError:
+            return None
+
+    return made
+
+
+def _low_rank(model: nn.Module, size: tuple[int, ...], share: float, where: list[str] | None) -> nn.Module:
+    """Strips in all layers, or in some; where that does not save enough, all layers are thinner as well."""
+    if where is None:
+        try:
+            return convert(model, "lr", macs=share, input_size=size)
+        except LowRankError:
+            pass
+    cheaper = count(convert(model, "lr", where=where, input_size=size), size).macs / count(model, size).macs
+    return convert(_thinner(model, size, min(1.0, share / cheaper)), "lr", where=where, input_size=size)
+
+
+def _thinner(model: nn.Module, size: tuple[int, ...], share: float) -> nn.Module:
+    """A thinner network of at most this share: `thin` gives the nearest, which may lie above."""
+    allowed = share * count(model, size).macs
+    for part in (1.0, 0.9, 0.7):
+        found = thin(model, macs=part * share, input_size=size, multiple=_MULTIPLE)
+        if count(found, size).macs <= allowed:
+            return found
+    raise LowRankError(f"no thinner network has {share:.3f} of the MACs.")
+
+
+def _advice(
+    bench: _Bench,
+    layers: tuple[LayerAdvice, ...],
+    forms: Mapping[str, tuple[Form, nn.Module]],
+    budget: Budget,
+) -> Advice:
+    """The best form, and why, in one sentence or two."""
+    rows = {name: form for name, (form, _) in forms.items() if name != "dense"}
+    key = (lambda f: -f.time) if budget.kind == "macs" else (lambda f: f.macs)
+    inside = [form for form in rows.values() if budget.kind == "macs" or CLEARLY * form.time <= budget.share]
+    best = max(inside or rows.values(), key=key)
+    # A thinner network is the simplest of all: another has to be clearly better.
+    plain = rows.get(THINNER)
+    if plain is not None and plain in inside and key(best) <= key(plain) + (1 - CLEARLY) * abs(key(plain)):
+        best = plain
+    others = "; ".join(f"{f.name} {f.time:.2f} of the time with {f.macs:.2f} of the MACs" for f in rows.values())
+    says = {
+        THINNER: "Make it thinner instead: low-rank filters gain nothing here.",
+        LOW_RANK: "Take low-rank filters.",
+        MIXED: "Take low-rank filters in the layers listed as such, and make all layers thinner.",
+    }[best.name]
+    device = torch.cuda.get_device_name(bench.example.device) if bench.example.is_cuda else "cpu"
+    verdict = f"{says} Measured on {device} in {bench.engine}, {bench.example.dtype}: {others}."
+    network = forms[best.name][1]
+    return Advice(verdict, best.name, network, layers, tuple(f for f, _ in forms.values()), device, bench.engine)

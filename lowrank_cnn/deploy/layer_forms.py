@@ -1,0 +1,76 @@
+"""One conv as strips and as a thinner dense conv with as many MACs: their times, and what each would lose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowrank_cnn.method.channel_order import free_routes
+from lowrank_cnn.method.layers import build_conv
+from lowrank_cnn.method.scheme import parse_scheme
+from lowrank_cnn.method.shape_damage import Damage, damage_by_loss
+from lowrank_cnn.method.shape_network import shape_network
+
+LOW_RANK, THINNER = "low-rank", "thinner"
+CLEARLY = 0.97
+"""Times that differ by less than this are called equal: then thinner is advised, which is simpler."""
+
+
+@dataclass(frozen=True)
+class LayerAdvice:
+    """One conv: milliseconds dense, as strips, and thinner with as many MACs; what each loses, where measured."""
+
+    name: str
+    dense_ms: float
+    strips_ms: float
+    thin_ms: float
+    strips_lose: float | None
+    thin_loses: float | None
+    choice: str
+    why: str
+
+
+def variants_of(conv: nn.Conv2d) -> dict[str, nn.Module]:
+    """A conv, its strips, and a dense conv with as many MACs as these."""
+    options: dict[str, Any] = {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
+    options["padding_mode"] = conv.padding_mode
+    strips = build_conv(
+        conv.in_channels, conv.out_channels, conv.kernel_size, "lr", bias=conv.bias is not None, **options
+    )
+    taps = conv.kernel_size[0] * conv.kernel_size[1]
+    fewer = max(1, round(conv.out_channels * sum(conv.kernel_size) / 2 / taps))
+    thin_conv = nn.Conv2d(conv.in_channels, fewer, conv.kernel_size, bias=conv.bias is not None, **options)
+    return {"dense": conv, "strips": strips, "thin": thin_conv}
+
+
+def layer_advice(name: str, ms: Mapping[str, float], damage: Mapping[str, Damage] | None) -> LayerAdvice:
+    """The form that is faster with as many MACs or, where damage is known, that loses less in as much time."""
+    told = f"strips take {ms['strips'] / ms['dense']:.2f} of its time, as many MACs of a thinner conv "
+    told += f"{ms['thin'] / ms['dense']:.2f}"
+    faster = LOW_RANK if ms["strips"] < CLEARLY * ms["thin"] else THINNER
+    row = LayerAdvice(name, ms["dense"], ms["strips"], ms["thin"], None, None, faster, told)
+    if damage is None or name not in damage:
+        return row
+    strips, thinner = _losses(damage[name], min(1.0, ms["strips"] / ms["dense"]))
+    choice = LOW_RANK if strips < thinner else THINNER
+    why = f"at the time of strips, strips would lose {strips:.2f} and a thinner conv {thinner:.2f}"
+    return replace(row, strips_lose=strips, thin_loses=thinner, choice=choice, why=why)
+
+
+def _losses(damage: Damage, time: float) -> tuple[float, float]:
+    """The shares lost by strips in all filters, and by removing the filters that matter least, at equal time."""
+    strips = float(damage.shapes.min(1).values.sum()) / damage.whole
+    removed = round((1 - time) * len(damage.removal))
+    return strips, float(damage.removal.sort().values[:removed].sum()) / damage.whole
+
+
+def measured_damage(
+    model: nn.Module, example: Tensor, batches: list[tuple[Tensor, Tensor]], loss: Callable[[Any, Any], Tensor]
+) -> dict[str, Damage]:
+    """What strips and removals would lose in each layer, on the batches."""
+    size = tuple(example.shape[1:])
+    shaped = shape_network(model, parse_scheme("learned(kx1, 1xk, none)"), size)
+    return damage_by_loss(shaped, free_routes(shaped, size), batches, loss)

@@ -1,0 +1,55 @@
+"""The shapes of a network's filters, layer by layer, as stacked bars; removed filters leave their part empty."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.rewriting import changes_of
+from lowrank_cnn.report.charts.layers import short_names
+from lowrank_cnn.report.charts.vega import Spec, filled, looks, template
+from lowrank_cnn.system.errors import LowRankError
+
+SPEC = template("shapes")
+
+
+def shape_bars(network: nn.Module) -> list[dict[str, Any]]:
+    """A bar for each layer and shape, with its share of the filters that the dense layer had."""
+    layers = {name: groups for name, module in network.named_modules() if (groups := _groups(module))}
+    changed = {change.name: change.before for change in changes_of(network)}
+    shown = [name for name in layers if name in changed] or list(layers)
+    if not shown:
+        raise LowRankError("the network has no spatial convolutions to show the shapes of.")
+    bars = []
+    for name, label in zip(shown, short_names(shown), strict=True):
+        total = sum(count for _, count in layers[name])
+        dense = int(changed[name].rpartition(",")[2]) if name in changed else total
+        for place, (shape, count) in enumerate(layers[name]):
+            spoken = f"{label}: {count} of {dense} filters are {shape}"
+            bars.append({"layer": label, "shape": shape, "share": count / dense, "place": place, "spoken": spoken})
+    return bars
+
+
+def shapes_spec(title: str, network: nn.Module) -> Spec:
+    """The specification of the chart, for a file."""
+    bars = shape_bars(network)
+    names = sorted({bar["shape"] for bar in bars}, key=_taps)
+    height = 22 * len({bar["layer"] for bar in bars})
+    spec = filled(SPEC, {"{height}": height, "{scale}": looks(names)["color"]})
+    return {**spec, "title": title, "datasets": {"shapes": bars}}
+
+
+def _groups(module: nn.Module) -> list[tuple[str, int]]:
+    """The shapes of a layer with the number of their filters; none of a conv of 1x1, which has no choice."""
+    if isinstance(module, CompositeConv2d):
+        return [(f"{g.height}x{g.width}", g.filters) for g in module.composite.groups]
+    if isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1:
+        return [("x".join(map(str, module.kernel_size)), module.out_channels)]
+    return []
+
+
+def _taps(shape: str) -> tuple[int, str]:
+    height, width = map(int, shape.split("x"))
+    return height * width, shape

@@ -1,0 +1,23 @@
+"""The command optimize, as a user types it."""
+
+import pytest
+import torch
+from torch import nn
+
+from lowrank_cnn.deploy.exporting import load
+from lowrank_cnn.system.errors import LowRankError
+
+
+def test_optimize_writes_what_it_found(output_of, own, tmp_path):
+    file = tmp_path / "fast.safetensors"
+    text = output_of("optimize", f"{own}:net", "-o", file, "--input", "3x9x7", "--no-cache")
+    assert max(map(len, text.splitlines())) <= 80
+    assert "Fastest:" in text
+    net = nn.Sequential(nn.Conv2d(3, 8, 3))
+    found = load(file, into=net)
+    assert found.report.choice in text
+    assert found(torch.zeros(1, 3, 9, 7)).shape == (1, 8, 7, 5)
+    with pytest.raises(LowRankError, match="--overwrite replaces it"):
+        output_of("optimize", f"{own}:net", "-o", file, "--input", "3x9x7")
+    with pytest.raises(LowRankError, match="batch must be positive"):
+        output_of("optimize", f"{own}:net", "-o", tmp_path / "other.safetensors", "--batch", "0")
