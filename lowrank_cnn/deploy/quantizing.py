@@ -179,7 +179,7 @@ def sensitivities(network: nn.Module, images: Tensor) -> tuple[QuantizedLayer, .
 @contextmanager
 def _in_int8(layer: nn.Module) -> Iterator[None]:
     """Within the block, a layer has rounded weights (per output channel) and rounds what it is given."""
-    weights = list(layer.weights) if isinstance(layer, CompositeConv2d) else [layer.weight]
+    weights: list[Any] = list(layer.weights) if isinstance(layer, CompositeConv2d) else [layer.weight]
     given = [weight.detach().clone() for weight in weights]
     hook = layer.register_forward_pre_hook(lambda _layer, inputs: (_rounded(inputs[0], inputs[0].abs().amax()),))
     try:
