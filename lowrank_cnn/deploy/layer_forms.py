@@ -40,9 +40,9 @@ def variants_of(conv: nn.Conv2d) -> dict[str, nn.Module]:
     strips = build_conv(
         conv.in_channels, conv.out_channels, conv.kernel_size, "lr", bias=conv.bias is not None, **options
     )
-    taps = conv.kernel_size[0] * conv.kernel_size[1]
-    fewer = max(1, round(conv.out_channels * sum(conv.kernel_size) / 2 / taps))
-    thin_conv = nn.Conv2d(conv.in_channels, fewer, conv.kernel_size, bias=conv.bias is not None, **options)
+    height, width = conv.kernel_size
+    fewer = max(1, round(conv.out_channels * (height + width) / 2 / (height * width)))
+    thin_conv = nn.Conv2d(conv.in_channels, fewer, (height, width), bias=conv.bias is not None, **options)
     return {"dense": conv, "strips": strips, "thin": thin_conv}
 
 

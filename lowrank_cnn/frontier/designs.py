@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lowrank_cnn.method.layers import FactoredConv2d
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.method.selection import stages
+from lowrank_cnn.method.settling import load_shapes
 from lowrank_cnn.method.thinning import thin
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.airbench import PatchConv2d
@@ -30,6 +32,10 @@ MULTIPLE = 16
 """Widths are such that every layer has a multiple of so many filters."""
 STEP = 1 / 32
 """Widths that are searched for are multiples of this."""
+
+
+SHAPES = "shapes:"
+"""What stands before the file of learned shapes, in the place of a scheme."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +123,14 @@ CANDIDATES: dict[str, Design] = {
 def find_design(text: str) -> Design:
     """A design by the name of a candidate, or by a scheme; `@0.75` behind it sets the width.
 
+    `shapes:RUN/shapes.json` is a network with the shapes that a run has learned.
+
     >>> find_design("lr-late@1.5")
     Design(name='lr-late@1.5', scheme='lr', width=1.5, where='late', between=False, branches=False, matched='')
     """
+    if text.startswith(SHAPES):
+        load_shapes(text.removeprefix(SHAPES))  # refused at once where it cannot be read
+        return Design(f"learned-{Path(text).parent.name or Path(text).stem}", text)
     name, _, width = text.partition("@")
     found = CANDIDATES.get(name)
     if found is None:
@@ -162,7 +173,11 @@ class Builder:
         network: nn.Module = dense
         if design.width != 1:
             network = thin(dense, width=design.width, input_size=self.size, multiple=MULTIPLE)
-        if not design.dense:
+        if design.scheme.startswith(SHAPES):
+            if design.width != 1:
+                raise LowRankError(f"{design.name} has the widths that were learned, and no others.")
+            network = load_shapes(design.scheme.removeprefix(SHAPES)).apply(network)
+        elif not design.dense:
             network = convert(network, design.scheme, where=self._where(network, design.where))
         if design.between:
             network = rectified_between(network)

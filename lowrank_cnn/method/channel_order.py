@@ -122,7 +122,8 @@ class _Walk:
         def concrete(other: fx.Node) -> Any:
             return x.clone() if other is value else self.values[other]
 
-        args, kwargs = (map_arg(part, concrete) for part in (node.args, node.kwargs))
+        args: Any = map_arg(node.args, concrete)
+        kwargs: Any = map_arg(node.kwargs, concrete)
         if node.op == "call_module":
             module = self.captured.module(node)
             assert module is not None

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,8 +67,10 @@ def _narrowed(
 
 def _is_pointwise(model: nn.Module, name: str) -> bool:
     conv = model.get_submodule(name)
-    form = form_of(conv) if isinstance(conv, nn.Conv2d) else None
-    return form is not None and form.kernel == (1, 1) and form.groups == 1 and conv.weight.requires_grad
+    if not isinstance(conv, nn.Conv2d) or not conv.weight.requires_grad:
+        return False
+    form = form_of(conv)
+    return form is not None and form.kernel == (1, 1) and form.groups == 1
 
 
 def _kernel_of(model: nn.Module, name: str) -> tuple[tuple[str, Fraction], ...]:
@@ -130,12 +133,11 @@ def _only(layer: ShapedConv2d, shape: tuple[int, int]) -> nn.Module:
 def layer_inputs(network: nn.Module, names: Sequence[str], image: torch.Tensor) -> dict[str, torch.Tensor]:
     """What each layer reads when the network runs on an image."""
     seen: dict[str, torch.Tensor] = {}
-    hooks = [
-        network.get_submodule(name).register_forward_pre_hook(
-            lambda _, given, name=name: seen.__setitem__(name, given[0])
-        )
-        for name in names
-    ]
+
+    def keep(name: str) -> Any:
+        return lambda _, given: seen.update({name: given[0]})
+
+    hooks = [network.get_submodule(name).register_forward_pre_hook(keep(name)) for name in names]
     try:
         network(image)
     finally:
