@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,7 +32,6 @@ def design_command(
     engine: Annotated[
         str, typer.Option(help="torch, optimize, or an engine to export to: onnx, openvino, ncnn, mnn.")
     ] = "torch",
-    out: Annotated[Path | None, typer.Option(help="Write the advised network, untrained.")] = None,
     batch: Batch = 1,
     device: Device = "auto",
     threads: Threads = None,
@@ -55,7 +53,6 @@ def design_command(
     """
     import torch
 
-    from lowrank_cnn.cli.convert import export_source
     from lowrank_cnn.cli.source import find_model, parse_size
     from lowrank_cnn.deploy.advising import design
     from lowrank_cnn.models.files import dtype_of
@@ -72,8 +69,6 @@ def design_command(
     batches = None if data is None else _batches(data, source, size, place)
     with torch_threads(threads):
         advice = design(network, example, macs=macs, latency=latency, data=batches, engine=engine)
-    if out is not None:
-        export_source(source, advice.network, out, size)
     if as_json:
         return print_json({"model": source.name, "input": list(example.shape), **advice.to_dict()})
     _print_advice(source.name, advice)
