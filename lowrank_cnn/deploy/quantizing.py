@@ -35,6 +35,8 @@ _MOST_ERROR = 0.25
 """A layer that alone changes the network's output by more than this share stays in float."""
 _TRIES = 3
 """Layers that go back to float one by one where accuracy is lost."""
+_JUDGED = 2000
+"""Training images, none of them calibration's, that decide which layers go back to float."""
 _COMPARED = 64
 """Images on which each layer is quantised alone."""
 _BATCH = 16
@@ -94,8 +96,8 @@ def quantize(
       the training images set the ranges of activations, and the test images give the accuracy before and after.
       Or prepared images as tensors, [N, C, H, W]: then no accuracy is measured.
     - `test`: at most so many test images.
-    - `most_loss`: points of accuracy that may be lost. While more are lost, the layer that int8 changes most goes
-      back to float, three layers at most.
+    - `most_loss`: points of accuracy that may be lost on other training images. While more are lost, the layer
+      that int8 changes most goes back to float, three layers at most. The test images decide nothing.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 30 * 30, 4)).eval()
     >>> quantize(net, torch.randn(8, 3, 32, 32), "net.int8.onnx").in_float  # doctest: +SKIP
@@ -109,30 +111,37 @@ def quantize(
     check_place(path, overwrite)
     trained = model if isinstance(model, Trained) else carried_by(model)
     network = merge((trained.network if trained else model).eval())  # type: ignore[union-attr, arg-type]
-    prepared, data = _prepared(calibration, trained, images)
+    data = _labelled(calibration, trained)
+    judged = _judged(data)
+    prepared = _prepared(judged or data or calibration, trained, images)
     _check(prepared)
     job = _Job.of(path, network, trained, prepared, input_size)
     layers = sensitivities(network, prepared[:_COMPARED])
     if data is None or trained is None:
         return job.write(layers)
+    trained = replace(trained, network=network)
+    written = _within_loss(job, layers, trained, judged, most_loss) if judged else job.write(layers)
     if test is not None:
         data = replace(data, test=data.test.subset(torch.arange(min(test, len(data.test)))))
-    return _within_loss(job, layers, replace(trained, network=network), data, most_loss)
+    before, after = _top1(trained, data), _top1(replace(trained, network=load(job.path)), data)
+    return replace(written, before=before, after=after, images=len(data.test))
 
 
 def _within_loss(
-    job: _Job, layers: tuple[QuantizedLayer, ...], trained: Trained, data: Data, most_loss: float
+    job: _Job, layers: tuple[QuantizedLayer, ...], trained: Trained, judged: Data, most_loss: float
 ) -> Quantized:
-    """Write the file; while it loses too much on the test images, leave one more layer in float."""
-    before = evaluate(trained, data, device="cpu", progress=False).top1
-    for attempt in range(_TRIES + 1):
+    """Write the file; while it loses too much on the judged images, leave one more layer in float."""
+    before = _top1(trained, judged)
+    for _ in range(_TRIES):
         written = job.write(layers)
-        after = evaluate(replace(trained, network=load(job.path)), data, device="cpu", progress=False).top1
-        found = replace(written, before=before, after=after, images=len(data.test))
-        if 100 * (before - after) <= most_loss or attempt == _TRIES:
-            break
+        if 100 * (before - _top1(replace(trained, network=load(job.path)), judged)) <= most_loss:
+            return written
         layers = _one_more_in_float(layers)
-    return found
+    return job.write(layers)
+
+
+def _top1(trained: Trained, data: Data) -> float:
+    return evaluate(trained, data, device="cpu", progress=False).top1
 
 
 @dataclass(frozen=True)
@@ -205,12 +214,10 @@ def _one_more_in_float(layers: tuple[QuantizedLayer, ...]) -> tuple[QuantizedLay
     return tuple(replace(layer, in_float=True) if layer is worst else layer for layer in layers)
 
 
-def _prepared(calibration: Any, trained: Trained | None, images: int) -> tuple[Tensor, Data | None]:
-    """Calibration images as the network takes them, and the data that accuracy is measured on."""
-    if isinstance(calibration, Tensor):
-        return calibration.detach().float().cpu(), None
-    if isinstance(calibration, Sequence) and not isinstance(calibration, str):
-        return torch.cat([tensor.detach().float().cpu() for tensor in calibration]), None
+def _labelled(calibration: Any, trained: Trained | None) -> Data | None:
+    """The data set that was given; None for prepared images."""
+    if isinstance(calibration, Tensor) or (isinstance(calibration, Sequence) and not isinstance(calibration, str)):
+        return None
     if trained is None:
         raise LowRankError(
             "images with labels calibrate a trained network, which knows how they are prepared: for any other, "
@@ -218,11 +225,28 @@ def _prepared(calibration: Any, trained: Trained | None, images: int) -> tuple[T
         )
     data = calibration if isinstance(calibration, Data) else open_data(calibration, progress=False)
     match_classes(trained, data)
-    split = data.train if len(data.train) else data.test
+    return data
+
+
+def _judged(data: Data | None) -> Data | None:
+    """The data set with some training images in the place of its test images; None if it has too few."""
+    if data is None or len(data.train) < 2:
+        return None
+    return data.holdout(min(_JUDGED, len(data.train) // 2), seed=1)
+
+
+def _prepared(calibration: Any, trained: Trained | None, images: int) -> Tensor:
+    """Calibration images as the network takes them."""
+    if isinstance(calibration, Tensor):
+        return calibration.detach().float().cpu()
+    if isinstance(calibration, Sequence):
+        return torch.cat([tensor.detach().float().cpu() for tensor in calibration])
+    assert trained is not None
+    split = calibration.train if len(calibration.train) else calibration.test
     chosen = split.subset(stratified(split.labels, images, seed=0))
     options: dict[str, Any] = {"preprocess": trained.preprocess, "augment": trained.augment, "seed": 0}
     loader = make_loader(chosen, batch_size=_BATCH, device="cpu", train=False, **options)
-    return torch.cat([batch.contiguous() for batch, _ in loader.epoch(0)]), data
+    return torch.cat([batch.contiguous() for batch, _ in loader.epoch(0)])
 
 
 def _check(images: Tensor) -> None:

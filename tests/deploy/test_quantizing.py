@@ -13,7 +13,6 @@ from lowrank_cnn.deploy.engines import open_engine
 from lowrank_cnn.deploy.quantizing import Quantized, QuantizedLayer, quantize, sensitivities
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.layers import build_conv
-from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 
 SIZE = (3, 12, 12)
@@ -73,14 +72,35 @@ def test_converted_networks_too(tmp_path):
 def test_accuracy_is_measured_on_the_test_images(tmp_path):
     from lowrank_cnn.train import fit
 
-    data = open_data("digits", limit=200, progress=False)
-    network = create_model("nin-c3-lr", width=0.1, in_channels=1, norm="batch")
-    fit(network, data, "digits", epochs=1, progress=False, device="cpu")
-    found = quantize(network, data, tmp_path / "net.onnx", images=64, test=50, most_loss=100)
-    assert found.images == 50
-    assert found.before is not None
+    torch.manual_seed(0)
+    data = open_data("digits", limit=600, progress=False)
+    conv = [nn.Conv2d(1, 16, 5, stride=2), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten()]
+    network = nn.Sequential(*conv, nn.Linear(256, 10))
+    learned = fit(network, data, "digits", epochs=3, progress=False, device="cpu").result["top1"]
+    assert learned > 0.4
+    found = quantize(network, data, tmp_path / "net.onnx", images=64)
+    assert found.before == pytest.approx(learned)
+    assert found.images == len(data.test)
     assert found.loss is not None
-    assert abs(found.loss) < 30
+    assert abs(found.loss) < 5
+
+
+def test_layers_go_back_to_float_by_other_images_than_the_test_ones(tmp_path, monkeypatch):
+    from lowrank_cnn.deploy import quantizing
+    from lowrank_cnn.train import fit
+
+    data = open_data("digits", limit=80, progress=False)
+    network = nn.Sequential(nn.Conv2d(1, 4, 5, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+    fit(network, data, "digits", epochs=1, progress=False, device="cpu")
+    judged = []
+    monkeypatch.setattr(quantizing, "_top1", lambda trained, images: judged.append(images) or -float(len(judged)))
+    monkeypatch.setattr(quantizing._Job, "write", lambda _, layers: Quantized("net.onnx", 1, 0.0, layers))
+    monkeypatch.setattr(quantizing, "load", lambda _: network)
+    found = quantize(network, data, tmp_path / "net.onnx", images=16)
+    *deciding, before, after = judged
+    assert len(found.in_float) == 2  # of two layers, each loses too much
+    assert before is after
+    assert all(images.test is not data.test and len(images.train) + len(images.test) == len(data.train) for images in deciding)
 
 
 def test_the_report_counts_points():
