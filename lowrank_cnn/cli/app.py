@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from lowrank_cnn.cli import INTERRUPTED
+from lowrank_cnn.cli import INTERRUPTED, interruptible_import
 from lowrank_cnn.cli.output import lasting_output
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.version import __version__
@@ -75,7 +75,8 @@ class LazyGroup(TyperGroup):
 def load_command(name: str) -> TyperCommand:
     """Import the module of a command and build the command from its function."""
     entry = COMMANDS[name]
-    function = getattr(import_module(f"lowrank_cnn.cli.{entry.module}"), f"{name}_command")
+    with interruptible_import():
+        function = getattr(import_module(f"lowrank_cnn.cli.{entry.module}"), f"{name}_command")
     app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
     app.command(name, context_settings=_SETTINGS)(function)
     command = typer.main.get_command(app)

@@ -34,8 +34,8 @@ class Scheme:
 
     >>> import lowrank_cnn as lr
     >>> scheme = lr.parse_scheme("lr-join")
-    >>> [str(stage) for stage in scheme.stages((3, 3), 64)]
-    ['3x1,32 + 1x3,32', '1x1,64']
+    >>> print(*scheme.stages((3, 3), 64), sep=" -> ")
+    3x1,32 + 1x3,32 -> 1x1,64
     """
 
     name: str

@@ -71,8 +71,11 @@ def stages(model: nn.Module, input_size: InputSize | None = None) -> tuple[tuple
     Any of them can be given to `convert` and `decompose` as `where`, to rewrite a stage.
 
     >>> import lowrank_cnn as lr
-    >>> [len(stage) for stage in lr.stages(lr.create_model("nin"))]
-    [1, 1, 1]
+    >>> for stage in lr.stages(lr.create_model("nin")):
+    ...     print(*stage)
+    features.conv1_1
+    features.conv2_1
+    features.conv3_1
     """
     check_module(model)
     size = notes(model).input_size if input_size is None else input_size

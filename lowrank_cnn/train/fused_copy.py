@@ -11,21 +11,25 @@ from lowrank_cnn.kernels import forced
 from lowrank_cnn.kernels.fusing import fuse, shared_copy
 from lowrank_cnn.system.compare import difference
 from lowrank_cnn.system.errors import first_line
-from lowrank_cnn.train.recompute import buffers_as_they_were
+from lowrank_cnn.train.recompute import buffers_as_they_were, recomputed
 
 TOLERANCE = 1e-3
 IMAGES = 4
 """Images of the comparison. Fewer would make a batch norm give plus and minus one on its last, smallest maps."""
 
 
-def fused_to_train(network: nn.Module, size: Sequence[int], say: Callable[[str], None] = print) -> nn.Module:
+def fused_to_train(
+    network: nn.Module, size: Sequence[int], say: Callable[[str], None] = print, *, recompute: bool = False
+) -> nn.Module:
     """A copy that shares all parameters and runs its layers fused, or the network itself.
 
-    A forward may ask a layer for an attribute that its fused form lacks, or depend on its class. Both networks
-    therefore run on the same random images first: results and gradients must agree.
+    With `recompute`, each stage of the copy is fused by itself and computed again in the backward pass. A forward
+    may ask a layer for an attribute that its fused form lacks, or depend on its class. Both networks therefore run
+    on the same random images first: results and gradients must agree.
     """
     try:
-        twin = fuse(shared_copy(network).train(), say=say)
+        own = shared_copy(network).train()
+        twin = recomputed(own, within=fuse) if recompute else fuse(own, say=say)
         apart = _difference(network, twin, size)
     except Exception as error:  # a user's forward may fail in any way
         say(f"Layers are not fused: {first_line(error)}")

@@ -141,7 +141,8 @@ class Job:
     def step_builder(self, size: tuple[int, int, int], checkpoint: Checkpoint | None) -> StepBuilder:
         """The ways to run the model in training, with its stages recomputed or compiled as the options say."""
         placed = self.laid_out(size)
-        placed = recomputed(placed).train() if self.options.recompute else placed
+        if self.options.recompute and placed is self.model:
+            placed = recomputed(placed).train()
         forwards: dict[str, nn.Module] = {}
         compile = resolved(
             self.options.compile,
@@ -192,7 +193,9 @@ class Job:
         repeatable = torch.are_deterministic_algorithms_enabled()
         frozen = bool(self.recipe.freeze)  # a fused batch norm cannot be frozen
         gains = self.graphs and not repeatable and not frozen
-        running = fused_to_train(self.model, size, self.shown.say) if gains else self.model
+        running = self.model
+        if gains:
+            running = fused_to_train(running, size, self.shown.say, recompute=self.options.recompute)
         torch.backends.cudnn.benchmark = not repeatable  # not before: a few images need no search
         return running
 

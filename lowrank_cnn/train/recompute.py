@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -41,19 +41,23 @@ class Recomputed(nn.Module):
         )
 
 
-def recomputed(model: nn.Module) -> nn.Module:
-    """A copy of a model, all tensors shared, that computes its convolutional stages again in the backward pass."""
+def recomputed(model: nn.Module, *, within: Callable[[nn.Module], nn.Module] = lambda stage: stage) -> nn.Module:
+    """A copy of a model, all tensors shared, that computes its convolutional stages again in the backward pass.
+
+    `within` may rewrite a stage, to fuse its layers: in a network that is fused as a whole, no stages are left.
+    """
     if notes(model).entries:
-        return Recomputed(model)
+        return Recomputed(within(model))
     if not model._modules or is_parametrized(model):
         return model
     twin = copy.copy(model)
     if type(model).forward is nn.Sequential.forward:
-        parts = [_recomputed_if_worth(stage) for stage in _stages(model)]
+        parts = [_recomputed_if_worth(stage, within) for stage in _stages(model)]
         children = OrderedDict((f"stage{number}", part) for number, part in enumerate(parts, start=1))
     else:
         # Not `named_children`, which passes over a module that has two names.
-        children = {name: None if child is None else recomputed(child) for name, child in model._modules.items()}
+        parts = model._modules.items()
+        children = {name: child and recomputed(child, within=within) for name, child in parts}
     twin._modules = children  # type: ignore[assignment]
     return twin
 
@@ -76,11 +80,11 @@ def _stages(chain: nn.Module) -> Iterator[nn.Sequential]:
         yield nn.Sequential(stretch)
 
 
-def _recomputed_if_worth(stage: nn.Sequential) -> nn.Module:
+def _recomputed_if_worth(stage: nn.Sequential, within: Callable[[nn.Module], nn.Module]) -> nn.Module:
     """Convs have large maps; a head of linear layers has small ones, and dropout that would be drawn again."""
     convolves = any(parameter.dim() == 4 for parameter in stage.parameters())
     linear = any(isinstance(module, nn.Linear) for module in stage.modules())
-    return Recomputed(stage) if convolves and not linear else stage
+    return Recomputed(within(stage)) if convolves and not linear else within(stage)
 
 
 @contextlib.contextmanager

@@ -20,4 +20,4 @@ def test_photographs_are_stored_smaller_and_bad_ones_named(output_of, tmp_path):
     assert printed["bytes"] == sum(shard.stat().st_size for shard in shards)
     assert sum(sum(counts.values()) for counts in printed["problems"].values()) == 1
     assert sum(parquet.read_table(shard).num_rows for shard in shards) == 3
-    assert f"train with --data {small}" in output_of("shrink", photos, small).replace("\n", "")
+    assert f"lowrank train NETWORK --data {small}" in output_of("shrink", photos, small).replace("\n", "")

@@ -100,7 +100,10 @@ def test_layers_go_back_to_float_by_other_images_than_the_test_ones(tmp_path, mo
     *deciding, before, after = judged
     assert len(found.in_float) == 2  # of two layers, each loses too much
     assert before is after
-    assert all(images.test is not data.test and len(images.train) + len(images.test) == len(data.train) for images in deciding)
+    assert all(
+        images.test is not data.test and len(images.train) + len(images.test) == len(data.train)
+        for images in deciding
+    )
 
 
 def test_the_report_counts_points():

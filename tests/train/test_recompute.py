@@ -61,7 +61,7 @@ def test_the_kernels_are_run_twice_too():
     twin, images = copy.deepcopy(network), torch.randn(2, 3, 9, 8)
     right = backward(network, network, images)
     with mode.forced("on"):
-        ours = backward(twin, recomputed(fuse(twin)).train(), images)
+        ours = backward(twin, recomputed(twin, within=fuse).train(), images)
     for parameter in right:
         torch.testing.assert_close(ours[parameter], right[parameter], rtol=1e-3, atol=1e-3)
     assert twin[1].num_batches_tracked == 1
@@ -73,7 +73,7 @@ def test_the_fused_network_can_be_recomputed_too(name: str):
     plain = build(name, "batch", dropout=0.0)
     images = torch.randn(4, 3, 48, 48)
     right = backward(plain, plain, images)
-    ours = backward(plain, recomputed(fuse(plain)).train(), images)
+    ours = backward(plain, recomputed(plain, within=fuse).train(), images)
     for parameter in right:
         torch.testing.assert_close(right[parameter], ours[parameter], rtol=1e-4, atol=1e-5)
 
@@ -84,7 +84,7 @@ def test_the_fused_network_can_be_recomputed_too(name: str):
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_network_is_cut_behind_its_pools_and_around_its_branches(name: str, stages: int, fused: bool):
     network = build(name)
-    twin = recomputed(fuse(network) if fused else network)
+    twin = recomputed(network, within=fuse) if fused else recomputed(network)
     assert sum(isinstance(module, Recomputed) for module in twin.modules()) == stages
     heads = [module for module in twin.modules() if isinstance(module, Recomputed)]
     assert not any(isinstance(inner, nn.Linear) for head in heads for inner in head.modules())
