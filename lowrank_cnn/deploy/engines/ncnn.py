@@ -5,17 +5,21 @@ ncnn has no axis for a batch. A file holds the network for one image, and the ru
 
 from __future__ import annotations
 
+import copy
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lowrank_cnn.deploy.candidates import groups_apart
 from lowrank_cnn.deploy.engines.per_image import PerImageRunner, first_image, trace
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import write_beside
+from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.system.errors import LowRankError, require
 
 if TYPE_CHECKING:
@@ -55,6 +59,43 @@ class NcnnRunner(PerImageRunner):
         return results
 
 
+class _CeilAvgPool(nn.Module):
+    """An average pool whose last windows reach over the border, by operations on which ncnn and torch agree.
+
+    ncnn divides such a window by its whole size. Zeros are appended here, every window is divided by its whole
+    size, and a constant corrects the windows at the border.
+    """
+
+    def __init__(self, pool: nn.AvgPool2d) -> None:
+        super().__init__()
+        self.pool = pool
+        self.whole = copy.copy(pool)
+        self.whole.ceil_mode, self.whole.count_include_pad, self.whole.padding = False, True, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel, stride, padding = (_pair(v) for v in (self.pool.kernel_size, self.pool.stride, self.pool.padding))
+        with torch.no_grad():
+            wanted = self.pool(torch.ones(1, 1, *x.shape[-2:], dtype=x.dtype))
+        ends = [
+            (n - 1) * s + k - p - size
+            for n, s, k, p, size in zip(wanted.shape[-2:], stride, kernel, padding, x.shape[-2:], strict=True)
+        ]
+        sides = (padding[1], max(0, ends[1]), padding[0], max(0, ends[0]))
+        with torch.no_grad():
+            correction = wanted / self.whole(F.pad(torch.ones(1, 1, *x.shape[-2:], dtype=x.dtype), sides))
+        return self.whole(F.pad(x, sides)) * correction
+
+
+def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else value
+
+
+def _exact_pools(network: nn.Module) -> nn.Module:
+    """A copy in which average pools of rounded-up size are written so that ncnn computes the same."""
+    pools = [m for m in network.modules() if type(m) is nn.AvgPool2d and m.ceil_mode]
+    return copy_with(network, {pool: _CeilAvgPool(pool) for pool in pools}) if pools else network
+
+
 def write_ncnn(folder: Path, stem: str, request: ExportRequest) -> Path:
     """Write a .param and a .bin file; in fp16 the weights are stored in half precision."""
     pnnx = require("pnnx", extra="engines", purpose="writing ncnn's files")
@@ -62,7 +103,9 @@ def write_ncnn(folder: Path, stem: str, request: ExportRequest) -> Path:
         raise LowRankError("ncnn's Python packages have no tool for int8: take fp16, or another engine for int8.")
     call = first_image(request, "ncnn")
     script, path = folder / "traced.pt", folder / f"{stem}.param"
-    trace(replace(request, network=groups_apart(request.network)).positional(), call).save(str(script))
+    trace(replace(request, network=_exact_pools(groups_apart(request.network))).positional(), call).save(
+        str(script)
+    )
     shapes = ",".join(f"[{','.join(map(str, tensor.shape))}]" for tensor in call.tensors.values())
     command = [pnnx.EXEC_PATH, script.name, f"inputshape={shapes}", f"fp16={int(request.precision == 'fp16')}"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)

@@ -27,6 +27,15 @@ def test_a_file_loads_as_a_module_and_needs_its_weights(tiny, tmp_path):
         open_engine(path)
 
 
+@pytest.mark.parametrize("size", [11, 12])
+@pytest.mark.parametrize("pool", [nn.AvgPool2d(3, 2, ceil_mode=True), nn.AvgPool2d(3, 2, 1, ceil_mode=True)])
+def test_average_pools_that_reach_over_the_border(pool: nn.Module, size: int, tmp_path):
+    pytest.importorskip("ncnn")
+    pytest.importorskip("pnnx")
+    network = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), pool).eval()
+    assert export(network, tmp_path / "net.param", input_size=(3, size, size)).error < 1e-4
+
+
 def test_an_operation_that_ncnn_lacks_is_named(tmp_path):
     pytest.importorskip("ncnn")
     pytest.importorskip("pnnx")

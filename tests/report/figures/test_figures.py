@@ -26,6 +26,7 @@ EXPECTED = {
     "filters": ["(a) vertical 3\N{MULTIPLICATION SIGN}1", "(c) combined by the join", "64 filters"],
     "connections": ["(a) fully connected", "1,296 connections", "9 weights", "96 connections"],
     "receptive-field": ["nin, as initialised", "nin-c3-lr, as initialised"],
+    "shapes": ["vgg11-gmp-lr", "1x3", "3x1"],
     "spectra": ["Singular values of the dense filters of nin", "conv3_1", "1st of random filters"],
 }
 
