@@ -6,13 +6,17 @@ VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))$(if $(TO
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
 
-.PHONY: demo test faults fuzz foreign lint types format figures notebooks docs clean
+.PHONY: demo test nightly faults fuzz foreign lint types format figures notebooks docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lowrank demo
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto -m "not nightly"
+
+# What takes minutes: kernels compiled for GPUs that are not here, ILSVRC in miniature by two processes, the zoo.
+nightly: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto -m nightly --durations=0
 
 # Kill, freeze and damage training runs, and resume each: docs/reliability.md has the figures.
 FAULTS ?= 520

@@ -84,7 +84,7 @@ def zoo(tmp_path: Path):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_network_takes_the_others_down(zoo):
     rows, printed = zoo("--patience", "20")
     outcomes = {name: row["outcome"] for name, row in rows.items()}
@@ -108,7 +108,7 @@ def test_no_network_takes_the_others_down(zoo):
     assert "FAILED timm:crash: its process ended with -6" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_was_not_reached_is_said_and_done_the_next_time(zoo):
     rows, _ = zoo("--budget", "0", "--match", "xe")
     assert {name: row["outcome"] for name, row in rows.items()} == {"mixer": "not reached"}

@@ -25,6 +25,7 @@ def compiled(program, monkeypatch):
     return compile_for
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("capability", SHARED)
 def test_every_kernel_compiles_without_spilling(compiled, capability: int):
     kernels = compiled(capability)

@@ -107,7 +107,7 @@ def test_a_corrupt_image_and_an_empty_class_are_counted(folders, tmp_path):
 
 
 @many
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_train_the_miniature_to_the_result_of_one(folders, program, tmp_path):
     for broken in ("train/n01440764/0.JPEG", "train/n01443537/31.JPEG"):
         (folders / broken).write_bytes(b"")
@@ -137,7 +137,7 @@ def test_two_processes_train_the_miniature_to_the_result_of_one(folders, program
 
 
 @many
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_that_died_is_started_again_and_all_go_on(hub, program, tmp_path):
     """On shards of which one is missing and another holds an image that cannot be decoded."""
     import pyarrow as pa
