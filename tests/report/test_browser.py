@@ -283,7 +283,10 @@ def test_test_images_are_shown_by_class_by_confusion_and_by_confidence(page: Any
     assert box.locator("figure").count() == 4
     assert chart(page, "confusion").locator(".cells_marks path").count() > 25
     assert chart(page, "classes").locator(".bars_marks path").count() == 10
-    chart(page, "confusion").locator(".cells_marks path").nth(1).hover()
+    cell = chart(page, "confusion").locator(".cells_marks path").nth(1)
+    cell.scroll_into_view_if_needed()
+    page.wait_for_timeout(100)  # scrolling hides the tip
+    cell.hover()
     assert "class 0 taken for class 1" in shown_tip(page)
     chart(page, "calibration").locator(DOTS).last.focus()
     assert "confidence" in shown_tip(page)
