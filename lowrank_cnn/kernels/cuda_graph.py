@@ -52,29 +52,48 @@ def _stream(device: int) -> torch.cuda.Stream:
 
 @dataclass
 class Recorded:
-    """A network's run as a graph, with the memory of its input and output; callers take turns."""
+    """A network's run as a graph, with the memory of its input and output; callers take turns.
+
+    A replay of a small network takes as long as the Python around it. So a call does only what is needed: it waits
+    for another stream only where the last call was on another one.
+    """
 
     graph: torch.cuda.CUDAGraph
+    run: Callable[[Tensor], Any]
+    """Kept because the graph reads its weights where they lie."""
     input: Tensor
     output: Any
-    done: torch.cuda.Event
+    stream: torch.cuda.Stream | None = None
     lock: Any = field(default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        self.alike = (self.input.shape, self.input.dtype, self.input.device)
 
     def takes(self, x: Tensor) -> bool:
         """Whether an input can be replayed now: it has the size of the capture, and nothing traces or captures."""
-        alike = (x.shape, x.dtype, x.device) == (self.input.shape, self.input.dtype, self.input.device)
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        alike = (x.shape, x.dtype, x.device) == self.alike
         return alike and not traced and not torch.cuda.is_current_stream_capturing()
 
     def __call__(self, x: Tensor) -> Any:
         """The results for an input, in new memory."""
-        with self.lock, torch.cuda.device(self.input.device):
-            torch.cuda.current_stream().wait_event(self.done)
-            self.input.copy_(x)
+        device = self.input.device
+        if torch.cuda.current_device() != device.index:
+            with torch.cuda.device(device):
+                return self(x)
+        with self.lock:
+            stream = torch.cuda.current_stream(device)
+            if stream != self.stream:
+                if self.stream is not None:
+                    stream.wait_stream(self.stream)
+                self.stream = stream
+            self.input.copy_(x.detach())
             self.graph.replay()
-            results = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, self.output)
-            self.done.record()
-        return results
+            return self.output.clone() if isinstance(self.output, Tensor) else tree_map(_copied, self.output)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 @torch.inference_mode(False)
@@ -85,7 +104,7 @@ def recorded(run: Callable[[Tensor], Any], x: Tensor) -> Recorded:
     results: list[Any] = []
     with torch.cuda.device(x.device):
         graph = captured(lambda: results.append(run(given)))
-    found = Recorded(graph, given, results[-1], torch.cuda.Event())
+    found = Recorded(graph, run, given, results[-1])
     other = given.roll(1, -1).clone(memory_format=torch.preserve_format)
     if not agree(found(other), run(torch.empty_like(given).copy_(other)), single=1e-2):
         raise LowRankError("the recorded graph does not follow its input.")

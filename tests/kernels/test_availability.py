@@ -19,12 +19,12 @@ def test_kernels_run_where_they_are_wanted():
     pytest.importorskip("triton")
     assert not availability.kernels_run(CPU)  # the interpreter is for tests that ask for it
     with forced("on"):
-        assert availability.kernels_run(CPU)
-        assert kernels_take(torch.empty(1, 2, 3, 4))
-        assert not kernels_take(torch.empty(1, 2, 3))
-        assert not kernels_take(torch.empty(1, 2, 3, 4, dtype=torch.float64))
+        assert availability.kernels_run(torch.device(DEVICE))
+        assert kernels_take(torch.empty(1, 2, 3, 4, device=DEVICE))
+        assert not kernels_take(torch.empty(1, 2, 3, device=DEVICE))
+        assert not kernels_take(torch.empty(1, 2, 3, 4, dtype=torch.float64, device=DEVICE))
         with surveying():
-            assert not availability.kernels_run(CPU)
+            assert not availability.kernels_run(torch.device(DEVICE))
     with forced("off"):
         assert not availability.kernels_run(torch.device("cuda"))
 

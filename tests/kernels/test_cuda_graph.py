@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
+import gc
+import weakref
 
 import pytest
 import torch
@@ -15,6 +16,16 @@ from lowrank_cnn.system.errors import LowRankError
 
 IMAGES = torch.randn(3, 2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 LAST = torch.channels_last
+
+
+class Stream:
+    """A CUDA stream that takes down for which others it waited."""
+
+    def __init__(self) -> None:
+        self.waited: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other)
 
 
 class Two(nn.Module):
@@ -39,11 +50,11 @@ class Graph:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = SimpleNamespace(wait_event=lambda event: None)
     monkeypatch.setattr(module, "captured", Graph)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
@@ -75,6 +86,26 @@ def test_other_inputs_and_tracers_are_not_taken(host, monkeypatch: pytest.Monkey
     assert not run.takes(IMAGES[1].double())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not run.takes(IMAGES[1])
+
+
+def test_a_call_waits_for_the_stream_of_the_last_one(host, monkeypatch: pytest.MonkeyPatch):
+    run, first, second = recorded(Two(), IMAGES[0]), Stream(), Stream()
+    for stream in (first, first, second, first):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _, now=stream: now)
+        run(IMAGES[1])
+    assert first.waited[1:] == [second]
+    assert second.waited == [first]
+
+
+def test_the_weights_live_as_long_as_the_graph(host):
+    network = Two()
+    alive, run = weakref.ref(network), recorded(network, IMAGES[0])
+    del network
+    gc.collect()
+    assert alive() is not None
+    del run
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

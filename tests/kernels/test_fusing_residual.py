@@ -87,6 +87,10 @@ def test_every_norm_of_a_residual_network_is_fused():
     assert {id(b) for b in twin.buffers()} == {id(b) for b in net.buffers()}
 
 
+def distance(found: Tensor, right: Tensor) -> float:
+    return float(torch.linalg.vector_norm((found - right).detach()) / torch.linalg.vector_norm(right.detach()))
+
+
 @pytest.mark.parametrize("scheme", [None, "lr", "lr-join"])
 def test_the_copy_computes_the_same(scheme):
     net = network() if scheme is None else convert(network(), scheme)
@@ -107,11 +111,14 @@ def test_the_kernels_compute_the_same(kind):
     net = convert(network(activation=kind()), "lr").to(DEVICE).train()
     exact, x = copy.deepcopy(net).double(), images()
     right = results(exact, exact, x.double())
-    twin = fuse(net)
+    twin, same = fuse(net), copy.deepcopy(net)
+    with forced("off"):
+        plain = results(same, same, x)
     with forced("on"):
         found = results(twin, net, x)
-    for a, b in zip(found, right, strict=True):
-        assert torch.linalg.vector_norm(a - b) <= 2e-2 * torch.linalg.vector_norm(b)
+    for ours, torchs, b in zip(found, plain, right, strict=True):
+        # On a GPU, float32 products have ten bits, and the gradients of three blocks show it.
+        assert distance(ours, b) <= 1e-4 + 3 * distance(torchs, b)
     for name, value in exact.named_buffers():
         assert torch.allclose(dict(net.named_buffers())[name].double(), value.double(), rtol=1e-3, atol=1e-4), name
 

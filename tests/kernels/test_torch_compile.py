@@ -17,7 +17,7 @@ def test_what_torch_compile_takes_down_is_not_surveyed(monkeypatch):
 
 def test_a_survey_does_not_switch_compiled_kernels_off(monkeypatch):
     monkeypatch.setattr(availability, "_able", lambda device: True)
-    asked = ((1, 2, 3, 4), torch.float32, torch.device("cpu"))
+    asked = ((1, 2, 3, 4), torch.float32, torch.device("cuda"))
     with forced("on"), surveying():
         assert torch_compile.takes(*asked)
         assert not availability.takes(*asked)

@@ -12,8 +12,8 @@ from lowrank_cnn.kernels.problem import Problem
 from lowrank_cnn.kernels.tiles import Box
 from lowrank_cnn.system.arithmetic import ceil_div
 
-MOST_TAPS = 5
-"""Taps of the longest run: the gradients of all its taps stay in registers."""
+RUNS = (1, 2, 3, 5)
+"""Taps of a run. The gradients of all its taps stay in registers; a fetch brings 1, 2 or 4 pixels beyond a box."""
 
 
 class WeightRunRow(NamedTuple):
@@ -56,8 +56,8 @@ def unsupported(problem: Problem) -> str | None:
     # Boxes of pixels and of the gradient must begin at multiples of 16 bytes, or the device faults.
     if problem.channels % 8 or any(group.filters % 8 or group.filters < 16 for group in problem.groups):
         return "channels or filters that are no multiple of 8, or a group of fewer than 16 filters"
-    if run_length(problem) not in range(1, MOST_TAPS + 1):
-        return f"groups whose taps do not run 1 to {MOST_TAPS} long along one axis"
+    if run_length(problem) not in RUNS:
+        return "groups whose taps do not run 1, 2, 3 or 5 long along one axis"
     return None
 
 

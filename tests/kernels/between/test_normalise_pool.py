@@ -33,10 +33,14 @@ def exact(x, weight, bias, pool):
 
 
 def maps(size, dtype=torch.float32, seed=0):
-    """Maps in channels-last order, no two values of a channel within rounding of each other, so that one wins."""
+    """Maps in channels-last order, no two values of a channel within rounding of each other, so that one wins.
+
+    The positive ones are scaled, so that the mean is none of them: normalised, it would lie on the ReLU's kink.
+    """
     draw = torch.Generator().manual_seed(seed)
     pixels = size[0] * size[2] * size[3]
     values = torch.stack([torch.randperm(pixels, generator=draw) for _ in range(size[1])], -1) / pixels * 4 - 2
+    values = torch.where(values > 0, 0.9 * values, values)
     x = values.view(size[0], size[2], size[3], size[1]).permute(0, 3, 1, 2)
     return x.to(DEVICE, dtype).contiguous(memory_format=torch.channels_last)
 
