@@ -28,7 +28,7 @@ from lowrank_cnn.deploy.plan_cache import Cache, network_key
 from lowrank_cnn.deploy.planning import apply_ways, check_ready, objection_on, plan, silent
 from lowrank_cnn.kernels.fusing import fuse_neighbours
 from lowrank_cnn.kernels.mode import for_graphs
-from lowrank_cnn.kernels.network_graph import CaptureError
+from lowrank_cnn.kernels.network_graph import CaptureError, layer_kind
 from lowrank_cnn.models.files import dtype_of
 from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.errors import LostDeviceError, LowRankError, first_line
@@ -253,7 +253,10 @@ class _Workshop:
     def _on_gpu(self) -> dict[str, tuple[Make, Form]]:
         layout = LAST if self.x.dim() == 4 else None
         recorded, both = Form(layout, recorded=True), Form(layout, compiled=True, recorded=True)
-        return {
+        joined = any(layer_kind(part) == "chain" for part in self.model.modules())
+        # With few images a launch takes longer than its work, and the dense conv of a chain is one launch.
+        dense = {"merged, compiled, recorded": (lambda: self.folded(layout, chains=True), both)} if joined else {}
+        return dense | {
             "folded, recorded": (lambda: self.folded(layout), recorded),
             "folded, compiled, recorded": (lambda: self.folded(layout), both),
             "fused, recorded": (lambda: self.fused, recorded),
@@ -268,9 +271,9 @@ class _Workshop:
     def merged(self) -> nn.Module:
         return merge(self.model, chains=False, example_input=self.x)
 
-    def folded(self, layout: str | None) -> nn.Module:
-        """The network with its batch norms folded, in a memory format."""
-        network = copy.deepcopy(self.merged)
+    def folded(self, layout: str | None, *, chains: bool = False) -> nn.Module:
+        """The network with its batch norms folded, and chains merged where asked, in a memory format."""
+        network = merge(self.model, chains=True, example_input=self.x) if chains else copy.deepcopy(self.merged)
         return network if layout is None else network.to(memory_format=FORMATS[layout])  # type: ignore[call-overload]
 
     def planned(self, layout: str | None, *, graphs: bool = False) -> nn.Module:

@@ -13,6 +13,7 @@ from lowrank_cnn.deploy.optimized import Form, Optimized
 from lowrank_cnn.deploy.optimizing import _Workshop, optimize
 from lowrank_cnn.deploy.plan_cache import Cache
 from lowrank_cnn.deploy.planning import plan, silent
+from lowrank_cnn.kernels.network_graph import layer_kind
 from lowrank_cnn.method.layers import build_conv
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
@@ -264,6 +265,15 @@ def test_on_a_gpu_graphs_are_recorded(name: str):
     fast = optimize(net, images[0], compile=False, cache=False, repeats=3)
     assert {"planned, recorded", "fused, recorded"} <= set(fast.report.times), fast.report.failed
     assert fast.report.times[fast.report.choice].ms == min(time.ms for time in fast.report.times.values())
+
+
+def test_on_a_gpu_chains_are_also_tried_as_dense_convs(network: nn.Module):
+    name = "merged, compiled, recorded"
+    merged = _Workshop(network, IMAGE, False, 3, 30.0, print)._on_gpu()[name][0]()
+    assert not any(layer_kind(part) == "chain" for part in merged.modules())
+    torch.testing.assert_close(merged(IMAGE), network(IMAGE), rtol=1e-4, atol=1e-4)
+    network.first = nn.Conv2d(3, 8, 3, padding=1)
+    assert name not in _Workshop(network, IMAGE, False, 3, 30.0, print)._on_gpu()
 
 
 def test_a_move_that_moves_nothing_keeps_what_was_recorded(network: nn.Module):
