@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowrank_cnn.cli.options import Device, Json
-from lowrank_cnn.cli.show import console, print_json, print_table
+from lowrank_cnn.cli.show import console, continued_by_same_command, print_json, print_table
 from lowrank_cnn.system.text import si
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ def demo_command(
       lowrank demo
       lowrank demo --epochs 1 --out runs/quick
     """
-    rows, report = demo(out, epochs=epochs, device=device, say=str if as_json else console.print)
+    with continued_by_same_command():
+        rows, report = demo(out, epochs=epochs, device=device, say=str if as_json else console.print)
     if as_json:
         return print_json({"rows": [vars(row) for row in rows], "report": str(report)})
     dense, low_rank = rows

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowrank_cnn.cli.options import Bad, Device, Json, Limit, Settings, Size
-from lowrank_cnn.cli.show import console, errors, print_json, print_table
+from lowrank_cnn.cli.show import console, continued_by_same_command, errors, print_json, print_table
 from lowrank_cnn.system.errors import LowRankError, MissingExtra
 from lowrank_cnn.system.text import si
 
@@ -36,7 +36,7 @@ def frontier_command(
     seeds: Annotated[int, typer.Option(min=0, help="Runs of each network.")] = 8,
     rate: Annotated[
         list[float] | None,
-        typer.Option(help="RateTry this factor of the learning rate, on held-out images; repeatable."),
+        typer.Option(help="Try this factor of the learning rate, on held-out images; repeatable."),
     ] = None,
     tries: Annotated[int, typer.Option(min=1, help="Runs of each factor.")] = 1,
     recipe: Annotated[str | None, typer.Option(help="Another recipe than the family's.")] = None,
@@ -94,16 +94,18 @@ def frontier_command(
         teacher=teacher,
         budget=budget,
     )
-    found = trace_frontier(
-        family,
-        open_data(data, bad=bad, limit=limit, image_size=image_size),
-        out,
-        plan,
-        recipe=recipe,
-        settings=parse_settings(settings or []),
-        device=device,
-        say=lambda line: errors.print(line, markup=False, soft_wrap=True),
-    )
+    images = open_data(data, bad=bad, limit=limit, image_size=image_size)
+    with continued_by_same_command():
+        found = trace_frontier(
+            family,
+            images,
+            out,
+            plan,
+            recipe=recipe,
+            settings=parse_settings(settings or []),
+            device=device,
+            say=lambda line: errors.print(line, markup=False, soft_wrap=True),
+        )
     return _show(found, as_json)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,7 +36,7 @@ from lowrank_cnn.cli.options import (
     Width,
     Workers,
 )
-from lowrank_cnn.cli.show import console, errors, first_process, print_json, print_problems, print_table
+from lowrank_cnn.cli.show import console, first_process, print_json, print_problems, print_table
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import si
 
@@ -142,6 +141,7 @@ def train_command(
     from lowrank_cnn.cli.source import build_for, check_model, is_path
     from lowrank_cnn.data import open_data
     from lowrank_cnn.train.determinism import seed_generators
+    from lowrank_cnn.train.failure import may_end_process
     from lowrank_cnn.train.opening import as_network_wants
 
     frequent = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "norm": norm, "precision": precision}
@@ -173,7 +173,7 @@ def train_command(
     images = as_network_wants(images, source.network, resolved, reading, **wish)
     if not as_json:
         _print_start(images, resolved, out, source.remark)
-    with _leaving_politely():
+    with may_end_process():
         record = train(
             source.network.train(),
             images,
@@ -223,20 +223,6 @@ def _check_place(out: Path | None, resume: bool, device: str, precision: str, lo
         raise LowRankError("there is nothing to resume without the directory of a run: give --out.")
     if out is not None and not resume:
         RunDirectory(out).check_free()
-
-
-@contextlib.contextmanager
-def _leaving_politely() -> Iterator[None]:
-    """After Ctrl-C, exit with the usual code once the run has saved its state."""
-    from lowrank_cnn.train import Interrupted
-    from lowrank_cnn.train.failure import may_end_process
-
-    try:
-        with may_end_process():
-            yield
-    except Interrupted as farewell:
-        errors.print(str(farewell), markup=False, soft_wrap=True)
-        raise typer.Exit(farewell.exit_code) from farewell
 
 
 def _next_command(record: Record, out: Path, data: str, source: str) -> str:
