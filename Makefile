@@ -26,7 +26,7 @@ faults: $(VENV)/.dev
 # Hostile input for every reader, and new random examples for the property tests, several times over. What fails is
 # printed so that it can be run again.
 INPUTS ?= 10800
-ROUNDS ?= 10
+ROUNDS ?= 20
 fuzz: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_harness.py --inputs $(INPUTS)
 	for round in $$(seq $(ROUNDS)); do \

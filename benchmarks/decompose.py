@@ -77,7 +77,7 @@ class Line:
 
 
 @dataclass
-class Bench:
+class DecomposeBench:
     """One seed: its images, its runs, and the rows so far."""
 
     data: Data
@@ -153,7 +153,7 @@ class Bench:
             yield len(self.rows) == len(plan)
 
 
-def lines(bench: Bench) -> Iterator[tuple[Line, Callable[[], nn.Module]]]:
+def lines(bench: DecomposeBench) -> Iterator[tuple[Line, Callable[[], nn.Module]]]:
     """The lines of one seed, and how the network of each begins."""
     whole, tune = bench.options.epochs, bench.options.tune
     yield Line(DENSE, epochs=whole), bench.fresh
@@ -165,7 +165,7 @@ def lines(bench: Bench) -> Iterator[tuple[Line, Callable[[], nn.Module]]]:
                 yield line, lambda line=line, make=make: make(line)
 
 
-def look_at_test(bench: Bench, data: Data) -> None:
+def look_at_test(bench: DecomposeBench, data: Data) -> None:
     """The accuracy on the test set, of networks that are all trained."""
     for row in bench.rows:
         line = Line(row["way"], row["scheme"], row["share"], row["epochs"])
@@ -269,7 +269,7 @@ def main() -> None:
     _check_runs(options.runs, setting)
     done: list[dict[str, Any]] = []
     for seed in options.seed or [0, 1]:
-        bench = Bench(images.holdout(held_out, 0), seed, options, deadline)
+        bench = DecomposeBench(images.holdout(held_out, 0), seed, options, deadline)
         for complete in bench.all():
             write(out, setting, done + bench.rows, where)
             if complete and options.test:

@@ -73,7 +73,7 @@ def main() -> None:
     options = parser.parse_args()
     data = open_data(options.data, limit=options.limit, image_size=options.image_size, progress=False)
     recipe = get_recipe(options.recipe, **parse_settings(options.settings))
-    bench = Bench(data, recipe, options)
+    bench = ShapeBench(data, recipe, options)
     about = {name: getattr(options, name) for name in ("network", "width", "macs", "multiple", "limit", "seeds")}
     known = json.loads(options.out.read_text()) if options.out.exists() else {}
     about |= {"recipe": recipe.to_dict(), "data": data.name, "environment": environment()}
@@ -88,7 +88,7 @@ def main() -> None:
     print(_table(rows))
 
 
-class Bench:
+class ShapeBench:
     """Trains one way after the other on one set of images."""
 
     def __init__(self, data: Data, recipe: Recipe, options: argparse.Namespace) -> None:
@@ -180,17 +180,17 @@ def without_regrowth() -> Iterator[None]:
         yield
 
 
-def _no_regrowth(bench: Bench, seed: int, _: Any) -> tuple[nn.Module, LearnedShapes]:
+def _no_regrowth(bench: ShapeBench, seed: int, _: Any) -> tuple[nn.Module, LearnedShapes]:
     with without_regrowth():
         return bench.learned(seed, by="energy")
 
 
-def _proximal(bench: Bench, seed: int, _: Any) -> tuple[nn.Module, LearnedShapes]:
+def _proximal(bench: ShapeBench, seed: int, _: Any) -> tuple[nn.Module, LearnedShapes]:
     with mock.patch.object(learning, "ShapeSchedule", Proximal):
         return bench.learned(seed, by="energy")
 
 
-def _again(bench: Bench, seed: int, rows: list[dict[str, Any]]) -> tuple[nn.Module, LearnedShapes]:
+def _again(bench: ShapeBench, seed: int, rows: list[dict[str, Any]]) -> tuple[nn.Module, LearnedShapes]:
     from lowrank_cnn.method.scheme import parse_scheme
 
     row = next(row for row in rows if (row["way"], row["seed"]) == ("loss", seed))
@@ -198,12 +198,12 @@ def _again(bench: Bench, seed: int, rows: list[dict[str, Any]]) -> tuple[nn.Modu
     return bench.trained(shapes.apply(bench.dense(seed)), seed), shapes
 
 
-def _thin(bench: Bench, seed: int, _: Any) -> tuple[nn.Module, None]:
+def _thin(bench: ShapeBench, seed: int, _: Any) -> tuple[nn.Module, None]:
     network = thin(bench.dense(seed), macs=bench.options.macs, input_size=bench.size, multiple=1)
     return bench.trained(network, seed), None
 
 
-WAYS: dict[str, Callable[[Bench, int, Any], tuple[nn.Module, LearnedShapes | None]]] = {
+WAYS: dict[str, Callable[[ShapeBench, int, Any], tuple[nn.Module, LearnedShapes | None]]] = {
     "dense": lambda bench, seed, _: (bench.trained(bench.dense(seed), seed), None),
     "thin": _thin,
     "strips": lambda bench, seed, _: (bench.fixed(seed, ("kx1", "1xk")), None),

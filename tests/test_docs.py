@@ -21,8 +21,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lowrank_cnn.cli import main
-from lowrank_cnn.cli.app import COMMANDS, load_command
+from lowrank_cnn.cli.app import COMMANDS, load_command, run
 from lowrank_cnn.deploy.timing import time_model
 from lowrank_cnn.models import list_models
 
@@ -31,10 +30,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MOST_NOT_RUN = 14
 
 SMALLER = {
-    "demo": "--epochs 1",
+    "demo": "--epochs 1 --limit 64",
     "train": "--epochs 1 --batch-size 8 --limit 16",
     "evaluate": "--limit 16",
-    "frontier": "--limit 64 --set epochs=1 --set batch_size=32 --set crop=12 --batch 2 --repeats 3 --seeds 1",
+    "frontier": "--limit 64 --set epochs=1 --set batch_size=32 --set crop=12 --batch 2 --repeats 3 --seeds 1 "
+    "--no-compile",
     "time": "--repeats 3 --threads 1",
     "plan": "--threads 1",
 }
@@ -83,6 +83,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for cache in ("XDG_CACHE_HOME", "LOWRANK_CACHE"):
         monkeypatch.setenv(cache, str(tmp_path / "cache"))
     monkeypatch.setattr("lowrank_cnn.deploy.timing.time_model", partial(time_model, repeats=3))
+    monkeypatch.setattr("lowrank_cnn.cli.demo.WIDTH", 0.05)
     before = set(sys.modules)
     yield tmp_path
     for path in tmp_path.glob("*.py"):
@@ -99,10 +100,7 @@ def smaller(words: tuple[str, ...]) -> list[str]:
 
 def run_ours(words: tuple[str, ...]) -> None:
     """In this process: torch takes longer to load than most commands to run."""
-    sys.argv = smaller(words)
-    with pytest.raises(SystemExit) as leaving:
-        main()
-    assert not leaving.value.code, shlex.join(words)
+    assert not run(smaller(words)[1:]), shlex.join(words)
     for option, value in pairwise(words):
         assert option not in ("-o", "--out") or Path(value).exists(), f"{shlex.join(words)} wrote no {value}"
 
@@ -141,9 +139,8 @@ def run_python(text: str, page: Path, names: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_shows_runs_from_top_to_bottom(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_a_page_shows_runs_from_top_to_bottom(page: Path, folder: Path):
     names: dict[str, object] = {"__name__": "__docs__"}
-    monkeypatch.setattr(sys, "argv", sys.argv)
     for item in shown(page):
         if item.reason:
             continue

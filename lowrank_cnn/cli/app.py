@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from lowrank_cnn.cli import INTERRUPTED, interruptible_import
+from lowrank_cnn.cli import CTRL_C, INTERRUPTED
 from lowrank_cnn.cli.output import lasting_output
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.version import __version__
@@ -71,12 +71,22 @@ class LazyGroup(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and load_command(str(name)), rest
 
+    def invoke(self, ctx: Any) -> Any:
+        """Print the last words of a run that was stopped; its exit code depends on the signal, unlike typer's."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stopped:
+            from lowrank_cnn.cli.show import errors, first_process
+
+            if str(stopped) and first_process():
+                errors.print(str(stopped), markup=False, soft_wrap=True)
+            raise typer.Exit(getattr(stopped, "exit_code", INTERRUPTED)) from stopped
+
 
 def load_command(name: str) -> TyperCommand:
     """Import the module of a command and build the command from its function."""
     entry = COMMANDS[name]
-    with interruptible_import():
-        function = getattr(import_module(f"lowrank_cnn.cli.{entry.module}"), f"{name}_command")
+    function = getattr(import_module(f"lowrank_cnn.cli.{entry.module}"), f"{name}_command")
     app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
     app.command(name, context_settings=_SETTINGS)(function)
     command = typer.main.get_command(app)
@@ -127,19 +137,24 @@ def _run(arguments: list[str] | None) -> int:
     try:
         code = build()(args=arguments, prog_name="lowrank", standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except LowRankError as error:
+    except (Exception, KeyboardInterrupt) as error:
+        if CTRL_C.received or isinstance(error, (typer.Abort, KeyboardInterrupt)):
+            return INTERRUPTED
+        return _explain(error)
+
+
+def _explain(error: Exception) -> int:
+    """Print an error the user can do something about, and return the exit code. Others are raised again."""
+    if isinstance(error, LowRankError):
         return _fail(str(error))
-    except (typer.Abort, KeyboardInterrupt):
-        return INTERRUPTED
-    except OSError as error:
+    if isinstance(error, OSError):
         what = f"{error.filename}: " if error.filename else ""
         return _fail(f"{what}{error.strerror or error}.")
-    except MemoryError:
+    if isinstance(error, MemoryError):
         return _fail("there is not enough memory: use a smaller --batch-size or --limit.")
-    except Exception as error:
-        if not hasattr(error, "format_message"):  # only usage errors have it
-            raise
+    if hasattr(error, "format_message"):  # only usage errors have it
         return _show_usage_error(error)
+    raise error
 
 
 def _show_usage_error(error: Any) -> int:

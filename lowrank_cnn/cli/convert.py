@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowrank_cnn.cli.options import Input, Into, Json, Model, Norm, Pretrained, Width
+from lowrank_cnn.cli.options import Json, Model, SourceOptions, grouped
 from lowrank_cnn.cli.show import print_json, print_table
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
@@ -40,8 +40,10 @@ IMAGES = 128
 """Images that `--images` uses: more change little."""
 
 
+@grouped
 def convert_command(
     model: Model,
+    named: SourceOptions,
     scheme: Annotated[str, typer.Option(help="lr, lr-join, separable, mixture(...), with options.")] = "lr-join",
     where: Where = None,
     stage: Stage = None,
@@ -49,11 +51,6 @@ def convert_command(
     params: Params = None,
     latency: Latency = None,
     allow_costlier: Costlier = False,
-    input_text: Input = None,
-    pretrained: Pretrained = None,
-    width: Width = None,
-    norm: Norm = None,
-    into: Into = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -67,11 +64,9 @@ def convert_command(
       lowrank convert model.py:make --input 3x32x32 --scheme lr-join --out net.safetensors
       lowrank convert torchvision:resnet18 --stage 2 --stage 3 --macs 0.5
     """
-    from lowrank_cnn.cli.source import find_model, parse_size
     from lowrank_cnn.method.converting import convert, told_if_low_rank
 
-    source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm)
-    size = source.size(parse_size(input_text))
+    source, size = named.find(model)
     chosen = _where(where, stage, source.network, size)
     budget: dict[str, Any] = {"macs": macs, "params": params, "latency": latency}
     with told_if_low_rank(source.network):
@@ -82,8 +77,10 @@ def convert_command(
     _finish(replace(source, trained=None), source.network, new, size, out, as_json)
 
 
+@grouped
 def decompose_command(
     model: Model,
+    named: SourceOptions,
     scheme: Annotated[str, typer.Option(help="separable, lr-join, mixture(..., join), with m.")] = "separable",
     where: Where = None,
     stage: Stage = None,
@@ -99,11 +96,6 @@ def decompose_command(
         str, typer.Option(help="With --images, layers compete by the network's output or its accuracy there.")
     ] = "output",
     allow_costlier: Costlier = False,
-    input_text: Input = None,
-    pretrained: Pretrained = None,
-    width: Width = None,
-    norm: Norm = None,
-    into: Into = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -117,12 +109,10 @@ def decompose_command(
       lowrank decompose nin --pretrained cifar10 --energy 0.9
       lowrank decompose runs/photos --macs 0.5 --images photos --by accuracy
     """
-    from lowrank_cnn.cli.source import find_model, parse_size
     from lowrank_cnn.method.converting import told_if_low_rank
     from lowrank_cnn.method.decomposing import decompose
 
-    source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm)
-    size = source.size(parse_size(input_text))
+    source, size = named.find(model)
     chosen = _where(where, stage, source.network, size)
     budget: dict[str, Any] = {"energy": energy, "macs": macs, "params": params, "latency": latency}
     if by not in ("output", "accuracy") or (by == "accuracy" and not images):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowrank_cnn.cli.options import Device, Json
-from lowrank_cnn.cli.show import console, print_json, print_table
+from lowrank_cnn.cli.options import Device, Json, Limit
+from lowrank_cnn.cli.show import console, continued_by_same_command, print_json, print_table
 from lowrank_cnn.system.text import si
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def demo_command(
     out: Annotated[Path, typer.Option(help="Directory of the two runs and the report.")] = Path("runs/demo"),
     epochs: Annotated[int | None, typer.Option(help="Train this many epochs instead of the recipe's.")] = None,
     device: Device = "auto",
+    limit: Limit = None,
     as_json: Json = False,
 ) -> None:
     """Train a dense network and its low-rank twin on digits, and compare them.
@@ -49,7 +50,8 @@ def demo_command(
       lowrank demo
       lowrank demo --epochs 1 --out runs/quick
     """
-    rows, report = demo(out, epochs=epochs, device=device, say=str if as_json else console.print)
+    with continued_by_same_command():
+        rows, report = demo(out, epochs=epochs, device=device, limit=limit, say=str if as_json else console.print)
     if as_json:
         return print_json({"rows": [vars(row) for row in rows], "report": str(report)})
     dense, low_rank = rows
@@ -62,7 +64,12 @@ def demo_command(
 
 
 def demo(
-    out: str | Path, *, epochs: int | None = None, device: str = "auto", say: Callable[[str], object] = str
+    out: str | Path,
+    *,
+    epochs: int | None = None,
+    device: str = "auto",
+    limit: int | None = None,
+    say: Callable[[str], object] = str,
 ) -> tuple[list[TwinResult], Path]:
     """Train both twins, unless they are trained already, time them side by side and write the report.
 
@@ -74,20 +81,20 @@ def demo(
     records = {}
     for number, name in enumerate(TWINS, start=1):
         say(f"Training the {name} network ({number} of {len(TWINS)}), a minute or two on a CPU.")
-        records[name] = _train(name, out / name, epochs, device)
+        records[name] = _train(name, out / name, epochs, device, limit)
     times = _time(out)
     rows = [_result(name, records[name], times[name]) for name in TWINS]
     return rows, write_report([out], out / "report.html")
 
 
-def _train(name: str, directory: Path, epochs: int | None, device: str) -> Record:
+def _train(name: str, directory: Path, epochs: int | None, device: str, limit: int | None) -> Record:
     import torch
 
     from lowrank_cnn.data import open_data
     from lowrank_cnn.models import create_model
     from lowrank_cnn.train import fit
 
-    digits = open_data("digits")
+    digits = open_data("digits", limit=limit)
     torch.manual_seed(0)
     options = {"num_classes": len(digits.classes), "in_channels": 1, "width": WIDTH, "norm": "batch"}
     network = create_model("nin", scheme=TWINS[name], **options)

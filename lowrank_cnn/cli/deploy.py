@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lowrank_cnn.cli.options import (
-    MODEL_HELP,
-    Device,
-    Input,
-    Into,
-    Json,
-    Model,
-    Norm,
-    Scheme,
-    Trusted,
-    Width,
-)
+from lowrank_cnn.cli.options import MODEL_HELP, Device, Json, Model, Scheme, SourceOptions, Trusted, grouped
 from lowrank_cnn.cli.show import console, print_json, print_table, status_line
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
@@ -28,22 +17,20 @@ from lowrank_cnn.system.text import si
 if TYPE_CHECKING:
     import torch
 
-Batch = Annotated[int, typer.Option(help="Images per batch.")]
+Batch = Annotated[int, typer.Option(min=1, help="Images per batch.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; by default all cores.")]
 
 
+@grouped
 def time_command(
     models: Annotated[list[str], typer.Argument(help=MODEL_HELP)],
+    named: SourceOptions,
     scheme: Annotated[str | None, typer.Option(help="Convert first; compare with the network as it was.")] = None,
     batch: Batch = 1,
     device: Device = "auto",
     threads: Threads = None,
     runtime: Annotated[Literal["torch", "onnx"], typer.Option(help="torch, or onnx (on the CPU).")] = "torch",
     repeats: Annotated[int, typer.Option(help="Runs per median.")] = 15,
-    input_text: Input = None,
-    width: Width = None,
-    norm: Norm = None,
-    into: Into = None,
     trusted: Trusted = False,
     as_json: Json = False,
 ) -> None:
@@ -58,7 +45,7 @@ def time_command(
       lowrank time vgg11-gmp-lr --device cpu --threads 1
       lowrank time model.py:make --scheme lr --input 3x32x32 --runtime onnx
     """
-    from lowrank_cnn.cli.source import find_model, parse_size
+    from lowrank_cnn.cli.source import parse_size
     from lowrank_cnn.deploy.engines import is_engine_file
     from lowrank_cnn.deploy.timing import time_file, time_model
     from lowrank_cnn.system.environment import environment
@@ -70,10 +57,9 @@ def time_command(
             if scheme is not None or device not in ("cpu", "auto"):
                 raise LowRankError(f"{text} is timed as it is on the CPU, without --scheme and --device.")
             how: dict[str, Any] = {"batch": batch, "threads": threads, "repeats": repeats, "trusted": trusted}
-            timings.append(time_file(text, parse_size(input_text), **how))
+            timings.append(time_file(text, parse_size(named.input_text), **how))
             continue
-        source = find_model(text, into=into, width=width, norm=norm, scheme=scheme)
-        size = source.size(parse_size(input_text))
+        source, size = named.find(text, scheme=scheme)
         timings.append(time_model(source.network, size, twin=source.dense, **options))
     if as_json:
         return print_json({"environment": environment(), "timings": [timing.to_dict() for timing in timings]})
@@ -85,8 +71,10 @@ def time_command(
     return None
 
 
+@grouped
 def plan_command(
     model: Model,
+    named: SourceOptions,
     scheme: Scheme = None,
     batch: Batch = 1,
     device: Device = "auto",
@@ -101,10 +89,6 @@ def plan_command(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="With --engine: a directory for the fastest engine's file.")
     ] = None,
-    input_text: Input = None,
-    width: Width = None,
-    norm: Norm = None,
-    into: Into = None,
     as_json: Json = False,
 ) -> None:
     """Find the fastest way to run a network on this machine.
@@ -119,41 +103,50 @@ def plan_command(
     """
     import torch
 
-    from lowrank_cnn.cli.source import find_model, parse_size
     from lowrank_cnn.deploy import optimize
-    from lowrank_cnn.method.counting import count
     from lowrank_cnn.models.twins import dense_twin
     from lowrank_cnn.system.clock import torch_threads
-    from lowrank_cnn.system.environment import environment
     from lowrank_cnn.train.fabric import resolve_device
 
-    source = find_model(model, into=into, width=width, norm=norm, scheme=scheme)
+    source, size = named.find(model, scheme=scheme)
     if engine is not None:
         from lowrank_cnn.cli.engines import plan_engines
 
-        return plan_engines(source, source.size(parse_size(input_text)), engine, out, threads, as_json=as_json)
-    device = resolve_device(device)
-    network = source.network.eval().to(device)
-    if batch < 1:
-        raise LowRankError(f"the batch must be positive, not {batch}.")
-    image = torch.randn(batch, *source.size(parse_size(input_text)), device=device)
+        return plan_engines(source, size, engine, out, threads, as_json=as_json)
+    place = resolve_device(device)
+    network, image = source.network.eval().to(place), torch.randn(batch, *size, device=place)
     how: dict[str, Any] = {"compile": compile_, "cache": cache}
     with torch_threads(threads), status_line() as shown:
         fast = optimize(network, image, say=shown(source.name), **how)
-        macs = batch * count(network, image.shape[1:]).macs
-        where: dict[str, Any] = {"environment": environment(), "model": source.name}
-        where |= {"input": list(image.shape), "macs": macs}
-        dense = (source.dense or dense_twin(network)) if twin else None
-        if dense is not None:
-            rival = optimize(dense.eval().to(device), image, say=shown("the dense network"), **how)
-            where["twin"] = _beside(fast, rival, image) | {"macs": batch * count(dense, image.shape[1:]).macs}
+        held = None
+        if twin and (dense := source.dense or dense_twin(network)) is not None:
+            rival = optimize(dense.eval().to(place), image, say=shown("the dense network"), **how)
+            held = _beside(fast, rival, image) | {"macs": _macs(dense, image)}
+    return _show_plan(source.name, fast, image, held, macs=_macs(network, image), as_json=as_json)
+
+
+def _macs(network: torch.nn.Module, image: torch.Tensor) -> int:
+    """Multiply-accumulates of a whole batch."""
+    from lowrank_cnn.method.counting import count
+
+    return len(image) * count(network, image.shape[1:]).macs
+
+
+def _show_plan(
+    name: str, fast: Any, image: torch.Tensor, held: dict[str, Any] | None, *, macs: int, as_json: bool
+) -> None:
+    """Print what was measured, and the dense network beside it (`held`), as text or JSON."""
+    from lowrank_cnn.system.environment import environment
+
     plans = [found for part in fast.modules() if (found := notes(part).plan) is not None]
     if as_json:
+        where = {"environment": environment(), "model": name, "input": list(image.shape), "macs": macs}
+        where |= {} if held is None else {"twin": held}
         return print_json({**where, **fast.report.to_dict(), "plans": [plan.to_dict() for plan in plans]})
     for plan in plans:
-        _print_plan(source.name, plan)
+        _print_plan(name, plan)
     print_variants(fast.report)
-    if (held := where.get("twin")) is not None:
+    if held is not None:
         console.print(f" The dense network at its fastest ({held['choice']}): {held['twin_ms']:.2f} ms, in turns.")
         time, share = held["ms"] / held["twin_ms"], macs / held["macs"]
         console.print(f" This one takes {time:.3f} of its time, for {share:.3f} of its MACs.")

@@ -8,7 +8,7 @@ import typer
 
 from lowrank_cnn.cli.convert import Latency, Macs
 from lowrank_cnn.cli.deploy import Batch, Threads
-from lowrank_cnn.cli.options import Device, Input, Into, Json, Model, Norm, Pretrained, Width
+from lowrank_cnn.cli.options import Device, Json, Model, SourceOptions, grouped
 from lowrank_cnn.cli.show import console, print_json, print_table
 from lowrank_cnn.system.errors import LowRankError
 
@@ -22,8 +22,10 @@ _BATCHES, _IMAGES = 4, 32
 """Batches, and images in each, that `--data` measures on."""
 
 
+@grouped
 def design_command(
     model: Model,
+    named: SourceOptions,
     macs: Macs = None,
     latency: Latency = None,
     data: Annotated[
@@ -35,11 +37,6 @@ def design_command(
     batch: Batch = 1,
     device: Device = "auto",
     threads: Threads = None,
-    input_text: Input = None,
-    pretrained: Pretrained = None,
-    width: Width = None,
-    norm: Norm = None,
-    into: Into = None,
     as_json: Json = False,
 ) -> None:
     """Advise whether low-rank filters, fewer filters or both are faster.
@@ -53,16 +50,12 @@ def design_command(
     """
     import torch
 
-    from lowrank_cnn.cli.source import find_model, parse_size
     from lowrank_cnn.deploy.advising import design
     from lowrank_cnn.models.files import dtype_of
     from lowrank_cnn.system.clock import torch_threads
     from lowrank_cnn.train.fabric import resolve_device
 
-    if batch < 1:
-        raise LowRankError(f"the batch must be positive, not {batch}.")
-    source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm)
-    size = source.size(parse_size(input_text))
+    source, size = named.find(model)
     place = resolve_device(device)
     network = source.network.eval().to(place)
     example = torch.randn(batch, *size).to(place, dtype_of(network))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from lowrank_cnn.cli.convert import export_source
-from lowrank_cnn.cli.options import Input, Into, Json, Model, Norm, Pretrained, Scheme, Width
+from lowrank_cnn.cli.options import Json, Model, Scheme, SourceOptions, grouped
 from lowrank_cnn.cli.show import console, print_json
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
@@ -21,8 +21,52 @@ if TYPE_CHECKING:
     from lowrank_cnn.cli.source import Source
 
 
+@dataclass(frozen=True)
+class GraphOptions:
+    """What the file computes, and in which form."""
+
+    fp16: Annotated[bool, typer.Option("--fp16", help="Compute in half precision.")] = False
+    int8: Annotated[bool, typer.Option("--int8", help="Quantise to int8; needs --calibrate.")] = False
+    calibrate: Annotated[str | None, typer.Option(help="Images with labels for --int8: a folder or data set.")] = (
+        None
+    )
+    merged: Annotated[bool, typer.Option("--merge", help="Fold batch norms into the layers before them.")] = False
+    chains: Annotated[
+        bool, typer.Option("--merge-chains", help="Merge basis + join and separable pairs into dense convs too.")
+    ] = False
+    dynamic: Annotated[
+        str, typer.Option(help="Axes of any length: batch, height, width, joined by commas; or none.")
+    ] = "batch"
+    opset: Annotated[int | None, typer.Option(help="Of .onnx.")] = None
+    preprocess: Annotated[
+        Literal["nchw", "nhwc"] | None,
+        typer.Option(help="Prepare images inside the graph, which then takes uint8 in this layout; not resize."),
+    ] = None
+
+    @property
+    def precision(self) -> str:
+        return "fp16" if self.fp16 else "fp32"
+
+    def for_export(self) -> dict[str, Any]:
+        """These options as `export` takes them."""
+        free = () if self.dynamic == "none" else tuple(self.dynamic.split(","))
+        graph = {"dynamic": free, "opset": self.opset, "preprocess": self.preprocess or False}
+        return {"precision": self.precision, **graph}
+
+    def merge(self, network: torch.nn.Module, size: tuple[int, ...]) -> torch.nn.Module:
+        """The network with batch norms, and chains where asked, folded into the layers before them."""
+        from lowrank_cnn.deploy import merge
+
+        if not (self.merged or self.chains):
+            return network
+        return merge(network.eval(), chains=self.chains or None, example_input=_image_for(network, size))
+
+
+@grouped
 def export_command(
     model: Model,
+    named: SourceOptions,
+    graph: GraphOptions,
     path: Annotated[
         Path | None, typer.Argument(help="A file: .onnx, .xml, .param, .mnn, .pte, .pt2, .ts or .safetensors.")
     ] = None,
@@ -33,30 +77,8 @@ def export_command(
         str | None,
         typer.Option(help="onnx, openvino, ncnn, mnn, executorch, pt2 or torchscript: writes into a directory."),
     ] = None,
-    fp16: Annotated[bool, typer.Option("--fp16", help="Compute in half precision.")] = False,
-    int8: Annotated[bool, typer.Option("--int8", help="Quantise to int8; needs --calibrate.")] = False,
-    calibrate: Annotated[
-        str | None, typer.Option(help="Images with labels for --int8: a folder or data set.")
-    ] = None,
     scheme: Scheme = None,
-    merged: Annotated[bool, typer.Option("--merge", help="Fold batch norms into the layers before them.")] = False,
-    chains: Annotated[
-        bool, typer.Option("--merge-chains", help="Merge basis + join and separable pairs into dense convs too.")
-    ] = False,
-    dynamic: Annotated[
-        str, typer.Option(help="Axes of any length: batch, height, width, joined by commas; or none.")
-    ] = "batch",
-    opset: Annotated[int | None, typer.Option(help="Of .onnx.")] = None,
-    preprocess: Annotated[
-        Literal["nchw", "nhwc"] | None,
-        typer.Option(help="Prepare images inside the graph, which then takes uint8 in this layout; not resize."),
-    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
-    input_text: Input = None,
-    pretrained: Pretrained = None,
-    width: Width = None,
-    norm: Norm = None,
-    into: Into = None,
     as_json: Json = False,
 ) -> None:
     """Write a network for ONNX Runtime and other engines, and check the file.
@@ -72,37 +94,33 @@ def export_command(
       lowrank export runs/photos -o phone --to ncnn --fp16
       lowrank export runs/photos -o net.int8.onnx --int8 --calibrate photos
     """
-    from lowrank_cnn.cli.source import find_model, parse_size
-    from lowrank_cnn.deploy import merge
     from lowrank_cnn.method.counting import count
 
     path = _place(path, out, to, model)
-    source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm)
+    source, size = named.find(model)
     source = source.converted(scheme) if scheme else source
-    size = source.size(parse_size(input_text))
-    network = source.network
-    if merged or chains:
-        network = merge(network.eval(), chains=True if chains else None, example_input=_image_for(network, size))
-    free = () if dynamic == "none" else tuple(dynamic.split(","))
-    graph: dict[str, Any] = {"dynamic": free, "opset": opset, "preprocess": preprocess or False}
-    if int8:
-        return _export_int8(source, network, path, calibrate, size, overwrite=overwrite, as_json=as_json)
-    precision = "fp16" if fp16 else "fp32"
-    written = export_source(source, network, path, size, overwrite=overwrite, precision=precision, **graph)
+    network = graph.merge(source.network, size)
+    if graph.int8:
+        return _export_int8(source, network, path, graph.calibrate, size, overwrite=overwrite, as_json=as_json)
+    written = export_source(source, network, path, size, overwrite=overwrite, **graph.for_export())
     macs = {"before": count(source.network, size).macs, "after": count(network, size).macs}
     rows = notes(network).merging
     if as_json:
         return print_json({**written.to_dict(), "macs": macs, "merging": [row.to_dict() for row in rows]})
-    if merged or chains:
-        folded = sum(row.error is not None for row in rows)
-        console.print(f" {folded} layers merged; {si(macs['before'])} MACs before, {si(macs['after'])} after.")
-        for reason, names in _by_reason(rows).items():
-            console.print(f" Not merged ({reason}): {', '.join(names)}.", markup=False)
+    if graph.merged or graph.chains:
+        _print_merging(rows, macs)
     checked = "" if written.error is None else f", off by {written.error:.0e} at most"
     console.print(f" {written.path}: {written.bytes / 2**20:.1f} MiB{checked}.", markup=False)
     if to:
-        _print_usage(path, source.name, macs=macs["after"], error=written.error, precision=precision)
+        _print_usage(path, source.name, macs=macs["after"], error=written.error, precision=graph.precision)
     return None
+
+
+def _print_merging(rows: Any, macs: dict[str, int]) -> None:
+    folded = sum(row.error is not None for row in rows)
+    console.print(f" {folded} layers merged; {si(macs['before'])} MACs before, {si(macs['after'])} after.")
+    for reason, names in _by_reason(rows).items():
+        console.print(f" Not merged ({reason}): {', '.join(names)}.", markup=False)
 
 
 def _place(path: Path | None, out: Path | None, to: str | None, model: str) -> Path:

@@ -2,55 +2,85 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowrank_cnn.cli.options import Bad, Device, Json, Limit, Settings, Size
-from lowrank_cnn.cli.show import console, errors, print_json, print_table
+from lowrank_cnn.cli.options import Bad, Device, Json, Limit, Settings, Size, grouped
+from lowrank_cnn.cli.show import console, continued_by_same_command, errors, print_json, print_table
 from lowrank_cnn.system.errors import LowRankError, MissingExtra
 from lowrank_cnn.system.text import si
 
 if TYPE_CHECKING:
     from lowrank_cnn.frontier.answering import Answer
+    from lowrank_cnn.frontier.plan import FrontierPlan
     from lowrank_cnn.frontier.record import DesignRow, Frontier
 
 
-def frontier_command(
-    family: Annotated[str, typer.Argument(help="airbench, nin, vgg11 or resnet18.")],
-    out: Annotated[Path, typer.Option(help="Folder of record and picture; finished runs are not repeated.")],
-    data: Annotated[str | None, typer.Option(help="The images; without them, show what is finished.")] = None,
+@dataclass(frozen=True)
+class PlanOptions:
+    """Which networks are trained and timed, and how often."""
+
     design: Annotated[
         list[str] | None,
         typer.Option(help="A scheme, or a design (lr-late, strips5, ...); @0.75 sets a width. Repeatable."),
-    ] = None,
-    width: Annotated[list[float] | None, typer.Option(help="A width of the dense network; repeatable.")] = None,
+    ] = None
+    width: Annotated[list[float] | None, typer.Option(help="A width of the dense network; repeatable.")] = None
     widen: Annotated[
         list[str] | None, typer.Option(help="Also widen designs to the dense network's macs, or time; repeatable.")
-    ] = None,
+    ] = None
     match: Annotated[
         list[str] | None,
         typer.Option(help="Add thin dense networks with each design's macs, or time; none for neither."),
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=0, help="Runs of each network.")] = 8,
+    ] = None
+    seeds: Annotated[int, typer.Option(min=0, help="Runs of each network.")] = 8
     rate: Annotated[
         list[float] | None,
-        typer.Option(help="RateTry this factor of the learning rate, on held-out images; repeatable."),
-    ] = None,
-    tries: Annotated[int, typer.Option(min=1, help="Runs of each factor.")] = 1,
-    recipe: Annotated[str | None, typer.Option(help="Another recipe than the family's.")] = None,
-    settings: Settings = None,
-    batch: Annotated[int, typer.Option(min=0, help="Images in a timed batch; 0 times nothing.")] = 256,
-    compile_: Annotated[bool, typer.Option("--compile/--no-compile", help="Let torch.compile compete.")] = True,
-    repeats: Annotated[int, typer.Option(min=3, help="Runs per median time.")] = 21,
-    base: Annotated[
-        float, typer.Option(help="Width of the family's network to call 1; less for a miniature.")
-    ] = 1.0,
+        typer.Option(help="Try this factor of the learning rate, on held-out images; repeatable."),
+    ] = None
+    tries: Annotated[int, typer.Option(min=1, help="Runs of each factor.")] = 1
+    batch: Annotated[int, typer.Option(min=0, help="Images in a timed batch; 0 times nothing.")] = 256
+    compile_: Annotated[bool, typer.Option("--compile/--no-compile", help="Let torch.compile compete.")] = True
+    repeats: Annotated[int, typer.Option(min=3, help="Runs per median time.")] = 21
+    base: Annotated[float, typer.Option(help="Width of the family's network to call 1; less for a miniature.")] = (
+        1.0
+    )
     teacher: Annotated[
         str, typer.Option(help="A design that teaches all others (distillation), such as dense@1.5.")
-    ] = "",
-    budget: Annotated[float, typer.Option(help="Start no new run after this many seconds.")] = float("inf"),
+    ] = ""
+    budget: Annotated[float, typer.Option(help="Start no new run after this many seconds.")] = float("inf")
+
+    def plan(self) -> FrontierPlan:
+        """The options as the library takes them."""
+        from lowrank_cnn.frontier.plan import MATCHES, FrontierPlan
+
+        return FrontierPlan(
+            designs=tuple(self.design or ()),
+            widths=tuple(self.width or ()),
+            widen=tuple(self.widen or ()),
+            match=MATCHES if self.match is None else tuple(name for name in self.match if name != "none"),
+            seeds=self.seeds,
+            rates=tuple(self.rate or ()),
+            tries=self.tries,
+            batch=self.batch,
+            compile=self.compile_,
+            repeats=self.repeats,
+            base=self.base,
+            teacher=self.teacher,
+            budget=self.budget,
+        )
+
+
+@grouped
+def frontier_command(
+    family: Annotated[str, typer.Argument(help="airbench, nin, vgg11 or resnet18.")],
+    out: Annotated[Path, typer.Option(help="Folder of record and picture; finished runs are not repeated.")],
+    networks: PlanOptions,
+    data: Annotated[str | None, typer.Option(help="The images; without them, show what is finished.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Another recipe than the family's.")] = None,
+    settings: Settings = None,
     device: Device = "auto",
     bad: Bad = "skip",
     limit: Limit = None,
@@ -69,42 +99,24 @@ def frontier_command(
     """
     from lowrank_cnn.data import open_data
     from lowrank_cnn.frontier.designs import find_design, find_family
-    from lowrank_cnn.frontier.plan import MATCHES, FrontierPlan
     from lowrank_cnn.frontier.record import load_frontier
     from lowrank_cnn.frontier.tracing import trace_frontier
     from lowrank_cnn.train.settings import parse_settings
 
     find_family(family)
-    for text in design or []:
+    for text in networks.design or []:
         find_design(text)  # refuse it before images are read
     if data is None:
         return _show(load_frontier(out), as_json)
-    plan = FrontierPlan(
-        designs=tuple(design or ()),
-        widths=tuple(width or ()),
-        widen=tuple(widen or ()),
-        match=MATCHES if match is None else tuple(name for name in match if name != "none"),
-        seeds=seeds,
-        rates=tuple(rate or ()),
-        tries=tries,
-        batch=batch,
-        compile=compile_,
-        repeats=repeats,
-        base=base,
-        teacher=teacher,
-        budget=budget,
-    )
-    found = trace_frontier(
-        family,
-        open_data(data, bad=bad, limit=limit, image_size=image_size),
-        out,
-        plan,
-        recipe=recipe,
-        settings=parse_settings(settings or []),
-        device=device,
-        say=lambda line: errors.print(line, markup=False, soft_wrap=True),
-    )
+    options: dict[str, Any] = {"recipe": recipe, "settings": parse_settings(settings or []), "device": device}
+    plan, images = networks.plan(), open_data(data, bad=bad, limit=limit, image_size=image_size)
+    with continued_by_same_command():
+        found = trace_frontier(family, images, out, plan, say=_say, **options)
     return _show(found, as_json)
+
+
+def _say(line: str) -> None:
+    errors.print(line, markup=False, soft_wrap=True)
 
 
 def _show(found: Frontier, as_json: bool) -> None:

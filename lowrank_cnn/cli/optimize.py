@@ -10,14 +10,16 @@ import typer
 
 from lowrank_cnn.cli.convert import export_source
 from lowrank_cnn.cli.deploy import Batch, Threads, print_variants
-from lowrank_cnn.cli.options import Device, Input, Into, Json, Model, Norm, Pretrained, Scheme, Width
+from lowrank_cnn.cli.options import Device, Json, Model, Scheme, SourceOptions, grouped
 from lowrank_cnn.cli.show import console, print_json, status_line
 from lowrank_cnn.system.errors import LowRankError
 
 
+@grouped
 def optimize_command(
     model: Model,
     out: Annotated[Path, typer.Option("-o", "--out", help="A file ending in .safetensors, .onnx, .pt2 or .ts.")],
+    named: SourceOptions,
     scheme: Scheme = None,
     batch: Batch = 1,
     device: Device = "auto",
@@ -25,11 +27,6 @@ def optimize_command(
     compile_: Annotated[bool, typer.Option("--compile", help="Try torch.compile too.")] = False,
     cache: Annotated[bool, typer.Option(help="Keep measured times for the next time.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
-    input_text: Input = None,
-    pretrained: Pretrained = None,
-    width: Width = None,
-    norm: Norm = None,
-    into: Into = None,
     as_json: Json = False,
 ) -> None:
     """Find the fastest form of a network, and write it to a file.
@@ -44,7 +41,6 @@ def optimize_command(
     """
     import torch
 
-    from lowrank_cnn.cli.source import find_model, parse_size
     from lowrank_cnn.deploy import optimize
     from lowrank_cnn.models.files import dtype_of
     from lowrank_cnn.system.clock import torch_threads
@@ -53,10 +49,7 @@ def optimize_command(
 
     if out.exists() and not overwrite:
         raise LowRankError(f"{out} exists; --overwrite replaces it.")
-    if batch < 1:
-        raise LowRankError(f"the batch must be positive, not {batch}.")
-    source = find_model(model, pretrained=pretrained, into=into, width=width, norm=norm, scheme=scheme)
-    size = source.size(parse_size(input_text))
+    source, size = named.find(model, scheme=scheme)
     network = source.network.eval().to(resolve_device(device))
     image = torch.randn(batch, *size).to(resolve_device(device), dtype_of(network))
     with torch_threads(threads), status_line() as shown:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
+
+if TYPE_CHECKING:
+    from lowrank_cnn.cli.source import Source
 
 NETWORK, IMAGES, TRAINING = "Network", "Images", "Training"
 """Panels that group the options in help texts."""
@@ -132,3 +139,50 @@ Recompute = Annotated[
 ]
 Runs = Annotated[list[Path] | None, typer.Option("--runs", help="Folders or files of records; repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take groups of options: every field of a parameter that is a dataclass becomes an option."""
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint) and isinstance(hint, type)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        hint = hints[parameter.name]
+        if parameter.name in groups:
+            inner = get_type_hints(hint, include_extras=True)
+            parameters += [_keyword(field.name, inner[field.name], field.default) for field in fields(hint)]
+        else:
+            parameters.append(_keyword(parameter.name, hint, parameter.default))
+
+    @functools.wraps(command)
+    def flat(**given: Any) -> None:
+        made = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+        return command(**made, **given)
+
+    del flat.__wrapped__  # typer would read the signature of the function itself
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat
+
+
+def _keyword(name: str, hint: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """How the network that a command names is built, and the size of its input."""
+
+    input_text: Input = None
+    pretrained: Pretrained = None
+    width: Width = None
+    norm: Norm = None
+    into: Into = None
+
+    def find(self, model: str, *, scheme: str | None = None) -> tuple[Source, tuple[int, ...]]:
+        """The network and the size of its input."""
+        from lowrank_cnn.cli.source import find_model, parse_size
+
+        given = {"pretrained": self.pretrained, "width": self.width, "norm": self.norm}
+        source = find_model(model, into=self.into, scheme=scheme, **given)
+        return source, source.size(parse_size(self.input_text))

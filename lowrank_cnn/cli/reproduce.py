@@ -21,7 +21,14 @@ from lowrank_cnn.cli.options import (
     Settings,
     Workers,
 )
-from lowrank_cnn.cli.show import console, errors, first_process, print_json, print_table
+from lowrank_cnn.cli.show import (
+    console,
+    continued_by_same_command,
+    errors,
+    first_process,
+    print_json,
+    print_table,
+)
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import si
 
@@ -99,8 +106,6 @@ def _open(data: str | None, **options: Any) -> Data:
 
 def _reproduce(experiment: str, images: Data, out: Path, **options: Any) -> ExperimentTable:
     from lowrank_cnn.paper.reproducing import reproduce
-    from lowrank_cnn.train import Interrupted
-    from lowrank_cnn.train.failure import may_end_process
 
     def say(line: str) -> None:
         if first_process():
@@ -109,12 +114,8 @@ def _reproduce(experiment: str, images: Data, out: Path, **options: Any) -> Expe
     for name, split in (("train", images.train), ("test", images.test)):
         if split.problems:
             say(f"Left out of {name}: {split.problems}")
-    try:
-        with may_end_process():
-            return reproduce(experiment, images, out, say=say, **options)
-    except Interrupted as farewell:
-        say("Stopped and saved: the same command continues from here.")
-        raise typer.Exit(farewell.exit_code) from farewell
+    with continued_by_same_command():
+        return reproduce(experiment, images, out, say=say, **options)
 
 
 def _show(table: ExperimentTable, out: Path, as_json: bool) -> None:

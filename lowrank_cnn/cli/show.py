@@ -54,6 +54,19 @@ def status_line() -> Iterator[Callable[[str], Callable[[str], None]]]:
         yield lambda whose: lambda what: live.update(Text(printable(f" {whose}, {what} ...")), refresh=True)
 
 
+@contextlib.contextmanager
+def continued_by_same_command() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM stop a command that resumes by itself when it is started again."""
+    from lowrank_cnn.train.failure import Interrupted, may_end_process
+
+    try:
+        with may_end_process():
+            yield
+    except Interrupted as stopped:
+        stopped.args = ("Stopped and saved: the same command continues from here.",)
+        raise
+
+
 def first_process() -> bool:
     """Whether this process prints for all processes that torchrun started."""
     return os.environ.get("RANK", "0") == "0"

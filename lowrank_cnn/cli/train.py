@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,76 +36,115 @@ from lowrank_cnn.cli.options import (
     ValSplit,
     Width,
     Workers,
+    grouped,
 )
-from lowrank_cnn.cli.show import console, errors, first_process, print_json, print_problems, print_table
+from lowrank_cnn.cli.show import console, first_process, print_json, print_problems, print_table
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import si
 
 if TYPE_CHECKING:
+    from lowrank_cnn.cli.learning import Training
     from lowrank_cnn.data import Data
     from lowrank_cnn.train import Recipe, Record
 
 
-def train_command(
-    context: typer.Context,
-    model: Model,
-    data: DataPath,
-    recipe: Annotated[
-        str, typer.Option(help="A training recipe: `lowrank recipes` lists them.", rich_help_panel=TRAINING)
-    ] = "modern",
+@dataclass(frozen=True)
+class NetworkOptions:
+    """How the network is built."""
+
     scheme: Annotated[
         str | None,
         typer.Option(help="A scheme for one of our networks; any other is converted.", rich_help_panel=NETWORK),
-    ] = None,
+    ] = None
     macs: Annotated[
         float | None,
         typer.Option(help="Share of the MACs that --scheme 'learned(...)' keeps.", rich_help_panel=NETWORK),
-    ] = None,
+    ] = None
     latency: Annotated[
         float | None,
         typer.Option(help="Share of the time that --scheme 'learned(...)' keeps.", rich_help_panel=NETWORK),
-    ] = None,
+    ] = None
     shapes: Annotated[
         Path | None,
         typer.Option(help="A shapes.json of learned shapes, to train from scratch.", rich_help_panel=NETWORK),
-    ] = None,
-    width: Width = None,
+    ] = None
+    width: Width = None
     norm: Annotated[
         str | None, typer.Option(help="batch or none; by default as in the recipe.", rich_help_panel=NETWORK)
-    ] = None,
-    stride: Stride = None,
-    pretrained: Pretrained = None,
-    into: Into = None,
-    epochs: Annotated[int | None, typer.Option(help="Epochs to train at most.", rich_help_panel=TRAINING)] = None,
+    ] = None
+    stride: Stride = None
+    pretrained: Pretrained = None
+    into: Into = None
+
+    def training(self) -> tuple[str | None, Training]:
+        """The scheme that the network is built by, and the function that trains it."""
+        from lowrank_cnn.cli.learning import training_of
+
+        return training_of(self.scheme, self.shapes, macs=self.macs, latency=self.latency)
+
+    def building(self, model: str, scheme: str | None, recipe: Recipe) -> dict[str, Any]:
+        """The options that the network is built with.
+
+        The recipe chooses norm and pool, except for trained weights and for networks that are not ours.
+        """
+        from lowrank_cnn.cli.source import is_path
+
+        own = {"norm": self.norm} if self.pretrained or is_path(model) else recipe.network()
+        return {**own, "scheme": scheme, "width": self.width, "stride": self.stride, "pretrained": self.pretrained}
+
+
+@dataclass(frozen=True)
+class RecipeOptions:
+    """The recipe, and the fields of it that are set."""
+
+    recipe: Annotated[
+        str, typer.Option(help="A training recipe: `lowrank recipes` lists them.", rich_help_panel=TRAINING)
+    ] = "modern"
+    epochs: Annotated[int | None, typer.Option(help="Epochs to train at most.", rich_help_panel=TRAINING)] = None
     batch_size: Annotated[
         int | None, typer.Option(help="Images per step, over all processes.", rich_help_panel=TRAINING)
-    ] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate at the start.", rich_help_panel=TRAINING)] = None,
+    ] = None
+    lr: Annotated[float | None, typer.Option(help="Learning rate at the start.", rich_help_panel=TRAINING)] = None
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.", rich_help_panel=TRAINING)] = (
+        None
+    )
+    settings: Settings = None
+
+    def resolve(self, file: dict[str, Any], norm: str | None) -> Recipe:
+        """The recipe with the fields that --config, then the options, then --set change."""
+        from lowrank_cnn.train import get_recipe
+        from lowrank_cnn.train.settings import parse_settings
+
+        own = {"epochs": self.epochs, "batch_size": self.batch_size, "lr": self.lr, "precision": self.precision}
+        given = {name: value for name, value in {**own, "norm": norm}.items() if value is not None}
+        return get_recipe(self.recipe, **(file | given | parse_settings(self.settings or [])))
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where and how the run is carried out."""
+
+    seed: Annotated[
+        int, typer.Option(help="Seed of weights, data order, and dropout.", rich_help_panel=TRAINING)
+    ] = 0
+    out: Annotated[Path | None, typer.Option(help="Directory for checkpoints and the record.")] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")] = False
+    device: Device = "auto"
     teacher: Annotated[
         Path | None,
         typer.Option(
             help="Run directory of a network to distil from, as well as labels.", rich_help_panel=TRAINING
         ),
-    ] = None,
-    settings: Settings = None,
-    seed: Annotated[
-        int, typer.Option(help="Seed of weights, data order, and dropout.", rich_help_panel=TRAINING)
-    ] = 0,
-    out: Annotated[Path | None, typer.Option(help="Directory for checkpoints and the record.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")] = False,
-    device: Device = "auto",
-    precision: Annotated[
-        str | None, typer.Option(help="auto, fp32, bf16 or fp16.", rich_help_panel=TRAINING)
-    ] = None,
-    compile_: Compile = None,
-    recompute: Recompute = False,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="The same as --log tensorboard.")] = False,
+    ] = None
+    compile_: Compile = None
+    recompute: Recompute = False
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="The same as --log tensorboard.")] = False
     log: Annotated[
         list[str] | None, typer.Option(help="Also log to tensorboard, csv, wandb, mlflow or trackio; repeatable.")
-    ] = None,
-    checkpoint_every: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 30.0,
-    workers: Workers = 0,
-    decode: Decode = "cpu",
+    ] = None
+    checkpoint_every: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 30.0
+    workers: Workers = 0
+    decode: Decode = "cpu"
     deterministic: Annotated[
         bool,
         typer.Option(
@@ -113,15 +152,60 @@ def train_command(
             help="Same bits in every run, on the CPU or one GPU; slower.",
             rich_help_panel=TRAINING,
         ),
-    ] = False,
-    test: TestPath = None,
-    val_split: ValSplit = None,
-    class_names: ClassNames = None,
-    bad: Bad = "skip",
-    limit: Limit = None,
-    hold: Hold = 2.0,
-    image_size: Size = None,
-    channels: Channels = None,
+    ] = False
+
+    def check(self, precision: str) -> None:
+        """Refuse a device that does not exist, a directory in use and an unknown logger."""
+        from lowrank_cnn.train.directory import RunDirectory
+        from lowrank_cnn.train.fabric import resolve_device, resolve_precision
+        from lowrank_cnn.train.loggers import check_loggers
+
+        resolve_precision(precision, resolve_device(self.device))
+        check_loggers(self.log or ())
+        if self.resume and self.out is None:
+            raise LowRankError("there is nothing to resume without the directory of a run: give --out.")
+        if self.out is not None and not self.resume:
+            RunDirectory(self.out).check_free()
+
+    def for_fit(self) -> dict[str, Any]:
+        """These options as `fit` takes them."""
+        names = ("seed", "out", "resume", "device", "tensorboard", "checkpoint_every", "workers", "decode")
+        same = {name: getattr(self, name) for name in (*names, "deterministic")}
+        teacher = {} if self.teacher is None else {"teacher": self.teacher}
+        how = {"compile": "auto" if self.compile_ is None else self.compile_, "log": self.log or ()}
+        return {**same, **how, **teacher, "checkpoint_activations": self.recompute}
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """How images are read."""
+
+    test: TestPath = None
+    val_split: ValSplit = None
+    class_names: ClassNames = None
+    bad: Bad = "skip"
+    limit: Limit = None
+    hold: Hold = 2.0
+    image_size: Size = None
+    channels: Channels = None
+
+    def reading(self, data: str, *, progress: bool) -> Callable[..., Data]:
+        """A function that reads the images, with other options where those are given."""
+        from lowrank_cnn.data import open_data
+
+        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "hold"}
+        return partial(open_data, data, resident_bytes=int(self.hold * 2**30), progress=progress, **options)
+
+
+@grouped
+def train_command(
+    context: typer.Context,
+    model: Model,
+    data: DataPath,
+    network: NetworkOptions,
+    training: RecipeOptions,
+    run: RunOptions,
+    images: ImageOptions,
     as_json: Json = False,
     config: Config = None,
 ) -> None:
@@ -138,105 +222,30 @@ def train_command(
       lowrank train vgg11-gmp --data photos --scheme "learned(kx1, 1xk, 1x1, kxk)" --macs 0.4 --out runs/shapes
       lowrank train vgg11-gmp --data photos --shapes runs/shapes/shapes.json --out runs/again
     """
-    from lowrank_cnn.cli.learning import training_of
-    from lowrank_cnn.cli.source import build_for, check_model, is_path
-    from lowrank_cnn.data import open_data
+    from lowrank_cnn.cli.source import build_for, check_model
     from lowrank_cnn.train.determinism import seed_generators
+    from lowrank_cnn.train.failure import may_end_process
     from lowrank_cnn.train.opening import as_network_wants
 
-    frequent = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "norm": norm, "precision": precision}
-    resolved = _resolve(recipe, config_recipe(context), frequent, settings or [])
-    scheme, train = training_of(scheme, shapes, macs=macs, latency=latency)
-    options = {"scheme": scheme, "width": width, "stride": stride, "pretrained": pretrained}
-    # The recipe chooses norm and pool, except for trained weights and for networks that are not ours.
-    own = {"norm": norm, **options} if pretrained or is_path(model) else {**resolved.network(), **options}
-    reading = partial(
-        open_data,
-        data,
-        bad=bad,
-        limit=limit,
-        resident_bytes=int(hold * 2**30),
-        image_size=image_size,
-        channels=channels,
-        test=test,
-        val_split=val_split,
-        class_names=class_names,
-        progress=not as_json,
-    )
-    seed_generators(seed)
-    check_model(model, **own)  # before the images are read, which may take long
-    _check_place(out, resume, device, resolved.precision, log or ())
-    images = reading()
-    seed_generators(seed)
-    source = build_for(images, model, into=into, **own)
-    wish = {"input_size": source.input_size, "sized": image_size is not None}
-    images = as_network_wants(images, source.network, resolved, reading, **wish)
+    recipe = training.resolve(config_recipe(context), network.norm)
+    scheme, train = network.training()
+    building, reading = network.building(model, scheme, recipe), images.reading(data, progress=not as_json)
+    seed_generators(run.seed)
+    check_model(model, **building)  # before the images are read, which may take long
+    run.check(recipe.precision)
+    found = reading()
+    seed_generators(run.seed)
+    source = build_for(found, model, into=network.into, **building)
+    wish = {"input_size": source.input_size, "sized": images.image_size is not None}
+    found = as_network_wants(found, source.network, recipe, reading, **wish)
     if not as_json:
-        _print_start(images, resolved, out, source.remark)
-    with _leaving_politely():
-        record = train(
-            source.network.train(),
-            images,
-            resolved,
-            seed=seed,
-            out=out,
-            resume=resume,
-            device=device,
-            compile="auto" if compile_ is None else compile_,
-            checkpoint_activations=recompute,
-            workers=workers,
-            decode=decode,
-            deterministic=deterministic,
-            progress=not as_json,
-            tensorboard=tensorboard,
-            log=log or (),
-            checkpoint_every=checkpoint_every,
-            **({} if teacher is None else {"teacher": teacher}),
-        )
-    _print_result(record, out, as_json)
-    if out and not as_json and first_process():
-        hint = _next_command(record, out, data, into or model)
-        console.print(f"The run is in {out}: try `{hint}`", markup=False, soft_wrap=True)
-
-
-def _resolve(name: str, file: dict[str, Any], frequent: dict[str, Any], settings: list[str]) -> Recipe:
-    """The recipe with the fields that --config, then the options, then --set change."""
-    from lowrank_cnn.train import get_recipe
-    from lowrank_cnn.train.settings import parse_settings
-
-    return get_recipe(name, **(file | _given(frequent) | parse_settings(settings)))
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _check_place(out: Path | None, resume: bool, device: str, precision: str, log: Sequence[str]) -> None:
-    """Refuse a device that does not exist, a directory in use and an unknown logger."""
-    from lowrank_cnn.train.directory import RunDirectory
-    from lowrank_cnn.train.fabric import resolve_device, resolve_precision
-    from lowrank_cnn.train.loggers import check_loggers
-
-    resolve_precision(precision, resolve_device(device))
-    check_loggers(log)
-    if resume and out is None:
-        raise LowRankError("there is nothing to resume without the directory of a run: give --out.")
-    if out is not None and not resume:
-        RunDirectory(out).check_free()
-
-
-@contextlib.contextmanager
-def _leaving_politely() -> Iterator[None]:
-    """After Ctrl-C, exit with the usual code once the run has saved its state."""
-    from lowrank_cnn.train import Interrupted
-    from lowrank_cnn.train.failure import may_end_process
-
-    try:
-        with may_end_process():
-            yield
-    except Interrupted as farewell:
-        errors.print(str(farewell), markup=False, soft_wrap=True)
-        raise typer.Exit(farewell.exit_code) from farewell
+        _print_start(found, recipe, run.out, source.remark)
+    with may_end_process():
+        record = train(source.network.train(), found, recipe, progress=not as_json, **run.for_fit())
+    _print_result(record, run.out, as_json)
+    if run.out and not as_json and first_process():
+        hint = _next_command(record, run.out, data, network.into or model)
+        console.print(f"The run is in {run.out}: try `{hint}`", markup=False, soft_wrap=True)
 
 
 def _next_command(record: Record, out: Path, data: str, source: str) -> str:

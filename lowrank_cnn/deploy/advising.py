@@ -53,7 +53,7 @@ Build = Callable[[float], nn.Module | None]
 
 
 @dataclass(frozen=True)
-class Form:
+class MeasuredForm:
     """A whole network within the budget: its shares of the dense MACs, parameters and time."""
 
     name: str
@@ -74,7 +74,7 @@ class Advice:
     choice: str
     network: nn.Module
     layers: tuple[LayerAdvice, ...]
-    forms: tuple[Form, ...]
+    forms: tuple[MeasuredForm, ...]
     device: str
     engine: str
 
@@ -124,14 +124,14 @@ def design(
         raise LowRankError(f"there is no engine {engine!r}; {nearest(engine, ENGINES)}")
     if not isinstance(example, Tensor) or example.dim() != 4:
         raise LowRankError("the example is a batch of images, as [N, channels, height, width].")
-    bench = _Bench(copy.deepcopy(model).to(example.device, example.dtype).eval(), example, engine, repeats)
+    bench = AdviceBench(copy.deepcopy(model).to(example.device, example.dtype).eval(), example, engine, repeats)
     layers = bench.layers(None if data is None else measured_damage(model, example, list(data), loss))
     forms = bench.forms(layers, budget)
     return _advice(bench, layers, forms, budget)
 
 
 @dataclass(frozen=True)
-class _Bench:
+class AdviceBench:
     """Measures layers and networks on one example, in one engine."""
 
     model: nn.Module
@@ -179,7 +179,7 @@ class _Bench:
             found.append(layer_advice(name, {key: one.ms for key, one in times.items()}, damage))
         return tuple(found)
 
-    def forms(self, layers: tuple[LayerAdvice, ...], budget: Budget) -> dict[str, tuple[Form, nn.Module]]:
+    def forms(self, layers: tuple[LayerAdvice, ...], budget: Budget) -> dict[str, tuple[MeasuredForm, nn.Module]]:
         """The forms that reach the budget, measured in turns beside the dense network."""
         builders = _builders(self.model, self.size, layers)
         if budget.kind == "macs":
@@ -211,10 +211,10 @@ class _Bench:
                 high = middle
         return best
 
-    def _form(self, name: str, network: nn.Module, times: Mapping[str, Sample]) -> Form:
+    def _form(self, name: str, network: nn.Module, times: Mapping[str, Sample]) -> MeasuredForm:
         ours, dense = count(network, self.size), count(self.model, self.size)
         ms = times[name].ms
-        return Form(name, ours.macs / dense.macs, ours.params / dense.params, ms, ms / times["dense"].ms)
+        return MeasuredForm(name, ours.macs / dense.macs, ours.params / dense.params, ms, ms / times["dense"].ms)
 
 
 def _builders(model: nn.Module, size: tuple[int, ...], layers: tuple[LayerAdvice, ...]) -> dict[str, Build]:
@@ -261,9 +261,9 @@ def _thinner(model: nn.Module, size: tuple[int, ...], share: float) -> nn.Module
 
 
 def _advice(
-    bench: _Bench,
+    bench: AdviceBench,
     layers: tuple[LayerAdvice, ...],
-    forms: Mapping[str, tuple[Form, nn.Module]],
+    forms: Mapping[str, tuple[MeasuredForm, nn.Module]],
     budget: Budget,
 ) -> Advice:
     """The best form, and why, in one sentence or two."""

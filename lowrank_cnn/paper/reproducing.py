@@ -66,7 +66,7 @@ def reproduce(
     once it has finished; how goes to `fit` (device, compile, progress, ...). The table is that of everything in
     `out`. A run whose loss is not finite is said, and the others go on.
     """
-    bench, known = _Bench(data, Path(out), keep_weights, say, how), parts_of(experiment)
+    bench, known = ExperimentBench(data, Path(out), keep_weights, say, how), parts_of(experiment)
     if len(data.classes) != CLASSES.get(experiment, len(data.classes)):
         raise LowRankError(f"{experiment} has {CLASSES[experiment]} classes; {data.name} has {len(data.classes)}.")
     for line in lines(experiment, parts, networks):
@@ -85,7 +85,7 @@ def first_process() -> bool:
 
 
 @dataclass(frozen=True)
-class _Bench:
+class ExperimentBench:
     """Where runs are made: on which images, into which directory, how."""
 
     data: Data

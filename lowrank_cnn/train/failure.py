@@ -125,6 +125,7 @@ class StopRequest:
         self.received = False
         self.signal: int = signal.SIGINT
         self.farewell: Callable[[], str | None] = lambda: None
+        self._second: Any = signal.default_int_handler
         self._over, self._unannounced = threading.Event(), [True]
 
     def __bool__(self) -> bool:
@@ -140,6 +141,8 @@ class StopRequest:
         theirs.setblocking(False)
         wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         before = {number: signal.signal(number, self._receive) for number in _STOP_SIGNALS}
+        if callable(before[signal.SIGINT]):
+            self._second = before[signal.SIGINT]
         threading.Thread(target=self._answer, args=(ours,), name="Ctrl-C", daemon=True).start()
         try:
             yield self
@@ -156,7 +159,7 @@ class StopRequest:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._announce()
         self.received, self.signal = True, number
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, self._second)
 
     def _announce(self) -> None:
         with contextlib.suppress(IndexError):  # of two threads, one finds an item to pop

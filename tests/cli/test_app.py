@@ -15,7 +15,7 @@ import typer
 
 from lowrank_cnn.cli import app
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train import load_record
+from lowrank_cnn.train import Interrupted, load_record
 
 ROOT = Path(__file__).parents[2]
 TRAIN = ("train", "nin-c3-lr", "--data", "digits", "--recipe", "digits", "--width", "0.1", "--device", "cpu")
@@ -126,6 +126,61 @@ def test_ctrl_c_is_answered_from_the_first_moment(delay):
     _, complaints = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "Traceback" not in complaints
+
+
+def run_interrupted(tmp_path: Path, code: str, *, library: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command made of this code, which presses Ctrl-C by `press()` or by `import library`."""
+    (tmp_path / "library.py").write_text("from press import press\n" + library)
+    (tmp_path / "press.py").write_text("import signal\npress = lambda: signal.raise_signal(signal.SIGINT)")
+    body = "".join(f"    {line}\n" for line in inspect.cleandoc(code).splitlines())
+    script = (
+        "import time, typer, lowrank_cnn.cli as cli\nfrom lowrank_cnn.cli import app\nfrom press import press\n"
+        f"from lowrank_cnn.system.errors import LowRankError\ndef command(**_):\n{body}"
+        "app.build = lambda: command\ncli.GRACE_SECONDS = 0.2\ncli.main()\n"
+    )
+    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join((ENVIRONMENT.get("PYTHONPATH", ""), str(tmp_path)))}
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "press()",
+        "try: press()\nexcept KeyboardInterrupt: raise LowRankError('a library made an error of it')",
+        "try: press()\nexcept KeyboardInterrupt: raise RecursionError('a library made an error of it')",
+        "try: press()\nexcept KeyboardInterrupt: pass",
+        "try: press()\nexcept KeyboardInterrupt: time.sleep(50)",
+        "try: press()\nexcept KeyboardInterrupt: press()",
+        "import library\nprint('went on')",
+    ],
+)
+def test_ctrl_c_ends_the_command_though_a_library_catches_it(tmp_path, code):
+    done = run_interrupted(tmp_path, code, library="try: press()\nexcept BaseException: pass")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_that_the_caller_ignores_stays_ignored():
+    script = (
+        "import signal, lowrank_cnn.cli as cli; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        "cli.CTRL_C.handle(); signal.raise_signal(signal.SIGINT); print('went on')"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True)
+    assert done.stdout == "went on\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_every_command_that_trains_exits_by_the_signal(monkeypatch, capsys, number, code):
+    def stop(**_: object) -> None:
+        stopped = Interrupted("Stopped and saved.")
+        stopped.signal = number
+        raise stopped
+
+    monkeypatch.setattr("lowrank_cnn.cli.demo.demo", lambda *_, **__: stop())
+    assert app.run(["demo"]) == code
+    assert capsys.readouterr().err == "Stopped and saved: the same command continues from here.\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")

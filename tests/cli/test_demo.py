@@ -9,17 +9,15 @@ import pytest
 
 from lowrank_cnn.cli import demo as module
 from lowrank_cnn.cli.demo import demo
-from lowrank_cnn.data import open_data
 from lowrank_cnn.deploy.timing import time_model
 from lowrank_cnn.train import load_record
 
 
 def test_it_trains_both_twins_once_compares_them_and_writes_a_report(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("lowrank_cnn.data.open_data", partial(open_data, limit=64))
     monkeypatch.setattr("lowrank_cnn.deploy.timing.time_model", partial(time_model, repeats=3))
     monkeypatch.setattr(module, "WIDTH", 0.05)
     said: list[str] = []
-    (dense, low_rank), report = demo(tmp_path, epochs=1, device="cpu", say=said.append)
+    (dense, low_rank), report = demo(tmp_path, epochs=1, device="cpu", limit=64, say=said.append)
     assert [line.split(" network")[0] for line in said] == ["Training the dense", "Training the low-rank"]
     assert (dense.name, low_rank.name) == ("dense", "low-rank")
     assert low_rank.macs < 0.6 * dense.macs
@@ -30,7 +28,7 @@ def test_it_trains_both_twins_once_compares_them_and_writes_a_report(tmp_path: P
 
     before = (tmp_path / "dense" / "record.json").stat().st_mtime_ns
     monkeypatch.setattr("lowrank_cnn.report.write_report", lambda runs, page: page)
-    (again, _), _ = demo(tmp_path, epochs=1, device="cpu")
+    (again, _), _ = demo(tmp_path, epochs=1, device="cpu", limit=64)
     assert again.top1 == dense.top1
     assert (tmp_path / "dense" / "record.json").stat().st_mtime_ns == before
 

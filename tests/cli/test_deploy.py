@@ -116,12 +116,10 @@ def test_an_exported_file_is_timed_asked_and_evaluated(output_of, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["time", "nin", "--batch", "0"], "batch must be positive"),
         (["time", "nin", "--repeats", "1"], "at least 3 runs"),
         (["time", "nin", "--threads", "0"], "number of threads is positive"),
         (["time", "nin", "--device", "gpu"], "no device 'gpu'"),
         (["plan", "nin", "--device", "gpu"], "no device 'gpu'"),
-        (["plan", "nin", "--batch", "0"], "batch must be positive"),
         (["time", "nin", "--runtime", "onnx", "--device", "cuda"], "timed on the CPU"),
         (["export", "nin", "net.bin"], "ends in one of .onnx"),
         (["export", "nin", "net.onnx", "--dynamic", "batch,size"], "not 'size'"),

@@ -23,7 +23,6 @@ def test_wrong_wishes_get_one_sentence(capsys):
         (["--macs", "2"], "up to 1"),
         ([], "needs a budget"),
         (["--macs", "0.5", "--data", "digits"], "trained network"),
-        (["--macs", "0.5", "--batch", "0"], "positive"),
     ):
         assert run(["design", *SMALL, *options]) == 2
         assert words in " ".join(capsys.readouterr().err.split())

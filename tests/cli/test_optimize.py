@@ -19,5 +19,3 @@ def test_optimize_writes_what_it_found(output_of, own, tmp_path):
     assert found(torch.zeros(1, 3, 9, 7)).shape == (1, 8, 7, 5)
     with pytest.raises(LowRankError, match="--overwrite replaces it"):
         output_of("optimize", f"{own}:net", "-o", file, "--input", "3x9x7")
-    with pytest.raises(LowRankError, match="batch must be positive"):
-        output_of("optimize", f"{own}:net", "-o", tmp_path / "other.safetensors", "--batch", "0")

@@ -3,8 +3,42 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
+from typing import Annotated
 
-from lowrank_cnn.cli.app import COMMANDS, load_command
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from lowrank_cnn.cli.app import COMMANDS, load_command, run
+from lowrank_cnn.cli.options import grouped
+
+
+@dataclass(frozen=True)
+class PaintOptions:
+    colour: Annotated[str, typer.Option(help="A colour.")] = "red"
+    coats: Annotated[int, typer.Option("--coats", "-c", min=1, help="How often.")] = 1
+
+
+def test_fields_of_a_group_are_options_of_the_command():
+    seen = []
+    app = typer.Typer()
+
+    @app.command()
+    @grouped
+    def paint(wall: str, how: PaintOptions, dry: bool = False) -> None:
+        seen.append((wall, how, dry))
+
+    assert CliRunner().invoke(app, ["north", "-c", "2", "--dry"]).exit_code == 0
+    assert CliRunner().invoke(app, ["south", "--colour", "blue"]).exit_code == 0
+    assert CliRunner().invoke(app, ["west", "--coats", "0"]).exit_code == 2
+    assert seen == [("north", PaintOptions("red", 2), True), ("south", PaintOptions("blue", 1), False)]
+
+
+@pytest.mark.parametrize("command", ["time", "plan", "design", "optimize"])
+def test_a_batch_without_images_is_refused(command, capsys):
+    assert run([command, "nin", "--batch", "0"]) == 2
+    assert "--batch" in capsys.readouterr().err
 
 
 def test_a_shared_option_has_one_default():

@@ -29,7 +29,7 @@ def clock(monkeypatch, cost) -> None:
     def times(self, networks, example):
         return {name: Sample(ms := cost(name, module), ms, ms, 3) for name, module in networks.items()}
 
-    monkeypatch.setattr(advising._Bench, "times", times)
+    monkeypatch.setattr(advising.AdviceBench, "times", times)
 
 
 def macs_of(module: nn.Module) -> float:

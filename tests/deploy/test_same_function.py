@@ -230,7 +230,7 @@ def test_optimize(last_wins: None, net: nn.Module):
     check(lambda net: optimize(net, EXAMPLE, compile=False, cache=False), net)
 
 
-@settings(max_examples=6, suppress_health_check=SLOWLY)
+@settings(max_examples=3, suppress_health_check=SLOWLY)
 @given(NETWORKS)
 def test_export(net: nn.Module):
     def written(net: nn.Module) -> nn.Module:

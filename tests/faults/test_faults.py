@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the harness forks")
 
-FAULTS = 45
+FAULTS = 30
 
 
 @pytest.mark.slow

@@ -63,9 +63,9 @@ def network(**options) -> nn.Module:
     return net.train()
 
 
-def images(count: int = 3) -> Tensor:
+def images(count: int = 2) -> Tensor:
     draw = torch.Generator().manual_seed(1)
-    return torch.randn(count, 3, 31, 33, generator=draw).to(DEVICE).contiguous(memory_format=torch.channels_last)
+    return torch.randn(count, 3, 23, 25, generator=draw).to(DEVICE).contiguous(memory_format=torch.channels_last)
 
 
 def results(run: nn.Module, of: nn.Module, x: Tensor) -> list[Tensor]:

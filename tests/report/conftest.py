@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from lowrank_cnn.method.counting import Count, count
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.seal import sealed
 from lowrank_cnn.train.details import EvaluationDetails, WrongImage
+
+sys.path.insert(0, str(Path(__file__).parent))  # for record_examples
 
 ENVIRONMENT = {
     "lowrank_cnn": "0.1.0",

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from record_examples import CONVERTED, HERE, RUN, TIMING
 
 from lowrank_cnn.report import read_records
 from lowrank_cnn.report.cards import cards
@@ -15,37 +16,6 @@ from lowrank_cnn.report.reading import read_record
 from lowrank_cnn.report.records import Records
 from lowrank_cnn.report.tables import summary_table
 from lowrank_cnn.system.errors import LowRankError
-
-HERE = Path("record.json")
-RUN = {
-    "kind": "training",
-    "model": {"name": "nin-c3-lr", "num_classes": 10, "width": 0.5, "stride": 1},
-    "recipe": {"name": "nin-paper", "epochs": 2},
-    "data": {"name": "cifar10", "size": [3, 30, 30]},
-    "seed": 3,
-    "history": [
-        {"epoch": 1, "train_loss": 2.0, "accuracy": 0.4},
-        {"epoch": 2, "train_loss": 1.5, "accuracy": None},
-    ],
-    "result": {"top1": 0.9, "top5": 0.99, "macs": 1000, "params": 100, "seconds": 60.0},
-    "status": "finished",
-}
-CONVERTED = {
-    **RUN,
-    "model": {"name": "Mine+lr", "config": None, "class": "Mine", "conversion": {"changed": []}},
-    "result": {"top1": 0.9, "n": 500, "macs": 1000, "params": 100, "dense": {"macs": 2000, "params": 150}},
-}
-TIMING = {
-    "kind": "timing",
-    "name": "nin-c3-lr",
-    "input": [4, 3, 30, 30],
-    "runtime": "torch",
-    "device": "cuda:0",
-    "macs": 4000,
-    "total": {"ms": 8.0, "low": 7.9, "high": 8.2, "runs": 15},
-    "layers": [{"name": "a", "macs": 3000, "ms": 5.0}, {"name": "pool", "macs": 0, "ms": 1.0}],
-    "twin": {"name": "nin", "input": [4, 3, 30, 30], "device": "cuda:0", "total": {"ms": 16.0}, "macs": 8000},
-}
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,12 @@
 from pathlib import Path
 
 import pytest
+from record_examples import HERE, TIMING
 
 from lowrank_cnn.report import read_records
 from lowrank_cnn.report.reading import read_record
 from lowrank_cnn.report.records import TimedNetwork
 from lowrank_cnn.report.timing_record import device_class
-
-HERE = Path("record.json")
-TIMING = {
-    "kind": "timing",
-    "name": "nin-c3-lr",
-    "input": [4, 3, 30, 30],
-    "runtime": "torch",
-    "device": "cuda:0",
-    "macs": 4000,
-    "total": {"ms": 8.0, "low": 7.9, "high": 8.2, "runs": 15},
-    "layers": [{"name": "a", "macs": 3000, "ms": 5.0}, {"name": "pool", "macs": 0, "ms": 1.0}],
-    "twin": {"name": "nin", "input": [4, 3, 30, 30], "device": "cuda:0", "total": {"ms": 16.0}, "macs": 8000},
-}
 
 
 def test_a_timing_brings_its_twin_and_counts_one_image():

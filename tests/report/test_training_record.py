@@ -1,31 +1,10 @@
-from pathlib import Path
-
 import pytest
+from record_examples import CONVERTED, HERE, RUN
 
 from lowrank_cnn.data.readers.cifar_binary import CLASSES
 from lowrank_cnn.report.reading import read_record
 from lowrank_cnn.report.records import Run
 from lowrank_cnn.system.seal import sealed
-
-HERE = Path("record.json")
-RUN = {
-    "kind": "training",
-    "model": {"name": "nin-c3-lr", "num_classes": 10, "width": 0.5, "stride": 1},
-    "recipe": {"name": "nin-paper", "epochs": 2},
-    "data": {"name": "cifar10", "size": [3, 30, 30]},
-    "seed": 3,
-    "history": [
-        {"epoch": 1, "train_loss": 2.0, "accuracy": 0.4},
-        {"epoch": 2, "train_loss": 1.5, "accuracy": None},
-    ],
-    "result": {"top1": 0.9, "top5": 0.99, "macs": 1000, "params": 100, "seconds": 60.0},
-    "status": "finished",
-}
-CONVERTED = {
-    **RUN,
-    "model": {"name": "Mine+lr", "config": None, "class": "Mine", "conversion": {"changed": []}},
-    "result": {"top1": 0.9, "n": 500, "macs": 1000, "params": 100, "dense": {"macs": 2000, "params": 150}},
-}
 
 
 def run_of(values: dict) -> Run:

@@ -71,7 +71,7 @@ SIZES = st.tuples(
     st.booleans(),
     st.integers(0, 99),
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_result_and_gradients(size, dtype, activation, with_affine, with_residual, seed):
     x = maps(size, dtype, seed).requires_grad_()
     weight, bias = affine(size[1], with_affine)

@@ -69,7 +69,7 @@ OPTIONS = st.tuples(
 
 
 @given(SIZES, OPTIONS, st.sampled_from(list(ROUNDING)), st.integers(0, 99))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_result_and_gradient(size, options, dtype, seed):
     compare(maps(size, dtype, seed), options, seed + 1)
 

@@ -50,7 +50,7 @@ def _fails(*_):
 
 
 @given(SIZES, st.sampled_from([(2, 2), (2, 1), (1, 2), (3, 2)]), GROUPS)
-@settings(max_examples=15)
+@settings(max_examples=10)
 def test_any_groups_and_strides(size, stride, groups):
     # Groups of one size of result: a filter and its own padding keep it.
     with pytest.MonkeyPatch.context() as patch:
