@@ -10,82 +10,87 @@ The network has the weights that come with the package. Every way keeps the same
 - both: ranks by what the output keeps with refitted layers, then refitted: `decompose(..., images=...)`.
 
 The error is the squared difference of the outputs over their square, on test images that nothing was fitted to;
-top-1 is on the same images, without fine-tuning.
+top-1 is on the same images, without fine-tuning. The record is written after each row, and a run that was stopped
+goes on where it ended.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common import parser, write_record
 from lowrank_cnn.data import make_loader, open_data
 from lowrank_cnn.method.activations import outputs, relative_error
 from lowrank_cnn.method.budget import Budget, within
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.decomposing import fit_layer, refitted
-from lowrank_cnn.method.ranks import curves_of
+from lowrank_cnn.method.ranks import Keeps, curves_of
 from lowrank_cnn.method.rewriting import rewrite
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.method.selection import select
 from lowrank_cnn.method.sensitivity import measured_keeps
-from lowrank_cnn.system.environment import environment
+from lowrank_cnn.system.files import read_json
 from lowrank_cnn.system.text import text_table
 from lowrank_cnn.train.trained import Trained, load_pretrained
 
-OUT = Path(__file__).parent / "results" / "decompose_aware.json"
+Row = dict[str, Any]
 WAYS = ("weights", "sensitivity", "refitted", "both")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data", required=True, help="CIFAR-10.")
-    parser.add_argument("--network", default="nin")
-    parser.add_argument("--scheme", default="separable")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.4, 0.33])
-    parser.add_argument("--images", type=int, default=256, help="Training images to fit to.")
-    parser.add_argument("--test", type=int, default=1000, help="Test images to measure on.")
-    parser.add_argument("--out", type=Path, default=OUT)
-    options = parser.parse_args()
+    arguments = parser(__doc__, "decompose_aware.json")
+    arguments.add_argument("--data", required=True, help="CIFAR-10")
+    arguments.add_argument("--network", default="nin")
+    arguments.add_argument("--scheme", default="separable")
+    arguments.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.4, 0.33])
+    arguments.add_argument("--images", type=int, default=128, help="training images to fit to")
+    arguments.add_argument("--test", type=int, default=1000, help="test images to measure on")
+    options = arguments.parse_args()
+    about = {name: getattr(options, name) for name in ("network", "scheme", "images", "test")}
+    earlier = read_json(options.out) if options.out.exists() else {}
+    rows: list[Row] = earlier["rows"] if all(earlier.get(name) == value for name, value in about.items()) else []
     trained = load_pretrained(options.network, "cifar10")
     few, test, labels = _images(trained, options.data, options.images, options.test)
-    rows = list(measure(trained.network.eval(), options.scheme, options.shares, few, test, labels))
-    about = {name: getattr(options, name) for name in ("network", "scheme", "images", "test")}
-    options.out.write_text(json.dumps({"environment": environment(), **about, "rows": rows}, indent=1) + "\n")
-    columns = ("way", ">of the MACs", ">error", ">top-1")
-    print(
-        text_table(
-            columns, [(r["way"], f"{r['macs']:.3f}", f"{r['error']:.4f}", f"{r['top1']:.2%}") for r in rows]
-        )
-    )
+    wanted = [(way, share) for way in WAYS for share in options.shares]
+    missing = [pair for pair in wanted if pair not in [(row["way"], row["share"]) for row in rows]]
+    for row in measure(trained.network.eval(), options.scheme, missing, few, test, labels, dense=not rows):
+        rows.append(row)
+        write_record(options.out, "decompose_aware", by_line="rows", **about, rows=list(rows))
+    lines = [(r["way"], f"{r['macs']:.3f}", f"{r['error']:.4f}", f"{r['top1']:.2%}") for r in rows]
+    print(text_table(("way", ">of the MACs", ">error", ">top-1"), lines))
 
 
 def measure(
     net: nn.Module,
     text: str,
-    shares: Sequence[float],
+    wanted: Sequence[tuple[str, float]],
     few: Sequence[Tensor],
     test: Sequence[Tensor],
     labels: Tensor,
-) -> list[dict[str, Any]]:
-    """A row for each way at each share of the MACs, the dense network first."""
+    *,
+    dense: bool = True,
+) -> Iterator[Row]:
+    """A row for each way and share of the MACs that is wanted; with `dense`, the dense network first."""
     scheme, size = parse_scheme(text), tuple(test[0].shape[1:])
     convs, kept = select(net, scheme)
-    right, dense = outputs(net, test), count(net, size).macs
-    blind = measured_keeps(net, convs, scheme, few, refitting=False)
-    seeing = measured_keeps(net, convs, scheme, few)
-    rows = [{"way": "dense", "share": 1.0, "macs": 1.0, "error": 0.0, "top1": _top1(right, labels)}]
+    right, whole = outputs(net, test), count(net, size).macs
+    if dense:
+        yield {"way": "dense", "share": 1.0, "macs": 1.0, "error": 0.0, "top1": _top1(right, labels)}
 
-    def chosen(share: float, keeps: dict | None) -> dict[str, Scheme]:
+    @cache
+    def keeps(refitting: bool) -> dict[str, Keeps]:
+        return measured_keeps(net, convs, scheme, few, refitting=refitting)
+
+    def chosen(share: float, keeps: dict[str, Keeps] | None) -> dict[str, Scheme]:
         curves, rest = curves_of(net, convs, scheme, size, keeps=keeps)
         return within(net, curves, rest, Budget("macs", share), size)
 
-    def plain(schemes: dict[str, Scheme], *, refit: bool = False) -> nn.Module:
+    def made(schemes: dict[str, Scheme], *, refit: bool = False) -> nn.Module:
         report: dict[str, Any] = {}
         new = rewrite(net, schemes, fill=lambda *layer: report.update({layer[0]: fit_layer(*layer)}), kept=kept)
         if refit:
@@ -93,19 +98,16 @@ def measure(
         return new
 
     makers: dict[str, Callable[[float], nn.Module]] = {
-        "weights": lambda share: plain(chosen(share, None)),
-        "sensitivity": lambda share: plain(chosen(share, blind)),
-        "refitted": lambda share: plain(chosen(share, None), refit=True),
-        "both": lambda share: plain(chosen(share, seeing), refit=True),
+        "weights": lambda share: made(chosen(share, None)),
+        "sensitivity": lambda share: made(chosen(share, keeps(False))),
+        "refitted": lambda share: made(chosen(share, None), refit=True),
+        "both": lambda share: made(chosen(share, keeps(True)), refit=True),
     }
-    for share in shares:
-        for way in WAYS:
-            new = makers[way](share)
-            given = outputs(new, test)
-            cost = count(new, size).macs / dense
-            found = {"error": relative_error(given, right), "top1": _top1(given, labels)}
-            rows.append({"way": way, "share": share, "macs": cost, **found})
-    return rows
+    for way, share in wanted:
+        new = makers[way](share)
+        given = outputs(new, test)
+        found = {"error": relative_error(given, right), "top1": _top1(given, labels)}
+        yield {"way": way, "share": share, "macs": count(new, size).macs / whole, **found}
 
 
 def _top1(given: Tensor, labels: Tensor) -> float:

@@ -25,25 +25,33 @@ FLAT = (nn.Conv1d, nn.Conv3d)
 class Epilogue:
     """What follows a layer: a sum with a residual (where `adds`), an activation, a max-pool, in this order.
 
+    With `add_last` the sum follows the activation, as in Darknet.
     Activations are named as in `kernels.activation`: "relu", "leaky_relu:0.1", "silu", "gelu", "hardswish".
     """
 
     activation: str | None = None
     pool: nn.MaxPool2d | None = None
     adds: bool = False
+    add_last: bool = False
 
     def __call__(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
         """Finish a result that nobody else holds: it may be overwritten."""
-        if self.pool is not None and is_monotone(self.activation):
+        if self.pool is not None and is_monotone(self.activation) and not self.add_last:
             y = max_pool(self._added(y, residual), self.pool)  # first, which leaves fewer values to activate
             return self._activated(y)
-        y = self._activated(self._added(y, residual))
+        y = self._summed(y, residual)
         return y if self.pool is None else max_pool(y, self.pool)
 
     def in_order(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
         """The same step by step, by torch's own operations."""
-        y = self._activated(self._added(y, residual))
+        y = self._summed(y, residual)
         return y if self.pool is None else self.pool(y)
+
+    def _summed(self, y: Tensor, residual: Tensor | None) -> Tensor:
+        """Sum and activation in their order."""
+        if self.add_last:
+            return self._added(self._activated(y), residual)
+        return self._activated(self._added(y, residual))
 
     def _added(self, y: Tensor, residual: Tensor | None) -> Tensor:
         if residual is None:
@@ -59,7 +67,8 @@ class Epilogue:
 
     def __str__(self) -> str:
         named = ["add"] if self.adds else []
-        named += [self.activation] if self.activation is not None else []
+        activation = [self.activation] if self.activation is not None else []
+        named = [*activation, *named] if self.add_last else [*named, *activation]
         return " + ".join([*named, *([str(self.pool)] if self.pool is not None else [])])
 
 
@@ -105,13 +114,16 @@ class ForSizes(nn.Module):
         return self.rewritten(*inputs) if fits else self.original(*inputs, **options)
 
 
-def in_blocks(model: nn.Module, x: Tensor) -> tuple[fx.GraphModule, list[Block], NetworkGraph]:
+def in_blocks(model: nn.Module, *inputs: Any) -> tuple[fx.GraphModule, list[Block], NetworkGraph]:
     """A copy of a network as a graph in which each block is one module, under the name of its layer.
 
     Raises `CaptureError` where the network cannot be captured.
     """
     copied = nn.Sequential(copy.deepcopy(model)).eval() if layer_kind(model) else copy_with(model, {})
-    captured = capture(copied, x)
+    captured = capture(copied, *inputs)
+    given = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    if any(node.users for node in given[len(inputs) :]):  # an option that the example leaves at its default
+        captured = capture(copied, *inputs, by_example=True)
     patterns = [
         pattern
         for pattern in find_patterns(captured)
@@ -142,7 +154,8 @@ def max_pool(x: Tensor, pool: nn.MaxPool2d) -> Tensor:
 def block_of(captured: NetworkGraph, pattern: Pattern) -> Block:
     """The layer of a pattern, and what follows it."""
     layer = captured.root.get_submodule(pattern.name)
-    return Block(pattern.name, layer, Epilogue(pattern.activation, pattern.pool, pattern.add is not None))
+    adds = pattern.add is not None
+    return Block(pattern.name, layer, Epilogue(pattern.activation, pattern.pool, adds, pattern.add_last))
 
 
 def _is_halving(pool: nn.MaxPool2d) -> bool:

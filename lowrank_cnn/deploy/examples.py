@@ -1,8 +1,8 @@
-"""An input on which a transformed network is compared with the original: the user's, or one that fits."""
+"""Inputs on which a transformed network is compared with the original: the user's, or one that fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -10,12 +10,60 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.system.compare import is_finite
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.provenance import notes
 
 _SIZES = (32, 64, 28, 224, 299)
 """Heights and widths that networks commonly take, in the order in which they are tried."""
+
+
+Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
+"""An input, a tuple of all inputs by position, or a dictionary of all inputs by keyword."""
+
+
+class Positional(nn.Module):
+    """A network of keyword inputs, called by position."""
+
+    def __init__(self, network: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.network, self.names = network, names
+        self.training = network.training
+
+    def forward(self, *values: Any) -> Any:
+        if len(values) != len(self.names):
+            raise LowRankError(f"this network was made for {', '.join(self.names)}: give all of these.")
+        return self.network(**dict(zip(self.names, values, strict=True)))
+
+
+class ByKeyword(nn.Module):
+    """A network called by position, for callers that give these inputs by keyword."""
+
+    def __init__(self, network: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.network, self.names = network, names
+        self.eval()
+
+    def forward(self, **named: Any) -> Any:
+        return self.network(*in_order(self.names, named))
+
+
+def in_order(names: tuple[str, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Keyword inputs by position; only those that the network was planned or optimised for."""
+    if set(named) != set(names):
+        known = ", ".join(names) or "inputs by position"
+        raise LowRankError(f"this network was made for {known}, not for {', '.join(named) or 'no input'}.")
+    return tuple(named[name] for name in names)
+
+
+def by_position(model: nn.Module, example: Example) -> tuple[nn.Module, tuple[Any, ...], tuple[str, ...]]:
+    """A network and its example inputs by position, and the keywords of these if they have any."""
+    check_module(model)
+    if isinstance(example, Mapping):
+        names = tuple(map(str, example))
+        return Positional(model, names), tuple(example.values()), names
+    return model, example if isinstance(example, tuple) else (example,), ()
 
 
 def example_for(model: nn.Module, given: Tensor | tuple[Any, ...] | None) -> tuple[tuple[Any, ...] | None, bool]:
@@ -29,6 +77,8 @@ def example_for(model: nn.Module, given: Tensor | tuple[Any, ...] | None) -> tup
 
 def check_runs(model: nn.Module, *example: Any) -> None:
     """Refuse inputs on which the network fails or gives nothing that can be compared, in a sentence."""
+    if not example:
+        raise LowRankError("an example has at least one input.")
     for value in example:
         if not isinstance(value, Tensor):
             raise LowRankError(f"an example input is a tensor, not {type(value).__name__}.")
@@ -40,11 +90,8 @@ def check_runs(model: nn.Module, *example: Any) -> None:
     except LowRankError:
         raise
     except Exception as error:  # whatever the forward makes of another size, dtype or device
-        kind = str(example[0].dtype).removeprefix("torch.")
-        reason = first_line(error)
-        raise LowRankError(
-            f"the network does not run on an input of {_shape(example[0])}, {kind}: {reason}"
-        ) from error
+        shapes = " and ".join(f"{_shape(value)}, {str(value.dtype).removeprefix('torch.')}" for value in example)
+        raise LowRankError(f"the network does not run on an input of {shapes}: {first_line(error)}") from error
     if not is_finite(result):
         raise LowRankError(
             "the network gives NaN or infinite values for the example input, so nothing can be compared with it: "

@@ -198,7 +198,12 @@ def _as_given(stored: Stored) -> Stored:
     made = stored.network
     if not isinstance(made, Optimized) or made.given is None:
         return stored
-    if reason := objection_on(made, made.given, made.example):
+    if len(made.example) > 1 or made.names:
+        raise LowRankError(
+            "a file keeps what optimize chose for networks of one input alone: export the network that it was "
+            "given, and optimise it again after loading."
+        )
+    if reason := objection_on(made, made.given, *made.example):
         raise LowRankError(f"the network was changed since it was optimised ({reason}): optimise it again.")
     return replace(stored, network=made.given, optimized=made.chosen)
 

@@ -31,7 +31,7 @@ class FusedBlock(nn.Module):
         if len(known) < len(stages):
             return None
         name = None if epilogue.pool is None else pool_name(epilogue.pool)
-        known[-1] |= {"activation": epilogue.activation, "pool": name}
+        known[-1] |= {"activation": epilogue.activation, "pool": name, "add_last": epilogue.add_last}
         made = [FrozenComposite(**options).eval() for options in known]
         apart = None if epilogue.pool is None or name else fused_pool(epilogue.pool) or epilogue.pool
         return cls(made, apart, epilogue)

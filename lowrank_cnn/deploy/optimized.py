@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.deploy.examples import in_order
 from lowrank_cnn.kernels.cuda_graph import Recorded, recorded
 from lowrank_cnn.kernels.network_graph import has_hooks
 from lowrank_cnn.system.clock import Sample
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -39,9 +41,12 @@ class Form:
     compiled: bool = False
     recorded: bool = False
 
-    def laid_out(self, x: Tensor) -> Tensor:
-        """An input in the memory format of the network; one that is no batch of images stays as it is."""
-        if self.layout is None or x.dim() != 4:
+    def laid_out(self, *inputs: Any) -> tuple[Any, ...]:
+        """Inputs in the memory format of the network; one that is no batch of images stays as it is."""
+        return tuple(map(self._in_format, inputs))
+
+    def _in_format(self, x: Any) -> Any:
+        if self.layout is None or not isinstance(x, Tensor) or x.dim() != 4:
             return x
         return x.contiguous(memory_format=FORMATS[self.layout])
 
@@ -49,6 +54,7 @@ class Form:
 class Optimized(nn.Module):
     """A network for inference in its fastest form; inputs are brought into its memory format.
 
+    It is called as the example was given: with one input, with several, or by the keywords `names`.
     Where it was recorded, inputs of that size replay a CUDA graph, without launches; others run as ever. Where it
     was compiled, `network` still is what it was made of: that is what a tracer sees, and an export holds.
     `chosen` has what `optimize` found in values that JSON can hold.
@@ -56,15 +62,15 @@ class Optimized(nn.Module):
 
     report: OptimizeReport
     given: nn.Module | None
-    example: Tensor
+    example: tuple[Tensor, ...]
     chosen: dict[str, Any]
 
-    def __init__(self, network: nn.Module, form: Form) -> None:
+    def __init__(self, network: nn.Module, form: Form, names: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self.network, self.form = network, form
+        self.network, self.form, self.names = network, form, names
         self.recording: Recorded | None = None
         self.__dict__["given"] = None  # known, but no part: it would have all weights once more
-        self._compiled_run: Callable[[Tensor], Any] | None = None
+        self._compiled_run: Callable[..., Any] | None = None
         note(self, optimized=True)
         self.eval()
 
@@ -76,28 +82,31 @@ class Optimized(nn.Module):
         return recording(args[0])
 
     @torch.no_grad()
-    def forward(self, x: Tensor) -> Any:
-        if self.recording is not None and self.recording.takes(x):
-            return self.recording(x)
-        return self._run(self.form.laid_out(x))
+    def forward(self, x: Any = None, *more: Any, **named: Any) -> Any:
+        inputs = in_order(self.names, named) if named else (x, *more)
+        if self.recording is not None and self.recording.takes(*inputs):
+            return self.recording(*inputs)
+        return self._run(*self.form.laid_out(*inputs))
 
-    def prepare(self, x: Tensor) -> Optimized:
-        """Compile and record it for inputs like this one, so that it fails here if it does."""
-        self(x)
+    def prepare(self, *inputs: Tensor) -> Optimized:
+        """Compile and record it for inputs like these, so that it fails here if it does."""
+        self(*inputs)
         if self.form.recorded:
+            if len(inputs) > 1:
+                raise LowRankError("a CUDA graph is recorded for networks of one input.")
             with torch.inference_mode(False), torch.no_grad():
-                self.recording = recorded(self._run, self.form.laid_out(x))
+                self.recording = recorded(self._run, *self.form.laid_out(*inputs))
         return self
 
-    def remember(self, given: nn.Module, x: Tensor, chosen: Mapping[str, Any]) -> None:
-        """Keep the network and the input that it was made for, and what was chosen: `export` writes these."""
-        self.__dict__.update(given=given, example=x, chosen=dict(chosen))
+    def remember(self, given: nn.Module, inputs: tuple[Tensor, ...], chosen: Mapping[str, Any]) -> None:
+        """Keep the network and the inputs that it was made for, and what was chosen: `export` writes these."""
+        self.__dict__.update(given=given, example=inputs, chosen=dict(chosen))
 
-    def _run(self, x: Tensor) -> Any:
+    def _run(self, *inputs: Any) -> Any:
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        return self.network(x) if traced or not self.form.compiled else self._through_compiler(x)
+        return self.network(*inputs) if traced or not self.form.compiled else self._through_compiler(*inputs)
 
-    def _through_compiler(self, x: Tensor) -> Any:
+    def _through_compiler(self, *inputs: Any) -> Any:
         """Compiled with its weights as constants, which the compiler folds and lays out ahead."""
         if self._compiled_run is None:
             # Known, but no part: torch makes a module of it, which would have all weights once more.
@@ -106,7 +115,7 @@ class Optimized(nn.Module):
         import torch._inductor.config as inductor
 
         with inductor.patch(freezing=True):  # a size that is new compiles here
-            return self._compiled_run(x)
+            return self._compiled_run(*inputs)
 
     # A graph is bound to its memory, and compiled code holds weights. Copies start anew. Where weights move or are
     # loaded, the network runs as it is: torch would find the compiled code of the old ones again.
@@ -135,15 +144,15 @@ class Optimized(nn.Module):
         return super().load_state_dict(*args, **kwargs)
 
 
-def _function_of(network: nn.Module) -> Callable[[Tensor], Any]:
+def _function_of(network: nn.Module) -> Callable[..., Any]:
     """A call of the network as a function with code of its own.
 
     Torch keeps at most eight compilations per piece of code, and then runs it as it is. Networks of one class
     share the code of their forward, and would use these up.
     """
 
-    def run(x: Tensor) -> Any:
-        return network(x)
+    def run(*inputs: Any) -> Any:
+        return network(*inputs)
 
     code = run.__code__.replace(co_name=f"optimized_{id(network)}")
     return FunctionType(code, run.__globals__, run.__name__, run.__defaults__, run.__closure__)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.deploy.blocks import as_network, in_blocks
 from lowrank_cnn.deploy.candidates import fused
+from lowrank_cnn.deploy.examples import Example, by_position
 from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.deploy.optimized import FORMATS, Form, Optimized, OptimizeReport
 from lowrank_cnn.deploy.plan_cache import Cache, network_key
@@ -43,7 +44,7 @@ Make = Callable[[], nn.Module]
 
 def optimize(
     model: nn.Module,
-    example_input: Tensor,
+    example_input: Example,
     *,
     compile: bool = True,
     cache: str | Path | bool = True,
@@ -57,6 +58,8 @@ def optimize(
     torch.compile, and on a GPU as a CUDA graph, which inputs of the example's size replay. The result is for
     inference. Its `report` has the time of every form; by these it is never slower than `model`.
 
+    - `example_input`: an input, a tuple of all inputs by position, or a dictionary of all inputs by keyword. The
+      result is called in the same way.
     - `compile`: whether torch.compile is tried, with the weights as constants.
     - `cache`: where choices and times are kept (True: the user's cache directory; False: nowhere). A network that
       was optimised before, on this machine and with these versions, is made again without trying all forms.
@@ -68,16 +71,17 @@ def optimize(
     >>> fast.report.choice in fast.report.times
     True
     """
-    check_ready(model, example_input)
-    work = _Workshop(model, example_input, cache, repeats, budget, say or silent)
+    network, inputs, names = by_position(model, example_input)
+    check_ready(network, *inputs)
+    work = _Workshop(network, inputs, cache, repeats, budget, say or silent, names=names)
     store = Cache.open(cache)
-    key = network_key(model, example_input, compile)
+    key = network_key(network, inputs, compile)
     best = work.again(store.times(key), compile) or work.fastest(compile)
     if cache is not False and best.report.times:
         store = Cache.open(cache)  # a plan may have written its times meanwhile
         store.keep(key, {name: sample.ms for name, sample in best.report.times.items()})
         store.save()
-    return _finished(best, model, example_input)
+    return _finished(best, model, inputs)
 
 
 def reoptimize(model: nn.Module, chosen: Mapping[str, Any], example_input: Tensor | None = None) -> Optimized:
@@ -93,7 +97,7 @@ def reoptimize(model: nn.Module, chosen: Mapping[str, Any], example_input: Tenso
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LowRankError("what was stored of the optimised network is damaged: optimise it again.") from error
     check_ready(model, x)
-    work = _Workshop(model, x, False, 3, float("inf"), silent, ways, bool(chosen.get("neighbours")))
+    work = _Workshop(model, (x,), False, 3, float("inf"), silent, ways, bool(chosen.get("neighbours")))
     if form in work.variants():
         work.attempt(form)
     else:
@@ -101,12 +105,15 @@ def reoptimize(model: nn.Module, chosen: Mapping[str, Any], example_input: Tenso
     if form not in work.made:
         work.attempt(GIVEN)
     best = work.result(form if form in work.made else GIVEN, times)
-    return _finished(best, model, x, chosen)
+    return _finished(best, model, (x,), chosen)
 
 
-def _finished(best: Optimized, model: nn.Module, x: Tensor, chosen: Mapping[str, Any] | None = None) -> Optimized:
-    note(best, input_size=tuple(x.shape[1:]), training_card=notes(model).training_card)
-    best.remember(model, x, chosen or _chosen(best, x))
+def _finished(
+    best: Optimized, model: nn.Module, inputs: tuple[Tensor, ...], chosen: Mapping[str, Any] | None = None
+) -> Optimized:
+    size = tuple(inputs[0].shape[1:]) if len(inputs) == 1 and not best.names else None
+    note(best, input_size=size, training_card=notes(model).training_card)
+    best.remember(model, inputs, chosen or _chosen(best, inputs[0]))
     return best
 
 
@@ -137,29 +144,37 @@ def _example(model: nn.Module, chosen: Mapping[str, Any]) -> Tensor:
 
 @dataclass
 class _Workshop:
-    """Makes the forms of one network for one input, and measures them."""
+    """Makes the forms of one network for one example, and measures them."""
 
     model: nn.Module
-    x: Tensor
+    inputs: tuple[Tensor, ...]
     cache: str | Path | bool
     repeats: int
     budget: float
     say: Callable[[str], None]
     ways: Mapping[str, str] | None = None
     neighbours: bool = False
+    names: tuple[str, ...] = ()
     made: dict[str, Optimized] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.inputs[0].is_cuda
+
+    @property
+    def has_images(self) -> bool:
+        """Whether an input has channels that can be laid out last."""
+        return any(x.dim() == 4 for x in self.inputs)
+
     def fastest(self, compile: bool) -> Optimized:
         """Try every form that the budget allows, and give the one that takes the least time."""
-        names = self.names(compile)
-        for name in names if self.x.is_cuda else [name for name in names if not self.variants()[name][1].compiled]:
+        names = self.form_names(compile)
+        for name in names if self.on_gpu else [name for name in names if not self.variants()[name][1].compiled]:
             if f"{name}, recorded" not in self.made:  # which is the same, without launches
                 self.attempt_in_time(name)
-        if (
-            compile and not self.x.is_cuda
-        ):  # compiling takes long: the network as it is, and what is fastest so far
+        if compile and not self.on_gpu:  # compiling takes long: the network as it is, and the fastest so far
             times = self.times(3)
             bases = [f"folded, {LAST}", min(times, key=lambda name: times[name].ms), "folded, contiguous"]
             chosen = [f"{base}, compiled" for base in dict.fromkeys(bases)]
@@ -172,7 +187,7 @@ class _Workshop:
     def again(self, known: dict[str, float] | None, compile: bool) -> Optimized | None:
         """The form that was fastest before, made without the others; None where it no longer is faster."""
         choice = min(known, key=lambda name: known[name]) if known else None
-        if known is None or choice not in self.names(compile):
+        if known is None or choice not in self.form_names(compile):
             return None
         self.say(f"{choice}, as measured before")
         for name in dict.fromkeys((GIVEN, choice)):
@@ -197,11 +212,11 @@ class _Workshop:
 
     def times(self, repeats: int) -> dict[str, Sample]:
         runs: dict[str, Callable[[], object]] = {
-            name: lambda v=variant: v(self.x) for name, variant in self.made.items()
+            name: lambda v=variant: v(*self.inputs) for name, variant in self.made.items()
         }
-        return measure(runs, repeats=repeats, budget=max(self.left, 3.0), cuda=self.x.is_cuda)
+        return measure(runs, repeats=repeats, budget=max(self.left, 3.0), cuda=self.on_gpu)
 
-    def names(self, compile: bool) -> list[str]:
+    def form_names(self, compile: bool) -> list[str]:
         """The forms that apply here, the most promising first."""
         return [name for name, (_, form) in self.variants().items() if compile or not form.compiled]
 
@@ -219,8 +234,8 @@ class _Workshop:
         make, form = self.variants()[name]
         self.say(name)
         try:
-            variant = Optimized(make(), form).prepare(self.x)
-            reason = "" if name == GIVEN else objection_on(variant, self.model, self.x)
+            variant = Optimized(make(), form, self.names).prepare(*self.inputs)
+            reason = "" if name == GIVEN else objection_on(variant, self.model, *self.inputs)
         except LostDeviceError:
             raise
         except Exception as error:  # no compiler, say, or a network that waits for the device and has no graph
@@ -235,10 +250,10 @@ class _Workshop:
     def variants(self) -> dict[str, tuple[Make, Form]]:
         """Every form by name: how its network is made, and how that is run."""
         given = {GIVEN: (lambda: copy.deepcopy(self.model), Form())}
-        return given | (self._on_gpu() if self.x.is_cuda else self._on_cpu())
+        return given | (self._on_gpu() if self.on_gpu else self._on_cpu())
 
     def _on_cpu(self) -> dict[str, tuple[Make, Form]]:
-        layouts = list(FORMATS) if self.x.dim() == 4 else ["contiguous"]
+        layouts = list(FORMATS) if self.has_images else ["contiguous"]
         found: dict[str, tuple[Make, Form]] = {}
         for layout in layouts:
             found[f"folded, {layout}"] = (lambda at=layout: self.folded(at), Form(layout))
@@ -251,7 +266,7 @@ class _Workshop:
         return found
 
     def _on_gpu(self) -> dict[str, tuple[Make, Form]]:
-        layout = LAST if self.x.dim() == 4 else None
+        layout = LAST if self.has_images else None
         recorded, both = Form(layout, recorded=True), Form(layout, compiled=True, recorded=True)
         joined = any(layer_kind(part) == "chain" for part in self.model.modules())
         # With few images a launch takes longer than its work, and the dense conv of a chain is one launch.
@@ -269,11 +284,17 @@ class _Workshop:
 
     @cached_property
     def merged(self) -> nn.Module:
-        return merge(self.model, chains=False, example_input=self.x)
+        return merge(self.model, chains=False, example_input=self.inputs)
+
+    @property
+    def dense(self) -> nn.Module:
+        return merge(self.model, chains=True, example_input=self.inputs)
 
     def folded(self, layout: str | None, *, chains: bool = False) -> nn.Module:
         """The network with its batch norms folded, and chains merged where asked, in a memory format."""
-        network = merge(self.model, chains=True, example_input=self.x) if chains else copy.deepcopy(self.merged)
+        network = (
+            merge(self.model, chains=True, example_input=self.inputs) if chains else copy.deepcopy(self.merged)
+        )
         return network if layout is None else network.to(memory_format=FORMATS[layout])  # type: ignore[call-overload]
 
     def planned(self, layout: str | None, *, graphs: bool = False) -> nn.Module:
@@ -281,7 +302,7 @@ class _Workshop:
         if not graphs and (made := self.made.get(f"planned, {layout}")) is not None:
             return made.network
         name = f"planned, {layout}"
-        network, images = self.folded(layout), Form(layout).laid_out(self.x)
+        network, images = self.folded(layout), Form(layout).laid_out(*self.inputs)
         if self.ways is not None:  # found before
             return apply_ways(network, images, self.ways, neighbours=self.neighbours) if self.ways else network
         options = {"cache": self.cache, "repeats": self.repeats, "say": lambda text: self.say(f"{name}: {text}")}
@@ -293,9 +314,9 @@ class _Workshop:
     @cached_property
     def fused(self) -> nn.Module:
         """The folded network with every block, pool and response norm by the kernels that know it."""
-        folded = self.folded(LAST if self.x.dim() == 4 else None)
+        folded = self.folded(LAST if self.has_images else None)
         try:
-            network, blocks, captured = in_blocks(folded, Form(LAST).laid_out(self.x))
+            network, blocks, captured = in_blocks(folded, *Form(LAST).laid_out(*self.inputs))
         except CaptureError as why:
             raise LowRankError(f"nothing is fused: {why}.") from why
         for block in blocks:

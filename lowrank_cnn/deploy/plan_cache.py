@@ -65,9 +65,9 @@ def block_key(block: Block, inputs: Sequence[Tensor]) -> str:
     return _key("block", str(block), inputs, is_for_graphs())
 
 
-def network_key(network: nn.Module, x: Tensor, *options: object) -> str:
+def network_key(network: nn.Module, inputs: Sequence[Tensor], *options: object) -> str:
     """Everything that the times of a whole network depend on: its structure instead of one layer's."""
-    return _key("network", f"{type(network).__qualname__} {network}", [x], *options)
+    return _key("network", f"{type(network).__qualname__} {network}", inputs, *options)
 
 
 def _key(kind: str, what: str, inputs: Sequence[Tensor], *options: object) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, as_network, in_blocks
 from lowrank_cnn.deploy.candidates import CANDIDATES, Candidate
-from lowrank_cnn.deploy.examples import check_runs
+from lowrank_cnn.deploy.examples import ByKeyword, Example, by_position, check_runs
 from lowrank_cnn.deploy.plan_cache import Cache, block_key
 from lowrank_cnn.kernels.cuda_graph import captured as captured_run
 from lowrank_cnn.kernels.fusing import fuse_neighbours
@@ -41,7 +41,7 @@ _GAIN = 0.97
 @torch.no_grad()
 def plan(
     model: nn.Module,
-    example_input: Tensor,
+    example_input: Example,
     *,
     cache: str | Path | bool = True,
     candidates: Mapping[str, Candidate] = CANDIDATES,
@@ -50,8 +50,9 @@ def plan(
 ) -> nn.Module:
     """A network that computes what `model` does, for inference, its blocks run in the fastest way measured.
 
-    What it found is `notes(result).plan`, which prints as a table. A network that cannot be captured is returned
-    as a copy, and the plan says why.
+    `example_input` is an input, a tuple of all inputs by position, or a dictionary of all inputs by keyword; the
+    result is called in the same way. What was found is `notes(result).plan`, which prints as a table. A network
+    that cannot be captured is returned as a copy, and the plan says why.
 
     - `cache`: where measured times are kept (True: the user's cache directory; False: nowhere). They are found
       again by device, versions, threads, layer and input. Where the whole network does not gain what they promise,
@@ -61,24 +62,31 @@ def plan(
     >>> planned = lr.plan(net, images)  # doctest: +SKIP
     >>> print(lr.notes(planned).plan)  # doctest: +SKIP
     """
-    check_ready(model, example_input)
+    network, inputs, names = by_position(model, example_input)
+    check_ready(network, *inputs)
     store = Cache.open(cache)
     options: dict[str, Any] = {"candidates": candidates, "repeats": repeats, "say": say or silent}
-    result = _planned(model, example_input, store, **options)
+    result = _planned(network, inputs, store, **options)
     found = notes(result).plan
     assert found is not None
     if store.taken and not found.used and any(decision.choice != GIVEN for decision in found.decisions):
         store.blind = True
-        result = _planned(model, example_input, store, **options)
+        result = _planned(network, inputs, store, **options)
     if not store.save() and say:
         say(f"measured times could not be kept in {store.entries.path}")
-    return result
+    if not names:
+        return result
+    named = ByKeyword(result, names)
+    note(named, plan=notes(result).plan)
+    return named
 
 
 @torch.no_grad()
-def apply_ways(model: nn.Module, x: Tensor, ways: Mapping[str, str], *, neighbours: bool = False) -> nn.Module:
+def apply_ways(
+    model: nn.Module, inputs: tuple[Any, ...], ways: Mapping[str, str], *, neighbours: bool = False
+) -> nn.Module:
     """The network with its blocks in the ways that a plan chose before, without measuring."""
-    network, blocks, captured = in_blocks(model, x)
+    network, blocks, captured = in_blocks(model, *inputs)
     known = {block.name: block for block in blocks}
     for name, way in ways.items():
         made = CANDIDATES[way](known[name]) if name in known and way in CANDIDATES else None
@@ -94,16 +102,15 @@ def silent(_text: str) -> None:
     """Tell nobody."""
 
 
-def check_ready(model: nn.Module, example_input: Tensor) -> None:
+def check_ready(model: nn.Module, *inputs: Any) -> None:
     """Refuse what cannot be measured, in a sentence."""
     check_module(model)
-    if not isinstance(example_input, Tensor):
-        raise LowRankError(f"an example input is a tensor, not {type(example_input).__name__}.")
     if any(module.training for module in model.modules()):
         raise LowRankError("a plan is for inference: call model.eval() first.")
-    if example_input.is_meta or any(parameter.is_meta for parameter in model.parameters()):
+    tensors = (*(value for value in inputs if isinstance(value, Tensor)), *model.parameters())
+    if any(tensor.is_meta for tensor in tensors):
         raise LowRankError("on the meta device nothing takes time: put network and input on a real one.")
-    check_runs(model, example_input)
+    check_runs(model, *inputs)
 
 
 @torch.no_grad()
@@ -118,14 +125,14 @@ def timed(modules: Mapping[str, nn.Module], inputs: tuple[Tensor, ...], repeats:
         return measure(runs, repeats=repeats, cuda=True)
 
 
-def objection_on(ours: nn.Module, given: nn.Module, x: Tensor) -> str:
+def objection_on(ours: nn.Module, given: nn.Module, *inputs: Tensor) -> str:
     """Why a network is not the one that it stands for; a GPU may multiply float32 by TF32."""
-    return objection(ours, given, x, single=1e-2 if x.is_cuda else 1e-3)
+    return objection(ours, given, *inputs, single=1e-2 if inputs[0].is_cuda else 1e-3)
 
 
 def _planned(
     model: nn.Module,
-    x: Tensor,
+    inputs: tuple[Tensor, ...],
     store: Cache,
     *,
     candidates: Mapping[str, Candidate],
@@ -133,22 +140,22 @@ def _planned(
     say: Callable[[str], None],
 ) -> nn.Module:
     given = copy.deepcopy(model)
-    where = (tuple(x.shape), str(x.device))
+    where = (tuple(inputs[0].shape), str(inputs[0].device))
     try:
-        network, blocks, captured = in_blocks(model, x)
+        network, blocks, captured = in_blocks(model, *inputs)
     except CaptureError as why:
-        return _unplanned(given, x, where, str(why), repeats)
+        return _unplanned(given, inputs, where, str(why), repeats)
     planner = _Planner(network, blocks, store, candidates, repeats, say)
-    if reason := objection_on(network, given, x):
-        return _unplanned(given, x, where, f"captured as a graph, {reason}", repeats)
-    planner.run(x)
-    decisions = tuple(planner.settled(given, x))
+    if reason := objection_on(network, given, *inputs):
+        return _unplanned(given, inputs, where, f"captured as a graph, {reason}", repeats)
+    planner.run(*inputs)
+    decisions = tuple(planner.settled(given, *inputs))
     contenders = {GIVEN: given}
     if any(decision.choice != GIVEN for decision in decisions):
         contenders["planned"] = as_network(network, captured, given)
-    if x.is_cuda and (beside := _with_neighbours(network, given, x)) is not None:
+    if inputs[0].is_cuda and (beside := _with_neighbours(network, given, *inputs)) is not None:
         contenders["planned, with neighbours"] = as_network(beside, captured, given)
-    totals = timed(contenders, (x,), repeats)
+    totals = timed(contenders, inputs, repeats)
     best = min(list(totals)[1:], key=lambda name: totals[name].ms, default=GIVEN)
     used = totals[best].ms < totals[GIVEN].ms
     result = contenders[best] if used else given
@@ -158,16 +165,18 @@ def _planned(
     return result
 
 
-def _unplanned(given: nn.Module, x: Tensor, where: tuple[Any, str], reason: str, repeats: int) -> nn.Module:
-    (taken,) = timed({GIVEN: given}, (x,), repeats).values()
+def _unplanned(
+    given: nn.Module, inputs: tuple[Tensor, ...], where: tuple[Any, str], reason: str, repeats: int
+) -> nn.Module:
+    (taken,) = timed({GIVEN: given}, inputs, repeats).values()
     note(given, plan=NetworkPlan(*where, (), taken, taken, False, reason))
     return given
 
 
-def _with_neighbours(network: nn.Module, given: nn.Module, x: Tensor) -> nn.Module | None:
-    """On a GPU: pools and response norms by the kernels too; None where that is none of it, or another network."""
+def _with_neighbours(network: nn.Module, given: nn.Module, *inputs: Tensor) -> nn.Module | None:
+    """On a GPU: pools and response norms by the kernels too; None if there are none, or the result differs."""
     twin = copy.deepcopy(network)
-    return twin if fuse_neighbours(twin) and not objection_on(twin, given, x) else None
+    return twin if fuse_neighbours(twin) and not objection_on(twin, given, *inputs) else None
 
 
 @dataclass
@@ -184,10 +193,10 @@ class _Planner:
     ways: dict[str, nn.Module] = field(default_factory=dict)
     as_laid_out: bool = False
 
-    def run(self, x: Tensor) -> None:
+    def run(self, *inputs: Tensor) -> None:
         """Plan every block; where the rest of the network then fails, once more in its own memory formats."""
         try:
-            self._run(x)
+            self._run(*inputs)
         except LostDeviceError:
             raise
         except RuntimeError:  # a view of maps that lie in another memory format
@@ -195,9 +204,9 @@ class _Planner:
                 raise
             self.as_laid_out, self.decisions = True, {}
             self._take_back()
-            self._run(x)
+            self._run(*inputs)
 
-    def _run(self, x: Tensor) -> None:
+    def _run(self, *inputs: Tensor) -> None:
         by_name = {block.name: block for block in self.blocks}
         planner = self
 
@@ -208,7 +217,7 @@ class _Planner:
                     planner.decide(by_name[target], args)
                 return super().call_module(target, args, kwargs)
 
-        Run(self.network).run(x)
+        Run(self.network).run(*inputs)
 
     def decide(self, block: Block, inputs: tuple[Tensor, ...]) -> None:
         """Choose how a block is run, and put that into the network."""
@@ -226,13 +235,13 @@ class _Planner:
         macs = _macs(block.layer, inputs[0])
         self.decisions[block.name] = Decision(block.name, str(block.epilogue), macs, times, choice, failed)
 
-    def settled(self, given: nn.Module, x: Tensor) -> list[Decision]:
+    def settled(self, given: nn.Module, *inputs: Tensor) -> list[Decision]:
         """The decisions once the whole network agrees with the one given: a choice that stops it is taken back."""
-        if self.ways and objection_on(self.network, given, x):
+        if self.ways and objection_on(self.network, given, *inputs):
             for name, way in self._take_back().items():
                 before = self.network.get_submodule(name)
                 self.network.set_submodule(name, way)
-                if reason := objection_on(self.network, given, x):
+                if reason := objection_on(self.network, given, *inputs):
                     self.network.set_submodule(name, before)
                     self.decisions[name] = self.decisions[name].refused(reason)
         return [self.decisions[block.name] for block in self.blocks if block.name in self.decisions]

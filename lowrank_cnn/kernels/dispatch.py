@@ -30,11 +30,13 @@ def composite_conv2d(
     pool: str | None = None,
     residual: Tensor | None = None,
     activation: str | None = None,
+    add_last: bool = False,
     packed: Callable[[str, torch.dtype], Tensor] | None = None,
 ) -> Tensor:
     """One composite layer with its epilogue: fused if that is supported and faster, else by torch.
 
-    The order is conv, bias, residual, activation, pool. `padding` has ((top, bottom), (left, right)) per group.
+    The order is conv, bias, residual, activation, pool; with `add_last` the residual follows the activation, as in
+    Darknet. `padding` has ((top, bottom), (left, right)) per group.
     `residual` has the size of the conv's result. `activation` is "relu" (`relu=True` for short), "leaky_relu" (or
     with its slope, "leaky_relu:0.1"), "silu", "gelu" or "hardswish". `pool` is "floor" or "ceil" for a 2x2
     max-pool with that rounding, or "3x3/2" for windows of 3x3, stride 2 and padding 1. If weights never change,
@@ -43,7 +45,9 @@ def composite_conv2d(
         y = composite_conv2d(x, [down, across], bias, padding=[((1, 1), (0, 0)), ((0, 0), (1, 1))],
                              residual=x, activation="silu")
     """
-    asked = CallOptions(stride, tuple(padding), canonical(activation, relu), pool, residual is not None)
+    named = canonical(activation, relu)
+    after = add_last and residual is not None and named is not None
+    asked = CallOptions(stride, tuple(padding), named, pool, residual is not None, after)
     exporting, asked_for, plan_of = _deciders()
     if exporting() or not (x.is_cuda or asked_for()):
         return _by_torch(x, weights, bias, residual, asked)
@@ -66,11 +70,14 @@ def composite_conv2d(
 
     how = (list(stride), ops.flat_padding(padding), asked.activation or "", pool or "")
     if packed is None or training:
-        return ops.composite_conv2d(x, list(weights), bias, residual, *how, training and pool is not None, plan)[0]
+        codes = training and pool is not None
+        return ops.composite_conv2d(x, list(weights), bias, residual, *how, codes, plan, asked.add_last)[0]
     from lowrank_cnn.kernels.conv.plans import layout_of
 
     sizes = [size for shape in shapes[1:] for size in shape]
-    return ops.packed_conv2d(x, packed(layout_of(plan), x.dtype), bias, residual, sizes, *how, plan)
+    return ops.packed_conv2d(
+        x, packed(layout_of(plan), x.dtype), bias, residual, sizes, *how, plan, asked.add_last
+    )
 
 
 def composite_conv2d_with_statistics(
@@ -133,7 +140,7 @@ def _fusable(asked: CallOptions, *, training: bool, same: bool) -> CallOptions:
     Kernels pool before they activate, which needs a monotone activation and no residual. Gradients exist for bias,
     ReLU and 2x2 pools. A residual of another type would change the type of the sum.
     """
-    alone = asked._replace(residual=False, activation=None, pool=None)
+    alone = asked._replace(residual=False, activation=None, pool=None, add_last=False)
     if asked.residual and (training or not same):
         return alone
     if training and asked.activation not in (None, "relu"):
@@ -148,7 +155,8 @@ def _fusable(asked: CallOptions, *, training: bool, same: bool) -> CallOptions:
 def _rest(y: Tensor, residual: Tensor | None, asked: CallOptions, inside: CallOptions) -> Tensor:
     """Finish the part of a layer that was not fused."""
     activation = None if inside.activation == asked.activation else asked.activation
-    return followed(y, None if inside.residual else residual, activation, asked.pool)
+    added = None if inside.residual else residual
+    return followed(y, added, activation, asked.pool, add_last=asked.add_last)
 
 
 def _unfused(

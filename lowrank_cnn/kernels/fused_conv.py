@@ -21,7 +21,10 @@ from lowrank_cnn.kernels.problem import OVERLAPPING, Pair, Sides
 
 
 class FusedComposite(nn.Module):
-    """A composite layer with its activation and max-pool in one call; a residual may be added before these."""
+    """A composite layer with its activation and max-pool in one call.
+
+    A residual may be added before these, or with `add_last` after the activation.
+    """
 
     def __init__(
         self,
@@ -33,12 +36,13 @@ class FusedComposite(nn.Module):
         relu: bool = False,
         pool: str | None = None,
         activation: str | None = None,
+        add_last: bool = False,
     ) -> None:
         super().__init__()
         self.weights = nn.ParameterList(weights)
         self.bias = bias
         self.stride, self.padding = stride, tuple(padding)
-        self.activation, self.pool = canonical(activation, relu), pool
+        self.activation, self.pool, self.add_last = canonical(activation, relu), pool, add_last
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return composite_conv2d(x, list(self.weights), self.bias, **self.options, residual=residual)
@@ -56,6 +60,7 @@ class FusedComposite(nn.Module):
             "padding": self.padding,
             "activation": self.activation,
             "pool": self.pool,
+            "add_last": self.add_last,
         }
 
     def extra_repr(self) -> str:

@@ -27,6 +27,7 @@ MOST_CHANNELS = 33
 class FusedNorm(nn.Module):
     """A batch norm, a residual that is added to its result, an activation by name, and a max-pool.
 
+    With `add_last` the residual is added after the activation, as in Darknet.
     It shares parameters, statistics and mode with the norm that it replaces. With `twice` it returns the result
     twice, for two readers: the norm's gradient kernel then adds up their gradients.
     """
@@ -41,12 +42,13 @@ class FusedNorm(nn.Module):
         inplace: bool = False,
         pool: FusedPool | None = None,
         twice: bool = False,
+        add_last: bool = False,
     ) -> None:
         super().__init__()
         # The same dictionaries, so that a tensor replaced in one, as by a move to a device, is replaced in both.
         self._parameters, self._buffers = norm._parameters, norm._buffers
         self.activation, self.inplace = canonical(activation), inplace
-        self.pool, self.twice = pool, twice
+        self.pool, self.twice, self.add_last = pool, twice, add_last
         self.__dict__["norm"] = norm  # not a submodule: its tensors are registered here already
 
     def train(self, mode: bool = True) -> FusedNorm:
@@ -80,7 +82,7 @@ class FusedNorm(nn.Module):
             codes = torch.is_grad_enabled() and x.requires_grad
             y = batch_norm_relu_pool(x, *scales, *self.pool.options(), codes)[0]
             return (y, y) if self.twice else y
-        inputs = (x, *scales, residual, *parsed(self.activation))
+        inputs = (x, *scales, residual, *parsed(self.activation), self.add_last)
         # Not under torch.compile, which adds gradients in kernels of its own.
         if self.twice and self.pool is None and not torch.compiler.is_compiling():
             return TwiceRead.apply(*inputs)
@@ -90,8 +92,9 @@ class FusedNorm(nn.Module):
 
     def _by_torch(self, x: Tensor, residual: Tensor | None) -> Tensor:
         y = self.norm.forward(x)
-        y = y if residual is None else y + residual
+        y = y if residual is None or self.add_last else y + residual
         y = F.relu_(y) if self.inplace and self.activation == "relu" else activate(y, self.activation)
+        y = y + residual if residual is not None and self.add_last else y
         return y if self.pool is None else self.pool(y)
 
     def extra_repr(self) -> str:

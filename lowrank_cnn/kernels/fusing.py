@@ -108,7 +108,8 @@ def _layer(captured: NetworkGraph, pattern: Pattern) -> nn.Module | None:
     assert first is not None
     pool = None if pattern.pool is None else fused_pool(pattern.pool)
     if type(first) is nn.BatchNorm2d:
-        return FusedNorm(first, pattern.activation, pool=pool) if len(pattern.nodes) > 1 else None
+        norm = FusedNorm(first, pattern.activation, pool=pool, add_last=pattern.add_last)
+        return norm if len(pattern.nodes) > 1 else None
     if pattern.norm is None:
         name = None if pattern.pool is None else pool_name(pattern.pool)
         made = fused_layer(first, activation=pattern.activation, pool=name)
@@ -116,7 +117,8 @@ def _layer(captured: NetworkGraph, pattern: Pattern) -> nn.Module | None:
     norm = captured.module(pattern.norm)
     assert isinstance(norm, nn.BatchNorm2d)
     conv = fused_layer(first) or first
-    return NormedConv(conv, FusedNorm(norm, pattern.activation, pool=pool)).train(norm.training)
+    fused = FusedNorm(norm, pattern.activation, pool=pool, add_last=pattern.add_last)
+    return NormedConv(conv, fused).train(norm.training)
 
 
 def _split_results(twin: fx.GraphModule) -> None:

@@ -79,17 +79,20 @@ class NetworkGraph:
         return iter(()) if module is None else module.modules()
 
 
-def capture(root: nn.Module, *example: Any) -> NetworkGraph:
+def capture(root: nn.Module, *example: Any, by_example: bool = False) -> NetworkGraph:
     """Capture a network; with example inputs, a forward that branches on sizes is captured for their sizes.
 
-    The trace may add tensors that the forward creates to `root`: pass a copy of the user's network.
+    `by_example` captures it for these in any case, with options at their defaults. The trace may add tensors that
+    the forward creates to `root`: pass a copy of the user's network.
     """
     if has_hooks(root) or _any_global_hook():
         raise CaptureError("hooks are registered on the network as a whole")
-    try:
-        return NetworkGraph(root, _finished(_Tracer().trace(root)))
-    except Exception as error:  # a forward may fail on symbolic values in any way
-        reason = first_line(error)
+    reason = ""
+    if not by_example:
+        try:
+            return NetworkGraph(root, _finished(_Tracer().trace(root)))
+        except Exception as error:  # a forward may fail on symbolic values in any way
+            reason = first_line(error)
     if example:
         try:
             with torch.no_grad():

@@ -30,10 +30,12 @@ def _problem(
     activation: str,
     pool: str,
     residual: Tensor | None = None,
+    add_last: bool = False,
 ) -> Problem:
     sides = [((t, b), (lt, r)) for t, b, lt, r in zip(*(padding[i::4] for i in range(4)), strict=True)]
     epilogue = {"activation": activation or None, "pool": pool or None, "residual": residual is not None}
-    return pose(tuple(x.shape), shapes, x.dtype, stride=(stride[0], stride[1]), padding=sides, **epilogue)
+    how = {"stride": (stride[0], stride[1]), "padding": sides, "add_last": add_last}
+    return pose(tuple(x.shape), shapes, x.dtype, **how, **epilogue)
 
 
 def _shapes(weights: Sequence[Tensor]) -> list[tuple[int, ...]]:
@@ -52,20 +54,24 @@ def composite_conv2d(
     pool: str,
     codes: bool,
     plan: str,
+    add_last: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The result and the codes. `activation` and `pool` are "" for none; without `codes` the second is empty."""
+    """The result and the codes. `activation` and `pool` are "" for none; without `codes` the second is empty.
+
+    With `add_last` the residual is added after the activation.
+    """
     from lowrank_cnn.kernels.conv import forward
     from lowrank_cnn.kernels.conv.plans import KernelPlan
 
-    problem = _problem(x, _shapes(weights), stride, padding, activation, pool, residual)
+    problem = _problem(x, _shapes(weights), stride, padding, activation, pool, residual, add_last)
     seen = empty_codes(problem, x) if codes else None
     y = forward.run_plan(KernelPlan.parse(plan), problem, x, weights, bias, seen, residual)
     return y, seen if seen is not None else x.new_empty(0, dtype=torch.uint8)
 
 
 @composite_conv2d.register_fake
-def _(x, weights, bias, residual, stride, padding, activation, pool, codes, plan):
-    problem = _problem(x, _shapes(weights), stride, padding, activation, pool, residual)
+def _(x, weights, bias, residual, stride, padding, activation, pool, codes, plan, add_last):
+    problem = _problem(x, _shapes(weights), stride, padding, activation, pool, residual, add_last)
     shape = (problem.batch, *problem.result_size, problem.filters)
     seen = x.new_empty(shape if codes and pool else (0,), dtype=torch.uint8)
     return empty_result(problem, x), seen
@@ -83,6 +89,7 @@ def packed_conv2d(
     activation: str,
     pool: str,
     plan: str,
+    add_last: bool,
 ) -> Tensor:
     """The result without gradients, from weights that `pack_weights` packed for the kernel of `plan`.
 
@@ -91,13 +98,15 @@ def packed_conv2d(
     from lowrank_cnn.kernels.conv import forward
     from lowrank_cnn.kernels.conv.plans import KernelPlan
 
-    problem = _problem(x, _unflattened(shapes), stride, padding, activation, pool, residual)
+    problem = _problem(x, _unflattened(shapes), stride, padding, activation, pool, residual, add_last)
     return forward.run_packed(KernelPlan.parse(plan), problem, ConvTensors(x, packed, bias, residual=residual))
 
 
 @packed_conv2d.register_fake
-def _(x, packed, bias, residual, shapes, stride, padding, activation, pool, plan):
-    return empty_result(_problem(x, _unflattened(shapes), stride, padding, activation, pool, residual), x)
+def _(x, packed, bias, residual, shapes, stride, padding, activation, pool, plan, add_last):
+    return empty_result(
+        _problem(x, _unflattened(shapes), stride, padding, activation, pool, residual, add_last), x
+    )
 
 
 @torch.library.custom_op("lowrank::pack_weights", mutates_args=())
@@ -213,7 +222,7 @@ def _(grad, x, weights, seen, stride, padding, relu, pool, need_input, need_bias
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weights, bias, _, stride, padding, activation, pool, _, _ = inputs
+    x, weights, bias, _, stride, padding, activation, pool, *_ = inputs
     y, codes = output
     ctx.mark_non_differentiable(codes)
     # Without a ReLU the result is not kept, and later layers may overwrite it.
@@ -223,7 +232,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    return (*_gradients(ctx, grad), *[None] * 7)
+    return (*_gradients(ctx, grad), *[None] * 8)
 
 
 composite_conv2d.register_autograd(_backward, setup_context=_save)
@@ -236,7 +245,7 @@ def _macs(x: Sequence[int], weights: Sequence[Sequence[int]], out: Sequence[int]
 
 @register_flop_formula(torch.ops.lowrank.composite_conv2d)
 def _forward_flops(
-    x, weights, bias, residual, stride, padding, activation, pool, codes, plan, *, out_shape, **_
+    x, weights, bias, residual, stride, padding, activation, pool, codes, plan, add_last, *, out_shape, **_
 ) -> int:
     """Two operations per MAC, as torch counts; with a fused pool each result takes four pixels."""
     return 2 * _macs(x, weights, out_shape[0], pool)
@@ -249,7 +258,7 @@ def _statistics_flops(x, weights, bias, stride, padding, plan, *, out_shape, **_
 
 @register_flop_formula(torch.ops.lowrank.packed_conv2d)
 def _packed_flops(
-    x, packed, bias, residual, shapes, stride, padding, activation, pool, plan, *, out_shape, **_
+    x, packed, bias, residual, shapes, stride, padding, activation, pool, plan, add_last, *, out_shape, **_
 ) -> int:
     return 2 * _macs(x, _unflattened(shapes), out_shape, pool)
 

@@ -1,8 +1,9 @@
 """Find layers with what follows them in a captured network: layer -> norm -> + residual -> activation -> max-pool.
 
-A `Pattern` lists the nodes of one such sequence, in which each value is read by the next node only. `rewritten`
-replaces every pattern by a call of one module, which takes the layer's input and the residual if there is one.
-Activations and pools may be modules or functions.
+The residual may also be added after the activation, as in Darknet. A `Pattern` lists the nodes of one such
+sequence, in which each value is read by the next node only. `rewritten` replaces every pattern by a call of one
+module, which takes the layer's input and the residual if there is one. Activations and pools may be modules or
+functions.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LAYERS = ("conv", "composite", "chain")
 class Pattern:
     """A layer and what follows it; `nodes` are all of its calls, the layer's first.
 
-    `activation` is a name of `kernels.activation`.
+    `activation` is a name of `kernels.activation`. With `add_last` the residual is added after the activation.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Pattern:
     add: fx.Node | None = None
     activation: str | None = None
     pool: nn.MaxPool2d | None = None
+    add_last: bool = False
 
     @property
     def input(self) -> fx.Node:
@@ -148,11 +150,10 @@ class _PatternWalk:
     def _part(self, layer: fx.Node, node: fx.Node, value: fx.Node, parts: dict[str, Any]) -> dict[str, Any] | None:
         """What a node adds to the pattern; None if it cannot be part of it."""
         module = self._plain(node)
-        later = {"activation", "pool"} & parts.keys()
         if self.norms and not parts and self._is_norm(node, module):
             return {"norm": node}
-        if not later and "add" not in parts and self._adds(layer, node, value):
-            return {"add": node}
+        if "pool" not in parts and "add" not in parts and self._adds(layer, node, value):
+            return {"add": node, "add_last": "activation" in parts}
         activation = None if "activation" in parts else _activation(node, module)
         if activation is not None and ("pool" not in parts or is_monotone(activation)):
             return {"activation": activation}
@@ -185,7 +186,7 @@ class _PatternWalk:
 
     def _can_move(self, layer: fx.Node, add: fx.Node) -> bool:
         """Whether the layer may run just before the sum: nothing that it reads is overwritten before that."""
-        fresh: set[fx.Node] = set()
+        fresh = {layer}
         node = layer.next
         while node is not add:
             if _overwrites(node, self.captured.module(node)) and node.all_input_nodes[0] not in fresh:

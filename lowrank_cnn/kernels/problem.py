@@ -40,7 +40,10 @@ class TapGroup:
 
 @dataclass(frozen=True)
 class Problem:
-    """A composite conv of one input size, with its epilogue: bias, residual, activation, pool, in this order."""
+    """A composite conv of one input size, with its epilogue: bias, residual, activation, pool, in this order.
+
+    With `add_last` the residual is added after the activation.
+    """
 
     batch: int
     channels: int
@@ -54,6 +57,7 @@ class Problem:
     pool: str | None
     dtype: torch.dtype
     residual: bool = False
+    add_last: bool = False
 
     @property
     def relu(self) -> bool:
@@ -111,7 +115,9 @@ class Problem:
 
     def __str__(self) -> str:
         groups = "+".join(f"{g.height}x{g.width},{g.filters}" for g in self.groups)
-        steps = ("residual" if self.residual else "", self.activation, f"pool-{self.pool}" if self.pool else "")
+        sums = ["residual"] if self.residual else []
+        order = [self.activation, *sums] if self.add_last else [*sums, self.activation]
+        steps = (*order, f"pool-{self.pool}" if self.pool else "")
         tail = "".join(f",{step}" for step in steps if step)
         size = f"{self.batch}x{self.channels}x{self.height}x{self.width}"
         dtype = str(self.dtype).removeprefix("torch.")
@@ -126,6 +132,7 @@ class CallOptions(NamedTuple):
     activation: str | None
     pool: str | None
     residual: bool
+    add_last: bool = False
 
 
 class ConvTensors(NamedTuple):
@@ -152,10 +159,16 @@ def describe(
     pool: str | None = None,
     residual: bool = False,
     activation: str | None = None,
+    add_last: bool = False,
 ) -> Problem:
     """The problem of these tensors; every group must give the same output size."""
     shapes = [tuple(weight.shape) for weight in weights]
-    epilogue = {"activation": canonical(activation, relu), "pool": pool, "residual": residual}
+    epilogue = {
+        "activation": canonical(activation, relu),
+        "pool": pool,
+        "residual": residual,
+        "add_last": add_last,
+    }
     return pose(tuple(x.shape), shapes, x.dtype, stride=stride, padding=padding, **epilogue)
 
 
@@ -170,6 +183,7 @@ def pose(
     pool: str | None = None,
     residual: bool = False,
     activation: str | None = None,
+    add_last: bool = False,
 ) -> Problem:
     """The problem of an input of size [N, C, H, W] and weights of shapes [filters, C, height, width]."""
     if pool not in POOLS:
@@ -189,9 +203,9 @@ def pose(
         for shape, (rows, columns) in zip(shapes, padding, strict=True)
     )
     strides, last = (stride[0], stride[1]), canonical(activation, relu)
-    return Problem(
-        batch, channels, height, width, groups, strides, out_height, out_width, last, pool, dtype, residual
-    )
+    after = add_last and residual and last is not None  # without an activation both orders are one
+    outputs = (out_height, out_width)
+    return Problem(batch, channels, height, width, groups, strides, *outputs, last, pool, dtype, residual, after)
 
 
 def pixels_last(x: Tensor) -> Tensor:

@@ -27,13 +27,17 @@ def composite_reference(
     pool: str | None = None,
     residual: Tensor | None = None,
     activation: str | None = None,
+    add_last: bool = False,
 ) -> Tensor:
-    """One conv per group, concatenated, then bias, residual, activation and max-pool; runs on any device."""
+    """One conv per group, concatenated, then bias, residual, activation and max-pool; runs on any device.
+
+    With `add_last` the residual is added after the activation.
+    """
     parts = [
         conv_on_sides(x, weight, part, sides, stride)
         for weight, part, sides in zip(weights, _biases(bias, weights), padding, strict=True)
     ]
-    return followed(_joined(parts), residual, canonical(activation, relu), pool)
+    return followed(_joined(parts), residual, canonical(activation, relu), pool, add_last=add_last)
 
 
 def composite_by_torch(
@@ -46,13 +50,14 @@ def composite_by_torch(
     activation: str | None = None,
     pool: str | None = None,
     residual: Tensor | None = None,
+    add_last: bool = False,
 ) -> Tensor:
     """The reference in the type of the input, with cuDNN's fused conv + bias + add + ReLU if it applies."""
     bias = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
-    alone = residual is None or (len(weights) == 1 and residual.dtype == x.dtype)
+    alone = residual is None or (len(weights) == 1 and residual.dtype == x.dtype and not add_last)
     tensors = [t for t in (x, *weights, bias, residual) if t is not None]
     if canonical(activation) != "relu" or not alone or not _cudnn_fuses(x, tensors, padding):
-        options = {"stride": stride, "padding": padding, "residual": residual}
+        options = {"stride": stride, "padding": padding, "residual": residual, "add_last": add_last}
         return composite_reference(x, weights, bias, **options, activation=activation, pool=pool)
     parts = [
         _conv_relu(x, weight.to(x.dtype), part, residual, stride, (rows[0], columns[0]))
@@ -61,9 +66,14 @@ def composite_by_torch(
     return followed(_joined(parts), None, None, pool)
 
 
-def followed(y: Tensor, residual: Tensor | None, activation: str | None, pool: str | None) -> Tensor:
-    """Finish a conv's result by torch: residual, activation, max-pool."""
-    y = activate(y if residual is None else y + residual, activation)
+def followed(
+    y: Tensor, residual: Tensor | None, activation: str | None, pool: str | None, *, add_last: bool = False
+) -> Tensor:
+    """Finish a conv's result by torch: residual, activation, max-pool; with `add_last`, activation first."""
+    if residual is not None and add_last:
+        y = activate(y, activation) + residual
+    else:
+        y = activate(y if residual is None else y + residual, activation)
     if pool == OVERLAPPING:
         return F.max_pool2d(y, 3, 2, 1)
     return F.max_pool2d(y, 2, 2, ceil_mode=pool == "ceil") if pool else y

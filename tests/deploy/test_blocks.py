@@ -76,12 +76,15 @@ def test_pools_are_torchs_own_to_the_bit(size: tuple[int, int], pool: nn.MaxPool
 @pytest.mark.parametrize("name", ["relu", "leaky_relu", "silu", "gelu", "hardswish"])
 @pytest.mark.parametrize("pool", [None, nn.MaxPool2d(2)])
 @pytest.mark.parametrize("shape", [(2, 3, 8, 8), (1, 3, 1, 1)])
-def test_an_epilogue_adds_activates_and_pools_in_this_order(name: str, pool, shape: tuple[int, ...]):
+@pytest.mark.parametrize("last", [False, True])
+def test_an_epilogue_adds_activates_and_pools_in_order(name: str, pool, shape: tuple[int, ...], last: bool):
     y, residual = torch.randn(2, 3, 8, 8), torch.randn(shape)
-    expected = activate(y + residual, name)
+    expected = activate(y, name) + residual if last else activate(y + residual, name)
     expected = expected if pool is None else pool(expected)
     kept = residual.clone()
-    for finish in (Epilogue(name, pool, True), Epilogue(name, pool, True).in_order):
+    epilogue = Epilogue(name, pool, True, last)
+    assert str(epilogue).startswith(name if last else "add")
+    for finish in (epilogue, epilogue.in_order):
         torch.testing.assert_close(finish(y.clone(), residual), expected)
     assert torch.equal(residual, kept)
 

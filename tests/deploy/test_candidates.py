@@ -14,6 +14,7 @@ EPILOGUES = [
     Epilogue(),
     Epilogue("relu", nn.MaxPool2d(2)),
     Epilogue("silu", adds=True),
+    Epilogue("leaky_relu:0.1", nn.MaxPool2d(2), adds=True, add_last=True),
     Epilogue("gelu", nn.MaxPool2d(3, 2)),
 ]
 

@@ -12,10 +12,12 @@ POOLS = [None, nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(3, 2, ceil_m
 @pytest.mark.parametrize("scheme", ["dense", "lr", "lr-join", "separable"])
 @pytest.mark.parametrize("activation", [None, "relu", "leaky_relu:0.1", "silu"])
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("residual", [None, (2, 8, 7, 5), (1, 8, 1, 1)])
-def test_a_fused_block_computes_what_the_block_does(scheme: str, activation, pool, residual):
+@pytest.mark.parametrize(
+    ("residual", "last"), [(None, False), ((2, 8, 7, 5), False), ((1, 8, 1, 1), False), ((2, 8, 7, 5), True)]
+)
+def test_a_fused_block_computes_what_the_block_does(scheme: str, activation, pool, residual, last: bool):
     layer = build_conv(4, 8, 3, scheme, stride=2).double().eval()
-    epilogue = Epilogue(activation, pool, residual is not None)
+    epilogue = Epilogue(activation, pool, residual is not None, last)
     x = torch.randn(2, 4, 14, 10, dtype=torch.float64)
     inputs = (x,) if residual is None else (x, torch.randn(residual, dtype=torch.float64))
     block = FusedBlock.of(layer, epilogue)

@@ -123,7 +123,7 @@ class FakeRecord:
 
 
 def workshop(net: nn.Module, x: torch.Tensor, **options) -> _Workshop:
-    return _Workshop(net, x, False, 3, options.get("budget", 60.0), options.get("say", silent))
+    return _Workshop(net, (x,), False, 3, options.get("budget", 60.0), options.get("say", silent))
 
 
 def test_what_is_fused_whole_computes_the_same_and_leaves_the_network_alone(monkeypatch: pytest.MonkeyPatch):
@@ -269,11 +269,11 @@ def test_on_a_gpu_graphs_are_recorded(name: str):
 
 def test_on_a_gpu_chains_are_also_tried_as_dense_convs(network: nn.Module):
     name = "merged, compiled, recorded"
-    merged = _Workshop(network, IMAGE, False, 3, 30.0, print)._on_gpu()[name][0]()
+    merged = _Workshop(network, (IMAGE,), False, 3, 30.0, print)._on_gpu()[name][0]()
     assert not any(layer_kind(part) == "chain" for part in merged.modules())
     torch.testing.assert_close(merged(IMAGE), network(IMAGE), rtol=1e-4, atol=1e-4)
     network.first = nn.Conv2d(3, 8, 3, padding=1)
-    assert name not in _Workshop(network, IMAGE, False, 3, 30.0, print)._on_gpu()
+    assert name not in _Workshop(network, (IMAGE,), False, 3, 30.0, print)._on_gpu()
 
 
 def test_a_move_that_moves_nothing_keeps_what_was_recorded(network: nn.Module):

@@ -182,7 +182,7 @@ def test_a_network_of_one_layer_is_planned_too(image: torch.Tensor):
     [
         (lambda net, x: plan(net.train(), x), "inference"),
         (lambda net, x: plan("net", x), "an nn.Module, not str"),
-        (lambda net, x: plan(net, (3, 30, 30)), "a tensor, not tuple"),
+        (lambda net, x: plan(net, (3, 30, 30)), "a tensor, not int"),
         (lambda net, x: plan(net, x.double()), "does not run on an input of 2x3x30x30, float64"),
         (lambda net, x: plan(net, x[:0]), "input of 0x3x30x30 is empty"),
         (lambda net, x: plan(net, x.to("meta")), "nothing takes time"),

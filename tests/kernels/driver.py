@@ -155,7 +155,8 @@ def forwards(capability: tuple[int, int]) -> None:
         problem = replace(problem, residual=True)
         added = torch.zeros(problem.batch, problem.filters, *problem.result_size, dtype=torch.float16)
         for plan in one_of_each_kernel(problem, capability):
-            forward.run_plan(plan, problem, x, weights, None, None, added)
+            for order in (False, True):
+                forward.run_plan(plan, replace(problem, add_last=order), x, weights, None, None, added)
 
 
 def forwards_with_statistics(capability: tuple[int, int]) -> None:
@@ -188,8 +189,9 @@ def neighbours() -> None:
     mean, rstd = batch_statistics.batch_norm_statistics(x, *running, 0.1, 1e-5)
     batch_statistics.batch_norm_track(mean, rstd, *running, 1024, 0.1, 1e-5)
     scales = (mean, rstd, numbers, numbers)
+    normalise.batch_norm_activation(x, *scales, x, "silu", 0.0, True)
     for residual, activation in ((None, "relu"), (x, "relu"), (x, "silu")):
-        normalise.batch_norm_activation(x, *scales, residual, activation, 0.0)
+        normalise.batch_norm_activation(x, *scales, residual, activation, 0.0, False)
         normalise.batch_norm_activation_backward(x, residual, x, *scales, residual, activation, 0.0)
     window = ((3, 3), (2, 2), (1, 1), False)
     y, codes, won = normalise_pool.batch_norm_relu_pool(x, *scales, *window, True)

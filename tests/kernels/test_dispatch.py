@@ -51,13 +51,15 @@ ACTIVATIONS = ["relu", "leaky_relu:0.2", "silu", "gelu", "hardswish", None]
 
 @pytest.mark.parametrize("how", ["on", "off"])
 @pytest.mark.parametrize("pool", [None, "floor", "3x3/2"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_residual_activation_and_pool_follow_in_this_order(activation, pool, how):
+@pytest.mark.parametrize(
+    ("activation", "add_last"), [*((name, False) for name in ACTIVATIONS), ("relu", True), ("silu", True)]
+)
+def test_residual_activation_and_pool_follow_in_order(activation, add_last, pool, how):
     """Whatever of it a kernel takes; without gradients, then with them."""
     pytest.importorskip("triton")
     x, weights, bias = inputs((1, 8, 6, 6))
     added = numbers((1, 16, 6, 6)).contiguous(memory_format=torch.channels_last)
-    options = {"padding": PADDING, "activation": activation, "pool": pool}
+    options = {"padding": PADDING, "activation": activation, "pool": pool, "add_last": add_last}
     exact = [x.double(), [w.double() for w in weights], bias.double()]
     right = composite_reference(*exact, stride=(1, 1), residual=added.double(), **options)
     with forced(how), torch.no_grad():

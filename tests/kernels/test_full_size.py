@@ -90,13 +90,13 @@ EPILOGUES = [
 ]
 
 
-@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("residual", "add_last"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("size", "groups", "stride", "activation"), EPILOGUES)
-def test_every_plan_gives_stride_residual_and_activation(size, groups, stride, activation, residual):
+def test_every_plan_gives_stride_residual_and_activation(size, groups, stride, activation, residual, add_last):
     x = torch.randn(size, device="cuda", dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     weights = [torch.randn(f, size[1], h, w, device="cuda").div(size[1] ** 0.5).bfloat16() for h, w, f in groups]
     bias = torch.randn(sum(f for *_, f in groups), device="cuda")
-    options = {"stride": stride, "padding": sides(groups), "activation": activation}
+    options = {"stride": stride, "padding": sides(groups), "activation": activation, "add_last": add_last}
     problem = describe(x, weights, residual=residual, **options)
     added = None
     if residual:

@@ -158,3 +158,54 @@ def test_a_norm_before_its_activation_is_fused_without_a_conv():
     assert isinstance(twin.get_submodule("0"), FusedNorm)
     assert isinstance(twin.get_submodule("2"), NormedConv)
     assert all(torch.allclose(a, b) for a, b in zip(results(twin, net, x), results(net, net, x), strict=True))
+
+
+class DarknetBlock(nn.Module):
+    """As in Darknet and YOLO: the residual is added after the activation."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.squeeze = nn.Sequential(
+            nn.Conv2d(channels, channels // 2, 1, bias=False),
+            nn.BatchNorm2d(channels // 2),
+            nn.LeakyReLU(0.1, True),
+        )
+        self.expand = nn.Sequential(
+            nn.Conv2d(channels // 2, channels, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.LeakyReLU(0.1, True),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.expand(self.squeeze(x))
+
+
+def darknet() -> nn.Module:
+    net = network()
+    net.layers = nn.Sequential(DarknetBlock(16), DarknetBlock(16))
+    net.fc = nn.Linear(16, 5)
+    return net
+
+
+def test_a_sum_after_the_activation_is_fused():
+    net = darknet().double().train()
+    twin, x = fuse(net), images().cpu().double()
+    norms = [part for part in twin.modules() if isinstance(part, FusedNorm)]
+    assert sum(part.add_last for part in norms) == 2
+    assert (
+        sum(part.twice for part in norms) == 1
+    )  # the first block's result: read by the second's conv and its sum
+    assert not any("add" in str(node.target) for node in twin.graph.nodes)
+    assert all(torch.allclose(a, b) for a, b in zip(results(twin, net, x), results(net, net, x), strict=True))
+
+
+def test_the_kernels_add_after_the_activation():
+    pytest.importorskip("triton")
+    net = convert(darknet(), "lr").to(DEVICE).train()
+    exact, x = copy.deepcopy(net).double(), images()
+    right = results(exact, exact, x.double())
+    twin = fuse(net)
+    with forced("on"):
+        found = results(twin, net, x)
+    for a, b in zip(found, right, strict=True):
+        assert torch.linalg.vector_norm(a - b) <= 2e-2 * torch.linalg.vector_norm(b)

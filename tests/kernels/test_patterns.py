@@ -30,15 +30,17 @@ class Net(nn.Module):
 class Joined(nn.Module):
     """A pattern, run by torch's own operations."""
 
-    def __init__(self, layer: nn.Module, norm: nn.Module | None, activation, pool) -> None:
+    def __init__(self, layer: nn.Module, norm: nn.Module | None, activation, pool, add_last: bool) -> None:
         super().__init__()
         self.layer, self.norm, self.activation, self.pool = layer, norm, activation, pool
+        self.add_last = add_last
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         y = self.layer(x)
         y = y if self.norm is None else self.norm(y)
-        y = y if residual is None else y + residual
+        y = y if residual is None or self.add_last else y + residual
         y = activate(y, self.activation)
+        y = y + residual if residual is not None and self.add_last else y
         return y if self.pool is None else self.pool(y)
 
 
@@ -48,8 +50,10 @@ def joined(net: nn.Module) -> tuple[nn.Module, list[str]]:
     patterns = find_patterns(captured, norms=True)
     words = [
         " ".join(
-            [pattern.name, *(["norm"] * (pattern.norm is not None)), *(["add"] * (pattern.add is not None))]
+            [pattern.name, *(["norm"] * (pattern.norm is not None))]
+            + ["add"] * (pattern.add is not None and not pattern.add_last)
             + ([pattern.activation] if pattern.activation else [])
+            + ["add"] * pattern.add_last
             + (["pool"] if pattern.pool is not None else [])
         )
         for pattern in patterns
@@ -58,7 +62,7 @@ def joined(net: nn.Module) -> tuple[nn.Module, list[str]]:
     def make(pattern):
         norm = None if pattern.norm is None else captured.root.get_submodule(str(pattern.norm.target))
         layer = captured.root.get_submodule(pattern.name)
-        return Joined(layer, norm, pattern.activation, pattern.pool).eval()
+        return Joined(layer, norm, pattern.activation, pattern.pool, pattern.add_last).eval()
 
     return rewritten(captured, patterns, make), words
 
@@ -103,7 +107,13 @@ def residual_from_an_overwritten_input(s: Net, x: torch.Tensor) -> torch.Tensor:
         (lambda s, x: s.conv(x) + 1, ["conv"]),
         (lambda s, x: s.conv(x) + s.other(x), ["conv", "other add"]),
         (lambda s, x: (lambda y: y + y)(s.conv(x)), ["conv"]),
-        (lambda s, x: s.relu(s.conv(x)) + x, ["conv relu"]),
+        (lambda s, x: s.relu(s.conv(x)) + x, ["conv relu add"]),
+        (lambda s, x: x + s.silu(s.norm(s.conv(x))), ["conv norm silu add"]),
+        (lambda s, x: s.pool(x + s.relu(s.conv(x))), ["conv relu add pool"]),
+        (lambda s, x: s.silu(x + s.relu(s.conv(x))), ["conv relu add"]),
+        (lambda s, x: s.relu(s.conv(x) + x) + x, ["conv add relu"]),
+        (lambda s, x: F.relu(s.conv(x), inplace=True) + s.relu(s.other(x)), ["conv relu", "other relu add"]),
+        (lambda s, x: s.pool(s.relu(s.conv(x))) + s.pool(x), ["conv relu pool"]),
         (lambda s, x: s.relu(s.other(s.relu(s.conv(x)))), ["conv relu", "other relu"]),
         (lambda s, x: (lambda y: s.relu(y * 1) + y)(s.conv(x)), ["conv"]),
         (lambda s, x: s.norm(s.conv(x)) + s.norm(x), ["conv"]),

@@ -144,12 +144,12 @@ class KernelTrial:
         problem, codes = self.problem, self.training and self.problem.pool is not None
         sides, epilogue = ops.flat_padding(problem.padding), (problem.activation or "", problem.pool or "")
         how = (list(problem.stride), sides, *epilogue, codes, str(plan))
-        return ops.composite_conv2d(x, weights, bias, self.residual, *how)[0]
+        return ops.composite_conv2d(x, weights, bias, self.residual, *how, problem.add_last)[0]
 
     def _differentiated(self, convolve: Callable[..., Tensor]) -> list[Tensor]:
         problem, inputs = self.problem, self._inputs()
         options = {"activation": problem.activation, "pool": problem.pool, "residual": self.residual}
-        options |= {"stride": problem.stride, "padding": problem.padding}
+        options |= {"stride": problem.stride, "padding": problem.padding, "add_last": problem.add_last}
         y = convolve(self.x, self.weights, self.bias, **options)
         return list(torch.autograd.grad(y, inputs, y.detach())) if self.training else [y]
 

@@ -1,5 +1,8 @@
 """Batch norm in training with what follows it: y = act((x - mean) rstd weight + bias + residual).
 
+With `add_last` the residual is added after the activation: y = act((x - mean) rstd weight + bias) + residual. Its
+gradient is then that of y, and the backward is that of a norm without a residual.
+
 Layout: maps are [pixels, channels], channels-last. A program takes a block of pixels by a block of channels; the
 values of a channel (mean, rstd, weight, bias) are loaded once per program. The forward is one pass. In the
 backward, let z be the activation's input, g = dy act'(z) and n = (x - mean) rstd. Then
@@ -39,7 +42,7 @@ def normalise(
     mean, rstd, weight, bias,  # [TOTAL]
     pixels, slope,
     TOTAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr, PIXELS: tl.constexpr, LANES: tl.constexpr,
+    ADD_LAST: tl.constexpr, ACTIVATION: tl.constexpr, PIXELS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Normalise, add and activate a block of pixels for a block of channels."""
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
@@ -48,9 +51,13 @@ def normalise(
     keep = (pixel < pixels)[:, None] & (lane < TOTAL)[None, :]
     place = pixel[:, None] * TOTAL + lane[None, :]
     z = (tl.load(x + place, mask=keep, other=0.0).to(tl.float32) - m) * r * w + b
+    if ADD_LAST:
+        z = activated(z, slope, ACTIVATION)
     if RESIDUAL:
         z += tl.load(residual + place, mask=keep, other=0.0).to(tl.float32)
-    tl.store(y + place, activated(z, slope, ACTIVATION).to(y.dtype.element_ty), mask=keep)
+    if not ADD_LAST:
+        z = activated(z, slope, ACTIVATION)
+    tl.store(y + place, z.to(y.dtype.element_ty), mask=keep)
 
 
 @triton.jit
@@ -145,8 +152,12 @@ def batch_norm_activation(
     residual: Tensor | None,
     activation: str,
     slope: float,
+    add_last: bool,
 ) -> Tensor:
-    """Normalise by the given statistics, scale, shift, add the residual and activate; channels-last."""
+    """Normalise by the given statistics, scale, shift, add the residual and activate; channels-last.
+
+    With `add_last` the residual is added after the activation.
+    """
     y, channels = empty_maps(x.shape, x), x.shape[1]
     pixels, lanes = x.numel() // channels, lanes_of(channels)
     block = VALUES // lanes
@@ -155,13 +166,13 @@ def batch_norm_activation(
         source, source if residual is None else pixels_last(residual), y.permute(0, 2, 3, 1),
         *affine(mean, rstd, weight, bias), pixels, slope,
         TOTAL=channels, WEIGHT=weight is not None, BIAS=bias is not None, RESIDUAL=residual is not None,
-        ACTIVATION=activation, PIXELS=block, LANES=lanes, num_warps=4,
+        ADD_LAST=add_last, ACTIVATION=activation, PIXELS=block, LANES=lanes, num_warps=4,
     )  # fmt: skip
     return y
 
 
 @batch_norm_activation.register_fake
-def _(x, mean, rstd, weight, bias, residual, activation, slope):
+def _(x, mean, rstd, weight, bias, residual, activation, slope, add_last):
     return empty_maps(x.shape, x)
 
 
@@ -223,19 +234,22 @@ def _gradients(x: Tensor, second: Tensor | None, residual: Tensor | None) -> tup
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, activation, slope = inputs
-    ctx.options = (activation, slope)
-    ctx.save_for_backward(*tensors)
+    *tensors, residual, activation, slope, add_last = inputs
+    ctx.options, ctx.added_last = (activation, slope), add_last and residual is not None
+    ctx.save_for_backward(*tensors, None if ctx.added_last else residual)
 
 
 def _backward(ctx: Any, grad: Tensor | None, second: Tensor | None = None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them, then frees them
     *_, weight, bias, residual = saved
     grad, second = (grad, second) if grad is not None else (second, None)
+    if ctx.added_last and second is not None:
+        grad, second = grad + second, None
     dx, (db, dw), kept = batch_norm_activation_backward(grad, second, *saved, *ctx.options)
+    residual_grad = grad if ctx.added_last else None if residual is None else kept
     weight_grad = None if weight is None else dw.to(weight.dtype)
     bias_grad = None if bias is None else db.to(bias.dtype)
-    return dx, None, None, weight_grad, bias_grad, None if residual is None else kept, None, None
+    return dx, None, None, weight_grad, bias_grad, residual_grad, None, None, None
 
 
 batch_norm_activation.register_autograd(_backward, setup_context=_save)

@@ -54,8 +54,8 @@ def composite_gather(
     CHANNELS: tl.constexpr, TOTAL: tl.constexpr, VALUES: tl.constexpr, TILES: tl.constexpr, SPAN_Y: tl.constexpr,
     SPAN_X: tl.constexpr, FIRST_Y: tl.constexpr, FIRST_X: tl.constexpr, STRIDE_Y: tl.constexpr,
     STRIDE_X: tl.constexpr, POOL: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PIXELS: tl.constexpr, FILTERS: tl.constexpr,
-    DEPTH: tl.constexpr, WIDE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ADD_LAST: tl.constexpr, PIXELS: tl.constexpr,
+    FILTERS: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One block of result pixels for one tile of filters.
 
@@ -98,9 +98,12 @@ def composite_gather(
         best += tl.load(bias + lane, mask=lane < TOTAL, other=0.0).to(tl.float32)[None, :]
     inside = (pixel < pixels)[:, None] & (lane < TOTAL)[None, :]
     place = pixel.to(tl.int64)[:, None] * TOTAL + lane[None, :]
+    if ADD_LAST:
+        best = activated(best, ACTIVATION, SLOPE)
     if HAS_RESIDUAL:
         best += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    best = activated(best, ACTIVATION, SLOPE)
+    if not ADD_LAST:
+        best = activated(best, ACTIVATION, SLOPE)
     tl.store(y + place, best.to(y.dtype.element_ty), mask=inside)
 
 
@@ -121,8 +124,8 @@ def launch_gather(problem: Problem, given: ConvTensors, tile: GatherTile | None 
         count, problem.height, problem.width, problem.out_height, problem.out_width, *problem.result_size,
         CHANNELS=problem.channels, TOTAL=problem.filters, VALUES=values, TILES=tiles, **_span(problem),
         STRIDE_Y=problem.stride[0], STRIDE_X=problem.stride[1], POOL=problem.pool is not None,
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, **activation_options(problem),
-        PIXELS=tile.pixels, FILTERS=filters, DEPTH=min(tile.depth, values),
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, ADD_LAST=problem.add_last,
+        **activation_options(problem), PIXELS=tile.pixels, FILTERS=filters, DEPTH=min(tile.depth, values),
         WIDE=pixels.numel() >= 1 << 31, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return maps

@@ -71,8 +71,8 @@ def composite_hopper(
     GROUPS: gl.constexpr, TILES: gl.constexpr, TAPS: gl.constexpr, RUN: gl.constexpr, IMAGES: gl.constexpr,
     CROSS: gl.constexpr, STEPS: gl.constexpr, STRIDE: gl.constexpr, CHANNELS: gl.constexpr,
     ACTIVATION: gl.constexpr, SLOPE: gl.constexpr, POOL: gl.constexpr, WHOLE: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, BOXES: gl.constexpr, SLABS: gl.constexpr,
-    PARTS: gl.constexpr, CODES: gl.constexpr, STATISTICS: gl.constexpr, ACC: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ADD_LAST: gl.constexpr, BOXES: gl.constexpr,
+    SLABS: gl.constexpr, PARTS: gl.constexpr, CODES: gl.constexpr, STATISTICS: gl.constexpr, ACC: gl.constexpr,
     STAY: gl.constexpr, WARPS: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """Persistent over tiles, with `BOXES` runs of pixels and `SLABS` taps of weights in flight or in use.
@@ -158,7 +158,7 @@ def composite_hopper(
         if HAS_RESIDUAL:
             write_added(
                 ys, rs, staged, residual_ready.index(0), tiles_done, acc, bias, channel, turned, run, image,
-                cross, ACTIVATION, SLOPE, HAS_BIAS, PARTS,
+                cross, ACTIVATION, SLOPE, HAS_BIAS, PARTS, ADD_LAST,
             )  # fmt: skip
         else:
             write(
@@ -199,7 +199,8 @@ def launch_hopper(problem: Problem, given: ConvTensors, tile: HopperTile | None 
         IMAGES=images, CROSS=cross, STEPS=ceil_div(problem.channels, tile.depth), STRIDE=problem.stride,
         CHANNELS=problem.channels, POOL=problem.pool is not None,
         WHOLE=problem.pool != "ceil" or problem.even, HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None, BOXES=tile.boxes, SLABS=slab_count(problem, tile), PARTS=tile.parts,
+        HAS_RESIDUAL=residual is not None, ADD_LAST=problem.add_last, BOXES=tile.boxes,
+        SLABS=slab_count(problem, tile), PARTS=tile.parts,
         CODES=codes is not None, STATISTICS=parts is not None, ACC=_accumulator(tile),
         STAY=tile.weights_stay, WARPS=tile.warp_grid[0], SUMS=_by_filter(tile),
         **activation_options(problem), num_warps=tile.warps,

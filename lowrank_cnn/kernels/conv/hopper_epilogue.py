@@ -126,14 +126,19 @@ def fetch_residual(sources, staged, ready, turned, place):
 
 @gluon.jit
 def send_added(
-    targets, staged, ready, phase, values, turned, place, ACTIVATION: gl.constexpr, SLOPE: gl.constexpr
-):
-    """Add the fetched residual, activate, and store the box through the same shared memory."""
+    targets, staged, ready, phase, values, turned, place,
+    ACTIVATION: gl.constexpr, SLOPE: gl.constexpr, ADD_LAST: gl.constexpr,
+):  # fmt: skip
+    """Add the fetched residual before or after the activation; store the box through the same shared memory."""
     mbarrier.wait(ready, phase)
     box = values.reshape(staged.shape)
-    out = activated(box + staged.load(box.type.layout).to(gl.float32), ACTIVATION, SLOPE)
+    if ADD_LAST:
+        box = activated(box, ACTIVATION, SLOPE)
+    box += staged.load(box.type.layout).to(gl.float32)
+    if not ADD_LAST:
+        box = activated(box, ACTIVATION, SLOPE)
     gl.thread_barrier()  # every thread has read its part
-    staged.store(out.to(targets[0].dtype))
+    staged.store(box.to(targets[0].dtype))
     copy_out(targets, staged, turned, place)
 
 
@@ -206,6 +211,7 @@ def write(
 def write_added(
     ys, rs, staged, ready, tiles_done, out, bias, channel, turned, run, image, cross,
     ACTIVATION: gl.constexpr, SLOPE: gl.constexpr, HAS_BIAS: gl.constexpr, PARTS: gl.constexpr,
+    ADD_LAST: gl.constexpr,
 ):  # fmt: skip
     """As `write`, with a residual, whose first part was fetched while the products ran."""
     FILTERS: gl.constexpr = out.shape[1]
@@ -214,8 +220,8 @@ def write_added(
     if PARTS == 2:
         second = [run, image, cross, channel + FILTERS // 2]
         low, high = halves_of(out)
-        send_added(ys, staged, ready, 0, low, turned, place, ACTIVATION, SLOPE)
+        send_added(ys, staged, ready, 0, low, turned, place, ACTIVATION, SLOPE, ADD_LAST)
         fetch_residual(rs, staged, ready, turned, second)
-        send_added(ys, staged, ready, 1, high, turned, second, ACTIVATION, SLOPE)
+        send_added(ys, staged, ready, 1, high, turned, second, ACTIVATION, SLOPE, ADD_LAST)
     else:
-        send_added(ys, staged, ready, tiles_done & 1, out, turned, place, ACTIVATION, SLOPE)
+        send_added(ys, staged, ready, tiles_done & 1, out, turned, place, ACTIVATION, SLOPE, ADD_LAST)

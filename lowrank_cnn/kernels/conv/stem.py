@@ -86,8 +86,8 @@ def composite_stem(
     pixels, height, width, out_height, out_width, result_height, result_width,
     TAPS: tl.constexpr, CHANNELS: tl.constexpr, TOTAL: tl.constexpr, VALUES: tl.constexpr,
     STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr, POOL: tl.constexpr, ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PIXELS: tl.constexpr,
-    FILTERS: tl.constexpr, WIDE: tl.constexpr, CODES: tl.constexpr, WHOLE: tl.constexpr,
+    SLOPE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ADD_LAST: tl.constexpr,
+    PIXELS: tl.constexpr, FILTERS: tl.constexpr, WIDE: tl.constexpr, CODES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One block of result pixels for all filters; with `CODES` also the winners, as in `tiled.pooled`."""
     lane = tl.arange(0, FILTERS)
@@ -119,9 +119,12 @@ def composite_stem(
         best += tl.load(bias + lane, mask=lane < TOTAL, other=0.0).to(tl.float32)[None, :]
     inside = (pixel < pixels)[:, None] & (lane < TOTAL)[None, :]
     place = pixel.to(tl.int64)[:, None] * TOTAL + lane[None, :]
+    if ADD_LAST:
+        best = activated(best, ACTIVATION, SLOPE)
     if HAS_RESIDUAL:
         best += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    best = activated(best, ACTIVATION, SLOPE)
+    if not ADD_LAST:
+        best = activated(best, ACTIVATION, SLOPE)
     if CODES:
         if ACTIVATION == "relu":
             code = tl.where(best > 0, code, 4)
@@ -185,9 +188,9 @@ def launch_stem(problem: Problem, given: ConvTensors, tile: StemTile | None = No
         pixels, packed, bias if bias is not None else packed,
         result if residual is None else pixels_last(residual), result, codes if codes is not None else result,
         count, problem.height, problem.width, problem.out_height, problem.out_width, *problem.result_size,
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, CODES=codes is not None,
-        WHOLE=problem.pool != "ceil" or problem.even, **activation_options(problem), num_warps=tile.warps,
-        **_constants(problem, pixels, packed.shape[0], tile),
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, ADD_LAST=problem.add_last,
+        CODES=codes is not None, WHOLE=problem.pool != "ceil" or problem.even, **activation_options(problem),
+        num_warps=tile.warps, **_constants(problem, pixels, packed.shape[0], tile),
     )  # fmt: skip
     return maps
 

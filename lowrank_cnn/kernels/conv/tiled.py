@@ -133,8 +133,8 @@ def composite_tiled(
     GROUPS: tl.constexpr, TILES: tl.constexpr, IMAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     FILTERS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, STRIDE: tl.constexpr,
     CHANNELS: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, POOL: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WHOLE_POOL: tl.constexpr, WHOLE_FILTERS: tl.constexpr,
-    CODES: tl.constexpr, STATISTICS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ADD_LAST: tl.constexpr, WHOLE_POOL: tl.constexpr,
+    WHOLE_FILTERS: tl.constexpr, CODES: tl.constexpr, STATISTICS: tl.constexpr,
 ):  # fmt: skip
     """One box of pixels for one tile of filters; a tap takes `STEPS` steps of `DEPTH` channels.
 
@@ -174,12 +174,18 @@ def composite_tiled(
         out += added.to(tl.float32)[None, None, None, :]
     channel, rest = channel + offset, filters - offset
     if HAS_RESIDUAL:
+        # Loaded before the activation and widened after it: the other way round registers spill.
         if WHOLE_FILTERS:
-            out += r.load([image, row, column, channel]).to(tl.float32)
+            addend = r.load([image, row, column, channel])
         else:
             place, inside = masked_places(out, image, row, column, channel, rest, batch, height, width, total)
-            out += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    out = activated(out, ACTIVATION, SLOPE)
+            addend = tl.load(residual + place, mask=inside, other=0.0)
+        if ADD_LAST:
+            out = activated(out, ACTIVATION, SLOPE) + addend.to(tl.float32)
+        else:
+            out = activated(out + addend.to(tl.float32), ACTIVATION, SLOPE)
+    else:
+        out = activated(out, ACTIVATION, SLOPE)
     if CODES:
         if ACTIVATION == "relu":
             code = tl.where(out > 0, code, 4)
@@ -222,7 +228,8 @@ def launch_tiled(problem: Problem, given: ConvTensors, tile: Tile | None = None)
         GROUPS=tuple(map(tuple, group_rows(problem, tile.filters))), TILES=tiles, IMAGES=images, ROWS=rows,
         COLUMNS=columns, FILTERS=tile.filters, DEPTH=depth, STEPS=ceil_div(problem.channels, depth),
         STRIDE=problem.stride, CHANNELS=problem.channels, POOL=pool, HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None, WHOLE_POOL=problem.pool != "ceil" or problem.even,
+        HAS_RESIDUAL=residual is not None, ADD_LAST=problem.add_last,
+        WHOLE_POOL=problem.pool != "ceil" or problem.even,
         WHOLE_FILTERS=all(group.filters % tile.filters == 0 for group in problem.groups),
         CODES=codes is not None, STATISTICS=parts is not None, **activation_options(problem),
         num_warps=tile.warps, num_stages=tile.stages,

@@ -18,21 +18,23 @@ EPS, SLOPE = 1e-5, 0.1
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
-def prepared(x, weight, bias, residual, activation):
+def prepared(x, weight, bias, residual, activation, add_last=False):
     mean, rstd = batch_statistics.batch_norm_statistics(x.detach(), None, None, None, 0.1, EPS)
-    return x, mean, rstd, weight, bias, residual, activation, SLOPE
+    return x, mean, rstd, weight, bias, residual, activation, SLOPE, add_last
 
 
 def ours(*given):
     return normalise.batch_norm_activation(*prepared(*given))
 
 
-def exact(x, weight, bias, residual, activation):
+def exact(x, weight, bias, residual, activation, add_last=False):
     y = F.batch_norm(x, None, None, weight, bias, training=True, eps=EPS)
-    y = y if residual is None else y + residual
+    y = y if residual is None or add_last else y + residual
     if activation == "leaky_relu":
-        return F.leaky_relu(y, SLOPE)
-    return getattr(F, activation)(y) if activation else y
+        y = F.leaky_relu(y, SLOPE)
+    elif activation:
+        y = getattr(F, activation)(y)
+    return y + residual if add_last and residual is not None else y
 
 
 def maps(size, dtype=torch.float32, seed=0):
@@ -68,21 +70,21 @@ SIZES = st.tuples(
     st.sampled_from(list(ROUNDING)),
     st.sampled_from(("", *ACTIVATIONS)),
     st.booleans(),
-    st.booleans(),
+    st.sampled_from([None, "before", "after"]),
     st.integers(0, 99),
 )
 @settings(max_examples=20)
-def test_result_and_gradients(size, dtype, activation, with_affine, with_residual, seed):
+def test_result_and_gradients(size, dtype, activation, with_affine, added, seed):
     x = maps(size, dtype, seed).requires_grad_()
     weight, bias = affine(size[1], with_affine)
-    residual = maps(size, dtype, seed + 2).requires_grad_() if with_residual else None
-    tensors = (x, weight, bias, residual)
+    residual = maps(size, dtype, seed + 2).requires_grad_() if added else None
+    tensors, last = (x, weight, bias, residual), added == "after"
     wide = doubled(*tensors)
-    y, right = ours(*tensors, activation), exact(*wide, activation)
+    y, right = ours(*tensors, activation, last), exact(*wide, activation, last)
     assert y.dtype == dtype
     assert close(y, right, ROUNDING[dtype])
     # A value within rounding of a kink has one slope or the other; its gradient is left out.
-    before = exact(*(t.detach() if t is not None else None for t in wide), "")
+    before = exact(*(t.detach() if t is not None else None for t in ([*wide[:3], None] if last else wide)), "")
     kinks = {"relu": (0,), "leaky_relu": (0,), "hardswish": (-3, 3)}.get(activation, ())
     clear = torch.stack([(before - at).abs() > 0.05 for at in kinks] or [before == before]).all(0)
     grad = maps(size, dtype, seed + 1) * clear
@@ -94,15 +96,15 @@ def test_result_and_gradients(size, dtype, activation, with_affine, with_residua
         assert a.isfinite().all() if few else close(a, b, 20 * ROUNDING[dtype])
 
 
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_two_readers_give_their_gradients_apart(with_residual):
+@pytest.mark.parametrize(("with_residual", "last"), [(False, False), (True, False), (True, True)])
+def test_two_readers_give_their_gradients_apart(with_residual, last):
     size = (2, 24, 7, 6)
     x, (weight, bias) = maps(size).requires_grad_(), affine(24)
     residual = maps(size, seed=2).requires_grad_() if with_residual else None
     tensors = (x, weight, bias, residual)
     wide = doubled(*tensors)
-    right = exact(*wide, "relu")
-    one, other = normalise.TwiceRead.apply(*prepared(*tensors, "relu"))
+    right = exact(*wide, "relu", last)
+    one, other = normalise.TwiceRead.apply(*prepared(*tensors, "relu", last))
     assert torch.equal(one, other)
     weights = [maps(size, seed=seed) for seed in (3, 4)]
     leaves, doubles = ([t for t in given if t is not None] for given in (tensors, wide))
@@ -168,14 +170,14 @@ def test_the_result_may_be_changed_in_place():
     assert torch.equal(found, right)
 
 
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_operators_are_well_formed(with_residual):
+@pytest.mark.parametrize(("with_residual", "last"), [(False, False), (True, False), (True, True)])
+def test_operators_are_well_formed(with_residual, last):
     x, (weight, bias) = maps((2, 4, 5, 6)), affine(4)
     residual = maps((2, 4, 5, 6), seed=1) if with_residual else None
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    arguments = prepared(x.requires_grad_(), weight, bias, residual, "relu")
+    arguments = prepared(x.requires_grad_(), weight, bias, residual, "relu", last)
     torch.library.opcheck(normalise.batch_norm_activation, arguments, test_utils=tests)
-    detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
+    detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments[:-1]]
     for second in (None, torch.ones_like(x.detach())):
         given = (torch.ones_like(x.detach()), second, *detached)
         torch.library.opcheck(normalise.batch_norm_activation_backward, given, test_utils=tests[:2])

@@ -14,15 +14,21 @@ from lowrank_cnn.system.errors import LowRankError
 ACTIVATIONS = ["relu", "leaky_relu", "leaky_relu:0.2", "silu", "gelu", "hardswish", None]
 
 
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("activation", "residual", "add_last"),
+    [
+        *((name, added, False) for name in ACTIVATIONS for added in (False, True)),
+        ("relu", True, True),
+        ("silu", True, True),
+    ],
+)
 @pytest.mark.parametrize("kernel", ["tiled", "stem", "gather"])
-def test_epilogues(layers, monkeypatch, kernel, activation, residual):
+def test_epilogues(layers, monkeypatch, kernel, activation, residual, add_last):
     """Bias, residual and activation of every plain kernel, with filters that fill no whole tile."""
     module = {"tiled": tiled, "stem": stem, "gather": gather}[kernel]
     layers.poison(monkeypatch, module)
     size = (2, 8 if kernel == "tiled" else 3, 5, 7)
-    how = {"activation": activation, "residual": residual}
+    how = {"activation": activation, "residual": residual, "add_last": add_last}
     x, weights, bias, problem, exact, added = layers.posed(size, [(3, 1, 8), (1, 3, 16)], **how)
     plan = {
         "tiled": KernelPlan("tiled", tiled.Tile(pixels=32, filters=16, depth=16)),

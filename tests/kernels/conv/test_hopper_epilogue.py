@@ -42,16 +42,17 @@ EPILOGUES = [
 ]
 
 
+@pytest.mark.parametrize("add_last", [False, True])
 @pytest.mark.parametrize(("size", "groups", "stride", "activation", "parts"), EPILOGUES)
 def test_a_residual_comes_through_the_memory_of_the_results(
-    emulated, hopper_model, size, groups, stride, activation, parts
+    emulated, hopper_model, size, groups, stride, activation, parts, add_last
 ):
-    x, weights, bias, options, problem = hopper_model.posed(size, groups, stride, activation, residual=True)
+    order = {"residual": True, "add_last": add_last}
+    x, weights, bias, options, problem = hopper_model.posed(size, groups, stride, activation, **order)
     residual = torch.randn(size[0], problem.filters, *problem.result_size)
     tile = HopperTile(pixels=32, filters=16, depth=16, boxes=2, slabs=2, parts=parts)
     hopper_model.poison(emulated)
     y = emulated.launch_hopper(problem, ConvTensors(x, pack_rows(weights, x.dtype), bias, residual=residual), tile)
-    exact = composite_reference(
-        x.double(), [w.double() for w in weights], bias.double(), residual=residual.double(), **options
-    )
+    numbers = (x.double(), [w.double() for w in weights], bias.double())
+    exact = composite_reference(*numbers, residual=residual.double(), add_last=add_last, **options)
     assert torch.linalg.norm(y - exact) < 1e-5 * torch.linalg.norm(exact)
