@@ -44,6 +44,7 @@ from lowrank_cnn.system.environment import environment
 
 KIND = "gpu-models"
 ROWS = (
+    "lowrank:vgg11-gmp/lr",
     "torchvision:resnet18/lr",
     "torchvision:resnet18/lr-join",
     "torchvision:resnet50/lr",
@@ -162,8 +163,10 @@ def _measure_row(row: str, options: argparse.Namespace, tell: Callable[[Found], 
 
 
 def created(name: str) -> nn.Module:
-    """A network of torchvision or timm; RepVGG as it is deployed, its branches merged."""
+    """A network of ours, torchvision or timm; RepVGG as it is deployed, its branches merged."""
     library, _, model = name.partition(":")
+    if library == "lowrank":
+        return lr.create_model(model, norm="batch")
     if library == "torchvision":
         return import_module("torchvision.models").get_model(model)
     reparameterize = import_module("timm.utils.model").reparameterize_model

@@ -71,6 +71,12 @@ def test_every_public_name_is_described(site: Path):
     assert not any("doc-symbol-module" in page for page in pages)
 
 
+def test_examples_of_docstrings_are_code(site: Path):
+    pages = [path.read_text() for path in site.glob("api/*.html")]
+    assert not any("<blockquote>" in page for page in pages)
+    assert sum(page.count('<span class="gp">&gt;&gt;&gt; </span>') for page in pages) > 100
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     if CHROMIUM is None:

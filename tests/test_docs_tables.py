@@ -435,3 +435,50 @@ def test_loaders_show_how_long_a_gpu_waits(blocks: ModuleType, put: Put) -> None
     assert cells(text, "shrunk once") == ["shrunk once", "100 (90 to 110)", "2.0"]
     assert "| shrunk once | 100 (90 to 110) | 2.0 | 25% |" in text
     assert "`net` alone trains on 4,000 images/s" in text
+
+
+def test_the_first_screen_shows_thin_dense_as_soon_as_it_is_recorded(blocks: ModuleType, put: Put):
+    times = {"dense, torch.compile": 3.0, "dense, optimize": 2.0, "low-rank, optimize": 1.0, "thin, optimize": 1.5}
+    row = {"row": "lowrank:vgg11-gmp/lr", "macs": {"dense": 7 * 10**9, "low-rank": 2 * 10**9, "thin": 2 * 10**9}}
+    row["inference"] = {"ms": {way: {"ms": ms} for way, ms in times.items()}}
+    put("gpu_models.json", {"runs": [{"environment": ENVIRONMENT, "rows": [row]}]})
+    speed = {"network": "nin-c3-lr", "batch": 256, "ms": 1.0, "dense_ms": 4.0, "tricks_ratio": 0.5}
+    rows = [{**speed, "mode": mode} for mode in ("inference", "training")]
+    put("gpu_speed.json", {"runs": [{"environment": ENVIRONMENT, "rows": rows}]})
+    for folder, names in (("cifar10", ("nin", "nin-c3-lr")), ("tiny-imagenet", ("vgg11-gmp", "vgg11-gmp-lr"))):
+        known = [{"part": "paper", "network": name, "top1": [0.5, 0.6]} for name in names]
+        put(f"{folder}/table.json", {"rows": known})
+    text = blocks.TABLES["headline"]()
+    assert cells(text, "`nin`, dense")[2:] == ["55.0%", "2.00 ms", "2.00 ms"]  # through our kernels
+    assert cells(text, "`vgg11-gmp`, dense")[2:] == ["55.0%", "2.00 ms", "not measured"]
+    assert cells(text, "`vgg11-gmp-lr`")[2:] == ["55.0%", "**1.00 ms**", "not measured"]
+    assert cells(text, "`vgg11-gmp`, thin dense")[1:] == ["2.00 G", "not trained", "1.50 ms", "not measured"]
+    assert "gpu_models.json" in text
+
+
+def test_the_first_screen_takes_dense_low_rank_and_thin_of_a_frontier(blocks: ModuleType, put: Put, tmp_path: Path):
+    from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, SeedRun
+
+    folder = tmp_path / "frontier" / "cifar10"
+    folder.mkdir(parents=True)
+    about: dict[str, Any] = dict.fromkeys(("network", "recipe", "precision", "device"), "")
+    found = Frontier(folder, {**about, "family": "nin", "data": {"name": "cifar10"}}, 1000)
+    found.environments.append(ENVIRONMENT)
+    kinds = (("dense", 1.0, 2.0, 900), ("lr", 1.0, 1.0, 890), ("lr-join", 1.0, 1.9, 899), ("dense", 0.5, 1.1, 880))
+    for scheme, width, ms, correct in kinds:
+        design = {"name": f"{scheme}@{width}", "scheme": scheme, "width": width, "matched": ""}
+        time = DesignTime(ms, ms, ms, 2.0, 256, "folded")
+        runs = [SeedRun(1, correct, 0, "", 3.0, 4.0, 1.0, 1.0, 0)]
+        found.rows.append(DesignRow(design, 10**9, 10**5, time, runs=runs))
+    found.save()
+    speed = {"batch": 256, "ms": 1.0, "dense_ms": 4.0}
+    names = ("vgg11-gmp-lr", "vgg11-gmp-lr-join")
+    rows = [{**speed, "network": name, "mode": mode} for name in names for mode in ("inference", "training")]
+    put("gpu_speed.json", {"runs": [{"environment": ENVIRONMENT, "rows": rows}]})
+    known = [{"part": "paper", "network": name, "top1": [0.5]} for name in ("vgg11-gmp", *names)]
+    put("tiny-imagenet/table.json", {"rows": known})
+    text = blocks.TABLES["headline"]()
+    assert cells(text, "`nin`, dense")[2:] == ["90.0%", "2.00 ms", "3.0 s"]
+    assert cells(text, "`nin, lr@1.0`")[2:] == ["89.0%", "**1.00 ms**", "3.0 s"]
+    assert cells(text, "`nin@0.5`, thin dense")[2:] == ["88.0%", "1.10 ms", "3.0 s"]
+    assert "lr-join@" not in text  # it takes nearly as long as the dense network

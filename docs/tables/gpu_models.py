@@ -38,10 +38,10 @@ def _table(mode: str) -> str:
     """Milliseconds of every way, and in brackets the ratio to dense by torch.compile."""
     names = [TRAINING.get(way, way) if mode == "training" else way for way in WAYS]
     rows, environments = [], []
-    for run, row in _strictest(mode):
-        rival = _time(row, mode, names[0])
+    for run, row in strictest(mode):
+        rival = milliseconds(row, mode, names[0])
         assert rival is not None
-        times = [_time(row, mode, way) for way in names]
+        times = [milliseconds(row, mode, way) for way in names]
         name, scheme = row["row"].partition(":")[2].split("/")
         ratio = f"{row['macs']['low-rank'] / row['macs']['dense']:.3f}"
         digits = 3 if rival < 1 else 2
@@ -54,21 +54,21 @@ def _table(mode: str) -> str:
     return markdown(["network, scheme", "MACs", *rivals, "low rank: ours"], rows) + source(FILE, *environments)
 
 
-def _strictest(mode: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def strictest(mode: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """For each row the run with the fastest rival, of those that got as far as the low-rank network."""
     found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for run in record(FILE)["runs"]:
         for row in run["rows"]:
-            rival = _time(row, mode, WAYS[0])
+            rival = milliseconds(row, mode, WAYS[0])
             if rival is None or not any(way.startswith("low-rank") for way in row[mode]["ms"]):
                 continue
             known = found.get(row["row"])
-            if known is None or rival <= (_time(known[1], mode, WAYS[0]) or 0):
+            if known is None or rival <= (milliseconds(known[1], mode, WAYS[0]) or 0):
                 found[row["row"]] = run, row
     return list(found.values())
 
 
-def _time(row: dict[str, Any], mode: str, way: str) -> float | None:
+def milliseconds(row: dict[str, Any], mode: str, way: str) -> float | None:
     """Milliseconds of a way: the median, in training of the fastest epoch."""
     time = row.get(mode, {}).get("ms", {}).get(way)
     return None if time is None else time["low" if mode == "training" else "ms"]

@@ -1,113 +1,224 @@
-"""The results of the first screen: dense beside low-rank, in milliseconds and points."""
+"""The results of the first screen: dense, low-rank and thin dense networks, in milliseconds and points."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from tables import form, frontier, gpu_models
 from tables.form import ROOT, markdown, record, source
 
+from lowrank_cnn.frontier.record import RECORD, DesignRow, Frontier, load_frontier
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
 
-_PAIRS = (("nin", "nin-c3-lr"), ("vgg11-gmp", "vgg11-gmp-lr"), ("vgg11-gmp", "vgg11-gmp-lr-join"))
-_PANELS = {"Network-in-Network, CIFAR-10": _PAIRS[:1], "VGG-11, Tiny-ImageNet accuracy, 224x224 time": _PAIRS[1:]}
+DENSE, LOW_RANK, THIN = "dense", "low-rank", "thin dense"
+PAPER = {"nin": ("nin-c3-lr",), "vgg11-gmp": ("vgg11-gmp-lr", "vgg11-gmp-lr-join")}
+PAPER_SETS = {
+    "nin": "NiN on CIFAR-10 (three seeds)",
+    "vgg11-gmp": "VGG-11 on 100 classes of Tiny-ImageNet (56x56 pixels, two seeds; timed at 224x224)",
+}
+FAMILY = {"nin": "nin", "vgg11-gmp": "vgg11"}
+TODAY = ("lowrank:vgg11-gmp/lr", "torchvision:resnet18/lr")
+AT_MOST = 0.8
+"""A low-rank network of a frontier is shown if it takes at most this share of the dense time."""
+TIMES = """Time: one NVIDIA H200, bf16, a batch of 256 images; training: one step (ms) or a whole run (s). Dense
+times are those of the fastest dense network we could build, through our own kernels where these are faster.
+"""
+THIN_NOTE = """Thin dense: the same network with fewer filters, as fast as the low-rank one or with as many MACs.
+"""
+
+
+@dataclass
+class Line:
+    """One network of the table; lines of one group stand in one panel of the picture."""
+
+    group: str
+    kind: str
+    name: str
+    macs: int
+    top1: float | None
+    ms: float
+    training: str
 
 
 def headline() -> str:
-    """Accuracy, MACs, inference and training step of the dense network and of its low-rank twins."""
-    runs = record("gpu_speed.json")["runs"]
-    accuracy = _accuracies()
-    rows: list[list[object]] = []
-    shown: set[str] = set()
-    used: list[dict[str, Any]] = []
-    for dense, low_rank in _PAIRS:
-        found = {mode: _newest(runs, low_rank, mode, used) for mode in ("inference", "training")}
-        for name in (dense, low_rank):
-            if name not in shown:
-                shown.add(name)
-                rows.append(_row(name, name == dense, found, accuracy))
-    columns = ["network", "MACs", "top-1", "inference", "training step"]
-    note = (
-        "\nTop-1: NiN on CIFAR-10, VGG-11 on 100 classes of Tiny-ImageNet (56x56 pixels); three and two seeds.\n"
-        "Time: one NVIDIA H200, bf16, 256 images (NiN 32x32, VGG-11 224x224). Dense times are those of the\n"
-        "fastest dense network without our kernels (cuDNN, torch.compile).\n"
-    )
-    return markdown(columns, rows) + note + source("gpu_speed.json", *used)
+    """Accuracy, MACs, inference and training of dense networks, low-rank twins and thin dense rivals."""
+    lines, sources = _lines()
+    rows: list[list[object]] = [
+        [_label(line), f"{line.macs / 1e9:.2f} G", _points(line), _bold(line, f"{line.ms:.2f} ms"), line.training]
+        for line in lines
+    ]
+    groups = dict.fromkeys(line.group for line in lines)
+    about = "\nTop-1: " + "; ".join(groups) + ".\n"
+    columns = ["network", "MACs", "top-1", "inference", "training"]
+    note = about + TIMES + (THIN_NOTE if any(line.kind == THIN for line in lines) else "")
+    return markdown(columns, rows) + note + "".join(source(name, *known) for name, known in sources.items())
 
 
-def _newest(runs: list[dict[str, Any]], name: str, mode: str, used: list[dict[str, Any]]) -> dict[str, Any]:
+def _label(line: Line) -> str:
+    return f"`{line.name}`" if line.kind == LOW_RANK else f"`{line.name}`, {line.kind}"
+
+
+def _points(line: Line) -> str:
+    return "not trained" if line.top1 is None else f"{line.top1:.1f}%"
+
+
+def _bold(line: Line, text: str) -> str:
+    return f"**{text}**" if line.kind == LOW_RANK else text
+
+
+def _lines() -> tuple[list[Line], dict[str, list[dict[str, Any]]]]:
+    """The networks in the order of the table, and the environments of each record."""
+    sources: dict[str, list[dict[str, Any]]] = {}
+    found = [load_frontier(path.parent) for path in sorted((form.RESULTS / frontier.FOLDER).glob(f"*/{RECORD}"))]
+    trios = [line for one in found for line in _of_frontier(one, sources)]
+    asked = {line.name for line in trios if line.kind == DENSE}
+    today = {name: list(_of_today(name, sources)) for name in TODAY}
+    timed = {lines[0].name for lines in today.values() if lines}
+    left = [dense for dense in PAPER if FAMILY[dense] not in asked and dense not in timed]
+    paper = [line for dense in left for line in _of_paper(dense, sources)]
+    return [*paper, *trios, *(line for lines in today.values() for line in lines)], sources
+
+
+def _of_paper(dense: str, sources: dict[str, list[dict[str, Any]]]) -> Iterator[Line]:
+    """The networks of the paper, beside the fastest dense network with our kernels or without."""
+    runs, shown = record("gpu_speed.json")["runs"], False
+    for low_rank in PAPER[dense]:
+        times = {mode: _newest(runs, low_rank, mode, sources) for mode in ("inference", "training")}
+        for name, kind in ((dense, DENSE), (low_rank, LOW_RANK))[shown:]:
+            macs, top1 = _accuracy(name)
+            ms, step = (_fastest_dense(row) if kind == DENSE else row["ms"] for row in times.values())
+            yield Line(PAPER_SETS[dense], kind, name, macs, top1, ms, f"{step:.2f} ms")
+        shown = True
+
+
+def _fastest_dense(row: dict[str, Any]) -> float:
+    """The dense network by its fastest way without our kernels, or through them where that is faster."""
+    return min(row["dense_ms"], row["ms"] / row["tricks_ratio"] if "tricks_ratio" in row else row["dense_ms"])
+
+
+def _newest(runs: list[dict[str, Any]], name: str, mode: str, sources: dict[str, Any]) -> dict[str, Any]:
     for run in reversed(runs):
         for row in run["rows"]:
             if (row["network"], row["mode"], row["batch"]) == (name, mode, 256):
-                if run["environment"] not in used:
-                    used.append(run["environment"])
+                _add(sources, "gpu_speed.json", run["environment"])
                 return row
     raise KeyError(f"no {mode} time of {name}")
 
 
-def _row(name: str, dense: bool, found: dict[str, dict[str, Any]], accuracy: dict[str, Any]) -> list[object]:
-    macs, top1 = accuracy[name]
-    label = f"`{name}`, dense" if dense else f"`{name}`"
-    times = [f"{found[mode]['dense_ms' if dense else 'ms']:.2f} ms" for mode in ("inference", "training")]
-    times = times if dense else [f"**{time}**" for time in times]
-    return [label, f"{macs / 1e9:.2f} G", f"{100 * top1:.1f}%", *times]
+def _add(sources: dict[str, Any], name: str, environment: dict[str, Any]) -> None:
+    known = sources.setdefault(name, [])
+    if environment not in known:
+        known.append(environment)
 
 
-def _accuracies() -> dict[str, tuple[int, float]]:
+def _accuracy(name: str) -> tuple[int, float]:
     """MACs at the size that is timed, and the mean accuracy of the recorded runs."""
-    found: dict[str, tuple[int, float]] = {}
-    for folder in ("cifar10", "tiny-imagenet"):
-        for row in record(f"{folder}/table.json")["rows"]:
-            if row["part"] == "paper":
-                with torch.device("meta"):
-                    network = create_model(row["network"])
-                size = (3, 32, 32) if row["network"].startswith("nin") else network.input_size
-                mean = sum(row["top1"]) / len(row["top1"])
-                found[row["network"]] = count(network, size).macs, mean
-    return found
+    folder = "cifar10" if name.startswith("nin") else "tiny-imagenet"
+    rows = record(f"{folder}/table.json")["rows"]
+    top1 = next(row["top1"] for row in rows if (row["part"], row["network"]) == ("paper", name))
+    with torch.device("meta"):
+        network = create_model(name)
+    size = (3, 32, 32) if name.startswith("nin") else network.input_size
+    return count(network, size).macs, 100 * sum(top1) / len(top1)
+
+
+def _of_frontier(found: Frontier, sources: dict[str, Any]) -> Iterator[Line]:
+    """The dense network, the most accurate low-rank one that is clearly faster, and thin dense of equal time."""
+    rows = [row for row in found.rows if row.runs and row.timing]
+    dense = next((row for row in rows if row.dense and row.design["width"] == 1), None)
+    faster = [row for row in rows if not row.dense and row.timing and row.timing.ratio <= AT_MOST]
+    if dense is None or not faster:
+        return
+    best = max(faster, key=lambda row: _mean(found, row))
+    thin = [row for row in rows if row.dense and row is not dense]
+    rival = min(thin, key=lambda row: abs(_ratio(row) - _ratio(best)), default=None)
+    family, data = found.about["family"], found.about["data"]["name"]
+    for row, kind in ((dense, DENSE), (best, LOW_RANK), (rival, THIN)):
+        if row is not None:
+            about = f"{family} on {data} (mean of {len(row.runs)} seeds)"
+            seconds = sorted(run.seconds for run in row.runs)[len(row.runs) // 2]
+            name = family if row.dense else f"{family}, {row.name}"
+            name = f"{name}@{row.design['width']:g}" if kind == THIN else name
+            assert row.timing is not None
+            yield Line(about, kind, name, row.macs, _mean(found, row), row.timing.ms, f"{seconds:.1f} s")
+    for known in found.environments:
+        _add(sources, f"{frontier.FOLDER}/{found.folder.name}/{RECORD}", known)
+
+
+def _mean(found: Frontier, row: DesignRow) -> float:
+    return 100 * sum(run.correct for run in row.runs) / len(row.runs) / found.images
+
+
+def _ratio(row: DesignRow) -> float:
+    return row.timing.ratio if row.timing else 0.0
+
+
+def _of_today(name: str, sources: dict[str, Any]) -> Iterator[Line]:
+    """A network of `gpu_models.json`, dense, low-rank and thin, through `optimize` and `fit` in turns."""
+    if not form.recorded(gpu_models.FILE):
+        return
+    times = {
+        mode: {row["row"]: (run, row) for run, row in gpu_models.strictest(mode)}
+        for mode in ("inference", "training")
+    }
+    if name not in times["inference"]:
+        return
+    run, row = times["inference"][name]
+    _add(sources, gpu_models.FILE, run["environment"])
+    network, scheme = name.partition(":")[2].split("/")
+    trained = times["training"].get(name, ({}, {}))[1]
+    group = PAPER_SETS.get(network, f"{network} was not trained (1000 classes, 224x224)")
+    for kind, key in ((DENSE, "dense"), (LOW_RANK, "low-rank"), (THIN, "thin")):
+        if time := gpu_models.milliseconds(row, "inference", f"{key}, optimize"):
+            step = gpu_models.milliseconds(trained, "training", f"{key}, fit")
+            label = f"{network}-{scheme}" if kind == LOW_RANK else network
+            top1 = _accuracy(label)[1] if network in PAPER and kind != THIN else None
+            training = f"{step:.2f} ms" if step else "not measured"
+            yield Line(group, kind, label, row["macs"][key], top1, time, training)
 
 
 def draw(path: Path) -> None:
-    """Draw accuracy against milliseconds, with a line from each dense network to its low-rank twins."""
+    """Draw accuracy against milliseconds, with a line from each dense network to the others."""
     vl_convert = importlib.import_module("vl_convert")
-    runs, accuracy = record("gpu_speed.json")["runs"], _accuracies()
-    charts = [_chart(title, pairs, runs, accuracy) for title, pairs in _PANELS.items()]
+    lines = [line for line in _lines()[0] if line.top1 is not None]
+    charts = [_chart(group, [line for line in lines if line.group == group]) for group in _groups(lines)]
     config = {"font": "system-ui, sans-serif", "axis": {"labelFontSize": 12, "titleFontSize": 13}}
     config |= {"title": {"fontSize": 14}, "background": "white", "view": {"stroke": "#ccc"}}
     path.write_text(vl_convert.vegalite_to_svg({"hconcat": charts, "config": config}))
 
 
-def _chart(title: str, pairs: Any, runs: list[dict[str, Any]], accuracy: dict[str, Any]) -> dict[str, Any]:
-    points, arrows = {}, []
-    for dense, low_rank in pairs:
-        row = _newest(runs, low_rank, "inference", [])
-        ends = [(dense, "dense", row["dense_ms"]), (low_rank, "low-rank", row["ms"])]
-        for name, kind, ms in ends:
-            points[name] = {"name": name, "kind": kind, "ms": ms, "top1": 100 * accuracy[name][1]}
-        start, end = points[dense], points[low_rank]
-        arrows.append({"ms": start["ms"], "top1": start["top1"], "ms2": end["ms"], "top2": end["top1"]})
-    tops, longest = [point["top1"] for point in points.values()], max(point["ms"] for point in points.values())
+def _groups(lines: list[Line]) -> list[str]:
+    return list(dict.fromkeys(line.group for line in lines))
+
+
+def _chart(group: str, lines: list[Line]) -> dict[str, Any]:
+    values = [{"name": line.name, "kind": line.kind, "ms": line.ms, "top1": line.top1} for line in lines]
+    start, *ends = values
+    arrows = [{"ms": start["ms"], "top1": start["top1"], "ms2": end["ms"], "top2": end["top1"]} for end in ends]
+    tops, longest = [line.top1 or 0.0 for line in lines], max(line.ms for line in lines)
     times, shares = [0, 1.15 * longest], [min(tops) - 1, max(tops) + 1]  # so that a tenth of a point looks small
     x = {"field": "ms", "type": "quantitative", "title": "milliseconds for 256 images", "scale": {"domain": times}}
     y = {"field": "top1", "type": "quantitative", "title": "top-1, %", "scale": {"domain": shares}}
-    shapes = {"domain": ["dense", "low-rank"], "range": ["circle", "square"]}
+    kinds = [kind for kind in (DENSE, LOW_RANK, THIN) if kind in {line.kind for line in lines}]
+    shapes = {"domain": kinds, "range": ["circle", "square", "diamond"][: len(kinds)]}
+    colours = {"domain": kinds, "range": ["#d55e00", "#0072b2", "#6a6a6a"][: len(kinds)]}
     shape = {"field": "kind", "type": "nominal", "title": None, "scale": shapes}
-    colours = {"domain": ["dense", "low-rank"], "range": ["#d55e00", "#0072b2"]}
     colour = {"field": "kind", "type": "nominal", "title": None, "scale": colours}
-    values = list(points.values())
-    text = {"type": "text", "dy": -12, "fontSize": 12}
     layers = [
         {"data": {"values": arrows}, "mark": {"type": "rule", "color": "#888", "strokeDash": [4, 3]},
          "encoding": {"x": x, "y": y, "x2": {"field": "ms2"}, "y2": {"field": "top2"}}},
         {"data": {"values": values}, "mark": {"type": "point", "filled": True, "size": 120, "opacity": 1},
          "encoding": {"x": x, "y": y, "color": colour, "shape": shape}},
-        {"data": {"values": values}, "mark": text,
+        {"data": {"values": values}, "mark": {"type": "text", "dy": 18, "fontSize": 12},
          "encoding": {"x": x, "y": y, "text": {"field": "name"}}},
     ]  # fmt: skip
-    return {"title": title, "width": 330, "height": 220, "layer": layers}
+    return {"title": group.partition(" (")[0], "width": 330, "height": 220, "layer": layers}
 
 
 if __name__ == "__main__":

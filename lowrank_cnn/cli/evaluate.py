@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -67,7 +68,8 @@ def evaluate_command(
     """
     from lowrank_cnn.cli.source import is_path
     from lowrank_cnn.data import open_data
-    from lowrank_cnn.train.evaluation import evaluate
+    from lowrank_cnn.data.readers.read_options import parse_image_size
+    from lowrank_cnn.train.evaluation import evaluate, held_out_images
     from lowrank_cnn.train.score import TOP_FIVE
     from lowrank_cnn.train.trained import Trained, load_pretrained
 
@@ -75,12 +77,14 @@ def evaluate_command(
         raise LowRankError("--best is for runs: the package has one version of its own weights.")
     if pretrained and is_path(model):
         raise LowRankError(f"{model} has weights of its own: --pretrained is for networks by name.")
-    shared = {"bad": bad, "limit": limit, "class_names": class_names, "progress": not as_json}
-    reading = partial(open_data, data, only_test=True, **shared)
+    shared = {"bad": bad, "class_names": class_names, "progress": not as_json}
+    reading = partial(open_data, data, only_test=True, limit=limit, **shared)
     images = reading(image_size=image_size)
     trained = load_pretrained(model, pretrained) if pretrained else _find(model, best, images, into, trusted)
     if isinstance(trained, Trained):
-        images = _as_in_training(trained, images, image_size, reading)
+        fits = image_size is None or parse_image_size(image_size) == tuple(trained.image[1:])
+        again = held_out_images(trained, data, **shared) if fits else None
+        images = _told_held_out(again, limit) if again else _as_in_training(trained, images, image_size, reading)
     result = evaluate(trained, images, device=device, workers=workers, progress=not as_json)
     details = result.details
     assert details is not None
@@ -217,6 +221,15 @@ def _guessing(name: str) -> str:
 
     places = ["a run's directory", *(f"--pretrained {data}" for known, data in list_pretrained() if known == name)]
     return f"{name} by name has fresh weights, which can only guess: for trained ones give {' or '.join(places)}."
+
+
+def _told_held_out(images: Data, limit: int | None) -> Data:
+    """The images that training held out, and a line that says so."""
+    from lowrank_cnn.data.readers.splits import fewer
+
+    line = f"The network was trained on {images.name}: these are the {len(images.test):,} images held out of it."
+    errors.print(line, markup=False, soft_wrap=True)
+    return replace(images, test=fewer(images.test, limit))
 
 
 def _as_in_training(trained: Trained, images: Data, asked: str | None, reopen: Callable[..., Data]) -> Data:

@@ -256,11 +256,20 @@ def _next_command(record: Record, out: Path, data: str, source: str) -> str:
     return shlex.join(["lowrank", "evaluate", str(out), "--data", data, *([] if ours else ["--into", source])])
 
 
+def _told(recipe: Recipe) -> str:
+    """The name, the usual settings, and every field that has not the default of all recipes."""
+    from lowrank_cnn.train.recipe import Recipe
+
+    values, defaults = recipe.to_dict(), Recipe().to_dict()
+    shown = {"batch_size", "epochs", "lr", "optimizer", "schedule"}
+    told = [f"{field}={value}" for field, value in values.items() if field in shown or value != defaults[field]]
+    return "  ".join([recipe.name, *(text for text in told if not text.startswith("name="))])
+
+
 def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str) -> None:
     if not first_process():
         return
-    fields = "  ".join(f"{field}={value}" for field, value in recipe.to_dict().items())
-    console.print(f"Recipe: {fields}", markup=False)
+    console.print(f"Recipe: {_told(recipe)} (the record has every field)", markup=False)
     counts = f"{len(data.train):,} to train on, {len(data.test):,} to test on"
     size = f"{data.train.size[1]}x{data.train.size[2]} pixels" if data.train.size else "of many sizes"
     console.print(f"Images: {data.name}, {counts}, {len(data.classes)} classes, {size}", markup=False)

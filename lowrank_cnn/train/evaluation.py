@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +43,17 @@ def evaluate(
     `model` is a network, what `load_checkpoint` gives, or the path of what it reads. A network that was loaded or
     trained carries how its images are prepared. Any other takes the preprocessing given, or one fitted to the
     images as the recipe says. Classes are matched by name: the images may be of some of the network's classes.
+    `data` is opened, if it is a path. If it is the set that the network was trained on, without test images of its
+    own, only the images that training held out are used.
     The result's `details` have accuracies per class, the confusion matrix, the worst images and the calibration.
 
     >>> evaluate("runs/photos", "photos").top1  # doctest: +SKIP
     0.925
     """
-    data = data if isinstance(data, Data) else open_data(data, only_test=True)
+    source, data = data, data if isinstance(data, Data) else open_data(data, only_test=True)
     trained = model if isinstance(model, Trained) else _trained(model, data, preprocess, recipe)
+    if not isinstance(source, Data):
+        data = held_out_images(trained, source) or data
     places = match_classes(trained, data)
     _check_size(trained, data)
     data.check_labels(only_test=True)  # the training images need not be decoded
@@ -75,6 +80,22 @@ def evaluate(
             classes=trained.classes,
             describe=data.test.describe,
         )
+
+
+def held_out_images(trained: Trained, source: str | Path, **options: Any) -> Data | None:
+    """The set with the images to test on that training held out of it; None if it is not the set of that run.
+
+    The number trained on is the limit: a run with a limit then finds its own images again.
+    """
+    if not trained.held_out:
+        return None
+    split = trained.held_out["val_split"]
+    known = {"image_size": trained.size_option, "channels": trained.channels, "limit": trained.held_out["train"]}
+    try:
+        data = open_data(source, val_split=split["share"], val_seed=split["seed"], **known, **options)
+    except LowRankError:  # such as a set that has test images
+        return None
+    return data if data.digest == trained.held_out["digest"] else None
 
 
 def _relabelled(loader: Loader, places: Tensor, shown: ImageProgress) -> Iterator[tuple[Tensor, Tensor]]:

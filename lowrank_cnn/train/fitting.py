@@ -35,7 +35,7 @@ from lowrank_cnn.train.remarks import dropout_remarks, remarks
 from lowrank_cnn.train.score import Evaluation, LossEvaluation, check_fits
 from lowrank_cnn.train.short_runs import whiten_first_layer
 from lowrank_cnn.train.step import put_back
-from lowrank_cnn.train.trained import Trained
+from lowrank_cnn.train.trained import Trained, held_out_part
 from lowrank_cnn.train.trainer import Callback, Trainer
 
 
@@ -150,7 +150,8 @@ def _train(job: Job, saved: Checkpoint | None, *, log: Sequence[str], checkpoint
             callbacks=job.extras.callbacks,
         )
         if not isinstance(inputs.preprocess, AsGiven):
-            Trained(model, inputs.preprocess, recipe, job.data.classes, job.data.test.size or ()).attach()
+            image, held_out = job.data.test.size or (), held_out_part(job.about["data"])
+            Trained(model, inputs.preprocess, recipe, job.data.classes, image, held_out).attach()
         _resume(trainer, saved, shown)
         _run(trainer, shown, log)
     return trainer.record

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -160,18 +160,17 @@ class Logged(Progress):
         place = folder / IDENTITIES if folder else None
         known = _identities(place) if place and record.history else {}
         self.shown, self.epochs = shown, len(record.history)
-        self.loggers = [LOGGERS[name](record, folder, known.get(name)) for name in dict.fromkeys(names)]
-        identities = {name: each.identity for name, each in zip(dict.fromkeys(names), self.loggers, strict=True)}
-        if place and any(identities.values()):
-            write_json(place, {**known, **{name: own for name, own in identities.items() if own}})
+        self.loggers = {name: _started(name, record, folder, known.get(name)) for name in dict.fromkeys(names)}
+        identities = {name: own for name, logger in self.loggers.items() if (own := logger.identity)}
+        if place and identities:
+            write_json(place, {**known, **identities})
 
     def __enter__(self) -> Logged:
         self.shown.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for logger in self.loggers:
-            logger.close(failed=error[0] is not None)
+        self._each(lambda logger: logger.close(failed=error[0] is not None))
         self.shown.__exit__(*error)
 
     def due(self) -> bool:
@@ -185,13 +184,20 @@ class Logged(Progress):
 
     def epoch(self, row: Epoch, epochs: int) -> None:
         self.epochs = row.epoch
-        for logger in self.loggers:
-            logger.epoch(row)
+        self._each(lambda logger: logger.epoch(row))
         self.shown.epoch(row, epochs)
 
     def result(self, result: Mapping[str, Any]) -> None:
-        for logger in self.loggers:
-            logger.result(result, self.epochs)
+        self._each(lambda logger: logger.result(result, self.epochs))
+
+    def _each(self, call: Callable[[Logger], None]) -> None:
+        """Call every logger. One that fails, as when its server is gone, is dropped with a warning: the run goes on."""
+        for name, logger in list(self.loggers.items()):
+            try:
+                call(logger)
+            except Exception as error:
+                del self.loggers[name]
+                self.shown.say(f"Logging to {name} stopped ({_reason(error)}). The run goes on without it.")
 
 
 def check_loggers(names: Sequence[str]) -> None:
@@ -199,6 +205,22 @@ def check_loggers(names: Sequence[str]) -> None:
     for name in names:
         if name not in LOGGERS:
             raise LowRankError(f"there is no logger {name!r}: {nearest(name, LOGGERS)}")
+
+
+def _started(name: str, record: Record, folder: Path | None, identity: str | None) -> Logger:
+    """The logger, or one sentence where its client refuses: no login, no server, no store."""
+    try:
+        return LOGGERS[name](record, folder, identity)
+    except LowRankError:
+        raise
+    except Exception as error:
+        raise LowRankError(f"--log {name} could not start: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of a client's error; some write pages."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0].strip()
+    return line if len(line) <= 200 else f"{line[:197]}..."
 
 
 def _identities(path: Path) -> dict[str, Any]:

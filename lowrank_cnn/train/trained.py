@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ class Trained:
     """A network with the preprocessing of its images and the names of its classes.
 
     `image` is the size of the images it was trained on (channels, height, width) before any crop, or empty if they
-    differed in size.
+    differed in size. `held_out` says which images of its set it was not trained on, where the set came without
+    test images: the share and seed (`val_split`), the number trained on, and the digest of the set.
     """
 
     network: nn.Module
@@ -39,6 +40,7 @@ class Trained:
     recipe: Recipe
     classes: tuple[str, ...]
     image: tuple[int, ...] = ()
+    held_out: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def channels(self) -> int:
@@ -71,7 +73,7 @@ class Trained:
 
     def card(self) -> TrainingCard:
         """Everything but the weights, as a file stores it and the network carries it."""
-        data = {"classes": list(self.classes), "image": list(self.image)}
+        data = {"classes": list(self.classes), "image": list(self.image), **self.held_out}
         tensors = {name: tensor.clone() for name, tensor in self.preprocess.to_dict().items()}
         return TrainingCard({"recipe": self.recipe.to_dict(), "data": data}, tensors)
 
@@ -152,7 +154,12 @@ def _trained(network: nn.Module, preprocess: Mapping[str, Tensor], card: Mapping
     """From the tensors and the card that a run, a file or the package keeps."""
     data = card["data"]
     recipe, classes, image = Recipe.from_dict(card["recipe"]), tuple(data["classes"]), tuple(data["image"])
-    return Trained(network, preprocess_from_dict(preprocess), recipe, classes, image).attach()
+    return Trained(network, preprocess_from_dict(preprocess), recipe, classes, image, held_out_part(data)).attach()
+
+
+def held_out_part(data: Mapping[str, Any]) -> dict[str, Any]:
+    """From the description of a run's data, what finds its held-out images again; empty where it held out none."""
+    return {key: data[key] for key in ("digest", "train", "val_split")} if data.get("val_split") else {}
 
 
 def carried_by(network: nn.Module) -> Trained | None:

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowrank_cnn.data import ResidentSplit
+from lowrank_cnn.data import ResidentSplit, open_data
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import load_record
+from lowrank_cnn.train.evaluation import evaluate
 
 pytestmark = pytest.mark.usefixtures("squares")
 SMALL = ("--width", "0.1", "--epochs", "1", "--batch-size", "16", "--set", "crop=14", "--device", "cpu")
@@ -31,6 +32,30 @@ def test_train_evaluate_predict(lowrank, train_small, tmp_path):
     answer = lowrank("predict", tmp_path / "run", tmp_path / "a.png", "--device", "cpu", "--json")
     [prediction] = json.loads(answer.output)
     assert {c["class"] for c in prediction["classes"]} == {"dark", "bright"}
+
+
+@pytest.mark.parametrize("limit", [(), ("--limit", "24")])
+def test_a_flat_folder_is_evaluated_on_the_images_that_training_held_out(lowrank, tmp_path, monkeypatch, limit):
+    monkeypatch.setattr("lowrank_cnn.data.open_data", open_data)  # real images, not the squares
+    image = pytest.importorskip("PIL.Image")
+    photos, run, shades = tmp_path / "photos", tmp_path / "run", {"dark": 20, "bright": 200}
+    for name, shade in shades.items():
+        (photos / name).mkdir(parents=True)
+        for number in range(20):
+            image.new("L", (16, 16), shade + number).save(photos / name / f"{number}.png")
+    done = lowrank("train", "nin-c3-lr", "--data", photos, *SMALL, *limit, "--out", run)
+    assert done.exit_code == 0, done.output
+    again = lowrank("evaluate", run, "--data", photos, "--device", "cpu", "--json")
+    record = load_record(run)
+    assert json.loads(again.stdout)["n"] == record.data["test"] == 8
+    assert json.loads(again.stdout)["top1"] == record.result["top1"]
+    assert "these are the 8 images held out of it" in again.stderr
+    exported = tmp_path / "net.safetensors"
+    assert lowrank("export", run, exported).exit_code == 0
+    assert json.loads(lowrank("evaluate", exported, "--data", photos, "--json").stdout)["n"] == 8
+    assert evaluate(run, photos, device="cpu", progress=False).n == 8
+    image.new("L", (16, 16), 9).save(photos / "dark" / "new.png")  # now it is another set, used as a whole
+    assert json.loads(lowrank("evaluate", run, "--data", photos, "--json").stdout)["n"] == 41
 
 
 def test_evaluation_brings_images_to_the_size_of_training(lowrank, train_small, squares, tmp_path, monkeypatch):

@@ -309,7 +309,7 @@ def test_the_first_hour_with_ones_own_photographs(lowrank, photographs, tmp_path
     assert evaluated.exit_code == 0, (evaluated.output, evaluated.exception)
     assert "calibration" in evaluated.output
     only = lowrank("evaluate", run, "--data", photographs, "--device", "cpu", "--json", "--limit", "4")
-    assert json.loads(only.output)["n"] == 4
+    assert json.loads(only.stdout)["n"] == 4
     (photographs / "dark" / "broken.png").write_bytes(b"no image")
     asked = lowrank("predict", run, photographs, "--device", "cpu", "--json")
     assert asked.exit_code == 1

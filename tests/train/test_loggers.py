@@ -118,6 +118,28 @@ def test_a_client_that_is_not_installed_is_named(driver, monkeypatch, name: str)
         driver.train(None, driver.PLAIN, log=name)
 
 
+def test_a_client_that_cannot_start_is_one_sentence(driver, calls, monkeypatch):
+    def refuse(**options: Any) -> None:
+        raise ValueError("No API key configured.\nA second line.")
+
+    monkeypatch.setattr("wandb.init", refuse)
+    with pytest.raises(LowRankError, match=r"^--log wandb could not start: No API key configured\.$"):
+        driver.train(None, driver.PLAIN, log="wandb")
+
+
+def test_a_server_that_goes_away_does_not_end_the_run(driver, tmp_path, calls, monkeypatch, capsys):
+    def lost(values: Any, step: int) -> None:
+        if step == 2:
+            raise ConnectionError("server lost")
+
+    monkeypatch.setattr("mlflow.log_metrics", lost)
+    _, record = driver.train(tmp_path, driver.PLAIN, log=("mlflow", "trackio"), progress=True)
+    assert len(record.history) == 3
+    assert "Logging to mlflow stopped (server lost)." in capsys.readouterr().out
+    assert [call["step"] for call in of(calls, "trackio.log")] == [1, 2, 3, 3]
+    assert of(calls, "mlflow.end_run") == []
+
+
 def test_mistakes_are_one_sentence(driver):
     with pytest.raises(LowRankError, match="no logger 'wandbb': did you mean wandb"):
         driver.train(None, driver.PLAIN, log="wandbb")

@@ -104,8 +104,9 @@ def with_limit(data: Data, options: ReadOptions) -> Data:
         raise LowRankError(
             f"{data.name} has images of {channels}x{height}x{width}, which image_size and channels do not change."
         )
-    return replace(data, train=_fewer(data.train, options.limit), test=_fewer(data.test, options.limit))
+    return replace(data, train=fewer(data.train, options.limit), test=fewer(data.test, options.limit))
 
 
-def _fewer(split: Split, limit: int | None) -> Split:
+def fewer(split: Split, limit: int | None) -> Split:
+    """At most `limit` images of a split, class by class in proportion."""
     return split if limit is None else split.subset(stratified(split.labels, limit, seed=0))

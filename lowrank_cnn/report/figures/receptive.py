@@ -36,14 +36,14 @@ def draw_receptive_field(_name: str, options: FigureOptions) -> Figure:
     for axes, (name, field) in zip(panels, fields, strict=True):
         # The square root lifts the faint rim, where the twins differ.
         image = axes.imshow(field.sqrt().numpy(), cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
-        axes.set_title(name, fontsize=9)
-        held = f"{area(field):,} of {field.numel():,} pixels"
-        axes.set_xlabel(f"pixels across; {held} hold {SHARE:.0%} of the gradient", fontsize=8)
+        held = f"{area(field):,} of {field.numel():,} pixels hold {SHARE:.0%}"
+        axes.set_title(f"{name}\n{held}", fontsize=9)
+        axes.set_xlabel("pixels across", fontsize=8)
         axes.set_ylabel("pixels down" if axes is panels[0] else "", fontsize=8)
         axes.grid(False)
         axes.tick_params(labelsize=7.5)
     bar = figure.colorbar(image, ax=panels, orientation="horizontal", shrink=0.5, aspect=40, pad=0.04)
-    bar.set_label("gradient of the centre output, root scale", fontsize=8)
+    bar.set_label("absolute gradient of the centre output, root scale", fontsize=8)
     return figure
 
 
