@@ -10,10 +10,8 @@ import torch
 
 from lowrank_cnn.system.errors import LowRankError
 
-PINNED = (
-    f"torch=={torch.__version__.partition('+')[0]}\n"
-    in (Path(__file__).parents[2] / "constraints.txt").read_text()
-)
+PINS = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+PINNED = f"torch=={torch.__version__.partition('+')[0]}" in PINS
 
 
 @pytest.hookimpl(wrapper=True)

@@ -56,10 +56,10 @@ class ExecuTorchRunner(PerImageRunner):
         except RuntimeError as error:
             if "does not have a device" not in str(error):
                 raise
-            # The runtime misreads tensors of another torch than it was compiled with; its package does not say which.
-            installed = f"executorch {version('executorch')} was built for another torch than {torch.__version__}"
+            # The runtime misreads tensors of another torch than its own, which its package does not name.
             raise LowRankError(
-                f"the installed {installed}: install the two versions that belong together."
+                f"the installed executorch {version('executorch')} was built for another torch than "
+                f"{torch.__version__}: install versions of the two that belong together."
             ) from error
 
 

@@ -22,5 +22,5 @@ def test_a_runtime_built_for_another_torch_is_named():
     pytest.importorskip("executorch")
     runner = object.__new__(ExecuTorchRunner)
     runner.method = Mismatched()
-    with pytest.raises(LowRankError, match="executorch .* was built for another torch than"):
+    with pytest.raises(LowRankError, match=r"executorch .* was built for another torch than"):
         runner._run_image([np.zeros((3, 4, 4), np.float32)])
