@@ -119,8 +119,9 @@ def export_command(
 def _print_merging(rows: Any, macs: dict[str, int]) -> None:
     folded = sum(row.error is not None for row in rows)
     console.print(f" {folded} layers merged; {si(macs['before'])} MACs before, {si(macs['after'])} after.")
-    for reason, names in _by_reason(rows).items():
-        console.print(f" Not merged ({reason}): {', '.join(names)}.", markup=False)
+    for reason in dict.fromkeys(row.reason for row in rows if row.reason):
+        names = ", ".join(row.name for row in rows if row.reason == reason)
+        console.print(f" Not merged ({reason}): {names}.", markup=False)
 
 
 def _place(path: Path | None, out: Path | None, to: str | None, model: str) -> Path:
@@ -189,12 +190,3 @@ def _image_for(network: torch.nn.Module, size: tuple[int, ...]) -> torch.Tensor:
     from lowrank_cnn.models.files import dtype_of
 
     return torch.randn(2, *size, generator=torch.Generator().manual_seed(0)).to(dtype_of(network))
-
-
-def _by_reason(rows: Any) -> dict[str, list[str]]:
-    """The names of layers that were not merged, by the reason."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        if row.reason:
-            found.setdefault(row.reason, []).append(row.name)
-    return found

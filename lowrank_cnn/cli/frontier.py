@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, median_high, stdev
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,13 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Which networks are trained and timed, and how often."""
+    """The fields of `FrontierPlan`: which networks are trained and timed, and how often."""
 
-    design: Annotated[
+    designs: Annotated[
         list[str] | None,
-        typer.Option(help="A scheme, or a design (lr-late, strips5, ...); @0.75 sets a width. Repeatable."),
+        typer.Option(
+            "--design", help="A scheme, or a design (lr-late, strips5, ...); @0.75 sets a width. Repeatable."
+        ),
     ] = None
-    width: Annotated[list[float] | None, typer.Option(help="A width of the dense network; repeatable.")] = None
+    widths: Annotated[
+        list[float] | None, typer.Option("--width", help="A width of the dense network; repeatable.")
+    ] = None
     widen: Annotated[
         list[str] | None, typer.Option(help="Also widen designs to the dense network's macs, or time; repeatable.")
     ] = None
@@ -36,13 +41,13 @@ class PlanOptions:
         typer.Option(help="Add thin dense networks with each design's macs, or time; none for neither."),
     ] = None
     seeds: Annotated[int, typer.Option(min=0, help="Runs of each network.")] = 8
-    rate: Annotated[
+    rates: Annotated[
         list[float] | None,
-        typer.Option(help="Try this factor of the learning rate, on held-out images; repeatable."),
+        typer.Option("--rate", help="Try this factor of the learning rate, on held-out images; repeatable."),
     ] = None
     tries: Annotated[int, typer.Option(min=1, help="Runs of each factor.")] = 1
     batch: Annotated[int, typer.Option(min=0, help="Images in a timed batch; 0 times nothing.")] = 256
-    compile_: Annotated[bool, typer.Option("--compile/--no-compile", help="Let torch.compile compete.")] = True
+    compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Let torch.compile compete.")] = True
     repeats: Annotated[int, typer.Option(min=3, help="Runs per median time.")] = 21
     base: Annotated[float, typer.Option(help="Width of the family's network to call 1; less for a miniature.")] = (
         1.0
@@ -53,24 +58,13 @@ class PlanOptions:
     budget: Annotated[float, typer.Option(help="Start no new run after this many seconds.")] = float("inf")
 
     def plan(self) -> FrontierPlan:
-        """The options as the library takes them."""
-        from lowrank_cnn.frontier.plan import MATCHES, FrontierPlan
+        from lowrank_cnn.frontier.plan import FrontierPlan
 
-        return FrontierPlan(
-            designs=tuple(self.design or ()),
-            widths=tuple(self.width or ()),
-            widen=tuple(self.widen or ()),
-            match=MATCHES if self.match is None else tuple(name for name in self.match if name != "none"),
-            seeds=self.seeds,
-            rates=tuple(self.rate or ()),
-            tries=self.tries,
-            batch=self.batch,
-            compile=self.compile_,
-            repeats=self.repeats,
-            base=self.base,
-            teacher=self.teacher,
-            budget=self.budget,
-        )
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        if "none" in lists.get("match", ()):
+            lists["match"] = ()
+        return FrontierPlan(**(given | lists))
 
 
 @grouped
@@ -104,7 +98,7 @@ def frontier_command(
     from lowrank_cnn.train.settings import parse_settings
 
     find_family(family)
-    for text in networks.design or []:
+    for text in networks.designs or []:
         find_design(text)  # refuse it before images are read
     if data is None:
         return _show(load_frontier(out), as_json)
@@ -178,12 +172,8 @@ def _entry(found: Frontier, row: DesignRow) -> dict[str, object]:
 
 def _line(found: Frontier, row: DesignRow) -> tuple[object, ...]:
     shares = [100 * run.correct / found.images for run in row.runs]
-    mean = sum(shares) / len(shares) if shares else None
-    spread = (
-        (sum((s - mean) ** 2 for s in shares) / (len(shares) - 1)) ** 0.5 if mean and len(shares) > 1 else None
-    )
-    accuracy = "" if mean is None else f"{mean:.2f}" + (f" ± {spread:.2f}" if spread is not None else "")
-    seconds = sorted(run.seconds for run in row.runs)
+    accuracy = f"{mean(shares):.2f}" if shares else ""
+    accuracy += f" ± {stdev(shares):.2f}" if len(shares) > 1 else ""
     ms = ("", "") if row.timing is None else (f"{row.timing.ms:.3f}", f"{row.timing.ratio:.2f}")
-    took = f"{seconds[len(seconds) // 2]:.1f}" if seconds else ""
+    took = f"{median_high(run.seconds for run in row.runs):.1f}" if row.runs else ""
     return row.name, si(row.macs), si(row.params), *ms, accuracy, len(shares), took

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,16 @@ class ExecuTorchRunner(PerImageRunner):
 
     def _run_image(self, inputs: list[ndarray]) -> list[ndarray]:
         given = [torch.from_numpy(array[None]) for array in inputs]
-        return [result[0].numpy() for result in self.method.execute(given)]
+        try:
+            return [result[0].numpy() for result in self.method.execute(given)]
+        except RuntimeError as error:
+            if "does not have a device" not in str(error):
+                raise
+            # The runtime misreads tensors of another torch than its own, which its package does not name.
+            raise LowRankError(
+                f"the installed executorch {version('executorch')} was built for another torch than "
+                f"{torch.__version__}: install versions of the two that belong together."
+            ) from error
 
 
 def write_executorch(folder: Path, stem: str, request: ExportRequest) -> Path:

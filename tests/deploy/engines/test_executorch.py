@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+
+from lowrank_cnn.deploy.engines.executorch import ExecuTorchRunner
+from lowrank_cnn.system.errors import LowRankError
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_file_gives_what_the_network_gives(precision: str, check_target):
     assert check_target("executorch", precision).is_file()
+
+
+def test_a_runtime_built_for_another_torch_is_named():
+    class Mismatched:
+        def execute(self, _: object) -> None:
+            raise RuntimeError("tensor does not have a device\nException raised from device_default")
+
+    pytest.importorskip("executorch")
+    runner = object.__new__(ExecuTorchRunner)
+    runner.method = Mismatched()
+    with pytest.raises(LowRankError, match=r"executorch .* was built for another torch than"):
+        runner._run_image([np.zeros((3, 4, 4), np.float32)])
