@@ -4,9 +4,10 @@
     python -m benchmarks.cpu_engines time --threads 2 --family vgg11-gmp # times them in turns, adds to the record
     python -m benchmarks.cpu_engines show                               # the fastest of each, and the ratios
 
-`prepare` exports every network to every engine in fp32, fp16 and int8 through `lr.export` and `lr.quantize`, which
-compare each file with the network. int8 is calibrated on random images: that changes no time. `time` opens the
-files by `open_engine`; torch runs beside them, eager and compiled. All ways of a family and precision run in
+`prepare` exports every network to every engine in fp32, fp16 and int8 through `lr.export` and `lr.quantize`,
+which compare each file with the network. A file holds a network for one image of one size. int8 is calibrated on a
+random image: that changes no time. `time` opens the files by `open_engine`; torch runs beside them, eager and
+compiled. All ways of a family and precision run in
 turns, with a rest between them; the record holds medians and quartiles, and no row whose quartiles lie far apart.
 The thin dense network has the MACs of the low-rank one (`lr.thin`).
 """
@@ -82,12 +83,13 @@ def prepare(options: argparse.Namespace) -> None:
 
 def write(net: nn.Module, size: tuple[int, ...], path: Path, precision: Any) -> None:
     start = time.perf_counter()
+    image = torch.randn(1, *size, generator=torch.Generator().manual_seed(0))
+    how: dict[str, Any] = {"dynamic": (), "overwrite": True}
     try:
         if precision == "int8":
-            images = torch.randn(4, *size, generator=torch.Generator().manual_seed(0))
-            error = lr.quantize(net, images, path, overwrite=True).error
+            error = lr.quantize(net, image, path, **how).error
         else:
-            error = lr.export(net, path, input_size=size, precision=precision, overwrite=True).error
+            error = lr.export(net, path, example_input=image, precision=precision, **how).error
         print(f"{path.name}: off by {error:.1e}, {time.perf_counter() - start:.0f} s", flush=True)
     except LowRankError as why:
         path.with_suffix(".refused").write_text(str(why))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.history import TrainingCard
 from lowrank_cnn.system.provenance import note, notes
 from lowrank_cnn.train.checkpoint import Checkpoint, CheckpointStore, read_checkpoint, read_state
+from lowrank_cnn.train.fake_int8 import Ranges, ranges_of
 from lowrank_cnn.train.inputs import augmentation
 from lowrank_cnn.train.recipe import Recipe
 
@@ -31,7 +32,7 @@ class Trained:
     """A network with the preprocessing of its images and the names of its classes.
 
     `image` is the size of the images it was trained on (channels, height, width) before any crop, or empty if they
-    differed in size.
+    differed in size. `ranges` are those of the layers' inputs, of a network trained with `quantize="int8"`.
     """
 
     network: nn.Module
@@ -39,6 +40,7 @@ class Trained:
     recipe: Recipe
     classes: tuple[str, ...]
     image: tuple[int, ...] = ()
+    ranges: Ranges = field(default_factory=dict)
 
     @property
     def channels(self) -> int:
@@ -73,7 +75,8 @@ class Trained:
         """Everything but the weights, as a file stores it and the network carries it."""
         data = {"classes": list(self.classes), "image": list(self.image)}
         tensors = {name: tensor.clone() for name, tensor in self.preprocess.to_dict().items()}
-        return TrainingCard({"recipe": self.recipe.to_dict(), "data": data}, tensors)
+        found = {"int8": {name: list(ends) for name, ends in self.ranges.items()}} if self.ranges else {}
+        return TrainingCard({"recipe": self.recipe.to_dict(), "data": data, **found}, tensors)
 
     def attach(self) -> Trained:
         """Let the network itself carry how its images are prepared, to `evaluate`, `predict` and `export`."""
@@ -105,7 +108,9 @@ def load_checkpoint(
     except RuntimeError as error:
         raise LowRankError(f"the weights in {path} are not those of {state['model']['name']}.") from error
     note(network, begun_from=path.name)
-    trained = _trained(network, checkpoint.part("preprocess"), state)
+    trained = _trained(
+        network, checkpoint.part("preprocess"), {**state, "int8": ranges_of(checkpoint.part("int8"))}
+    )
     return replace(trained, network=settle(network, trained.input_size)) if has_learned(network) else trained
 
 
@@ -144,7 +149,7 @@ def trained_of(stored: Stored) -> Trained | None:
         return None
     try:
         return _trained(stored.network, stored.preprocess, stored.card)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LowRankError("the file's card of its network is damaged: export the network again.") from error
 
 
@@ -152,7 +157,8 @@ def _trained(network: nn.Module, preprocess: Mapping[str, Tensor], card: Mapping
     """From the tensors and the card that a run, a file or the package keeps."""
     data = card["data"]
     recipe, classes, image = Recipe.from_dict(card["recipe"]), tuple(data["classes"]), tuple(data["image"])
-    return Trained(network, preprocess_from_dict(preprocess), recipe, classes, image).attach()
+    ranges = {str(name): (float(low), float(high)) for name, (low, high) in (card.get("int8") or {}).items()}
+    return Trained(network, preprocess_from_dict(preprocess), recipe, classes, image, ranges).attach()
 
 
 def carried_by(network: nn.Module) -> Trained | None:
