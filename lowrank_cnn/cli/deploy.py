@@ -79,6 +79,8 @@ def time_command(
         return print_json({"environment": environment(), "timings": [timing.to_dict() for timing in timings]})
     for timing in timings:
         _print_timing(timing)
+    if any(timing.device == "cpu" and timing.twin is not None for timing in timings):
+        _print_cpu_advice(models[0])
     if len(timings) > 2:
         r = correlation([t.macs for t in timings], [t.total.ms for t in timings])
         console.print(f" Over these networks, MACs and time correlate with r = {r:.3f}.")
@@ -93,7 +95,9 @@ def plan_command(
     threads: Threads = None,
     compile_: Annotated[bool, typer.Option("--compile", help="Try torch.compile too.")] = False,
     cache: Annotated[bool, typer.Option(help="Keep measured times for the next plan.")] = True,
-    twin: Annotated[bool, typer.Option(help="Compare with the dense network, optimised in the same way.")] = True,
+    twin: Annotated[
+        bool, typer.Option(help="Compare with the dense network; with --engine, thinned to the same MACs.")
+    ] = True,
     engine: Annotated[
         str | None,
         typer.Option(help="auto: time the installed engines (ONNX Runtime, OpenVINO, ncnn, ...); or one by name."),
@@ -131,7 +135,8 @@ def plan_command(
     if engine is not None:
         from lowrank_cnn.cli.engines import plan_engines
 
-        return plan_engines(source, source.size(parse_size(input_text)), engine, out, threads, as_json=as_json)
+        size = source.size(parse_size(input_text))
+        return plan_engines(source, size, engine, out, threads, twin=twin, as_json=as_json)
     device = resolve_device(device)
     network = source.network.eval().to(device)
     if batch < 1:
@@ -157,6 +162,8 @@ def plan_command(
         console.print(f" The dense network at its fastest ({held['choice']}): {held['twin_ms']:.2f} ms, in turns.")
         time, share = held["ms"] / held["twin_ms"], macs / held["macs"]
         console.print(f" This one takes {time:.3f} of its time, for {share:.3f} of its MACs.")
+    if device == "cpu":
+        _print_cpu_advice(model)
     return None
 
 
@@ -166,6 +173,16 @@ def _beside(fast: Any, rival: Any, image: torch.Tensor) -> dict[str, Any]:
 
     times = measure({"ours": lambda: fast(image), "rival": lambda: rival(image)}, cuda=image.is_cuda)
     return {"choice": rival.report.choice, "twin_ms": times["rival"].ms, "ms": times["ours"].ms}
+
+
+def _print_cpu_advice(model: str) -> None:
+    """Name the command that measures what torch alone cannot tell: engines, precisions, and the thin rival."""
+    console.print(
+        f" These are times of this runtime alone. `lowrank plan {model} --engine auto` times the installed "
+        "engines in fp32, fp16 and int8, beside a thinner dense network of the same MACs, and names the fastest.",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _print_timing(timing: Any) -> None:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -97,6 +97,10 @@ def train_command(
     precision: Annotated[
         str | None, typer.Option(help="auto, fp32, bf16 or fp16.", rich_help_panel=TRAINING)
     ] = None,
+    quantize: Annotated[
+        Literal["int8"] | None,
+        typer.Option(help="Train with rounded layers, for an export with --int8.", rich_help_panel=TRAINING),
+    ] = None,
     compile_: Compile = None,
     recompute: Recompute = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="The same as --log tensorboard.")] = False,
@@ -137,6 +141,7 @@ def train_command(
       lowrank train nin-c3-lr --data photos --out runs/photos --resume
       lowrank train vgg11-gmp --data photos --scheme "learned(kx1, 1xk, 1x1, kxk)" --macs 0.4 --out runs/shapes
       lowrank train vgg11-gmp --data photos --shapes runs/shapes/shapes.json --out runs/again
+      lowrank train runs/photos --data photos --quantize int8 --lr 0.001 --epochs 5 --out runs/int8
     """
     from lowrank_cnn.cli.learning import training_of
     from lowrank_cnn.cli.source import build_for, check_model, is_path
@@ -145,6 +150,7 @@ def train_command(
     from lowrank_cnn.train.opening import as_network_wants
 
     frequent = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "norm": norm, "precision": precision}
+    frequent["quantize"] = quantize
     resolved = _resolve(recipe, config_recipe(context), frequent, settings or [])
     scheme, train = training_of(scheme, shapes, macs=macs, latency=latency)
     options = {"scheme": scheme, "width": width, "stride": stride, "pretrained": pretrained}
