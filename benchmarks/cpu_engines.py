@@ -2,11 +2,13 @@
 
     python -m benchmarks.cpu_engines prepare                            # writes the files of all engines, once
     python -m benchmarks.cpu_engines time --threads 2 --family vgg11-gmp # times them in turns, adds to the record
+    python -m benchmarks.cpu_engines time --threads 2 --missing          # times what the record lacks
     python -m benchmarks.cpu_engines show                               # the fastest of each, and the ratios
 
-`prepare` exports every network to every engine in fp32, fp16 and int8 through `lr.export` and `lr.quantize`, which
-compare each file with the network. int8 is calibrated on random images: that changes no time. `time` opens the
-files by `open_engine`; torch runs beside them, eager and compiled. All ways of a family and precision run in
+`prepare` exports every network to every engine in fp32, fp16 and int8 through `lr.export` and `lr.quantize`,
+which compare each file with the network. A file holds a network for one image of one size. int8 is calibrated on a
+random image: that changes no time. `time` opens the files by `open_engine`; torch runs beside them, eager and
+compiled. All ways of a family and precision run in
 turns, with a rest between them; the record holds medians and quartiles, and no row whose quartiles lie far apart.
 The thin dense network has the MACs of the low-rank one (`lr.thin`).
 """
@@ -37,6 +39,8 @@ FAMILIES = {"vgg11-gmp": "vgg11-gmp-lr", "nin": "nin-c3-lr", "resnet18": "resnet
 """Dense networks and their low-rank twins."""
 WAYS = ("dense", "thin", "low-rank")
 ENGINES = {"onnxruntime": ".onnx", "openvino": ".xml", "ncnn": ".param", "mnn": ".mnn", "executorch": ".pte"}
+TORCH = ("torch", "torch.compile")
+"""Timed in fp32, from the network itself."""
 PACKAGES = ("onnxruntime", "openvino", "nncf", "ncnn", "pnnx", "MNN", "executorch", "torchao", "torch")
 PRECISIONS = ("fp32", "fp16", "int8")
 REST = 0.03
@@ -73,7 +77,7 @@ def prepare(options: argparse.Namespace) -> None:
     for family in options.family:
         for way in options.ways:
             net = network(family, way)
-            for engine in options.engines:
+            for engine in (engine for engine in options.engines if engine in ENGINES):
                 for precision in options.precisions:
                     path = place(options.folder, family, way, engine, precision)
                     if not path.exists() and not path.with_suffix(".refused").exists():
@@ -82,12 +86,13 @@ def prepare(options: argparse.Namespace) -> None:
 
 def write(net: nn.Module, size: tuple[int, ...], path: Path, precision: Any) -> None:
     start = time.perf_counter()
+    image = torch.randn(1, *size, generator=torch.Generator().manual_seed(0))
+    how: dict[str, Any] = {"dynamic": (), "overwrite": True}
     try:
         if precision == "int8":
-            images = torch.randn(4, *size, generator=torch.Generator().manual_seed(0))
-            error = lr.quantize(net, images, path, overwrite=True).error
+            error = lr.quantize(net, image, path, **how).error
         else:
-            error = lr.export(net, path, input_size=size, precision=precision, overwrite=True).error
+            error = lr.export(net, path, example_input=image, precision=precision, **how).error
         print(f"{path.name}: off by {error:.1e}, {time.perf_counter() - start:.0f} s", flush=True)
     except LowRankError as why:
         path.with_suffix(".refused").write_text(str(why))
@@ -95,27 +100,29 @@ def write(net: nn.Module, size: tuple[int, ...], path: Path, precision: Any) -> 
 
 
 def runs_of(family: str, precision: str, options: argparse.Namespace) -> dict[str, Callable[[], object]]:
-    """Every way to run a family in a precision, by "network|engine"."""
+    """Every way to run a family in a precision, by "network|engine"; with --missing, those without a row."""
     image = torch.randn(1, *size_of(family), generator=torch.Generator().manual_seed(1))
     pixels = image.numpy()
+    where = {"family": family, "precision": precision, "threads": options.threads}
+    rows = recorded(options.out) if options.missing else []
     found: dict[str, Callable[[], object]] = {}
-    for way in options.ways:
-        for engine in options.engines:
-            path = place(options.folder, family, way, engine, precision)
-            if path.exists():
-                runner = open_engine(path, threads=options.threads)
-                found[f"{way}|{engine}"] = lambda r=runner: r(pixels)
-        if precision == "fp32" and options.torch:
-            found |= {f"{way}|{name}": run for name, run in torch_runs(network(family, way), image).items()}
+    for way, engine in ((way, engine) for way in options.ways for engine in options.engines):
+        if best(rows, network=way, engine=engine, **where):
+            continue
+        if engine in TORCH and precision == "fp32":
+            found[f"{way}|{engine}"] = torch_run(network(family, way), image, compiled=engine != "torch")
+        elif engine in ENGINES and (path := place(options.folder, family, way, engine, precision)).exists():
+            runner = open_engine(path, threads=options.threads)
+            found[f"{way}|{engine}"] = lambda r=runner: r(pixels)
     return found
 
 
-def torch_runs(net: nn.Module, image: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Eager and compiled, both in channels_last."""
+def torch_run(net: nn.Module, image: torch.Tensor, *, compiled: bool) -> Callable[[], object]:
+    """A call of the network in channels_last, eager or compiled."""
     last = torch.channels_last
     net, image = net.to(memory_format=last), image.contiguous(memory_format=last)  # type: ignore[call-overload]
-    compiled: Any = torch.compile(net, options={"freezing": True}, dynamic=False)
-    return {"torch": lambda: net(image), "torch.compile": lambda: compiled(image)}
+    run: Any = torch.compile(net, options={"freezing": True}, dynamic=False) if compiled else net
+    return lambda: run(image)
 
 
 @torch.no_grad()
@@ -125,9 +132,10 @@ def time_families(options: argparse.Namespace) -> None:
         macs = {way: lr.count(network(family, way), size_of(family)).macs for way in options.ways}
         for precision in options.precisions:
             with torch_threads(options.threads):
-                samples = measure(
-                    runs_of(family, precision, options), repeats=options.repeats, budget=options.budget, rest=REST
-                )
+                runs = runs_of(family, precision, options)
+                if not runs:
+                    continue
+                samples = measure(runs, repeats=options.repeats, budget=options.budget, rest=REST)
             rows = []
             for key, sample in samples.items():
                 if sample.high - sample.low > MOST_SPREAD * sample.ms:
@@ -143,8 +151,13 @@ def time_families(options: argparse.Namespace) -> None:
                 )
 
 
+def recorded(path: Path) -> list[dict[str, Any]]:
+    """The rows of the record so far."""
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
 def add(path: Path, rows: list[dict[str, Any]]) -> None:
-    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    kept = recorded(path)
     names = ("family", "precision", "threads", "network", "engine")
     new = {tuple(row[name] for name in names) for row in rows}
     kept = [row for row in kept if tuple(row[name] for name in names) not in new]
@@ -164,7 +177,7 @@ def best(rows: list[dict[str, Any]], **where: Any) -> dict[str, Any] | None:
 
 def show(options: argparse.Namespace) -> None:
     """The fastest engine of each network, and the low-rank network's ratio to the fastest dense and thin ones."""
-    rows = json.loads(options.out.read_text())["rows"]
+    rows = recorded(options.out)
     for family in options.family:
         for threads in sorted({row["threads"] for row in rows}):
             for precision in PRECISIONS:
@@ -183,12 +196,12 @@ def main() -> None:
     parser.add_argument("action", choices=["prepare", "time", "show"])
     parser.add_argument("--family", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
+    parser.add_argument("--engines", nargs="+", default=[*ENGINES, *TORCH], choices=[*ENGINES, *TORCH])
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=list(PRECISIONS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--budget", type=float, default=60, help="seconds for one family and precision")
-    parser.add_argument("--no-torch", dest="torch", action="store_false")
+    parser.add_argument("--missing", action="store_true", help="time only what the record has no row for")
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "lowrank-cnn" / "engines")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()

@@ -65,6 +65,8 @@ def time_command(
         return print_json({"environment": environment(), "timings": [timing.to_dict() for timing in timings]})
     for timing in timings:
         _print_timing(timing)
+    if any(timing.device == "cpu" and timing.twin is not None for timing in timings):
+        _print_cpu_advice(models[0])
     if len(timings) > 2:
         r = correlation([t.macs for t in timings], [t.total.ms for t in timings])
         console.print(f" Over these networks, MACs and time correlate with r = {r:.3f}.")
@@ -81,7 +83,9 @@ def plan_command(
     threads: Threads = None,
     compile_: Annotated[bool, typer.Option("--compile", help="Try torch.compile too.")] = False,
     cache: Annotated[bool, typer.Option(help="Keep measured times for the next plan.")] = True,
-    twin: Annotated[bool, typer.Option(help="Compare with the dense network, optimised in the same way.")] = True,
+    twin: Annotated[
+        bool, typer.Option(help="Compare with the dense network; with --engine, thinned to the same MACs.")
+    ] = True,
     engine: Annotated[
         str | None,
         typer.Option(help="auto: time the installed engines (ONNX Runtime, OpenVINO, ncnn, ...); or one by name."),
@@ -112,7 +116,7 @@ def plan_command(
     if engine is not None:
         from lowrank_cnn.cli.engines import plan_engines
 
-        return plan_engines(source, size, engine, out, threads, as_json=as_json)
+        return plan_engines(source, size, engine, out, threads, twin=twin, as_json=as_json)
     place = resolve_device(device)
     network, image = source.network.eval().to(place), torch.randn(batch, *size, device=place)
     how: dict[str, Any] = {"compile": compile_, "cache": cache}
@@ -122,7 +126,10 @@ def plan_command(
         if twin and (dense := source.dense or dense_twin(network)) is not None:
             rival = optimize(dense.eval().to(place), image, say=shown("the dense network"), **how)
             held = _beside(fast, rival, image) | {"macs": _macs(dense, image)}
-    return _show_plan(source.name, fast, image, held, macs=_macs(network, image), as_json=as_json)
+    _show_plan(source.name, fast, image, held, macs=_macs(network, image), as_json=as_json)
+    if image.device.type == "cpu" and not as_json:
+        _print_cpu_advice(model)
+    return None
 
 
 def _macs(network: torch.nn.Module, image: torch.Tensor) -> int:
@@ -159,6 +166,16 @@ def _beside(fast: Any, rival: Any, image: torch.Tensor) -> dict[str, Any]:
 
     times = measure({"ours": lambda: fast(image), "rival": lambda: rival(image)}, cuda=image.is_cuda)
     return {"choice": rival.report.choice, "twin_ms": times["rival"].ms, "ms": times["ours"].ms}
+
+
+def _print_cpu_advice(model: str) -> None:
+    """Name the command that measures what torch alone cannot tell: engines, precisions, and the thin rival."""
+    console.print(
+        f" These are times of this runtime alone. `lowrank plan {model} --engine auto` times the installed "
+        "engines in fp32, fp16 and int8, beside a thinner dense network of the same MACs, and names the fastest.",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _print_timing(timing: Any) -> None:

@@ -32,7 +32,8 @@ def design_command(
         str | None, typer.Option(help="Training images, to weigh what a trained network would lose as well.")
     ] = None,
     engine: Annotated[
-        str, typer.Option(help="torch, optimize, or an engine to export to: onnx, openvino, ncnn, mnn.")
+        str,
+        typer.Option(help="torch, optimize, an engine (onnx, openvino, ncnn, ...), or auto: the fastest."),
     ] = "torch",
     batch: Batch = 1,
     device: Device = "auto",
@@ -91,3 +92,6 @@ def _print_advice(name: str, advice: Advice) -> None:
     forms = [(f.name, f"{f.macs:.3f}", f"{f.params:.3f}", f"{f.ms:.3f}", f"{f.time:.2f}") for f in advice.forms]
     print_table("Networks within the budget", ("network", "MACs", "params", "ms", "of the time"), forms)
     console.print(advice.verdict, markup=False, soft_wrap=True)
+    if advice.device == "cpu" and advice.engine == "torch":
+        told = "On a CPU, engines differ, since some have Winograd's algorithm: --engine auto takes the fastest."
+        console.print(told, markup=False, soft_wrap=True)

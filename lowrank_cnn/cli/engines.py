@@ -7,15 +7,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowrank_cnn.cli.show import console, print_json, print_table, status_line
+from lowrank_cnn.system.errors import LowRankError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from lowrank_cnn.cli.source import Source
+    from lowrank_cnn.system.clock import Sample
 
 
 def plan_engines(
-    source: Source, size: tuple[int, ...], engine: str, out: Path | None, threads: int | None, *, as_json: bool
+    source: Source,
+    size: tuple[int, ...],
+    engine: str,
+    out: Path | None,
+    threads: int | None,
+    *,
+    twin: bool,
+    as_json: bool,
 ) -> None:
-    """Time the engines on one image, print the table, and write the file of the fastest."""
+    """Time the engines on one image, print the table and the advice, and write the file of the fastest."""
     from lowrank_cnn.deploy.engines.choosing import time_engines
     from lowrank_cnn.deploy.engines.targets import target_of
 
@@ -27,15 +38,46 @@ def plan_engines(
     with status_line() as shown:
         model = source.trained or source.network.eval()
         found = time_engines(
-            model, size, engines=chosen, threads=threads or 0, out=out, overwrite=True, say=shown(source.name)
+            model,
+            size,
+            rival=_thin_rival(source, size) if twin else None,
+            engines=chosen,
+            threads=threads or 0,
+            out=out,
+            overwrite=True,
+            say=shown(source.name),
         )
     if as_json:
-        print_json({"model": source.name, "input": [1, *size], "fastest": found.fastest, **asdict(found)})
+        told = {"fastest": found.fastest, "verdict": found.verdict}
+        print_json({"model": source.name, "input": [1, *size], **told, **asdict(found)})
         return
-    rows = [(name, f"{time.ms:.2f}", f"{time.low:.2f}-{time.high:.2f}") for name, time in found.times.items()]
-    print_table(f"{source.name}, 1x{'x'.join(map(str, size))}", ("engine", "ms", "quartiles"), rows)
+    names = dict.fromkeys([*found.times, *found.rival])
+    rows = [(name, *_cells(found.times.get(name)), *_cells(found.rival.get(name))) for name in names]
+    columns = ("engine", "ms", "quartiles", "thin dense ms", "quartiles")
+    print_table(f"{source.name}, 1x{'x'.join(map(str, size))}", columns if found.rival else columns[:3],
+                rows if found.rival else [row[:3] for row in rows])  # fmt: skip
     for name, why in found.failed.items():
         console.print(f" Left out: {name} ({why}).", markup=False)
-    console.print(f" Fastest here: {found.fastest}.", markup=False)
+    console.print(f" {found.verdict}", markup=False, soft_wrap=True)
     if found.path is not None:
         console.print(f" Written: {found.path}.", markup=False)
+
+
+def _cells(time: Sample | None) -> tuple[str, str]:
+    return (f"{time.ms:.2f}", f"{time.low:.2f}-{time.high:.2f}") if time else ("", "")
+
+
+def _thin_rival(source: Source, size: tuple[int, ...]) -> nn.Module | None:
+    """The dense network, thinned to the MACs of this one; None where there is none."""
+    from lowrank_cnn.method.counting import count
+    from lowrank_cnn.method.thinning import thin
+    from lowrank_cnn.models.twins import dense_twin
+
+    dense = source.dense or dense_twin(source.network)
+    if dense is None:
+        return None
+    try:
+        share = count(source.network, size).macs / count(dense, size).macs
+        return thin(dense.eval(), macs=share, input_size=size).eval()
+    except LowRankError:  # a network that cannot be thinned has no such rival
+        return None

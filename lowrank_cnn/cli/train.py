@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -108,6 +108,10 @@ class RecipeOptions:
     precision: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.", rich_help_panel=TRAINING)] = (
         None
     )
+    quantize: Annotated[
+        Literal["int8"] | None,
+        typer.Option(help="Train with rounded layers, for an export with --int8.", rich_help_panel=TRAINING),
+    ] = None
     settings: Settings = None
 
     def resolve(self, file: dict[str, Any], norm: str | None) -> Recipe:
@@ -116,7 +120,8 @@ class RecipeOptions:
         from lowrank_cnn.train.settings import parse_settings
 
         own = {"epochs": self.epochs, "batch_size": self.batch_size, "lr": self.lr, "precision": self.precision}
-        given = {name: value for name, value in {**own, "norm": norm}.items() if value is not None}
+        own |= {"norm": norm, "quantize": self.quantize}
+        given = {name: value for name, value in own.items() if value is not None}
         return get_recipe(self.recipe, **(file | given | parse_settings(self.settings or [])))
 
 
@@ -221,6 +226,7 @@ def train_command(
       lowrank train nin-c3-lr --data photos --out runs/photos --resume
       lowrank train vgg11-gmp --data photos --scheme "learned(kx1, 1xk, 1x1, kxk)" --macs 0.4 --out runs/shapes
       lowrank train vgg11-gmp --data photos --shapes runs/shapes/shapes.json --out runs/again
+      lowrank train runs/photos --data photos --quantize int8 --lr 0.001 --epochs 5 --out runs/int8
     """
     from lowrank_cnn.cli.source import build_for, check_model
     from lowrank_cnn.train.determinism import seed_generators

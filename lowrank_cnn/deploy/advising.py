@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowrank_cnn.deploy.engines import open_engine
+from lowrank_cnn.deploy.engines.choosing import engine_for
 from lowrank_cnn.deploy.engines.targets import TARGETS
 from lowrank_cnn.deploy.exporting import export
 from lowrank_cnn.deploy.layer_forms import (
@@ -46,7 +47,7 @@ from lowrank_cnn.system.errors import LowRankError, nearest
 from lowrank_cnn.system.text import text_table
 
 MIXED = "mixed"
-ENGINES = ("torch", "optimize", *TARGETS)
+ENGINES = ("torch", "optimize", "auto", *TARGETS)
 _MULTIPLE, _STEPS = 8, 5
 
 Build = Callable[[float], nn.Module | None]
@@ -115,7 +116,8 @@ def design(
       form that keeps most MACs within the time.
     - `data`: a few batches of (images, targets), for a trained network: what a form would lose then counts too.
     - `engine`: "torch" as it is, "optimize" for the form that `optimize` finds, or an engine of `export`: "onnx",
-      "openvino", "ncnn", "mnn"...
+      "openvino", "ncnn", "mnn"... "auto" takes the installed engine and precision (fp32 or fp16) that run the
+      network fastest on the CPU.
     """
     budget = Budget.of(macs=macs, latency=latency)
     if budget is None or budget.share == 1:
@@ -124,7 +126,8 @@ def design(
         raise LowRankError(f"there is no engine {engine!r}; {nearest(engine, ENGINES)}")
     if not isinstance(example, Tensor) or example.dim() != 4:
         raise LowRankError("the example is a batch of images, as [N, channels, height, width].")
-    bench = AdviceBench(copy.deepcopy(model).to(example.device, example.dtype).eval(), example, engine, repeats)
+    placed = copy.deepcopy(model).to(example.device, example.dtype).eval()
+    bench = AdviceBench(placed, example, *engine_for(placed, example, engine), repeats)
     layers = bench.layers(None if data is None else measured_damage(model, example, list(data), loss))
     forms = bench.forms(layers, budget)
     return _advice(bench, layers, forms, budget)
@@ -137,6 +140,7 @@ class AdviceBench:
     model: nn.Module
     example: Tensor
     engine: str
+    precision: str
     repeats: int
 
     @property
@@ -160,7 +164,7 @@ class AdviceBench:
             return optimize(placed, example, compile=False, cache=False, repeats=3)
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / f"net{TARGETS[self.engine].suffix}"
-            export(placed, path, input_size=tuple(example.shape[1:]))
+            export(placed, path, input_size=tuple(example.shape[1:]), precision=self.precision)  # type: ignore[arg-type]
             runner = open_engine(path, threads=torch.get_num_threads(), trusted=True)
         array = example.contiguous().numpy()
         return lambda _: runner(array)
@@ -282,6 +286,7 @@ def _advice(
         MIXED: "Take low-rank filters in the layers listed as such, and make all layers thinner.",
     }[best.name]
     device = torch.cuda.get_device_name(bench.example.device) if bench.example.is_cuda else "cpu"
-    verdict = f"{says} Measured on {device} in {bench.engine}, {bench.example.dtype}: {others}."
+    kind = bench.example.dtype if bench.precision == "fp32" else bench.precision
+    verdict = f"{says} Measured on {device} in {bench.engine}, {kind}: {others}."
     network = forms[best.name][1]
     return Advice(verdict, best.name, network, layers, tuple(f for f, _ in forms.values()), device, bench.engine)

@@ -3,13 +3,13 @@
 Weights are quantised per output channel, activations per tensor with ranges from calibration images. The engines'
 own tools write the files: ONNX Runtime's for .onnx, NNCF for OpenVINO's .xml, torchao's pt2e for ExecuTorch's
 .pte. Before that, each layer is quantised alone in torch, to find those that int8 changes most: they stay in
-float.
+float. A network trained with `fit(..., quantize="int8")` brings the ranges of its layers' inputs along.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import copy
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ from lowrank_cnn.data.types import stratified
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.exporting import check_place, load, request_for, stored_of, write_request
 from lowrank_cnn.deploy.merging import merge
-from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.system.compare import difference, is_finite
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path
 from lowrank_cnn.train.evaluation import evaluate, match_classes
+from lowrank_cnn.train.fake_int8 import ROUNDED_LAYERS, rounded_by, rounding
 from lowrank_cnn.train.trained import Trained, carried_by
 
 INT8 = (".onnx", ".xml", ".pte")
@@ -40,7 +40,6 @@ _JUDGED = 2000
 _COMPARED = 64
 """Images on which each layer is quantised alone."""
 _BATCH = 16
-_LEVELS = 127
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,7 @@ def quantize(
     test: int | None = None,
     most_loss: float = 0.3,
     input_size: Sequence[int] | None = None,
+    dynamic: Sequence[str] = ("batch",),
     overwrite: bool = False,
 ) -> Quantized:
     """Write `model` in int8 to an .onnx, .xml (OpenVINO) or .pte (ExecuTorch) file.
@@ -98,6 +98,7 @@ def quantize(
     - `test`: at most so many test images.
     - `most_loss`: points of accuracy that may be lost on other training images. While more are lost, the layer
       that int8 changes most goes back to float, three layers at most. The test images decide nothing.
+    - `dynamic`: the axes of any length, as in `export`; () writes a file for one image of one size.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 30 * 30, 4)).eval()
     >>> quantize(net, torch.randn(8, 3, 32, 32), "net.int8.onnx").in_float  # doctest: +SKIP
@@ -115,7 +116,7 @@ def quantize(
     judged = _judged(data)
     prepared = _prepared(judged or data or calibration, trained, images)
     _check(prepared)
-    job = _Job.of(path, network, trained, prepared, input_size)
+    job = _Job.of(path, network, trained, prepared, input_size, dynamic)
     layers = sensitivities(network, prepared[:_COMPARED])
     if data is None or trained is None:
         return job.write(layers)
@@ -154,17 +155,27 @@ class _Job:
 
     @classmethod
     def of(
-        cls, path: Path, network: nn.Module, trained: Trained | None, images: Tensor, size: Sequence[int] | None
+        cls,
+        path: Path,
+        network: nn.Module,
+        trained: Trained | None,
+        images: Tensor,
+        size: Sequence[int] | None,
+        dynamic: Sequence[str],
     ) -> _Job:
         stored = stored_of(replace(trained, network=network) if trained else network, size or images.shape[1:])
-        given, request = request_for(stored)
-        call = request.call.replaced({request.call.names[0]: images[:2]})
-        batches = tuple((part,) for part in images.split(_BATCH))
-        return cls(path, given, replace(request, call=call, precision="int8", calibration=batches))
+        many = "batch" in dynamic
+        given, request = request_for(stored, images[: 2 if many else 1], dynamic)
+        batches = tuple((part,) for part in images.split(_BATCH if many else 1))
+        ranges = trained.ranges if trained else {}
+        return cls(path, given, replace(request, precision="int8", calibration=batches, ranges=ranges))
 
     def write(self, layers: tuple[QuantizedLayer, ...]) -> Quantized:
         kept = tuple(layer.name for layer in layers if layer.in_float)
-        written = write_request(self.path, replace(self.request, in_float=kept), self.network)
+        request = replace(self.request, in_float=kept)
+        trained = {name: ends for name, ends in request.ranges.items() if name not in kept}
+        with rounded_by(copy.deepcopy(self.network), trained) as expected:
+            written = write_request(self.path, replace(request, ranges=trained), expected)
         return Quantized(written.path, written.bytes, written.error, layers)
 
 
@@ -176,36 +187,13 @@ def sensitivities(network: nn.Module, images: Tensor) -> tuple[QuantizedLayer, .
         raise LowRankError("int8 is for networks that give one tensor.")
     found = []
     for name, layer in network.named_modules():
-        if isinstance(layer, nn.Conv2d | nn.Linear | CompositeConv2d):
-            with _in_int8(layer):
-                error = difference(network(images), expected, by="norm")
+        if isinstance(layer, ROUNDED_LAYERS):
+            with rounding(layer), torch.enable_grad():  # where gradients are recorded, it observes its range
+                error = difference(network(images).detach(), expected, by="norm")
             found.append(QuantizedLayer(name, error, error > _MOST_ERROR))
     if not found:
         raise LowRankError("int8 is for convs and linear layers, and this network has none.")
     return tuple(found)
-
-
-@contextmanager
-def _in_int8(layer: nn.Module) -> Iterator[None]:
-    """Within the block, a layer has rounded weights (per output channel) and rounds what it is given."""
-    weights: list[Any] = list(layer.weights) if isinstance(layer, CompositeConv2d) else [layer.weight]
-    given = [weight.detach().clone() for weight in weights]
-    hook = layer.register_forward_pre_hook(lambda _layer, inputs: (_rounded(inputs[0], inputs[0].abs().amax()),))
-    try:
-        for weight in weights:
-            most = weight.abs().amax(dim=tuple(range(1, weight.dim())), keepdim=True)
-            weight.copy_(_rounded(weight, most))
-        yield
-    finally:
-        hook.remove()
-        for weight, value in zip(weights, given, strict=True):
-            weight.copy_(value)
-
-
-def _rounded(values: Tensor, most: Tensor) -> Tensor:
-    """Values as multiples of a 127th of the largest."""
-    step = most.clamp_min(1e-12) / _LEVELS
-    return (values / step).round() * step
 
 
 def _one_more_in_float(layers: tuple[QuantizedLayer, ...]) -> tuple[QuantizedLayer, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lowrank_cnn.train.directory import RunDirectory, recipe_changes
 from lowrank_cnn.train.execution import Compile
 from lowrank_cnn.train.fabric import add_up, batch_norm_over_all, launch
 from lowrank_cnn.train.failure import told_out_of_memory
+from lowrank_cnn.train.fake_int8 import ranges_of, trained_in_int8
 from lowrank_cnn.train.job import ExecutionOptions, Extras, Job
 from lowrank_cnn.train.loggers import Logged, check_loggers
 from lowrank_cnn.train.memory_check import check_memory
@@ -51,6 +53,7 @@ def fit(
     out: str | Path | None = None,
     resume: bool = False,
     epochs: int | None = None,
+    quantize: str | None = None,
     device: str = "auto",
     precision: str | None = None,
     strategy: str = "auto",
@@ -77,6 +80,9 @@ def fit(
     - `loss`: a function of the outputs and targets of a batch in place of cross-entropy, for any other task.
     - `callbacks`: functions called after each epoch with its figures and the network; True ends the run.
     - `teacher`: a trained network whose answers count beside the labels (`distill_weight` of the recipe).
+    - `quantize`: "int8" trains with rounded inputs and weights, for a network that loses accuracy when
+      `lr.quantize` rounds it after training. Start from trained weights, with a low rate. The result is that of
+      the rounded network; its weights stay in float, and `lr.quantize` writes them with the ranges found here.
     - `log`: where the figures of every epoch are sent: "tensorboard", "csv", "wandb", "mlflow", "trackio", or
       several of them.
 
@@ -99,7 +105,7 @@ def fit(
     names = ((log,) if isinstance(log, str) else tuple(log)) + (("tensorboard",) if tensorboard else ())
     check_loggers(names)
     options = ExecutionOptions(compile, cuda_graphs, checkpoint_activations, workers, decode)
-    recipe = _resolve(recipe, epochs, data)
+    recipe = _resolve(recipe, data, {"epochs": epochs, "quantize": quantize})
     data = open_for(model, data, recipe)
     extras = Extras(loss, tuple(callbacks), teacher)
     directory = None if out is None else RunDirectory(Path(out))
@@ -116,10 +122,10 @@ def fit(
         return _train(job, job.saved(resume=resume), log=names, checkpoint_every=checkpoint_every)
 
 
-def _resolve(recipe: Recipe | str, epochs: int | None, data: Any) -> Recipe:
+def _resolve(recipe: Recipe | str, data: Any, fields: Mapping[str, Any]) -> Recipe:
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     own = loader_batch(data[0] if isinstance(data, tuple) and data else data)
-    given = {name: value for name, value in (("epochs", epochs), ("batch_size", own)) if value is not None}
+    given = {name: value for name, value in {**fields, "batch_size": own}.items() if value is not None}
     return changed(recipe, given) if given else recipe
 
 
@@ -137,23 +143,30 @@ def _train(job: Job, saved: Checkpoint | None, *, log: Sequence[str], checkpoint
             whiten_first_layer(model, inputs.train, add_up=partial(add_up, fabric))
         for sentence in dropout_remarks(model, recipe, inputs.size):
             shown.say(sentence)
-        trainer = Trainer(
-            fabric,
-            model,
-            job.step_builder(inputs.size, saved),
-            inputs,
-            recipe,
-            job.record(inputs),
-            directory=job.directory,
-            checkpoint_every=checkpoint_every,
-            objective=job.objective(inputs),
-            callbacks=job.extras.callbacks,
-        )
-        if not isinstance(inputs.preprocess, AsGiven):
-            image, held_out = job.data.test.size or (), held_out_part(job.about["data"])
-            Trained(model, inputs.preprocess, recipe, job.data.classes, image, held_out).attach()
-        _resume(trainer, saved, shown)
-        _run(trainer, shown, log)
+        in_int8 = trained_in_int8(model) if recipe.quantize == "int8" else contextlib.nullcontext({})
+        image, held_out = job.data.test.size or (), held_out_part(job.about["data"])
+        trained = Trained(model, inputs.preprocess, recipe, job.data.classes, image, held_out)
+        carried = not isinstance(inputs.preprocess, AsGiven)
+        with in_int8 as ranges:
+            trainer = Trainer(
+                fabric,
+                model,
+                job.step_builder(inputs.size, saved),
+                inputs,
+                recipe,
+                job.record(inputs),
+                directory=job.directory,
+                checkpoint_every=checkpoint_every,
+                objective=job.objective(inputs),
+                callbacks=job.extras.callbacks,
+                ranges=ranges,
+            )
+            if carried:
+                trained.attach()
+            _resume(trainer, saved, shown)
+            _run(trainer, shown, log)
+            if carried and ranges:
+                replace(trained, ranges=ranges_of(ranges)).attach()
     return trainer.record
 
 

@@ -84,8 +84,18 @@ class Job:
 
     def __post_init__(self) -> None:
         self.precision = resolve_precision(self.precision, self.fabric.device.type)
+        if self.recipe.quantize != "none":
+            self._check_quantize()
         # Now: later the layers of the model are replaced by faster ones.
         self.about = about(self.model, self.data, self.seed)
+
+    def _check_quantize(self) -> None:
+        if self.options.compile is True or self.options.recompute:
+            raise LowRankError("quantize trains layer by layer: leave compile and checkpoint_activations out.")
+        if self.fabric.world_size > 1:
+            raise LowRankError("quantize trains in one process: start it without torchrun, on one device.")
+        if self.precision == "fp16":
+            raise LowRankError("quantize rounds in fp32 or bf16, and fp16 rounds small steps away: set precision.")
 
     def finished(self) -> Record | None:
         """The record of this run, if it has finished."""
@@ -147,7 +157,10 @@ class Job:
         compile = resolved(
             self.options.compile,
             # What is faster is decided by times, which differ from run to run: not where bits must repeat.
-            able=self.graphs and not self.options.recompute and not torch.are_deterministic_algorithms_enabled(),
+            able=self.graphs
+            and self.recipe.quantize == "none"
+            and not self.options.recompute
+            and not torch.are_deterministic_algorithms_enabled(),
             before=checkpoint.state.get("execution", {}) if checkpoint else {},
         )
         if compile is not True:
@@ -191,8 +204,9 @@ class Job:
         # Launched one by one, fused layers cost the host more than they save the device: graphs alone gain.
         # What is fused, and which algorithm cuDNN takes, is decided by times, which differ from run to run.
         repeatable = torch.are_deterministic_algorithms_enabled()
-        frozen = bool(self.recipe.freeze)  # a fused batch norm cannot be frozen
-        gains = self.graphs and not repeatable and not frozen
+        # A fused batch norm cannot be frozen, and a fused layer does not round.
+        apart = bool(self.recipe.freeze) or self.recipe.quantize != "none"
+        gains = self.graphs and not repeatable and not apart
         running = self.model
         if gains:
             running = fused_to_train(running, size, self.shown.say, recompute=self.options.recompute)

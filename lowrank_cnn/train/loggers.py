@@ -191,7 +191,7 @@ class Logged(Progress):
         self._each(lambda logger: logger.result(result, self.epochs))
 
     def _each(self, call: Callable[[Logger], None]) -> None:
-        """Call every logger. One that fails, as when its server is gone, is dropped with a warning: the run goes on."""
+        """Call every logger. One that fails, as when its server is gone, is dropped with a warning."""
         for name, logger in list(self.loggers.items()):
             try:
                 call(logger)

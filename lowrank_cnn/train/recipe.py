@@ -18,6 +18,7 @@ PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 OPTIMIZERS = ("sgd", "adamw", "muon")
 CLASS_WEIGHTS = ("none", "balanced")
 
+QUANTIZE = ("none", "int8")
 _ALLOWED = {
     "schedule": SCHEDULES,
     "preprocess": PREPROCESSING,
@@ -25,6 +26,7 @@ _ALLOWED = {
     "optimizer": OPTIMIZERS,
     "class_weights": CLASS_WEIGHTS,
     "auto_augment": AUTO_AUGMENTS,
+    "quantize": QUANTIZE,
 }
 _LARGE = 10.0**9
 _RANGES = {
@@ -89,6 +91,7 @@ class Recipe:
     - `jitter`: how far brightness, contrast and saturation may move.
     - `auto_augment`: none, trivial (TrivialAugment) or rand (RandAugment).
     - `distill_weight`, `distill_temperature`: how much a teacher's answers count, where `fit` is given one.
+    - `quantize`: int8 trains with inputs and weights of layers rounded, as a file of `lr.quantize` runs them.
     Fields for short runs, which any network can use:
     - `schedule="triangle"` rises from `lr_start` of the rate over the warm-up and falls to `lr_end` of it.
     - `bias_rate`: batch norms' biases learn so many times faster, and decay as fast as weights do.
@@ -149,6 +152,7 @@ class Recipe:
     pool: str | None = None
     dropout: float | None = None
     precision: str = "auto"
+    quantize: str = "none"
     # short runs
     lr_start: float = 0.0
     lr_end: float = 0.0

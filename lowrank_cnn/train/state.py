@@ -17,7 +17,7 @@ from lowrank_cnn.train.fabric import add_up, gather_objects, gather_tensors
 from lowrank_cnn.train.inputs import Inputs
 from lowrank_cnn.train.record import Record
 from lowrank_cnn.train.schedule import LevelOff
-from lowrank_cnn.train.step import TrainingStep, copy_into, is_loss_scale
+from lowrank_cnn.train.step import TrainingStep, copy_into, is_optional
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -113,8 +113,8 @@ class RunState:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint, with the generators of this process."""
-        # A run that goes on in fp16 after another precision starts with a fresh loss scale.
-        known = [name for name in self.step.tensors() if name in checkpoint.tensors or not is_loss_scale(name)]
+        # A run that goes on in another precision starts with a fresh loss scale, or fresh ranges of int8.
+        known = [name for name in self.step.tensors() if name in checkpoint.tensors or not is_optional(name)]
         copy_into(self.step.tensors(), {name: checkpoint.tensors[name] for name in known})
         if self.fabric.global_rank:
             self.step.sums.zero_()  # the first process continues with the sums of all
@@ -148,7 +148,8 @@ class RunState:
             if self.unsaved_best:
                 weights = {f"model.{name}": t for name, t in self.unsaved_best.items()}
                 at = self.iteration(Position(self.position.best_epoch))
-                directory.store.save(Checkpoint(weights | preprocess, state), at, kind="best", keep=1)
+                best = Checkpoint(weights | preprocess | self.step.ranges, state)
+                directory.store.save(best, at, kind="best", keep=1)
             directory.store.save(Checkpoint(tensors | preprocess, state), self.iteration())
             directory.write_record(self.record)
         self.unsaved_best = {}

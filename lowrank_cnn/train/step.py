@@ -8,8 +8,9 @@ be recorded once as a graph and replayed, with Python only copying the next batc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from lowrank_cnn.train.optimizers import Optimizer
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.short_runs import decay_at, look_ahead, norm_biases
 
-_SCALE = "scale."
+_SCALE, _INT8 = "scale.", "int8."
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class TrainingStep:
         *,
         objective: Objective | None = None,
         scaled: bool = False,
+        ranges: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self.forward, self.backward, self.recipe = forward, backward, recipe
         self.objective = objective or Objective(recipe)
@@ -69,6 +71,7 @@ class TrainingStep:
         averaging = recipe.ema or recipe.lookahead
         self.averages = {name: t.clone() for name, t in self.weights.items()} if averaging else {}
         self.blend = torch.ones((), device=device)
+        self.ranges = {f"{_INT8}{name}": state for name, state in ranges.items()}
 
     def __call__(self, images: Tensor, targets: Any) -> None:
         self.optimizer.zero_grad()
@@ -104,7 +107,7 @@ class TrainingStep:
         named = {f"{part}.{name}": t for part, group in parts.items() for name, t in group.items()}
         scale = {f"{_SCALE}factor": self.scaler.scale, f"{_SCALE}good": self.scaler.good} if self.scaler else {}
         sums = {"tally.sums": self.sums, "tally.halted": self.halted}
-        return named | self.optimizer.tensors() | scale | sums
+        return named | self.optimizer.tensors() | scale | sums | self.ranges
 
     def read_tally(self, add_up: Callable[[Tensor], Tensor] = Tensor.clone) -> Tally:
         """Wait for the device and read the sums, added up over processes where asked to."""
@@ -175,9 +178,9 @@ class LossScale:
         return (self.scale < self.LEAST).float()
 
 
-def is_loss_scale(name: str) -> bool:
-    """Whether a tensor of a checkpoint belongs to the loss scale, which runs in other precisions lack."""
-    return name.startswith(_SCALE)
+def is_optional(name: str) -> bool:
+    """Whether a tensor of a checkpoint is the loss scale or a range of int8, which other runs lack."""
+    return name.startswith((_SCALE, _INT8))
 
 
 def _parts(images: Tensor, targets: Any, parts: int) -> Iterator[tuple[Tensor, Any]]:

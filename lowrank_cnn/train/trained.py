@@ -22,6 +22,7 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.history import TrainingCard
 from lowrank_cnn.system.provenance import note, notes
 from lowrank_cnn.train.checkpoint import Checkpoint, CheckpointStore, read_checkpoint, read_state
+from lowrank_cnn.train.fake_int8 import Ranges, ranges_of
 from lowrank_cnn.train.inputs import augmentation
 from lowrank_cnn.train.recipe import Recipe
 
@@ -32,7 +33,8 @@ class Trained:
 
     `image` is the size of the images it was trained on (channels, height, width) before any crop, or empty if they
     differed in size. `held_out` says which images of its set it was not trained on, where the set came without
-    test images: the share and seed (`val_split`), the number trained on, and the digest of the set.
+    test images: the share and seed (`val_split`), the number trained on, and the digest of the set. `ranges` are
+    those of the layers' inputs, of a network trained with `quantize="int8"`.
     """
 
     network: nn.Module
@@ -41,6 +43,7 @@ class Trained:
     classes: tuple[str, ...]
     image: tuple[int, ...] = ()
     held_out: Mapping[str, Any] = field(default_factory=dict)
+    ranges: Ranges = field(default_factory=dict)
 
     @property
     def channels(self) -> int:
@@ -75,7 +78,8 @@ class Trained:
         """Everything but the weights, as a file stores it and the network carries it."""
         data = {"classes": list(self.classes), "image": list(self.image), **self.held_out}
         tensors = {name: tensor.clone() for name, tensor in self.preprocess.to_dict().items()}
-        return TrainingCard({"recipe": self.recipe.to_dict(), "data": data}, tensors)
+        found = {"int8": {name: list(ends) for name, ends in self.ranges.items()}} if self.ranges else {}
+        return TrainingCard({"recipe": self.recipe.to_dict(), "data": data, **found}, tensors)
 
     def attach(self) -> Trained:
         """Let the network itself carry how its images are prepared, to `evaluate`, `predict` and `export`."""
@@ -107,7 +111,9 @@ def load_checkpoint(
     except RuntimeError as error:
         raise LowRankError(f"the weights in {path} are not those of {state['model']['name']}.") from error
     note(network, begun_from=path.name)
-    trained = _trained(network, checkpoint.part("preprocess"), state)
+    trained = _trained(
+        network, checkpoint.part("preprocess"), {**state, "int8": ranges_of(checkpoint.part("int8"))}
+    )
     return replace(trained, network=settle(network, trained.input_size)) if has_learned(network) else trained
 
 
@@ -146,7 +152,7 @@ def trained_of(stored: Stored) -> Trained | None:
         return None
     try:
         return _trained(stored.network, stored.preprocess, stored.card)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LowRankError("the file's card of its network is damaged: export the network again.") from error
 
 
@@ -154,7 +160,9 @@ def _trained(network: nn.Module, preprocess: Mapping[str, Tensor], card: Mapping
     """From the tensors and the card that a run, a file or the package keeps."""
     data = card["data"]
     recipe, classes, image = Recipe.from_dict(card["recipe"]), tuple(data["classes"]), tuple(data["image"])
-    return Trained(network, preprocess_from_dict(preprocess), recipe, classes, image, held_out_part(data)).attach()
+    ranges = {str(name): (float(low), float(high)) for name, (low, high) in (card.get("int8") or {}).items()}
+    prepared, held_out = preprocess_from_dict(preprocess), held_out_part(data)
+    return Trained(network, prepared, recipe, classes, image, held_out, ranges).attach()
 
 
 def held_out_part(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -67,13 +68,14 @@ class Trainer:
         checkpoint_every: float = 30.0,
         objective: Objective | None = None,
         callbacks: Sequence[Callback] = (),
+        ranges: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self.fabric, self.network, self.inputs, self.builder = fabric, network, inputs, builder
         self.recipe, self.record, self.directory = recipe, record, directory
         self.checkpoint_every, self.callbacks = checkpoint_every, callbacks
         self.frozen = freeze(network, recipe.freeze)
         forward = next(iter(builder.forwards.values()))
-        options = {"objective": objective, "scaled": record.precision == "fp16"}
+        options = {"objective": objective, "scaled": record.precision == "fp16", "ranges": ranges}
         self.step = TrainingStep(network, forward, fabric.backward, recipe, fabric.device, **options)
         patience = recipe.patience if recipe.levels else max(1, recipe.early_stop)
         self.levels = LevelOff(patience, recipe.levels, recipe.min_delta)

@@ -1,20 +1,20 @@
-"""Measure the installed engines on one network, and keep the file of the fastest."""
+"""Measure the installed engines on a network, beside a rival of equal cost, and keep the file of the fastest."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from lowrank_cnn.deploy.engines import open_engine
-from lowrank_cnn.deploy.engines.precision import Precision
 from lowrank_cnn.deploy.engines.targets import TARGETS, target_of
 from lowrank_cnn.deploy.exporting import check_place, export
+from lowrank_cnn.deploy.quantizing import quantize
 from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.files import as_path, replacing
@@ -22,28 +22,53 @@ from lowrank_cnn.train.trained import Trained
 
 _REST = 0.03
 """Seconds before each run, for the threads of the engine before it to fall asleep."""
+_INT8, _RIVAL = ", int8", "rival: "
+"""Parts of labels: the precision whose file is not kept, and the network of the same cost."""
 
 
 @dataclass(frozen=True)
 class EngineTimes:
-    """Times by "engine, precision", the fastest first; why engines were left out; the file of the fastest."""
+    """Times by "engine, precision", the fastest first; why engines were left out; the file of the fastest.
+
+    `rival` has the times of the thinner dense network of the same MACs, where one was given. int8 has ranges from
+    random numbers here, which is right for its time alone: no such file is kept.
+    """
 
     times: dict[str, Sample]
     failed: dict[str, str]
     path: str | None
+    rival: dict[str, Sample] = field(default_factory=dict)
 
     @property
     def fastest(self) -> str:
         """The engine and precision of the least time."""
         return next(iter(self.times))
 
+    @property
+    def verdict(self) -> str:
+        """What is fastest here, in a few sentences."""
+        told = f"Fastest here: {self.fastest} ({self.times[self.fastest].ms:.2f} ms)."
+        if self.fastest.endswith(_INT8):
+            told += " int8 needs real images: lowrank export --int8 --calibrate DATA."
+        if not self.rival:
+            return told
+        name, ms = next(iter(self.rival)), next(iter(self.rival.values())).ms
+        ratio = self.times[self.fastest].ms / ms
+        advice = (
+            f"this one takes {ratio:.2f} of its time"
+            if ratio < 1
+            else f"it is faster (this one takes {ratio:.2f} of its time), so compare their accuracies"
+        )
+        return f"{told} A thinner dense network of the same MACs takes {ms:.2f} ms ({name}): {advice}."
+
 
 def time_engines(
     model: nn.Module | Trained,
     input_size: Sequence[int],
     *,
+    rival: nn.Module | None = None,
     engines: Sequence[str] = (),
-    precisions: Sequence[Precision] = ("fp32", "fp16"),
+    precisions: Sequence[str] = ("fp32", "fp16", "int8"),
     threads: int = 0,
     repeats: int = 15,
     out: str | Path | None = None,
@@ -52,8 +77,9 @@ def time_engines(
 ) -> EngineTimes:
     """Export a network to every installed engine, time them in turns on one image, and write the fastest file.
 
+    - `rival`: another network, timed in the same turns: the thinner dense one of the same MACs, say.
     - `engines`: names of `TARGETS`; all that are installed if not given.
-    - `out`: a directory for the file of the fastest engine.
+    - `out`: a directory for the file of the fastest engine in float.
 
     >>> time_engines(net, (3, 32, 32), engines=["onnx", "ncnn"]).fastest  # doctest: +SKIP
     'ncnn, fp16'
@@ -62,27 +88,71 @@ def time_engines(
     if folder_out is not None:
         check_place(folder_out / "net", overwrite)
     names = list(engines) or [name for name, target in TARGETS.items() if target.installed]
-    image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0)).numpy()
-    runs, files, failed = {}, {}, {}
+    ways = [(name, p) for name in names for p in precisions if p != "int8" or target_of(name).int8]
     with tempfile.TemporaryDirectory() as scratch:
-        for key in [(name, precision) for name in names for precision in precisions]:
-            label, place = ", ".join(key), Path(scratch) / "-".join(key)
-            say(label)
-            place.mkdir()
-            path = place / f"net{target_of(key[0]).suffix}"
-            try:
-                export(model, path, input_size=input_size, precision=key[1])  # type: ignore[arg-type]
-                runner = open_engine(path, threads=threads, trusted=True)
-                runs[label] = lambda r=runner: r(image)
-                files[label] = place
-            except LowRankError as error:
-                failed[label] = first_line(error)
-        if not runs:
-            raise LowRankError(f"no engine runs this network: {'; '.join(failed.values())}.")
-        times = measure(runs, repeats=repeats, rest=_REST)
-        times = dict(sorted(times.items(), key=lambda pair: pair[1].ms))
-        found = None if folder_out is None else _move(files[next(iter(times))], folder_out)
-    return EngineTimes(times, failed, found)
+        image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0))
+        bench = _EngineBench(Path(scratch), image, threads, say)
+        runs = {label: bench.run(model, label, *way) for way in ways if (label := ", ".join(way))}
+        ours = {label: run for label, run in runs.items() if run is not None}
+        if not ours:
+            raise LowRankError(f"no engine runs this network: {'; '.join(bench.failed.values())}.")
+        theirs = {}
+        for way in ways if rival is not None else ():
+            label = _RIVAL + ", ".join(way)
+            if (run := bench.run(rival, label, *way)) is not None:  # type: ignore[arg-type]
+                theirs[label] = run
+        times = measure({**ours, **theirs}, repeats=repeats, rest=_REST)
+        kept = next((label for label in _sorted(times, ours) if not label.endswith(_INT8)), None)
+        found = None if folder_out is None or kept is None else _move(Path(scratch) / kept, folder_out)
+    beside = {label.removeprefix(_RIVAL): sample for label, sample in _sorted(times, theirs).items()}
+    return EngineTimes(_sorted(times, ours), bench.failed, found, beside)
+
+
+def engine_for(model: nn.Module, example: torch.Tensor, engine: str) -> tuple[str, str]:
+    """An engine by name, in fp32; for "auto", the engine and precision (fp32 or fp16) that are fastest here."""
+    if engine != "auto":
+        return engine, "fp32"
+    if example.is_cuda:
+        raise LowRankError("engine='auto' measures engines on the CPU: give an example on the CPU, or an engine.")
+    threads = torch.get_num_threads()
+    found = time_engines(model, tuple(example.shape[1:]), precisions=("fp32", "fp16"), threads=threads)
+    name, _, precision = found.fastest.partition(", ")
+    return name, precision
+
+
+@dataclass(frozen=True)
+class _EngineBench:
+    """Writes files into a directory and opens them; `failed` says why one could not be made."""
+
+    folder: Path
+    image: torch.Tensor
+    threads: int
+    say: Callable[[str], None]
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def run(
+        self, model: nn.Module | Trained, label: str, engine: str, precision: str
+    ) -> Callable[[], object] | None:
+        """A call that runs the network in an engine, or None."""
+        self.say(label)
+        place = self.folder / label
+        place.mkdir()
+        path, array = place / f"net{target_of(engine).suffix}", self.image.numpy()
+        try:
+            if precision == "int8":
+                quantize(model, self.image, path, dynamic=())
+            else:
+                export(model, path, input_size=self.image.shape[1:], precision=precision)  # type: ignore[arg-type]
+            runner = open_engine(path, threads=self.threads, trusted=True)
+        except LowRankError as error:
+            self.failed[label] = first_line(error)
+            return None
+        return lambda: runner(array)
+
+
+def _sorted(times: Mapping[str, Sample], chosen: Mapping[str, object]) -> dict[str, Sample]:
+    """The times of some, the fastest first."""
+    return {label: times[label] for label in sorted(chosen, key=lambda label: times[label].ms)}
 
 
 def _move(place: Path, out: Path) -> str:

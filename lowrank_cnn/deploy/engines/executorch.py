@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -24,9 +24,13 @@ from lowrank_cnn.deploy.engines.per_image import PerImageRunner, first_image
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import write_beside
 from lowrank_cnn.system.errors import LowRankError, first_line, require
+from lowrank_cnn.train.fake_int8 import Ranges, widen
 
 if TYPE_CHECKING:
     from numpy import ndarray
+
+
+_LAYERS = (torch.ops.aten.conv2d.default, torch.ops.aten.linear.default)
 
 
 class ExecuTorchRunner(PerImageRunner):
@@ -99,19 +103,34 @@ def _quantized(
     pt2e: Any = require("torchao.quantization.pt2e.quantize_pt2e", extra="engines", purpose="int8 in ExecuTorch")
     config = quantizer.get_symmetric_quantization_config(is_per_channel=True)
     chosen = quantizer.XNNPACKQuantizer().set_global(config)
-    chosen.set_filter_function(lambda node: not _is_kept(node, request.in_float))
+    chosen.set_filter_function(lambda node: not _layers_of(node, request.in_float))
     observed = pt2e.prepare_pt2e(program.module(), chosen)
     with torch.no_grad():
         for sample in request.calibration or ():
             for images in zip(*(tensor.split(1) for tensor in sample), strict=True):
                 observed(*images)
+    _set_ranges(observed, request.ranges)
     return torch.export.export(pt2e.convert_pt2e(observed), example)
 
 
-def _is_kept(node: torch.fx.Node, layers: tuple[str, ...]) -> bool:
-    """Whether a node belongs to one of the layers that stay in float."""
+def _set_ranges(observed: torch.fx.GraphModule, ranges: Ranges) -> None:
+    """Give the inputs of layers the ranges that training found."""
+    found: dict[Any, tuple[float, float]] = {}
+    for node in observed.graph.nodes:
+        source = node.args[0] if node.target in _LAYERS else None
+        layers = _layers_of(node, ranges) if isinstance(source, torch.fx.Node) else []
+        if layers and source.op == "call_module":
+            widen(found, observed.get_submodule(source.target), ranges[layers[0]])
+    for observer, (low, high) in found.items():
+        step = (high - low) / (observer.quant_max - observer.quant_min)
+        values = torch.tensor([step]), torch.tensor([observer.quant_min - round(low / step)])
+        observer.calculate_qparams = lambda values=values: values
+
+
+def _layers_of(node: torch.fx.Node, layers: Iterable[str]) -> list[str]:
+    """Those of the layers to which a node belongs."""
     paths = [str(path) for path, _ in node.meta.get("nn_module_stack", {}).values()]
-    return any(f".{path}.".find(f".{layer}.") >= 0 for path in paths for layer in layers)
+    return [layer for layer in layers if any(f".{path}.".find(f".{layer}.") >= 0 for path in paths)]
 
 
 @contextmanager

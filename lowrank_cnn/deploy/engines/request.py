@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, 
 
 from lowrank_cnn.system.compare import random_like
 from lowrank_cnn.system.errors import LowRankError, first_line
+from lowrank_cnn.train.fake_int8 import Ranges
 
 _AXES = {3: ("length",), 4: ("height", "width"), 5: ("depth", "height", "width")}
 """What the axes behind batch and channels are called, by the number of dimensions."""
@@ -102,6 +103,8 @@ class ExportRequest:
     calibration: Sequence[tuple[Tensor, ...]] | None = None
     in_float: tuple[str, ...] = ()
     """Layers that int8 leaves in float."""
+    ranges: Ranges = field(default_factory=dict)
+    """Of int8: the range of a layer's input, where training found it; calibration sets all others."""
 
     @cached_property
     def traced_call(self) -> Call:
@@ -135,6 +138,11 @@ class ExportRequest:
     def is_in_float(self, node: str) -> bool:
         """Whether a node of a graph, named by its layer, belongs to a layer that int8 leaves in float."""
         return any(node.startswith((f"{layer}/", f"{layer}.")) for layer in self.in_float)
+
+    def trained_range(self, node: str) -> tuple[float, float] | None:
+        """The range that training found for the input of the layer to which a node of a graph belongs."""
+        found = (ends for layer, ends in self.ranges.items() if node.startswith((f"{layer}/", f"{layer}.")))
+        return next(found, None)
 
     def positional(self) -> nn.Module:
         """The network as a module that takes its tensors in the order of their names and gives a tuple."""

@@ -58,7 +58,8 @@ TARGETS = {
 _ELSEWHERE = {
     "tensorrt": "TensorRT reads .onnx: export to onnx, then trtexec --onnx=net.onnx --saveEngine=net.plan.",
     "coreml": "Core ML reads TorchScript: export to torchscript, then coremltools.convert of it on a Mac.",
-    "litert": "LiteRT's converter does not install beside torch 2.13: export to onnx, then onnx2tf -i net.onnx.",
+    "litert": "LiteRT's converter (litert-torch) has no build for Linux on Arm, and onnx2tf needs TensorFlow: "
+    "export to onnx here, then run onnx2tf -i net.onnx in an environment of its own on x86.",
 }
 """Targets whose converters do not run here, and the way to them."""
 
