@@ -171,10 +171,10 @@ def _beside(fast: Any, rival: Any, image: torch.Tensor) -> dict[str, Any]:
 def _print_cpu_advice(model: str) -> None:
     """Name the command that measures what torch alone cannot tell: engines, precisions, and the thin rival."""
     console.print(
-        f" These are times of this runtime alone. `lowrank plan {model} --engine auto` times the installed "
-        "engines in fp32, fp16 and int8, beside a thinner dense network of the same MACs, and names the fastest.",
+        " Other engines, in fp16 and int8, may be faster, and so may a thinner dense network. Measure them by",
+        f"   lowrank plan {model} --engine auto",
+        sep="\n",
         markup=False,
-        soft_wrap=True,
     )
 
 
