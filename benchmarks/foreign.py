@@ -1,6 +1,7 @@
 """Other people's networks: every transform of the library on each of them, and how far off the result is.
 
-    python -m benchmarks.foreign [--only resnet,unet] [--limit 300] [--out benchmarks/results/foreign.json]
+    python -m benchmarks.foreign [--only resnet,unet] [--steps planned,optimised] [--limit 300]
+                                 [--out benchmarks/results/foreign.json]
 
 The networks are those of `benchmarks.foreign_networks`, small and with random weights. Each one is counted,
 converted, decomposed, merged, planned, optimised and exported. A transform either gives what the original gives
@@ -8,7 +9,7 @@ converted, decomposed, merged, planned, optimised and exported. A transform eith
 fault of ours and ends the command with exit code 1.
 
 Each network runs in a process of its own, which is stopped after `--limit` seconds of processor time. With
-`--out`, the record is written after each network; rows of networks that are not run again stay.
+`--out`, the record is written after each network; rows and steps that are not run again stay.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lowrank_cnn as lr
 from benchmarks.foreign_networks import PACKAGES, Foreign, networks
-from lowrank_cnn.method.selection import NothingToConvertError
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.files import read_json
 from lowrank_cnn.system.text import text_table
@@ -96,12 +96,12 @@ def examine(foreign: Foreign, *, steps: tuple[str, ...] = STEPS) -> Outcome:
 
 
 def _by_first_scheme(model: nn.Module, transform: Any, schemes: tuple[str, ...], **options: Any) -> nn.Module:
-    """Transform by the first scheme that takes any layer of the network."""
+    """Transform by the first scheme that takes a layer of the network and meets the budget."""
     *others, last = schemes
     for scheme in others:
         try:
             return transform(model, scheme, **options)
-        except NothingToConvertError:
+        except lr.LowRankError:
             continue
     return transform(model, last, **options)
 
@@ -185,14 +185,14 @@ def _exported(model: nn.Module, inputs: tuple[Any, ...], right: Any) -> str:
         return _error(lr.load(path), inputs, right) + note
 
 
-def _alone(foreign: Foreign, limit: int) -> Outcome:
+def _alone(foreign: Foreign, limit: int, steps: tuple[str, ...]) -> Outcome:
     """Examine a network in a process of its own, for at most `limit` seconds of processor time."""
     context = multiprocessing.get_context("fork")  # packages are imported once, here
     receiver, sender = context.Pipe(duplex=False)
 
     def run() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
-        sender.send(examine(foreign))
+        sender.send(examine(foreign, steps=steps))
 
     process = context.Process(target=run)
     process.start()
@@ -209,6 +209,7 @@ def _alone(foreign: Foreign, limit: int) -> Outcome:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="parts of names, comma-separated")
+    parser.add_argument("--steps", default=",".join(STEPS), help="transforms to run, comma-separated")
     parser.add_argument("--limit", type=int, default=300, help="seconds of processor time for one network")
     parser.add_argument("--out", type=Path, help="where to write the record")
     options = parser.parse_args()
@@ -216,12 +217,16 @@ def main() -> None:
     rows: dict[str, Any] = {}
     if options.out and options.out.exists():
         rows = {row["name"]: row for row in read_json(options.out)["rows"]}
-    outcomes = []
+    outcomes, steps = [], tuple(options.steps.split(","))
     for foreign in networks():
         if any(part in foreign.name for part in options.only.split(",")):
-            outcomes.append(_alone(foreign, options.limit))
+            outcomes.append(_alone(foreign, options.limit, steps))
             print(f"{foreign.name} ({outcomes[-1].seconds:.0f} s): {outcomes[-1].cells}", flush=True)
-            rows[foreign.name] = asdict(outcomes[-1])
+            row = asdict(outcomes[-1])
+            if steps != STEPS and foreign.name in rows:
+                earlier = rows[foreign.name]
+                row |= {"cells": earlier["cells"] | row["cells"], "seconds": earlier["seconds"]}
+            rows[foreign.name] = row
             if options.out:
                 packages = {name: version(name) for name in PACKAGES}
                 about = {"kind": "foreign", "environment": environment() | packages}

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from lowrank_cnn.deploy.advising import design
     from lowrank_cnn.deploy.quantizing import quantize
     from lowrank_cnn.deploy.timing import time_model
+    from lowrank_cnn.method.building import FactoredConv2d, build_conv
     from lowrank_cnn.method.converting import conversion_costs, convert
     from lowrank_cnn.method.counting import Count, count
     from lowrank_cnn.method.decomposing import decompose
     from lowrank_cnn.method.init import composite_sigma, init_
-    from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, build_conv
+    from lowrank_cnn.method.layers import CompositeConv2d
     from lowrank_cnn.method.scheme import Scheme, parse_scheme
     from lowrank_cnn.method.selection import stages
     from lowrank_cnn.method.settling import LearnedShapes, load_shapes
@@ -51,7 +52,8 @@ _HOMES = {
     "method.counting": ["Count", "count"],
     "method.decomposing": ["decompose"],
     "method.init": ["composite_sigma", "init_"],
-    "method.layers": ["CompositeConv2d", "FactoredConv2d", "build_conv"],
+    "method.building": ["FactoredConv2d", "build_conv"],
+    "method.layers": ["CompositeConv2d"],
     "method.scheme": ["Scheme", "parse_scheme"],
     "method.selection": ["stages"],
     "method.settling": ["LearnedShapes", "load_shapes"],

@@ -26,7 +26,7 @@ MOVED = {
     "evaluation": "train.evaluation",
     "init": "method.init",
     "kernels.fuse": "kernels.fusing",
-    "layers": "method.layers",
+    "layers": "method.building",
     "paper.audit": "paper.auditing",
     "paper.reproduce": "paper.reproducing",
     "scheme": "method.scheme",

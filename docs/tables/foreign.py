@@ -27,7 +27,20 @@ def foreign() -> str:
         f"original.\n{versions}.\n"
     )
     columns = ["network", *(f"<{step}" for step in STEPS)]
-    return markdown(columns, rows) + note + source("foreign.json", environment)
+    return markdown(columns, rows) + note + _reasons(found["rows"]) + source("foreign.json", environment)
+
+
+def _reasons(rows: list[dict[str, Any]]) -> str:
+    """Each sentence that a transform gave in place of a result, with the networks that it was for."""
+    told: dict[str, list[str]] = {}
+    for row in rows:
+        for step in STEPS:
+            result, _, reason = row["cells"].get(step, "").partition(": ")
+            if reason:
+                what = "refused" if result == "refused" else "in part"
+                told.setdefault(f"{step}, {what}: {reason}", []).append(f"`{row['name'].partition(':')[2]}`")
+    lines = (f"- {sentence} ({', '.join(names)})" for sentence, names in told.items())
+    return "\n" + "\n".join(lines) + "\n\n" if told else ""
 
 
 def _cell(row: dict[str, Any], step: str) -> str:

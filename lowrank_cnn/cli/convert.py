@@ -44,7 +44,12 @@ IMAGES = 128
 def convert_command(
     model: Model,
     named: SourceOptions,
-    scheme: Annotated[str, typer.Option(help="lr, lr-join, separable, mixture(...), with options.")] = "lr-join",
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            help="lr, lr-join, separable, mixture(...), with options; without it lr-join, or what a budget chooses."
+        ),
+    ] = None,
     where: Where = None,
     stage: Stage = None,
     macs: Macs = None,
@@ -69,6 +74,8 @@ def convert_command(
     source, size = named.find(model)
     chosen = _where(where, stage, source.network, size)
     budget: dict[str, Any] = {"macs": macs, "params": params, "latency": latency}
+    if scheme is None and all(share is None for share in budget.values()):
+        scheme = "lr-join"
     with told_if_low_rank(source.network):
         new = convert(
             source.network, scheme, where=chosen, input_size=size, allow_costlier=allow_costlier, **budget
@@ -81,7 +88,9 @@ def convert_command(
 def decompose_command(
     model: Model,
     named: SourceOptions,
-    scheme: Annotated[str, typer.Option(help="separable, lr-join, mixture(..., join), with m.")] = "separable",
+    scheme: Annotated[
+        str, typer.Option(help="separable, cp, channel, lr-join, mixture(..., join), with m.")
+    ] = "separable",
     where: Where = None,
     stage: Stage = None,
     energy: Annotated[float | None, typer.Option(help="Keep this share of each layer's squared weights.")] = None,

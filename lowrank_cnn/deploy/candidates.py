@@ -18,7 +18,8 @@ from lowrank_cnn.deploy.matrix import MatrixConv2d
 from lowrank_cnn.deploy.winograd import WinogradConv2d
 from lowrank_cnn.kernels.network_graph import CaptureError, capture
 from lowrank_cnn.kernels.patterns import find_patterns, rewritten
-from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, conv_of
+from lowrank_cnn.method.building import FactoredConv2d
+from lowrank_cnn.method.layers import CompositeConv2d, conv_of
 from lowrank_cnn.method.rewriting import copy_with, laid_out_as
 from lowrank_cnn.method.spec import Composite
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from lowrank_cnn.deploy.transforms import compose_bias
 from lowrank_cnn.kernels.dense import compose
+from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.geometry import Sides, enclosing_padding
-from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, conv_of
+from lowrank_cnn.method.layers import CompositeConv2d, conv_of
 from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
 
 
@@ -75,7 +76,8 @@ class _Plain:
 
 def _joined(first: _Plain, second: _Plain) -> _Plain:
     """Two convs as one, or the reason why not."""
-    if first.groups != second.groups:
+    strips = first.groups == 1 and second.groups == len(first.weight) == len(second.weight)  # one per channel
+    if first.groups != second.groups and not strips:
         raise InexactError("its channel groups do not match: one conv would cost more than both")
     if any(first.reaches(axis) and second.reaches(axis) for axis in (0, 1)):
         raise InexactError("both of its layers reach along the same axis")
@@ -85,9 +87,10 @@ def _joined(first: _Plain, second: _Plain) -> _Plain:
     if biased and second.pads and second.mode == "zeros":
         raise InexactError("the first layer's bias meets the zero padding of the second")
     along = [second if second.reaches(axis) else first for axis in (0, 1)]
+    weight = first.weight * second.weight if strips else compose(first.weight, second.weight, groups=first.groups)
     return _Plain(
-        compose(first.weight, second.weight, groups=first.groups),
-        compose_bias(first.bias, second.weight, second.bias, groups=first.groups),
+        weight,
+        compose_bias(first.bias, second.weight, second.bias, groups=second.groups),
         (along[0].stride[0], along[1].stride[1]),
         (along[0].dilation[0], along[1].dilation[1]),
         (along[0].sides[0], along[1].sides[1]),

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.deploy.transforms import affine_bias, norm_affine, scale_filters
-from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.method.building import FactoredConv2d
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.system.compare import difference
 from lowrank_cnn.system.errors import LowRankError
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lowrank_cnn.deploy.blocks import Epilogue
 from lowrank_cnn.kernels.fused_conv import FrozenComposite, conv_options, pool_name
 from lowrank_cnn.kernels.fused_neighbours import fused_pool
-from lowrank_cnn.method.layers import FactoredConv2d
+from lowrank_cnn.method.building import FactoredConv2d
 
 
 class FusedBlock(nn.Module):

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.method.channel_order import free_routes
-from lowrank_cnn.method.layers import build_conv
 from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.method.shape_damage import Damage, damage_by_loss
 from lowrank_cnn.method.shape_network import shape_network

@@ -27,8 +27,8 @@ from lowrank_cnn.deploy.folding import FoldedLinear, channel_axis, fold, fold_er
 from lowrank_cnn.kernels.network_graph import CaptureError, NetworkGraph, capture, layer_kind
 from lowrank_cnn.kernels.patterns import NORMS, Pattern, find_patterns
 from lowrank_cnn.method.branches import fold_branches
+from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.layers import FactoredConv2d
 from lowrank_cnn.method.rewriting import copy_with, laid_out_as
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.system.compare import objection, tolerance

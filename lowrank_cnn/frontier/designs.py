@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from lowrank_cnn.method.branches import branch
+from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import Count, count
-from lowrank_cnn.method.layers import FactoredConv2d
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.method.selection import stages

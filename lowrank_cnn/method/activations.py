@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
+from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.channel import FactoredLayer, groups_of
 from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.geometry import Sides
-from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.system.errors import LowRankError
 
 Images = Tensor | Iterable[object]
@@ -92,8 +93,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def refit(layer: FactoredConv2d | FactoredLayer, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> float:
     """Fit the last layer of a chain so that the chain maps these inputs to these targets; the error after it."""
-    first, second = layer.children()
-    rows, wanted = _sampled(second, [first(x) for x in inputs], targets)
+    *front, second = layer.children()
+    rows, wanted = _sampled(second, [nn.Sequential(*front)(x) for x in inputs], targets)
     groups = rows.shape[1]
     biased = second.bias is not None
     before = _solution(second, groups)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import nn
 
 from lowrank_cnn.method.channel import basis_filters, channel_params, groups_of, outputs_of
-from lowrank_cnn.method.costs import macs_per_pixel
+from lowrank_cnn.method.costs import macs_per_pixel, stage_weights
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.inputs import InputSize, arguments
 from lowrank_cnn.method.rewriting import rewrite
@@ -144,11 +145,11 @@ def schemes_of(chosen: Choice) -> dict[str, Scheme]:
 
 
 def fresh_curves(
-    model: nn.Module, convs: Convs, scheme: Scheme, kind: str, input_size: InputSize
+    model: nn.Module, convs: Convs, schemes: Sequence[Scheme], kind: str, input_size: InputSize
 ) -> tuple[dict[str, Curve], int]:
-    """Choices for layers that are trained from scratch, and the cost of everything else."""
+    """Choices among schemes for layers that are trained from scratch, and the cost of everything else."""
     dense, rest = dense_costs(model, convs, kind, input_size)
-    return {name: _fresh_curve(convs[name], scheme, cost, kind) for name, cost in dense.items()}, rest
+    return {name: _fresh_curve(convs[name], schemes, cost, kind) for name, cost in dense.items()}, rest
 
 
 def dense_costs(model: nn.Module, convs: Convs, kind: str, input_size: InputSize) -> tuple[dict[str, int], int]:
@@ -166,27 +167,34 @@ def step_cost(conv: nn.Conv2d, scheme: Scheme, dense: int, kind: str) -> int:
     if kind == "params" and not isinstance(conv, nn.Conv2d):
         return channel_params(conv, basis_filters(conv, scheme))
     if kind == "params":
-        depth = conv.in_channels // conv.groups
-        basis, *later = scheme.stages(conv.kernel_size, conv.out_channels, channel_groups=conv.groups)  # type: ignore[arg-type]
-        weights = basis.weights(depth) + sum(stage.weights(basis.filters // conv.groups) for stage in later)
-        return weights + (0 if conv.bias is None else conv.out_channels)
+        return sum(stage_weights(conv, scheme)) + (0 if conv.bias is None else conv.out_channels)
     return round(dense / conv.weight.numel() * macs_per_pixel(conv, scheme))
 
 
-def _fresh_curve(conv: nn.Conv2d, scheme: Scheme, dense: int, kind: str) -> Curve:
+def _fresh_curve(conv: nn.Conv2d, schemes: Sequence[Scheme], dense: int, kind: str) -> Curve:
+    """The steps of all schemes that keep more parameters than every cheaper one."""
+    steps = []
+    for one in (step for scheme in schemes for step in _fewer_filters(conv, scheme)):
+        kept = min(1.0, step_cost(conv, one, dense, "params") / conv.weight.numel())
+        steps.append(Step(one, step_cost(conv, one, dense, kind), kept))
+    cheaper = sorted((step for step in steps if step.cost < dense), key=lambda step: step.cost)
+    if len(schemes) > 1:
+        best = [0.0, *accumulate((step.energy for step in cheaper), max)]
+        cheaper = [step for step, before in zip(cheaper, best, strict=False) if step.energy > before]
+    return [*cheaper, Step(None, dense, 1.0)]
+
+
+def _fewer_filters(conv: nn.Conv2d, scheme: Scheme) -> dict[Scheme, None]:
     """The scheme with fewer and fewer basis filters where it has any, down from its own number of them."""
-    schemes = {scheme}
-    if scheme.to is not None or scheme.name == "separable":
-        filters, groups = outputs_of(conv), groups_of(conv)
+    filters, groups = outputs_of(conv), groups_of(conv)
+    if filters // groups < len(scheme.shapes):
+        return {}
+    schemes = {scheme: None}
+    if scheme.to is not None or scheme.name in ("separable", "cp"):
         units = [max(groups, round(share * filters / groups) * groups) for share in SHARES]
         most = filters if scheme.m is None else scheme.stages((3, 3), filters, channel_groups=groups)[0].filters
-        schemes |= {replace(scheme, m=m) for m in units if len(scheme.shapes) <= m < most}
-    steps = []
-    for one in schemes:
-        cost = step_cost(conv, one, dense, kind)
-        steps.append(Step(one, cost, min(1.0, step_cost(conv, one, dense, "params") / conv.weight.numel())))
-    cheaper = sorted((step for step in steps if step.cost < dense), key=lambda step: step.cost)
-    return [*cheaper, Step(None, dense, 1.0)]
+        schemes |= {replace(scheme, m=m): None for m in units if len(scheme.shapes) <= m < most}
+    return schemes
 
 
 def by_latency(

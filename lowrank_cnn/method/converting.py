@@ -32,6 +32,10 @@ from lowrank_cnn.system.provenance import notes
 __all__ = ["Change", "Conversion", "Cost", "Fill", "conversion_costs", "convert", "notes", "rewrite"]
 
 
+BY_BUDGET = ("lr", "mixture(kx1=3, 1xk=3, kxk=2)", "mixture(kx1, 1xk, kxk=2)", "lr-join")
+"""The schemes that a budget chooses from where none is named: strips, strips beside full filters, fewer strips."""
+
+
 @dataclass(frozen=True)
 class Cost:
     """Multiply-accumulates and parameters of a layer, or of a whole network, before and after."""
@@ -45,7 +49,7 @@ class Cost:
 
 def convert(
     model: nn.Module,
-    scheme: str | Scheme,
+    scheme: str | Scheme | None = None,
     *,
     where: Where = None,
     init: str | Fill = "composite",
@@ -56,6 +60,8 @@ def convert(
     allow_costlier: bool = False,
 ) -> nn.Module:
     """A copy of `model` whose spatial convs are replaced by what `scheme` makes of them.
+
+    Without a scheme, a budget chooses one for each layer: `lr`, mixtures with full filters, or `lr-join`.
 
     - `where`: None for every conv both higher and wider than one pixel, except projections of patches; a name, a
       prefix (`layer3`) or a pattern (`*.conv2`); a kernel (3 or (3, 5)); a list of these, such as one of
@@ -79,20 +85,23 @@ def convert(
     >>> conversion_costs(net, half, (16, 32, 32))[-1].macs_after <= 0.5 * count(net, (16, 32, 32)).macs
     True
     """
-    scheme = parse_scheme(scheme)
+    budget = Budget.of(macs=macs, params=params, latency=latency)
+    if scheme is None and budget is None:
+        raise LowRankError("say a scheme, such as lr, or a budget (macs, params or latency) to choose schemes by.")
+    candidates = [parse_scheme(text) for text in (BY_BUDGET if scheme is None else (scheme,))]
+    scheme = candidates[0]
     if scheme.name == "embed":
         raise LowRankError("embed changes the number of channels that the next layer expects: use lr-join.")
     if scheme.name == "exact":
         raise LowRankError("exact counts the filters of one layer: use mixture, or apply learned shapes.")
     if init != "composite" and not callable(init):
         raise LowRankError(f'init is "composite" or a function that fills a replacement, not {init!r}.')
-    budget = Budget.of(macs=macs, params=params, latency=latency)
     with told_if_low_rank(model):
         convs, kept = select(model, scheme, where, trained_on=init == "composite")
     schemes = dict.fromkeys(convs, scheme)
     if budget is not None:
         size = known_inputs(model, input_size)
-        curves, rest = fresh_curves(model, convs, scheme, budget.kind, size)
+        curves, rest = fresh_curves(model, convs, candidates, budget.kind, size)
         schemes = within(model, curves, rest, budget, size)
         kept += tuple(Kept(name, "Conv2d", "the budget leaves it dense") for name in convs if name not in schemes)
     elif not allow_costlier:

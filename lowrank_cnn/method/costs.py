@@ -15,16 +15,30 @@ from lowrank_cnn.method.scheme import Scheme
 def macs_per_pixel(conv: nn.Conv2d, scheme: Scheme) -> int:
     """MACs per pixel of the output of what replaces a conv; of the conv itself these are its weights.
 
-    The first half of a separable pair has the stride of its own axis alone, and so computes more pixels.
+    The first half of a separable pair has the stride of its own axis alone, and so computes more pixels; the first
+    layer of a CP form has none.
     """
     if not isinstance(conv, nn.Conv2d):
         return channel_macs(conv, basis_filters(conv, scheme))
-    depth, groups = conv.in_channels // conv.groups, conv.groups
-    basis, *rest = scheme.stages(conv.kernel_size, conv.out_channels, channel_groups=groups)  # type: ignore[arg-type]
-    first = basis.weights(depth)
+    first, *rest = stage_weights(conv, scheme)
+    rows, columns = conv.stride
+    if scheme.name == "cp":
+        upright, *rest = rest
+        return first * rows * columns + upright * columns + sum(rest)
     if scheme.name == "separable":
-        first *= conv.stride[0] if basis.kernel[0] == 1 else conv.stride[1]
-    return first + sum(stage.weights(basis.filters // groups) for stage in rest)
+        first *= rows if scheme.shapes[0][0].startswith("1x") else columns
+    return first + sum(rest)
+
+
+def stage_weights(conv: nn.Conv2d, scheme: Scheme) -> list[int]:
+    """The number of weights of each layer that replaces a conv."""
+    stages = scheme.stages(conv.kernel_size, conv.out_channels, channel_groups=conv.groups)  # type: ignore[arg-type]
+    inner = stages[0].filters // conv.groups
+    depths = [1, 1, inner] if scheme.name == "cp" else [inner] * (len(stages) - 1)
+    return [
+        stage.weights(depth)
+        for stage, depth in zip(stages, (conv.in_channels // conv.groups, *depths), strict=True)
+    ]
 
 
 def relative_cost(conv: nn.Conv2d, scheme: Scheme) -> float:
@@ -36,6 +50,8 @@ def useful_rank(conv: nn.Conv2d, scheme: Scheme) -> int:
     """With so many basis filters per channel group a fit is as near as the scheme allows."""
     if not isinstance(conv, nn.Conv2d):
         return channel_rank(conv)
+    if scheme.name == "cp":
+        return conv.weight.numel() // max(conv.weight.shape)
     depth, filters = conv.in_channels // conv.groups, conv.out_channels // conv.groups
     many = replace(scheme, m=1000 * len(scheme.shapes))
     first = many.stages(conv.kernel_size, conv.out_channels)[0]  # type: ignore[arg-type]

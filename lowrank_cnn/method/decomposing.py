@@ -15,16 +15,17 @@ from torch import Tensor, nn
 
 from lowrank_cnn.method.activations import Images, image_batches, refit, seen, window_covariance
 from lowrank_cnn.method.budget import Budget, within
+from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.channel import FactoredLayer, groups_of, outputs_of
 from lowrank_cnn.method.converting import cheaper_only, nothing_cheaper
 from lowrank_cnn.method.costs import useful_rank
+from lowrank_cnn.method.cp import CPFactors
 from lowrank_cnn.method.fitting import Fitted, fit_layer
 from lowrank_cnn.method.inputs import InputSize, known_inputs
-from lowrank_cnn.method.layers import FactoredConv2d
-from lowrank_cnn.method.ranks import Keeps, by_energy, curves_of
+from lowrank_cnn.method.ranks import Keeps, better_by_cp, by_energy, curves_of
 from lowrank_cnn.method.references import check_calls
 from lowrank_cnn.method.rewriting import rewrite
-from lowrank_cnn.method.scheme import Scheme, parse_scheme
+from lowrank_cnn.method.scheme import SCHEMES, Scheme, parse_scheme
 from lowrank_cnn.method.selection import Kept, Where, select
 from lowrank_cnn.method.sensitivity import Score, measured_keeps
 from lowrank_cnn.system.errors import LowRankError
@@ -50,7 +51,10 @@ def decompose(
     """A copy of `model` whose spatial convs are the low-rank filters nearest to the trained ones.
 
     The scheme `channel` takes 1-D, 3-D, transposed and 1x1 convs and linear layers as well; `separable` takes
-    depthwise convs apart into strips where their kernel is large, or where they are named.
+    depthwise convs apart into strips where their kernel is large, or where they are named. The scheme `cp` (by
+    tensorly: `pip install "lowrank-cnn[cp]"`) replaces a conv by a 1x1, two depthwise strips and a 1x1. Under a
+    budget it does so for layers that keep less than a third of their MACs and fit better so; the others become
+    separable pairs.
 
     At most one of these says how many basis filters a layer gets, in place of the scheme's m:
 
@@ -75,6 +79,9 @@ def decompose(
     scheme = parse_scheme(scheme)
     _check(scheme)
     budget = Budget.of(energy=energy, macs=macs, params=params, latency=latency)
+    by_fit = scheme.name == "cp" and budget is not None
+    scheme = SCHEMES["separable"] if by_fit else scheme
+    fits: dict[str, CPFactors] = {}
     convs, kept = _fittable(model, scheme, where)
     batches = image_batches(images, model) if images is not None else []
     if budget is None:
@@ -83,13 +90,15 @@ def decompose(
     else:
         keeps = measured_keeps(model, convs, scheme, batches, evaluate) if batches or evaluate else None
         schemes = _chosen(model, convs, scheme, budget, input_size, batches, keeps)
+        if by_fit:
+            schemes, fits = better_by_cp(convs, schemes)
         kept += tuple(Kept(name, "Conv2d", "cheaper dense") for name in convs if name not in schemes)
     if not schemes:
         raise LowRankError(nothing_cheaper(scheme))
     report: dict[str, Fitted] = {}
 
     def fill(name: str, conv: nn.Conv2d, layer: nn.Module) -> None:
-        report[name] = fit_layer(name, conv, layer)
+        report[name] = fit_layer(name, conv, layer, factors=fits.get(name))
 
     new = rewrite(model, schemes, fill=fill, kept=kept)
     if input_size is not None:
@@ -154,7 +163,7 @@ def _check(scheme: Scheme) -> None:
     if scheme.name in ("lr", "dense") or (scheme.name == "mixture" and scheme.to is None):
         raise LowRankError(
             f"trained filters cannot be fitted by {scheme}, which mixes nothing after its filters: "
-            "use separable, lr-join or a mixture with a join."
+            "use separable, cp, lr-join or a mixture with a join."
         )
     if scheme.name == "embed":
         raise LowRankError("embed changes the number of channels that the next layer expects: use lr-join.")

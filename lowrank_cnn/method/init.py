@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.channel import FactoredLayer
-from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, weights_of
+from lowrank_cnn.method.layers import CompositeConv2d, weights_of
 from lowrank_cnn.method.spec import Composite
 from lowrank_cnn.system.errors import check_type
 from lowrank_cnn.system.provenance import notes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from lowrank_cnn.method.budget import Convs, Curve, Step, dense_costs, step_cost
 from lowrank_cnn.method.channel import channel_energy, groups_of
-from lowrank_cnn.method.costs import macs_per_pixel, useful_rank
+from lowrank_cnn.method.costs import macs_per_pixel, relative_cost, useful_rank
+from lowrank_cnn.method.cp import CPFactors, cp_factors
 from lowrank_cnn.method.factorize import kept_energy, separable_energy
 from lowrank_cnn.method.fitting import grouped_factors, grouped_weight
 from lowrank_cnn.method.inputs import InputSize
-from lowrank_cnn.method.scheme import Scheme
+from lowrank_cnn.method.scheme import SCHEMES, Scheme
 
 Keeps = Callable[[int], float]
 """The share of a layer that m basis filters keep."""
@@ -30,6 +31,10 @@ _UNITS = 16
 """Where a layer can have fewer, whole units would be too coarse a choice."""
 _SWEEPS = 2
 """A rough fit is enough to compare numbers of filters."""
+BELOW = 1 / 3
+"""The share of a layer's MACs below which CP is tried in place of a separable pair."""
+_MOST_WORK = 3e8
+"""Weights times components up to which CP is tried under a budget: beyond, a fit takes minutes."""
 
 
 def by_energy(
@@ -106,6 +111,23 @@ def between(points: Sequence[tuple[int, float]]) -> Keeps:
     return value
 
 
+def better_by_cp(
+    convs: Mapping[str, nn.Conv2d], schemes: Mapping[str, Scheme]
+) -> tuple[dict[str, Scheme], dict[str, CPFactors]]:
+    """Separable schemes, and CP for the layers that it fits better at the same MACs; the factors of these."""
+    chosen, fits = dict(schemes), {}
+    for name, separable in schemes.items():
+        conv = convs[name]
+        m = _components(conv, macs_per_pixel(conv, separable))
+        if conv.groups > 1 or relative_cost(conv, separable) >= BELOW or m < 1:
+            continue
+        found = cp_factors(conv.weight, m) if conv.weight.numel() * m <= _MOST_WORK else None
+        assert isinstance(separable.m, int)
+        if found is not None and found.energy > keeper(conv, separable)(separable.m):
+            chosen[name], fits[name] = replace(SCHEMES["cp"], m=m), found
+    return chosen, fits
+
+
 def _crossed_energy(weight: Tensor, conv: nn.Conv2d, scheme: Scheme) -> float:
     basis, join = grouped_factors(weight, conv, scheme, sweeps=_SWEEPS)
     return kept_energy(weight, grouped_weight(basis, join, groups_of(conv)))
@@ -134,3 +156,11 @@ def _unit(conv: nn.Conv2d, scheme: Scheme) -> int:
 def _spread(most: int, steps: int, unit: int) -> list[int]:
     """Whole multiples of the unit, evenly up to the most."""
     return sorted({unit * max(1, round(most * i / steps)) for i in range(1, steps + 1)}) if most else []
+
+
+def _components(conv: nn.Conv2d, most: int) -> int:
+    """The most components that cost no more MACs per pixel than this."""
+    if conv.groups > 1:
+        return 0
+    sizes = range(1, most + 1)
+    return bisect_right(sizes, most, key=lambda m: macs_per_pixel(conv, replace(SCHEMES["cp"], m=m)))

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from lowrank_cnn.method.building import FactoredConv2d, build_conv
 from lowrank_cnn.method.channel import FactoredLayer, build_factored, is_plain
 from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.init import followed_by_relu, init_
-from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, build_conv
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.scheme import Scheme
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, exact_layer, shaped_layer
 from lowrank_cnn.system.errors import LowRankError

@@ -1,7 +1,7 @@
 """Schemes: how a dense convolution is replaced by composites.
 
 A *scheme* says how a dense k_h x k_w convolution with d filters is replaced by one composite or by a chain of two
-with no activation between.
+with no activation between (four for `cp`).
 
     >>> scheme = parse_scheme("mixture(kx1=3, 1xk=3, kxk=2, join)")
     >>> for composite in scheme.stages((3, 3), 64):
@@ -91,13 +91,23 @@ class Scheme:
             (first, _), (second, _) = shapes
             m = _units(_scaled(self.m, filters), channel_groups)
             return Composite((FilterGroup(*first, m),)), Composite((FilterGroup(*second, filters),))
+        if self.name == "cp":
+            return self._cp_stages(kernel, filters, channel_groups)
         if self.to is None:
             return (_share_out(shapes, filters, channel_groups),)
         basis = _share_out(shapes, _units(_scaled(self.m, filters), channel_groups), channel_groups)
         return basis, Composite((FilterGroup(1, 1, self.out_filters(filters)),))
 
+    def _cp_stages(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
+        """A 1x1, an upright and a lying strip for each of its channels, and a 1x1."""
+        if channel_groups > 1:
+            raise LowRankError("the scheme cp takes convolutions without channel groups.")
+        m = _scaled(self.m, filters)
+        shapes = ((1, 1, m), (kernel[0], 1, m), (1, kernel[1], m), (1, 1, filters))
+        return tuple(Composite((FilterGroup(*shape),)) for shape in shapes)
 
-_NAMES = ("dense", "separable", "lr", "lr-join", "mixture", "channel", "embed", "exact", "learned")
+
+_NAMES = ("dense", "separable", "lr", "lr-join", "mixture", "channel", "cp", "embed", "exact", "learned")
 NONE = "none"
 """The shape of a filter that `learned` may remove."""
 _HALVES = (("kx1", Fraction(1)), ("1xk", Fraction(1)))
@@ -142,6 +152,8 @@ def _check_scheme(scheme: Scheme) -> None:
         raise LowRankError("m basis filters need a join after them: write mixture(..., m=..., join).")
     if scheme.name == "channel" and scheme.shapes != (("kxk", Fraction(1)),):
         raise LowRankError("the scheme channel has filters of the layer's own kernel: it takes m alone.")
+    if scheme.name == "cp" and scheme.shapes:
+        raise LowRankError("the scheme cp has strips of the layer's own kernel: it takes m alone.")
     if scheme.name == "separable" and not _crossed([shape for shape, _ in scheme.shapes]):
         raise LowRankError("a separable scheme has two shapes, one upright and one lying: 1xk and kx1.")
     shapes = [shape for shape, _ in scheme.shapes if shape != NONE]
@@ -165,12 +177,20 @@ SCHEMES |= {
     "lr-join": Scheme("lr-join", _HALVES, to=1.0),
     "mixture": Scheme("mixture", (*_HALVES, ("kxk", Fraction(1)))),
     "channel": Scheme("channel", (("kxk", Fraction(1)),), to=1.0),
+    "cp": Scheme("cp"),
     "embed": Scheme("embed", _HALVES, to=0.5),
     "exact": Scheme("exact"),
     "learned": Scheme("learned", (*_HALVES, ("1x1", Fraction(1)), ("kxk", Fraction(1))), multiple=8),
 }
 
-_OPTIONS = {"separable": {"m"}, "lr-join": {"m"}, "channel": {"m"}, "mixture": {"m", "join"}, "embed": {"m", "to"}}
+_OPTIONS = {
+    "separable": {"m"},
+    "lr-join": {"m"},
+    "channel": {"m"},
+    "cp": {"m"},
+    "mixture": {"m", "join"},
+    "embed": {"m", "to"},
+}
 _OPTIONS |= {"exact": {"in"}, "learned": {"multiple"}}
 
 

@@ -12,11 +12,12 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.channel import FactoredLayer, is_plain
 from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.inputs import InputSize
-from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.references import held_by_functions
 from lowrank_cnn.method.scheme import Scheme
 from lowrank_cnn.system.errors import LowRankError, nearest
@@ -151,11 +152,13 @@ def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
         return f"its kernel is {conv.kernel_size[0]}x{conv.kernel_size[1]}"
     if _is_depthwise(conv) and scheme.name != "separable":
         return "it is depthwise"
+    if scheme.name == "cp" and conv.groups > 1:
+        return "it has channel groups: the scheme separable takes it"
     if ties[id(conv.weight)] > 1:
         return "it shares its weight with another layer"
     if conv._forward_hooks or conv._forward_pre_hooks or conv._backward_hooks:
         return "it carries hooks, which would be lost"
-    several = scheme.name not in ("dense", "separable", "channel", "learned")
+    several = scheme.name not in ("dense", "separable", "channel", "cp", "learned")
     if several and isinstance(conv, _ConvNd) and conv.out_channels // conv.groups < len(scheme.shapes):
         return f"it has too few filters for the scheme {scheme}"
     return ""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.method.activations import outputs, refit, relative_error, seen, window_covariance
+from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.channel import FactoredLayer
 from lowrank_cnn.method.fitting import fit_layer
-from lowrank_cnn.method.layers import FactoredConv2d
 from lowrank_cnn.method.ranks import Keeps, between, sizes_of
 from lowrank_cnn.method.rewriting import copy_with, replacement
 from lowrank_cnn.method.scheme import Scheme

@@ -13,8 +13,9 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.method.init import weight_layers
-from lowrank_cnn.method.layers import build_conv, weights_of
+from lowrank_cnn.method.layers import weights_of
 from lowrank_cnn.models.network import GlobalMaxPool, Network, Options, Variant
 
 FILTERS = (64, 256, 256)

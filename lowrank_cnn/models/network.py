@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from lowrank_cnn.method.layers import build_conv
+from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note, notes

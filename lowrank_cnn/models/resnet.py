@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowrank_cnn.method.layers import build_conv
+from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.models.network import GlobalAveragePool, Network, Options, Variant
 from lowrank_cnn.system.errors import LowRankError

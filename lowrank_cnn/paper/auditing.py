@@ -10,8 +10,8 @@ from statistics import correlation, mean, stdev
 import torch
 from torch import nn
 
+from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.layers import build_conv
 from lowrank_cnn.models import create_model
 from lowrank_cnn.paper.claims import (
     ACCURACY_CLAIMS,

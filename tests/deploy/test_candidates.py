@@ -7,7 +7,7 @@ from torch import nn
 from lowrank_cnn.deploy.blocks import Block, Epilogue
 from lowrank_cnn.deploy.candidates import CANDIDATES, groups_apart, in_layers
 from lowrank_cnn.deploy.matrix import MatrixConv2d
-from lowrank_cnn.method.layers import build_conv
+from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.system.compare import difference
 
 EPILOGUES = [

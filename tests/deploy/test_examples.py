@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.deploy.examples import check_runs, example_for
-from lowrank_cnn.method.layers import build_conv
+from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note
 

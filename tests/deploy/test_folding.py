@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.deploy.folding import FoldedLinear, channel_axis, fold, fold_error
-from lowrank_cnn.method.layers import build_conv
+from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.system.errors import LowRankError
 
 CASES = [

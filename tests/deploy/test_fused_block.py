@@ -4,7 +4,7 @@ from torch import nn
 
 from lowrank_cnn.deploy.blocks import BlockAsGiven, Epilogue
 from lowrank_cnn.deploy.fused_block import FusedBlock
-from lowrank_cnn.method.layers import build_conv
+from lowrank_cnn.method.building import build_conv
 
 POOLS = [None, nn.MaxPool2d(2), nn.MaxPool2d(3, 2, 1), nn.MaxPool2d(3, 2, ceil_mode=True)]
 

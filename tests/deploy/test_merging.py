@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lowrank_cnn.deploy.merging import merge
+from lowrank_cnn.method.building import FactoredConv2d, build_conv
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, build_conv
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError

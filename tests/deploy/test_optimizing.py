@@ -14,7 +14,7 @@ from lowrank_cnn.deploy.optimizing import _Workshop, optimize
 from lowrank_cnn.deploy.plan_cache import Cache
 from lowrank_cnn.deploy.planning import plan, silent
 from lowrank_cnn.kernels.network_graph import layer_kind
-from lowrank_cnn.method.layers import build_conv
+from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note, notes

@@ -13,7 +13,7 @@ from lowrank_cnn.deploy.candidates import CANDIDATES, ByGroup, groups_apart
 from lowrank_cnn.deploy.plan_cache import Cache
 from lowrank_cnn.deploy.planning import plan
 from lowrank_cnn.kernels.activation import activate
-from lowrank_cnn.method.layers import FactoredConv2d, build_conv
+from lowrank_cnn.method.building import FactoredConv2d, build_conv
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.cache import JsonCache
 from lowrank_cnn.system.errors import LowRankError

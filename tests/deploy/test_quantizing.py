@@ -11,8 +11,8 @@ from torch import nn
 from lowrank_cnn.data import open_data
 from lowrank_cnn.deploy.engines import open_engine
 from lowrank_cnn.deploy.quantizing import Quantized, QuantizedLayer, quantize, sensitivities
+from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.layers import build_conv
 from lowrank_cnn.system.errors import LowRankError
 
 SIZE = (3, 12, 12)

@@ -7,7 +7,8 @@ from torch import nn
 from lowrank_cnn.deploy.blocks import Epilogue, in_blocks
 from lowrank_cnn.deploy.candidates import CANDIDATES
 from lowrank_cnn.deploy.winograd import WinogradConv2d
-from lowrank_cnn.method.layers import CompositeConv2d, build_conv
+from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.method.layers import CompositeConv2d
 
 KERNELS = st.sampled_from([(3, 1), (1, 3), (3, 3), (1, 1)])
 

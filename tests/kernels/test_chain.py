@@ -12,7 +12,7 @@ from lowrank_cnn.kernels import chain, forced
 from lowrank_cnn.kernels.autotune import choice
 from lowrank_cnn.kernels.chain import FusedChain, enclosing, merged_bias, merged_weight
 from lowrank_cnn.kernels.fused_conv import FusedComposite, conv_options
-from lowrank_cnn.method.layers import build_conv
+from lowrank_cnn.method.building import build_conv
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

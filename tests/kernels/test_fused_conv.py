@@ -12,7 +12,8 @@ from lowrank_cnn.kernels.chain import FusedChain
 from lowrank_cnn.kernels.conv.pack import pack_rows
 from lowrank_cnn.kernels.fused_conv import FusedComposite, conv_options, fused_layer, pool_name
 from lowrank_cnn.kernels.fusing import freeze
-from lowrank_cnn.method.layers import CompositeConv2d, build_conv
+from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.method.layers import CompositeConv2d
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

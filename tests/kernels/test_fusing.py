@@ -14,7 +14,7 @@ from lowrank_cnn.kernels.chain import FusedChain
 from lowrank_cnn.kernels.fused_conv import FusedComposite
 from lowrank_cnn.kernels.fused_neighbours import FusedNorm, NormedConv
 from lowrank_cnn.kernels.fusing import fuse, fuse_neighbours
-from lowrank_cnn.method.layers import build_conv
+from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.models import create_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from lowrank_cnn.method.activations import outputs, relative_error
+from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.channel import FactoredLayer
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.decomposing import decompose
-from lowrank_cnn.method.layers import FactoredConv2d
 from lowrank_cnn.models.files import Stored, read_weights, write_weights
 from lowrank_cnn.models.twins import dense_cost
 from lowrank_cnn.system.errors import LowRankError

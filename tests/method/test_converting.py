@@ -195,3 +195,23 @@ def test_bad_models_are_refused_in_a_sentence(make, says: str):
 def test_bad_options_are_refused_in_a_sentence(options: dict, says: str):
     with pytest.raises(LowRankError, match=says):
         convert(small(), **{"scheme": "lr", **options})
+
+
+@pytest.mark.parametrize(("kind", "share"), [("macs", 0.8), ("macs", 0.5), ("macs", 0.2), ("params", 0.4)])
+def test_a_budget_alone_chooses_schemes_and_layers(kind: str, share: float):
+    net = nn.Sequential(
+        nn.Conv2d(8, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 5, padding=2), nn.Conv2d(64, 2, 3, padding=1)
+    )
+    new = convert(net, input_size=(8, 16, 16), **{kind: share})
+    cost, dense = (getattr(count(model, (8, 16, 16)), kind) for model in (new, net))
+    assert cost <= share * dense
+    assert cost >= 0.5 * share * dense  # it spends what it may
+    names = {change.scheme.partition("(")[0] for change in notes(new).conversion.changed}
+    assert names <= {"lr", "mixture", "lr-join"}
+    if kind == "macs":  # fewer strips, and a join, only where plain strips cost too much
+        assert ("lr-join" in names) == (share < 0.25)
+
+
+def test_without_scheme_and_budget_it_says_what_is_missing():
+    with pytest.raises(LowRankError, match="say a scheme, such as lr, or a budget"):
+        convert(nn.Sequential(nn.Conv2d(8, 8, 3)))

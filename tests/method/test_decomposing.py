@@ -9,9 +9,9 @@ from torch import nn
 
 from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.method.budget import _time_ratio, schemes_of
+from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.decomposing import decompose
-from lowrank_cnn.method.layers import FactoredConv2d
 from lowrank_cnn.method.ranks import dearest
 from lowrank_cnn.method.rewriting import rewrite
 from lowrank_cnn.method.scheme import parse_scheme

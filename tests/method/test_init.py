@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.method.init import (
     INITIALISATIONS,
     composite_sigma,
@@ -12,7 +13,7 @@ from lowrank_cnn.method.init import (
     per_group_,
     torch_default_,
 )
-from lowrank_cnn.method.layers import CompositeConv2d, build_conv
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.spec import Composite
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError

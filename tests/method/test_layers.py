@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, build_conv
-from lowrank_cnn.method.scheme import SCHEMES
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.spec import FilterGroup
 from lowrank_cnn.system.errors import LowRankError
 
@@ -53,16 +52,6 @@ def test_a_composite_equals_plain_convs_side_by_side(stride: int):
         F.conv2d(x, w, b, stride=stride, padding=p) for w, b, p in zip(layer.weights, biases, pads, strict=True)
     ]
     torch.testing.assert_close(layer(x), torch.cat(plain, dim=1), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("scheme", ["lr", "lr-join", "separable", "mixture(kx1=2, 1xk=1, kxk=1, join)"])
-def test_outputs_see_the_inputs_of_their_own_channel_group_alone(scheme: str):
-    layer = build_conv(16, 32, 3, scheme, channel_groups=4)
-    x = torch.randn(1, 16, 6, 6, requires_grad=True)
-    for index, outputs in enumerate(layer(x).chunk(4, dim=1)):
-        (seen,) = torch.autograd.grad(outputs.abs().sum(), x, retain_graph=True)
-        reached = [bool(part.any()) for part in seen.chunk(4, dim=1)]
-        assert reached == [other == index for other in range(4)]
 
 
 @pytest.mark.parametrize(("kernel", "dilation"), [((3, 3), 1), ((2, 4), 1), ((2, 5), 3), ((4, 1), 2)])
@@ -158,43 +147,6 @@ def test_it_trains_under_ddp(tmp_path, layer: CompositeConv2d, image: torch.Tens
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "scheme", [*(name for name in SCHEMES if name != "learned"), "mixture(5x1, 1xk)", "mixture(1x1, 1xk, join)"]
-)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"stride": 2, "padding": 1},
-        {"padding": 0},
-        {"dilation": 2, "padding": 2},
-        {"stride": (1, 2), "padding": (0, 2)},
-    ],
-)
-@pytest.mark.parametrize("kernel", [3, (3, 5)])
-def test_a_replacement_gives_maps_of_the_dense_convs_size(scheme: str, options: dict, kernel: int):
-    x = torch.randn(2, 6, 17, 19)
-    dense = nn.Conv2d(6, 16, kernel, **{"padding": "same", **options})(x)
-    replaced = build_conv(6, 16, kernel, scheme, **options)(x)
-    assert replaced.shape[2:] == dense.shape[2:]
-    assert replaced.shape[1] == (8 if scheme == "embed" else 16)
-
-
-def test_a_chain_is_one_linear_map():
-    chain = build_conv(3, 8, 3, "lr-join", bias=False).double()
-    assert isinstance(chain, FactoredConv2d)
-    assert [name for name, _ in chain.named_children()] == ["basis", "join"]
-    x, y = torch.randn(2, 1, 3, 8, 8, dtype=torch.float64)
-    torch.testing.assert_close(chain(2 * x - 3 * y), 2 * chain(x) - 3 * chain(y))
-
-
-def test_a_separable_pair_is_the_product_of_its_halves():
-    pair = build_conv(1, 1, 3, "separable", bias=False).double()
-    kernel = pair.second.weight[0, 0] * pair.first.weight[0, 0]
-    x = torch.randn(1, 1, 7, 7, dtype=torch.float64)
-    torch.testing.assert_close(pair(x), F.conv2d(x, kernel[None, None], padding=1))
-
-
 def test_it_says_what_it_is():
     assert "3x1,6 + 1x3,2, stride=(2, 2)" in repr(CompositeConv2d(4, [(3, 1, 6), (1, 3, 2)], stride=2))
 
@@ -218,8 +170,6 @@ def test_it_says_what_it_is():
         (lambda: CompositeConv2d(4, [(3, 1, 4)], stride=None), "stride is a positive number"),
         (lambda: CompositeConv2d(4, None), "groups of a composite"),
         (lambda: CompositeConv2d(4, 5), "groups of a composite"),
-        (lambda: build_conv(8, -4, 3, "lr-join"), "positive number of filters"),
-        (lambda: build_conv(8, 8, 3, "lr", channel_groups=0), "channel_groups is a positive number"),
         (
             lambda: CompositeConv2d(1, [(7, 1, 4)], padding_mode="reflect")(torch.randn(1, 1, 3, 3)),
             "reflect padding of .* is larger than an input of 3x3",

@@ -9,8 +9,9 @@ from torch.ao.quantization import get_default_qconfig_mapping
 from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 from torch.nn import functional as F
 
+from lowrank_cnn.method.building import FactoredConv2d, build_conv
 from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, build_conv
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.models import create_model, list_models
 
 SCHEMES = ["lr", "lr-join", "separable", "mixture", "mixture(kx1=3, 1xk=3, kxk=2, join)"]

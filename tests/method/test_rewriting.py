@@ -3,8 +3,9 @@ import json
 import torch
 from torch import nn
 
+from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.converting import convert
-from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.rebuild import rewrite_again
 from lowrank_cnn.system.provenance import notes

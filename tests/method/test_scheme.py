@@ -18,6 +18,8 @@ def schemes(draw: st.DrawFn) -> Scheme:
     name = draw(st.sampled_from(sorted(SCHEMES)))
     if name == "dense":
         return Scheme("dense")
+    if name == "cp":
+        return Scheme("cp", m=draw(AMOUNTS))
     if name == "channel":
         return Scheme("channel", SCHEMES["channel"].shapes, draw(AMOUNTS), 1.0)
     if name == "separable":
@@ -52,7 +54,7 @@ def test_no_filter_is_lost(scheme: Scheme, filters: int, kernel: tuple[int, int]
         return
     stages = scheme.stages(kernel, filters)
     assert stages[-1].filters == scheme.out_filters(filters)
-    if len(stages) == 2:
+    if len(stages) in (2, 4):
         share = 1.0 if scheme.m is None else scheme.m
         expected = share if isinstance(share, int) else max(1, round(share * filters))
         assert stages[0].filters == expected

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.method.layers import CompositeConv2d, FactoredConv2d, dense_weight
+from lowrank_cnn.method.building import FactoredConv2d
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.report.figures.options import FigureOptions
 from lowrank_cnn.report.figures.style import COLUMN, headline, image_axes, new_figure
 from lowrank_cnn.system.errors import LowRankError
@@ -73,8 +74,8 @@ def filter_banks(conv: nn.Module) -> list[Bank]:
     spatial = [bank for bank in parts if bank.weight.shape[-2:] != (1, 1)]
     if conv.scheme.name == "separable":
         # The second half works on the first's channels, which are not colours.
-        return [spatial[0], Bank("the two halves combined", combined(conv))]
-    return [*spatial, Bank("combined by the join", combined(conv))]
+        return [spatial[0], Bank("the two halves combined", conv.weight.detach())]
+    return [*spatial, Bank("combined by the join", conv.weight.detach())]
 
 
 def _single(conv: nn.Module) -> Bank:
@@ -91,24 +92,6 @@ def _title(weight: Tensor) -> str:
     height, width = weight.shape[-2:]
     kind = "vertical " if height > width else "horizontal " if width > height else ""
     return f"{kind}{height}{TIMES}{width}"
-
-
-@torch.no_grad()
-def combined(conv: FactoredConv2d) -> Tensor:
-    """The dense kernel [filters, channels, k_h, k_w] that a chain of two convs is equal to."""
-    first, second = (_dense_kernel(stage) for stage in conv)
-    if second.shape[-2:] == (1, 1):
-        return torch.einsum("dm,mchw->dchw", second[:, :, 0, 0], first)
-    # The halves of a separable pair run along different axes: their product spans both.
-    axes = ("dmxy,mcyw->dcxw", "dmyw,mcxy->dcxw")[first.shape[-2] > 1]
-    return torch.einsum(axes, second, first)
-
-
-def _dense_kernel(conv: nn.Module) -> Tensor:
-    if isinstance(conv, CompositeConv2d):
-        return dense_weight(list(conv.weights), conv.composite, conv.channel_groups)
-    weight: Any = conv.weight
-    return weight
 
 
 def mosaic(weight: Tensor) -> Any:

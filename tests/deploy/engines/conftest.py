@@ -13,7 +13,7 @@ from torch import nn
 from lowrank_cnn.deploy.engines import open_engine
 from lowrank_cnn.deploy.engines.targets import TARGETS, usage
 from lowrank_cnn.deploy.exporting import export
-from lowrank_cnn.method.layers import build_conv
+from lowrank_cnn.method.building import build_conv
 
 SIZE = (3, 12, 12)
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from lowrank_cnn.deploy.engines.onnx import OnnxRunner, node_macs
 from lowrank_cnn.deploy.exporting import export
+from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.layers import build_conv
 from lowrank_cnn.system.errors import LowRankError
 
 HERE = str(Path(__file__).resolve().parents[3]).encode()

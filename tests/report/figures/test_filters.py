@@ -2,15 +2,15 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.method.layers import build_conv
-from lowrank_cnn.report.figures.filters import combined, filter_banks, mosaic
+from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.report.figures.filters import filter_banks, mosaic
 
 
 @pytest.mark.parametrize("scheme", ["lr-join", "mixture(kx1, 1xk, kxk, join)", "separable"])
 def test_the_combined_filters_are_what_the_chain_computes(scheme: str):
     conv = build_conv(3, 6, (3, 5), scheme, bias=False).double()
     image = torch.randn(1, 3, 9, 9, dtype=torch.float64)
-    dense = nn.functional.conv2d(image, combined(conv), padding=(1, 2))  # type: ignore[arg-type]
+    dense = nn.functional.conv2d(image, conv.weight, padding=(1, 2))  # type: ignore[arg-type]
     torch.testing.assert_close(conv(image), dense)
 
 
