@@ -47,7 +47,7 @@ def convert_command(
     scheme: Annotated[
         str | None,
         typer.Option(
-            help="lr, lr-join, separable, mixture(...), with options; without it lr-join, or what a budget chooses."
+            help="lr, lr-join, separable, mixture(...), with options. Default: lr-join, or what a budget chooses."
         ),
     ] = None,
     where: Where = None,
