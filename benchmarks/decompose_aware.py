@@ -7,7 +7,8 @@ The network has the weights that come with the package. Every way keeps the same
 - weights: ranks by squared weights, filters nearest in weight;
 - sensitivity: ranks by what the output keeps on the images, filters nearest in weight;
 - refitted: ranks by squared weights, layers refitted to activations on the images;
-- both: ranks by what the output keeps with refitted layers, then refitted: `decompose(..., images=...)`.
+- both: ranks by weights, by what the output keeps with refitted layers, and by both together, each with layers
+  refitted or not; the nearest output on the images is taken: `decompose(..., images=...)`.
 
 The error is the squared difference of the outputs over their square, on test images that nothing was fitted to;
 top-1 is on the same images, without fine-tuning. The record is written after each row, and a run that was stopped
@@ -28,7 +29,7 @@ from lowrank_cnn.data import make_loader, open_data
 from lowrank_cnn.method.activations import outputs, relative_error
 from lowrank_cnn.method.budget import Budget, within
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.decomposing import fit_layer, refitted
+from lowrank_cnn.method.decomposing import both_keeps, fit_layer, nearest_output, refitted
 from lowrank_cnn.method.ranks import Keeps, curves_of
 from lowrank_cnn.method.rewriting import rewrite
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
@@ -97,11 +98,14 @@ def measure(
             refitted(net, new, report, few)
         return new
 
+    def rivals() -> list[dict[str, Keeps] | None]:
+        return [keeps(True), None, both_keeps(convs, scheme, keeps(True))]
+
     makers: dict[str, Callable[[float], nn.Module]] = {
         "weights": lambda share: made(chosen(share, None)),
         "sensitivity": lambda share: made(chosen(share, keeps(False))),
         "refitted": lambda share: made(chosen(share, None), refit=True),
-        "both": lambda share: made(chosen(share, keeps(True)), refit=True),
+        "both": lambda share: nearest_output(net, [chosen(share, one) for one in rivals()], few, kept=kept)[0],
     }
     for way, share in wanted:
         new = makers[way](share)

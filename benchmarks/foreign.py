@@ -36,6 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lowrank_cnn as lr
 from benchmarks.foreign_networks import PACKAGES, Foreign, networks
+from lowrank_cnn.system.compare import random_like
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.files import read_json
 from lowrank_cnn.system.text import text_table
@@ -77,10 +78,11 @@ def examine(foreign: Foreign, *, steps: tuple[str, ...] = STEPS) -> Outcome:
     transforms: dict[str, Callable[[], str]] = {
         "counted": lambda: _counted(model, inputs),
         "converted": lambda: _converted(
-            _by_first_scheme(model, lr.convert, ("lr", "channel(m=0.25)")), inputs, right
+            _by_first_scheme(model, lr.convert, ("lr", "channel(m=0.25)")), model, inputs, right
         ),
         "decomposed": lambda: _converted(
             _by_first_scheme(model, lr.decompose, ("separable", "channel"), macs=SHARE, input_size=inputs),
+            model,
             inputs,
             right,
         ),
@@ -149,14 +151,18 @@ def _counted(model: nn.Module, inputs: tuple[Any, ...]) -> str:
     return "equal" if 2 * found.macs == flops else f"{_WRONG} {2 * found.macs} / {flops}"
 
 
-def _converted(new: nn.Module, inputs: tuple[Any, ...], right: Any) -> str:
-    """How many layers changed; another network by intent, whose outputs have the shapes of the original's."""
+def _converted(new: nn.Module, model: nn.Module, inputs: tuple[Any, ...], right: Any) -> str:
+    """How many layers changed; another network by intent, whose outputs have the shapes of the original's.
+
+    They may have others if the original's own shapes depend on values, such as the number of points it finds.
+    """
     with torch.no_grad():
-        ours = new(*inputs)
-    same = [a.shape == b.shape for a, b in zip(_tensors(ours), _tensors(right), strict=True)]
+        ours, other = new(*inputs), model(*(random_like(value, seed=1) for value in inputs))
+    shapes = [[tensor.shape for tensor in _tensors(outputs)] for outputs in (ours, right, other)]
     conversion = lr.notes(new).conversion
     assert conversion is not None
-    return f"{len(conversion.changed)} layers" if all(same) else f"{_WRONG} shapes"
+    right_shapes = shapes[0] == shapes[1] or shapes[1] != shapes[2]
+    return f"{len(conversion.changed)} layers" if right_shapes else f"{_WRONG} shapes"
 
 
 def _merged(new: nn.Module, inputs: tuple[Any, ...], right: Any) -> str:

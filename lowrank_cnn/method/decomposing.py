@@ -7,13 +7,24 @@ The number m of basis filters is the scheme's own, or is chosen for each layer f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.method.activations import Images, image_batches, refit, seen, window_covariance
+from lowrank_cnn.method.activations import (
+    Images,
+    image_batches,
+    outputs,
+    refit,
+    relative_error,
+    seen,
+    window_covariance,
+)
 from lowrank_cnn.method.budget import Budget, within
 from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.channel import FactoredLayer, groups_of, outputs_of
@@ -22,7 +33,7 @@ from lowrank_cnn.method.costs import useful_rank
 from lowrank_cnn.method.cp import CPFactors
 from lowrank_cnn.method.fitting import Fitted, fit_layer
 from lowrank_cnn.method.inputs import InputSize, known_inputs
-from lowrank_cnn.method.ranks import Keeps, better_by_cp, by_energy, curves_of
+from lowrank_cnn.method.ranks import Keeps, better_by_cp, by_energy, curves_of, weights_keeper
 from lowrank_cnn.method.references import check_calls
 from lowrank_cnn.method.rewriting import rewrite
 from lowrank_cnn.method.scheme import SCHEMES, Scheme, parse_scheme
@@ -64,7 +75,8 @@ def decompose(
 
     A few `images` (a tensor or batches, as the network takes them; labels are not used) make both choices better:
     what a layer keeps is then measured at the network's output, filters are nearest in what they give for such
-    images, and the second half of each layer is refitted to the original's activations by least squares. With
+    images, and the second half of each layer is refitted to the original's activations by least squares. Ranks by
+    weights, by measured effect and by both compete: the network with the nearest output is taken. With
     `evaluate`, a function that scores a network, layers compete by the score that they keep.
 
     A layer that would not get cheaper stays dense, unless `allow_costlier`. The bias goes to the last layer of a
@@ -87,26 +99,66 @@ def decompose(
     if budget is None:
         schemes, costlier = _as_asked(convs, scheme, allow_costlier)
         kept += costlier
+        choices = [schemes]
     else:
         keeps = measured_keeps(model, convs, scheme, batches, evaluate) if batches or evaluate else None
-        schemes = _chosen(model, convs, scheme, budget, input_size, batches, keeps)
+        size = tuple(batches[0].shape[1:]) if input_size is None and batches else input_size
+        several = batches and not evaluate and not by_fit and budget.kind in ("macs", "params")
+        options = [keeps, None, both_keeps(convs, scheme, keeps)] if several and keeps else [keeps]
+        choices = [_chosen(model, convs, scheme, budget, size, one) for one in options]
         if by_fit:
-            schemes, fits = better_by_cp(convs, schemes)
-        kept += tuple(Kept(name, "Conv2d", "cheaper dense") for name in convs if name not in schemes)
-    if not schemes:
+            choices[0], fits = better_by_cp(convs, choices[0])
+    if not any(choices):
         raise LowRankError(nothing_cheaper(scheme))
-    report: dict[str, Fitted] = {}
-
-    def fill(name: str, conv: nn.Conv2d, layer: nn.Module) -> None:
-        report[name] = fit_layer(name, conv, layer, factors=fits.get(name))
-
-    new = rewrite(model, schemes, fill=fill, kept=kept)
+    stay = tuple(Kept(name, "Conv2d", "cheaper dense") for name in convs) if budget else ()
+    new, report = nearest_output(model, choices, batches, kept=(*kept, *stay), fits=fits)
     if input_size is not None:
-        check_calls(model, new, list(schemes), input_size)
-    if batches:
-        report = refitted(model, new, report, batches)
+        check_calls(model, new, list(report), input_size)
     note(new, decomposition=tuple(report.values()))
     return new
+
+
+@torch.no_grad()
+def nearest_output(
+    model: nn.Module,
+    choices: Sequence[dict[str, Scheme]],
+    batches: Sequence[Tensor],
+    *,
+    kept: tuple[Kept, ...] = (),
+    fits: Mapping[str, CPFactors] = MappingProxyType({}),
+) -> tuple[nn.Module, dict[str, Fitted]]:
+    """The network and the fits of the choice of schemes whose outputs on the images are nearest to the original's.
+
+    Every choice is fitted to the weights, then refitted to the images; either may be the nearest. Of one choice,
+    the refitted network is taken.
+    """
+    right = outputs(model, batches) if len(choices) > 1 else None
+    found: list[tuple[float, nn.Module, dict[str, Fitted]]] = []
+    for schemes in (choice for place, choice in enumerate(choices) if choice not in choices[:place]):
+        report: dict[str, Fitted] = {}
+
+        def fill(name: str, conv: nn.Conv2d, layer: nn.Module, report: dict[str, Fitted] = report) -> None:
+            report[name] = fit_layer(name, conv, layer, factors=fits.get(name))
+
+        rest = tuple(one for one in kept if one.name not in schemes)
+        new = rewrite(model, schemes, fill=fill, kept=rest)
+        if right is not None:
+            found.append((relative_error(outputs(new, batches), right), copy.deepcopy(new), dict(report)))
+        if batches:
+            report = refitted(model, new, report, batches)
+        error = 0.0 if right is None else relative_error(outputs(new, batches), right)
+        found.append((error, new, report))
+    _, new, report = min(found, key=lambda one: one[0])
+    return new, report
+
+
+def both_keeps(convs: Mapping[str, nn.Conv2d], scheme: Scheme, measured: Mapping[str, Keeps]) -> dict[str, Keeps]:
+    """What layers keep by their weights and by their measured effect together: the geometric mean."""
+
+    def mean(weights: Keeps, effect: Keeps) -> Keeps:
+        return lambda m: math.sqrt(weights(m) * effect(m))
+
+    return {name: mean(weights_keeper(conv, scheme), measured[name]) for name, conv in convs.items()}
 
 
 @torch.no_grad()
@@ -146,14 +198,11 @@ def _chosen(
     scheme: Scheme,
     budget: Budget,
     input_size: InputSize | None,
-    batches: Sequence[Tensor],
     keeps: dict[str, Keeps] | None,
 ) -> dict[str, Scheme]:
     """How many basis filters each layer gets, by what is to be kept or spent."""
     if budget.kind == "energy":
         return by_energy(convs, scheme, budget.share, keeps)
-    if input_size is None and batches:
-        input_size = tuple(batches[0].shape[1:])
     size = known_inputs(model, input_size)
     curves, rest = curves_of(model, convs, scheme, size, kind=budget.kind, keeps=keeps)
     return within(model, curves, rest, budget, size)

@@ -98,6 +98,14 @@ def keeper(conv: nn.Conv2d, scheme: Scheme) -> Keeps:
     return lambda m: _crossed_energy(weight, conv, replace(scheme, m=m))
 
 
+def weights_keeper(conv: nn.Conv2d, scheme: Scheme) -> Keeps:
+    """`keeper`, interpolated between a few numbers of filters where every one of them takes a fit."""
+    keeps = keeper(conv, scheme)
+    if scheme.name == "separable" or not isinstance(conv, nn.Conv2d):
+        return keeps
+    return between([(m, keeps(m)) for m in dict.fromkeys(sizes_of(conv, scheme, _FITTED))])
+
+
 def between(points: Sequence[tuple[int, float]]) -> Keeps:
     """Straight lines through these points and from none at all to the first; level after the last."""
     known = [(0, 0.0), *points]
@@ -135,11 +143,7 @@ def _crossed_energy(weight: Tensor, conv: nn.Conv2d, scheme: Scheme) -> float:
 
 def _curve(conv: nn.Conv2d, scheme: Scheme, dense: int, kind: str, keeps: Keeps | None) -> Curve:
     sizes = sizes_of(conv, scheme, _STEPS)
-    if keeps is None:
-        keeps = keeper(conv, scheme)
-        if scheme.name != "separable" and isinstance(conv, nn.Conv2d):
-            fitted = dict.fromkeys(sizes_of(conv, scheme, _FITTED))
-            keeps = between([(m, keeps(m)) for m in fitted])
+    keeps = keeps or weights_keeper(conv, scheme)
     schemes = [(m, replace(scheme, m=m)) for m in sizes]
     steps = [Step(one, step_cost(conv, one, dense, kind), keeps(m)) for m, one in schemes]
     return [*(step for step in steps if step.cost < dense), Step(None, dense, 1.0)]

@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lowrank_cnn.deploy.merging import merge
-from lowrank_cnn.method.budget import _time_ratio, schemes_of
+from lowrank_cnn.method.activations import outputs, relative_error
+from lowrank_cnn.method.budget import Budget, _time_ratio, schemes_of, within
 from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.decomposing import decompose
-from lowrank_cnn.method.ranks import dearest
+from lowrank_cnn.method.decomposing import both_keeps, decompose, nearest_output
+from lowrank_cnn.method.ranks import curves_of, dearest
 from lowrank_cnn.method.rewriting import rewrite
 from lowrank_cnn.method.scheme import parse_scheme
+from lowrank_cnn.method.sensitivity import measured_keeps
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
@@ -225,3 +227,25 @@ def test_a_network_without_weights_is_refused():
         decompose(nn.Conv2d(3, 8, 3))
     with pytest.raises(LowRankError, match="not finite"):
         decompose(nn.Conv2d(3, 8, 3).apply(lambda conv: nn.init.constant_(conv.weight, float("nan"))))
+
+
+def test_with_images_no_single_way_is_nearer_to_the_output():
+    """By weights alone, by measured effect, refitted: all of these compete with both together."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 12, 5, padding=2), nn.ReLU(),
+        nn.Conv2d(12, 8, 3, padding=1),
+    ).double().eval()  # fmt: skip
+    images = [torch.randn(16, 3, 8, 8, dtype=torch.float64)]
+    convs, scheme, size = {name: net[int(name)] for name in ("0", "2", "4")}, parse_scheme("separable"), (3, 8, 8)
+    right = outputs(net, images)
+    measured = measured_keeps(net, convs, scheme, images)
+    ways = [None, measured, both_keeps(convs, scheme, measured)]
+    curves = [curves_of(net, convs, scheme, size, keeps=one) for one in ways]
+    choices = [within(net, *one, Budget("macs", 0.3), size) for one in curves]
+    alone = [nearest_output(net, [choice], images)[0] for choice in choices]
+    alone.append(decompose(net, macs=0.3, input_size=size))
+    new = decompose(net, macs=0.3, images=images)
+    assert count(new, size).macs <= 0.3 * count(net, size).macs
+    error = relative_error(outputs(new, images), right)
+    assert error <= min(relative_error(outputs(one, images), right) for one in alone) * (1 + 1e-9)
