@@ -34,7 +34,7 @@ class FactoredConv2d(nn.Sequential):
     """
 
     __jit_unused_properties__: ClassVar[list[str]] = [
-        "weight", "in_channels", "out_channels", "groups", "kernel_size", "stride"
+        "weight", "bias", "in_channels", "out_channels", "groups", "kernel_size", "stride", "dilation"
     ]  # fmt: skip
 
     def __init__(self, stages: OrderedDict[str, nn.Module], scheme: Scheme) -> None:
@@ -49,6 +49,11 @@ class FactoredConv2d(nn.Sequential):
             upright, lying, join = rest
             return compose(first * upright * lying, join)  # type: ignore[operator, arg-type]
         return compose(first, *rest, groups=self.groups)  # type: ignore[arg-type]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the last layer: the chain's own where no other layer has one."""
+        return self[-1].bias  # type: ignore[return-value]
 
     @property
     def in_channels(self) -> int:
@@ -72,6 +77,11 @@ class FactoredConv2d(nn.Sequential):
     def stride(self) -> Pair:
         stages: Any = self
         return math.prod(stage.stride[0] for stage in stages), math.prod(stage.stride[1] for stage in stages)
+
+    @property
+    def dilation(self) -> Pair:
+        stages: Any = self
+        return max(stage.dilation[0] for stage in stages), max(stage.dilation[1] for stage in stages)
 
 
 def build_conv(

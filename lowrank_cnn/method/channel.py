@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,38 @@ _POINTWISE = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
 class FactoredLayer(nn.Sequential):
-    """A `basis` like the layer that it replaces, with m filters, and a pointwise `join`, with nothing between."""
+    """A `basis` like the layer that it replaces, with m filters, and a pointwise `join`, with nothing between.
+
+    It has the attributes of that layer (`weight`, `stride`, `in_features`, ...): forwards and tools read them.
+    """
+
+    _OF_BASIS: ClassVar[tuple[str, ...]] = (
+        "in_channels", "in_features", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
+        "output_padding",
+    )  # fmt: skip
+    _OF_JOIN: ClassVar[tuple[str, ...]] = ("out_channels", "out_features", "bias")
+    __jit_unused_properties__: ClassVar[list[str]] = ["weight"]
 
     def __init__(self, basis: nn.Module, join: nn.Module, scheme: Scheme) -> None:
         super().__init__(OrderedDict(basis=basis, join=join))
         self.scheme = scheme
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._OF_BASIS or name in self._OF_JOIN:
+            return getattr(self[0] if name in self._OF_BASIS else self[1], name)
+        return super().__getattr__(name)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the layer that the two stand for, with gradients."""
+        basis, join = self[0].weight, self[1].weight.flatten(1)
+        if isinstance(self[0], nn.Linear):
+            return join @ basis  # type: ignore[operator]
+        groups = groups_of(self[0])
+        within, filters = join.unflatten(0, (groups, -1)), basis.unflatten(0, (groups, -1))  # type: ignore[operator]
+        transposed = isinstance(self[0], _ConvTransposeNd)  # its weight has the channels first
+        axes = "gdm,gcm...->gcd..." if transposed else "gdm,gm...->gd..."
+        return torch.einsum(axes, within, filters).flatten(0, 1)
 
 
 def groups_of(layer: nn.Module) -> int:

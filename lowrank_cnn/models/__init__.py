@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
 
-from lowrank_cnn.method.init import INITIALISATIONS
-from lowrank_cnn.method.scheme import Scheme, parse_scheme
-from lowrank_cnn.models import airbench, googlenet, nin, resnet, vgg
-from lowrank_cnn.models.network import Network, Options
+from lowrank_cnn.method.scheme import Scheme
+from lowrank_cnn.models.families import build_network, family_of, list_models
+from lowrank_cnn.models.hub import from_pretrained, push_to_hub, save_pretrained
+from lowrank_cnn.models.network import Network
 from lowrank_cnn.models.pretrained import agreed, list_pretrained, load_into, read_pretrained
-from lowrank_cnn.system.errors import LowRankError, check_type, nearest
+from lowrank_cnn.system.errors import LowRankError, check_type
 from lowrank_cnn.system.history import TrainingCard
 from lowrank_cnn.system.provenance import note
 
-PAPER_FAMILIES: tuple[ModuleType, ...] = (vgg, googlenet, nin)
-FAMILIES = (*PAPER_FAMILIES, resnet, airbench)
+# Methods of networks, set here because `hub` builds networks itself.
+Network.save_pretrained, Network.push_to_hub = save_pretrained, push_to_hub
 _DEFAULTS = {
     **dict.fromkeys(("num_classes", "norm", "stride", "scheme", "dropout", "image_size", "pool")),
     "in_channels": 3,
@@ -26,24 +25,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("norm", "pool", "pretrained"), (str, type(None))),
     "init": (str,),
 }
-
-
-def list_models(*, paper: bool = False) -> list[str]:
-    """The names that `create_model` takes, the paper's networks first; with `paper`, those alone.
-
-    >>> list_models(paper=True)[-1]
-    'nin-c3-lr'
-    """
-    families = PAPER_FAMILIES if paper else FAMILIES
-    return [name for family in families for name in family.VARIANTS]
-
-
-def family_of(name: str) -> ModuleType:
-    """The module that builds a network."""
-    for family in FAMILIES:
-        if name in family.VARIANTS:
-            return family
-    raise LowRankError(f"there is no network {name!r}; {nearest(name, list_models())}")
 
 
 def create_model(
@@ -91,20 +72,7 @@ def create_model(
         return _from_hub(name, {key: given[key] for key in _DEFAULTS} | {"pretrained": pretrained})
     if pretrained is not None:
         return _with_weights(name, pretrained, {key: given[key] for key in _DEFAULTS})
-    if init not in INITIALISATIONS:
-        raise LowRankError(f"there is no initialisation {init!r}; {nearest(init, INITIALISATIONS)}")
-    family = family_of(name)
-    if pool is not None and family is not nin:
-        raise LowRankError(f"pool is a choice of the nin networks; {name} has none: leave it out (pool=none).")
-    variant, norm = family.VARIANTS[name], norm or getattr(family, "NORM", None)
-    classes = family.CLASSES if num_classes is None else num_classes
-    first = variant.stride if stride is None else stride
-    text = None if scheme is None else str(parse_scheme(scheme))
-    options = Options(classes, in_channels, width, norm, first, text, dropout, image_size, pool)
-    model: Network = INITIALISATIONS[init](family.build(variant, options))  # type: ignore[assignment]
-    model.settle()
-    model.config = {"name": name, **vars(options), "init": init}
-    return model
+    return build_network(name, **{key: given[key] for key in _DEFAULTS})
 
 
 def _check_types(given: Mapping[str, object]) -> None:
@@ -115,8 +83,6 @@ def _check_types(given: Mapping[str, object]) -> None:
 
 
 def _from_hub(name: str, options: Mapping[str, object]) -> Network:
-    from lowrank_cnn.models.hub import from_pretrained
-
     if changed := [key for key, value in options.items() if value != _DEFAULTS.get(key)]:
         raise LowRankError(f"{name} is taken as it was trained: leave out {' and '.join(changed)}.")
     return from_pretrained(name)  # type: ignore[return-value]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,6 +14,9 @@ from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note, notes
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WIDEST = 64
 LARGEST = {"num_classes": 10**7, "in_channels": 10**5, "stride": 10**3, "image_size": 10**5}
@@ -88,6 +91,9 @@ class Network(nn.Module):
     """
 
     __jit_unused_properties__: ClassVar[list[str]] = ["input_size"]
+    if TYPE_CHECKING:
+        save_pretrained: Callable[..., Path]  # set with `push_to_hub` by the package
+        push_to_hub: Callable[..., str]
 
     def __init__(
         self,
@@ -110,18 +116,6 @@ class Network(nn.Module):
         size = notes(self).input_size
         assert size is not None
         return size
-
-    def save_pretrained(self, folder: str | Path, **options: Any) -> Path:
-        """Write the network and its model card into a folder: `lowrank_cnn.models.hub.save_pretrained`."""
-        from lowrank_cnn.models.hub import save_pretrained
-
-        return save_pretrained(self, folder, **options)
-
-    def push_to_hub(self, repository: str, **options: Any) -> str:
-        """Upload the network to the Hugging Face Hub: `lowrank_cnn.models.hub.push_to_hub`."""
-        from lowrank_cnn.models.hub import push_to_hub
-
-        return push_to_hub(self, repository, **options)
 
     def settle(self) -> None:
         """Mend what the initialisation cannot know of this network; called once, right after it."""

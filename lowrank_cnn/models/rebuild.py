@@ -14,7 +14,7 @@ from torch import nn
 
 from lowrank_cnn.method.rewriting import changes_of, rewrite
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
-from lowrank_cnn.models import create_model
+from lowrank_cnn.models.families import build_network
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.version import __version__
@@ -46,7 +46,7 @@ def rebuild(description: Mapping[str, Any], *, into: nn.Module | None = None) ->
 def with_classes(network: nn.Module, classes: int) -> nn.Module:
     """One of our networks for another number of classes: its last layer is new, all other weights are the same.
 
-    >>> with_classes(create_model("nin", num_classes=100, width=0.1), 2).config["num_classes"]
+    >>> with_classes(build_network("nin", num_classes=100, width=0.1), 2).config["num_classes"]
     2
     """
     description = describe(network)
@@ -109,7 +109,7 @@ def _ours(description: Mapping[str, Any]) -> nn.Module:
             "lowrank_cnn.load(path, into=network), or name it to the command as --into path.py:function."
         )
     try:
-        return create_model(**config)
+        return build_network(**config)
     except (TypeError, RuntimeError, OverflowError) as error:  # wrong types, or sizes that torch cannot hold
         name = str(config.get("name"))[:60]
         raise LowRankError(f"the stored options of {name} are not those of a network.") from error

@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from lowrank_cnn.method.converting import rows_of
 from lowrank_cnn.method.counting import LayerCount, count
 from lowrank_cnn.method.rewriting import Change, changes_of, low_rank_layers
-from lowrank_cnn.models import create_model
+from lowrank_cnn.models.families import build_network
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.system.provenance import notes
 
@@ -34,7 +34,7 @@ def dense_twin(model: nn.Module) -> Network | None:
     dense = baseline_of(name)
     if name == dense and config["scheme"] is None and notes(model).conversion is None:
         return None
-    return create_model(**{**config, "name": dense, "scheme": None})
+    return build_network(**{**config, "name": dense, "scheme": None})
 
 
 def dense_cost(model: nn.Module, input_size: Sequence[int]) -> tuple[int, int] | None:

@@ -43,6 +43,21 @@ def test_factors_of_full_rank_are_the_layer(kind: str):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
+def test_a_factored_layer_has_the_attributes_of_its_layer(kind: str):
+    """Forwards read them: Whisper's multiplies the strides of its convs."""
+    layer, _ = LAYERS[kind]
+    net = nn.Sequential(copy.deepcopy(layer)).double()
+    new = decompose(net, "channel", allow_costlier=True)[0]
+    torch.testing.assert_close(new.weight, net[0].weight, rtol=1e-9, atol=1e-9)
+    assert (new.bias is None) == (layer.bias is None)
+    names = ["in_features", "out_features"] if kind == "linear" else ["in_channels", "out_channels", "groups"]
+    names += [] if kind == "linear" else ["kernel_size", "stride", "dilation"]
+    assert [getattr(new, name) for name in names] == [getattr(layer, name) for name in names]
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        _ = new.other
+
+
+@pytest.mark.parametrize("kind", LAYERS)
 def test_fewer_filters_keep_less_and_images_make_good_for_some_of_it(kind: str):
     torch.manual_seed(0)
     layer, shape = LAYERS[kind]

@@ -12,18 +12,6 @@ from lowrank_cnn.system.errors import LowRankError
 SMALL = {"width": 0.0625}
 
 
-def test_every_network_of_the_paper_is_listed():
-    assert list_models(paper=True) == [
-        "vgg11", "vgg11-gmp", "vgg11-gmp-sf", "vgg11-gmp-lr", "vgg11-gmp-lr-2x", "vgg11-gmp-lr-join",
-        "vgg11-gmp-lr-lde", "vgg11-gmp-lr-join-wfull", "googlenet", "googlenet-lr", "googlenet-lr-conv1",
-        "nin", "nin-c3", "nin-c3-lr",
-    ]  # fmt: skip
-    assert list_models()[14:] == [
-        "resnet18", "resnet18-lr", "resnet18-lr-late", "resnet18-small", "resnet18-small-lr",
-        "resnet18-small-lr-late", "airbench", "airbench-lr",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("norm", [None, "batch"])
 @pytest.mark.parametrize("name", list_models())
 def test_every_network_runs_forward_and_backward(name: str, norm: str | None):
