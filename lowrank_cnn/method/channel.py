@@ -47,7 +47,7 @@ class FactoredLayer(nn.Sequential):
     @property
     def weight(self) -> Tensor:
         """The weight of the layer that the two stand for, with gradients."""
-        basis, join = self[0].weight, self[1].weight.flatten(1)
+        basis, join = self[0].weight, self[1].weight.flatten(1)  # type: ignore[operator, union-attr]
         if isinstance(self[0], nn.Linear):
             return join @ basis  # type: ignore[operator]
         groups = groups_of(self[0])
