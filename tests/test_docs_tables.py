@@ -404,6 +404,22 @@ def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleTy
     assert "record: `benchmarks/results/frontier/cifar10/frontier.json`" in text
 
 
+def test_networks_of_other_libraries_appear_with_every_reason(blocks: ModuleType, put: Put):
+    versions = dict.fromkeys(("pytorchcv", "transformers", "diffusers", "monai", "efficientnet_pytorch"), "1.0")
+    cells_of = {
+        "counted": "equal",
+        "merged": "1e-07, 0 of 2 folded: no layer feeds it",
+        "exported": "refused: it is odd.",
+    }
+    rows = [{"name": f"monai:{name}", "cells": cells_of, "seconds": 1.0} for name in ("UNet", "VNet")]
+    put("foreign.json", {"kind": "foreign", "environment": ENVIRONMENT | versions, "rows": rows})
+    text = blocks.TABLES["foreign"]()
+    assert cells(text, "`monai:UNet`")[1:] == ["equal", "", "", "1e-07, 0 of 2 folded", "", "", "refused"]
+    assert "- exported, refused: it is odd. (`UNet`, `VNet`)" in text
+    assert "- merged, in part: no layer feeds it (`UNet`, `VNet`)" in text
+    assert "2 networks, 14 results: 0 wrong or failed, 2 refused." in text
+
+
 def test_foreign_networks_on_a_gpu_appear_with_their_record(blocks: ModuleType, put: Put):
     assert blocks.TABLES["gpu-models"]() == ""
     times = {"dense, torch.compile": 2.0, "dense, fit": 1.9, "low-rank, fit": 1.0}
