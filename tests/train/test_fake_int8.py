@@ -10,7 +10,8 @@ from torch import nn
 
 from lowrank_cnn.deploy.engines import open_engine
 from lowrank_cnn.deploy.quantizing import quantize
-from lowrank_cnn.method.layers import CompositeConv2d, build_conv
+from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import fit
 from lowrank_cnn.train.fake_int8 import (
