@@ -142,7 +142,7 @@ def _macs(network: torch.nn.Module, image: torch.Tensor) -> int:
 def _show_plan(
     name: str, fast: Any, image: torch.Tensor, held: dict[str, Any] | None, *, macs: int, as_json: bool
 ) -> None:
-    """Print what was measured, and the dense network beside it (`held`), as text or JSON."""
+    """Print the measured times, and those of the dense network (`held`), as text or JSON."""
     from lowrank_cnn.system.environment import environment
 
     plans = [found for part in fast.modules() if (found := notes(part).plan) is not None]

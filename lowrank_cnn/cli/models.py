@@ -1,4 +1,4 @@
-"""Commands about what there is and what it costs: models, count, recipes."""
+"""The commands `lowrank models`, `lowrank count` and `lowrank recipes`."""
 
 from __future__ import annotations
 

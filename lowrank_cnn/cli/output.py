@@ -34,7 +34,7 @@ class LastingStream:
                 self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Send the rest, and what the stream still holds, to nowhere: Python flushes it once more when it ends."""
+        """Discard the rest, also what the stream has buffered: Python flushes it once more at exit."""
         self._closed = True
         if error.errno != errno.EPIPE:
             self.error = error
@@ -47,7 +47,7 @@ class LastingStream:
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[LastingStream]:
-    """Let both standard streams outlive their readers, and write what the terminal cannot show as escapes."""
+    """Let both standard streams outlive their readers, and write unprintable characters as escapes."""
     before = sys.stdout, sys.stderr
     out, err = LastingStream(sys.stdout), LastingStream(sys.stderr)
     for stream in before:

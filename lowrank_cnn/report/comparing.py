@@ -1,4 +1,4 @@
-"""Dense twins: the network that a low-rank one is held against, and what it saves of that one's cost."""
+"""Compare a low-rank network with its dense twin: find the twin, and the share of its cost that is left."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def twin_id(built: NetworkId) -> NetworkId:
 
 
 def twin_known(entry: NetworkResult) -> bool:
-    """Whether it is known what a network is without low rank; a record need not say it of one that is not ours."""
+    """Whether the dense form of a network is known. Records of foreign networks may lack it."""
     return twin_id(entry.network).ours or entry.dense is not None
 
 
@@ -106,7 +106,7 @@ def _ratios(entry: NetworkResult, twin: NetworkResult | None) -> dict[str, float
 def _find_twin(
     entry: NetworkResult, trained: Mapping[tuple[Any, ...], Sequence[NetworkResult]]
 ) -> NetworkResult | None:
-    """The twin trained in the same way; a few settings may be its own, where none had the very same."""
+    """The twin trained with the same settings; if there is none, one that differs in a few of them."""
     if not twin_known(entry):
         return None
     network = identity(twin_id(entry.network))

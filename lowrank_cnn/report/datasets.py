@@ -17,7 +17,7 @@ _NEARLY = 0.99
 
 
 def data_label(name: str) -> str:
-    """One name per data set, whoever's it is on the Hub."""
+    """One name per data set, without its owner on the Hub."""
     return _NAMES.get(re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower()), name)
 
 

@@ -53,7 +53,7 @@ class AnswerDetails:
 
 
 def read_details(values: Mapping[str, Any]) -> AnswerDetails | None:
-    """The details of a record that nobody vouches for; None where it has none."""
+    """The details in an untrusted record; None if it has none."""
     rows = [mapping(row) for row in items(values.get("per_class"))[:MOST_CLASSES]]
     if not rows:
         return None
@@ -71,7 +71,7 @@ def read_details(values: Mapping[str, Any]) -> AnswerDetails | None:
 
 
 def _counts(row: Mapping[str, Any], *shares: str) -> tuple[float, ...]:
-    """A number of images, and how many of them each share stands for."""
+    """A number of images, with the counts that each share amounts to."""
     n = whole(row.get("n")) or 0
     return n, *(n * (share(row.get(name)) or 0.0) for name in shares)
 

@@ -1,4 +1,4 @@
-"""Reading values that nobody vouches for: each comes back as what it should be, or as None."""
+"""Coerce untrusted JSON values to the type they should have; None if that is impossible."""
 
 from __future__ import annotations
 

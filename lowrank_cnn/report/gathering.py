@@ -87,7 +87,7 @@ def _key(run: Run) -> tuple[Any, ...]:
 
 
 def _cost(record: Run | TimedNetwork) -> str:
-    """What tells networks apart that are not ours: they may share a name, that of their class."""
+    """A key for foreign networks: different ones may have the same name, that of their class."""
     return "" if record.network.ours else f"{record.macs} {record.params}"
 
 

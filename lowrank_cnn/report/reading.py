@@ -58,7 +58,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _read_into(records: Records, file: Path) -> None:
-    """Add what a file holds: one record, or an array of them."""
+    """Add the records of a file, which holds one or an array of them."""
     try:
         values = _load(file)
     except LowRankError as error:
@@ -84,7 +84,7 @@ def _load(file: Path) -> object:
 
 
 def read_record(values: object, path: Path) -> list[Run | TimedNetwork]:
-    """Read one record, by its kind: a timing may bring that of its dense twin along."""
+    """Read one record, by its kind. A timing may include that of its dense twin."""
     if not isinstance(values, Mapping):
         raise LowRankError("it is not a record but plain JSON.")
     kind = text(values.get("kind")) or _kind_by_fields(values)

@@ -155,7 +155,7 @@ class NetworkResult:
 
     @cached_property
     def scored(self) -> tuple[Run, ...]:
-        """Finished runs, or those on the way where none has finished."""
+        """Finished runs; if there are none, the unfinished ones."""
         return tuple(run for run in self.runs if run.finished) or self.runs
 
     @property

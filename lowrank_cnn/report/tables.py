@@ -44,7 +44,7 @@ class TableColumn:
 
 @dataclass(frozen=True)
 class TableCell:
-    """What a cell shows, what it is sorted by (None sorts last), a second line in small print, a list to open."""
+    """A cell: its text, its sort key (None sorts last), a second line in small print, and a list to open."""
 
     shown: str
     value: float | str | None = None
@@ -108,7 +108,7 @@ def _summary_row(result: NetworkResult) -> list[TableCell]:
 
 
 def runs_in_words(result: NetworkResult) -> str:
-    """How many runs of how many seeds; unfinished runs count only where none has finished."""
+    """The number of runs and of seeds; unfinished runs count only if none has finished."""
     runs, seeds = len(result.scored), result.seeds
     count = f"{runs} run{'s' * (runs != 1)}" if result.finished else f"{runs} unfinished"
     words = [count if seeds in (0, runs) else f"{count} of {seeds} seed{'s' * (seeds != 1)}"]

@@ -1,4 +1,4 @@
-"""Read timings of networks, by `lowrank time` and by our own benchmarks, from records that nobody vouches for."""
+"""Read timings of networks, by `lowrank time` and by our own benchmarks, from untrusted records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GPU_WORDS = ("cuda", "gpu", "nvidia", "mps", "amd instinct")
 
 
 def read_timing(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwork]:
-    """A timing, and that of its twin. An input of four numbers is a batch, and the MACs then are a batch's."""
+    """A timing, and that of its twin. If the input has four numbers, the MACs are those of a whole batch."""
     size = sizes(first(values, "input", "size", "image"))
     batch = whole(first(values, "batch", "batch_size")) or (size[0] if len(size) == 4 else 1)
     images = batch if len(size) == 4 else 1
@@ -51,7 +51,7 @@ def read_timing(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwork]
 
 
 def _converted(built: NetworkId, values: Mapping[str, Any], twin: Mapping[str, Any]) -> NetworkId:
-    """A network timed beside a twin of its own name, but of another cost, was converted from it."""
+    """Call a network converted if its twin has the same name but another cost."""
     if first(twin, "model", "config", "name") != built.name or twin.get("macs") == values.get("macs"):
         return built
     return replace(built, name=f"{built.name}, converted", base=built.name)

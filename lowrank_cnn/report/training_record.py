@@ -1,4 +1,4 @@
-"""Read the record of a training run, which nobody vouches for: what is missing or impossible is left out."""
+"""Read the untrusted record of a training run; missing and impossible values are left out."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def cache_folder() -> Path:
 
 
 def read_cached(path: Path, key: str) -> bytes | None:
-    """What `write_cached` stored under this key, or None where that is not what the file holds."""
+    """The values that `write_cached` stored under this key; None if the file holds anything else."""
     try:
         first, _, payload = read_regular(path, most=LARGEST_FILE).partition(b"\n")
         header = parse_json(first)

@@ -109,7 +109,7 @@ def _inexact(tensor: Tensor) -> bool:
 
 
 def random_like(value: Any, *, seed: int | None = None) -> Any:
-    """Random numbers of the mean and deviation of an input; what is no floating-point tensor stays."""
+    """Random numbers with the mean and deviation of an input. Values that are not floating-point tensors stay."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     numbers = torch.Generator().manual_seed(value.numel() if seed is None else seed)

@@ -29,7 +29,7 @@ class LowRankError(ValueError):
 
 
 class LostDeviceError(LowRankError):
-    """A kernel has stopped the device, and with it all that this process could still do there."""
+    """A kernel has crashed the device: this process can no longer use it."""
 
 
 class MissingExtra(LowRankError):
@@ -65,7 +65,7 @@ def check_type(name: str, value: object, *kinds: type) -> None:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the nearest known ones, or all where none is near."""
+    """The end of a sentence about an unknown name: the nearest known names, or all if none is near."""
     names = sorted(known)
     close = difflib.get_close_matches(str(name)[:_LONGEST_NAME], names, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names)}."

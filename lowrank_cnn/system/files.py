@@ -60,13 +60,13 @@ def write_json(path: Path, value: object) -> None:
 
 
 def clear_temporaries(directory: Path) -> None:
-    """Remove what a process that was killed while writing left behind."""
+    """Remove temporary files of a process that was killed while writing."""
     for path in directory.glob(f"{_TEMPORARY}*"):
         delete(path)
 
 
 def set_aside(path: Path) -> bool:
-    """Rename what is in the way of a file to `NAME.damaged`, or `NAME.damaged-1` and so on; nothing is deleted."""
+    """Rename an obstacle to `NAME.damaged`, or `NAME.damaged-1` and so on; nothing is deleted."""
     names = itertools.chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{n}" for n in itertools.count(1)))
     free = next(place for name in names if not os.path.lexists(place := path.with_name(name)))
     try:

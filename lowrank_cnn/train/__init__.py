@@ -1,4 +1,4 @@
-"""Training from scratch: recipes, a loop that survives, and the record of what it did."""
+"""Train networks: recipes, a loop that can be killed and resumed, and the record of each run."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class CheckpointStore:
                 delete(stem.with_suffix(".safetensors"))
 
     def latest(self, say: Callable[[str], None], *, kind: str = "step") -> Checkpoint | None:
-        """The newest intact checkpoint; `say` is told what is wrong with each newer one."""
+        """The newest intact checkpoint; `say` gets a sentence about each damaged newer one."""
         damages: list[str] = []
         for stem in reversed(self._stems(kind, ".json")):
             try:

@@ -20,7 +20,7 @@ MOST_CLASSES = 200
 
 @dataclass(frozen=True)
 class WrongImage:
-    """An image that the network got wrong: where it comes from, its class, and what the network said instead."""
+    """A misclassified image: its file or row, its class, and the class that the network predicted."""
 
     image: str
     true: str
@@ -52,7 +52,7 @@ class EvaluationDetails:
         ]
 
     def most_confused(self, most: int = PAIRS) -> list[dict[str, Any]]:
-        """Pairs of a class and what it was taken for, the most frequent first; `share` is that of the class."""
+        """Pairs of true and predicted class, the most frequent first; `share` is of the class's images."""
         wrong = self.confusion.clone()
         wrong.fill_diagonal_(0)
         counts, places = wrong.flatten().topk(min(most, wrong.numel()))

@@ -81,7 +81,7 @@ class RunDirectory:
             return False
 
     def begin(self, recipe: Recipe) -> None:
-        """Remove what a killed process left, move what is in the way aside, and write the resolved recipe."""
+        """Remove leftovers of a killed process, move obstacles aside, and write the resolved recipe."""
         clear_temporaries(self.path)
         self._clear_the_way()
         write_json(self.path / RECIPE, recipe.to_dict())

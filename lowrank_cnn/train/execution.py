@@ -167,7 +167,7 @@ def _apart(found: list[Tensor], right: list[Tensor]) -> float:
 
 
 def resolved(compile: Compile, *, able: bool, before: dict[str, Any]) -> Compile:
-    """What `compile` means for a run: a resumed run keeps what it had; without a GPU that is `able`, it is off."""
+    """Resolve `compile`: a resumed run keeps its setting, and without a capable GPU (`able`) it is off."""
     if compile != "auto":
         return compile
     return bool(before["compiled"]) if "compiled" in before else "auto" if able else False

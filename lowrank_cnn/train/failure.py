@@ -208,7 +208,7 @@ class StepStart:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Undo what the step has changed so far."""
+        """Undo the changes of the unfinished step."""
         for tensor, value in self.changed:
             tensor.copy_(value)
         restore_generators(self.generators, self.device)

@@ -1,4 +1,4 @@
-"""The batches of a run: what a recipe holds out of a data set, how it prepares images, and the loaders."""
+"""The batches of a run: held-out images, preprocessing, and loaders, as the recipe asks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FITTED: WeakKeyDictionary[Split, dict[tuple[object, ...], Preprocess]] = WeakKe
 EVALUATION_PIXELS = 2**20
 """Size of an evaluation batch: large enough to fill a device, small enough for any."""
 HOLDOUT_SEED = 0
-"""The same images are held out whatever the seed of the run, so that runs can be compared on them."""
+"""Every run holds out the same images, whatever its seed, so that runs can be compared on them."""
 
 
 Vary = Callable[[Any, Any, int, int], tuple[Any, Any]]
@@ -73,7 +73,7 @@ def make_inputs(
     dtype: torch.dtype = torch.float32,
     saved: dict[str, Tensor] | None = None,
 ) -> Inputs:
-    """Hold out what the recipe says, fit the preprocessing to the rest (or take the saved), make batches.
+    """Hold out the recipe's share, fit the preprocessing to the rest (or take the saved one), make loaders.
 
     A GPU decodes images to train on alone: accuracy is always that on the pixels of the CPU's decoder.
     """
@@ -123,7 +123,7 @@ def _variation(recipe: Recipe, preprocess: Preprocess, classes: int, *, seed: in
 
 
 def held_out(recipe: Recipe, images: int) -> int:
-    """The number of images held out: a share of them below 1, else a count. Some are left to train on."""
+    """The number of images to hold out: below 1 it is a share, else a count. Some images are always left."""
     number = round(recipe.holdout * images) if recipe.holdout < 1 else round(recipe.holdout)
     if number < 1:
         raise LowRankError(

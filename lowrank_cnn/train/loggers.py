@@ -29,7 +29,7 @@ class Logger:
     """Receives the figures of a run. `folder` is the run's directory, None where it has none."""
 
     def __init__(self, record: Record, folder: Path | None, identity: str | None) -> None:
-        """`identity` is what the logger of the same run, before it was interrupted, had as its own."""
+        """`identity` is the id that the logger gave this run before it was interrupted."""
         self.identity = identity
 
     def epoch(self, row: Epoch) -> None:

@@ -75,7 +75,7 @@ def predict(
 
 
 def each_image(images: Any) -> Iterator[Any]:
-    """The images that `predict` is asked about, one by one; a folder gives the image files below it."""
+    """Yield the images to classify; a folder stands for the image files below it."""
     several = isinstance(images, Sequence) and not isinstance(images, str | bytes | bytearray)
     for image in images if several or isinstance(images, Iterator) else [images]:
         if isinstance(image, str | Path) and Path(image).is_dir():

@@ -109,7 +109,7 @@ def confusion_spec(chart: dict[str, Any]) -> Spec:
 
 
 def calibration_spec(chart: dict[str, Any]) -> Spec:
-    """A reliability diagram: on the dashed line, confidence is what it promises."""
+    """A reliability diagram: on the dashed line, confidence equals accuracy."""
     words = f"Calibration: confidence is off by {percent(chart['error'])} on average"
     return _titled(filled(SPECS["calibration"], {"{colour}": BLUE}), chart, words, {"bins": chart["bins"]})
 

@@ -189,7 +189,7 @@ def save_charts(specs: Sequence[Spec], out: Path) -> Path:
 
 
 def _drawn(spec: Spec, place: int) -> str:
-    """A chart as SVG, the same text every time: Vega numbers the names inside from what it drew before."""
+    """A chart as SVG. Ids are renumbered, since Vega counts them over all charts of the process."""
     picture = _vl_convert().vega_to_svg(compiled({**spec, "config": theme()}))
     for i, name in enumerate(dict.fromkeys(re.findall(r'id="(\w+)"', picture))):
         picture = re.sub(rf'(id="|url\(#){name}\b', rf"\g<1>chart{place}-{i}", picture)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FigureKind:
-    """A figure: what it shows, what it can be given, and what makes it, a chart of the page or a drawing."""
+    """A figure: its subject, the options it takes, and the function that draws it."""
 
     shows: str
     takes: str = ""

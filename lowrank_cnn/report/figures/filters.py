@@ -65,7 +65,7 @@ def first_conv(network: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def filter_banks(conv: nn.Module) -> list[Bank]:
-    """What a conv is made of, and what it amounts to."""
+    """The filters that a conv consists of, and the dense filters they are equal to."""
     if isinstance(conv, CompositeConv2d):
         return list(_groups(conv))
     if not isinstance(conv, FactoredConv2d):
@@ -95,7 +95,7 @@ def _title(weight: Tensor) -> str:
 
 
 def mosaic(weight: Tensor) -> Any:
-    """Filters side by side as an RGB image, each at its own contrast; zero is grey, what it lacks is white."""
+    """Filters side by side as an RGB image, each at its own contrast; zero is grey, missing pixels are white."""
     filters = _colours(weight.detach().float())
     n, height, width, _ = filters.shape
     # Upright filters stand in more columns, so that every mosaic comes out about square.

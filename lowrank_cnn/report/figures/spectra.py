@@ -70,7 +70,7 @@ def spatial_energy(weight: Tensor) -> Tensor:
 
 
 def channel_energy(weight: Tensor) -> Tensor:
-    """The energy held by the first n singular values of the filters as rows, for n = 1, 2, ..."""
+    """The share of energy in the first n singular values of the filters as rows, for n = 1, 2, ..."""
     energy = torch.linalg.svdvals(weight.flatten(1).double()) ** 2
     return energy.cumsum(0) / energy.sum()
 

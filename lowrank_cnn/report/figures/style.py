@@ -57,7 +57,7 @@ _STYLE = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Draw within this, so that all figures look alike and nobody else's do."""
+    """Draw in the style of our figures, and restore the user's style afterwards."""
     matplotlib = require("matplotlib", extra="plots", purpose="drawing a figure")
     with matplotlib.rc_context(_STYLE):
         yield
