@@ -272,11 +272,11 @@ class _Workshop:
         # With few images a launch takes longer than its work, and the dense conv of a chain is one launch.
         dense = {"merged, compiled, recorded": (lambda: self.folded(layout, chains=True), both)} if joined else {}
         return dense | {
-            "folded, recorded": (lambda: self.folded(layout), recorded),
-            "folded, compiled, recorded": (lambda: self.folded(layout), both),
             "fused, recorded": (lambda: self.fused, recorded),
+            "folded, compiled, recorded": (lambda: self.folded(layout), both),
             "planned, recorded": (lambda: self.planned(layout, graphs=True), recorded),
             "fused, compiled, recorded": (lambda: self.fused, both),
+            "folded, recorded": (lambda: self.folded(layout), recorded),
             "folded": (lambda: self.folded(layout), Form(layout)),
             "fused": (lambda: self.fused, Form(layout)),
             "folded, compiled": (lambda: self.folded(layout), Form(layout, compiled=True)),

@@ -179,6 +179,10 @@ def _with_neighbours(network: nn.Module, given: nn.Module, *inputs: Tensor) -> n
     return twin if fuse_neighbours(twin) and not objection_on(twin, given, *inputs) else None
 
 
+_Found = tuple[dict[str, nn.Module], dict[str, str], dict[str, float]]
+"""The ways of a block, why others were left out, and the milliseconds of each."""
+
+
 @dataclass
 class _Planner:
     """Runs a network call by call, and decides at each block how to run it from then on."""
@@ -221,19 +225,30 @@ class _Planner:
 
     def decide(self, block: Block, inputs: tuple[Tensor, ...]) -> None:
         """Choose how a block is run, and put that into the network."""
-        ways, failed = _ways(block, inputs, self.candidates, self.as_laid_out)
-        key = block_key(block, inputs)
-        times = self.store.times(key, list(ways))
-        if times is None:
-            times = {name: sample.ms for name, sample in timed(ways, inputs, self.repeats).items()}
-            self.store.keep(key, times)
-        best = min(times, key=lambda name: times[name])
-        choice = best if times[best] <= _GAIN * times[GIVEN] else GIVEN
+        ways, failed, times = self._as_before(block, inputs) or self._measured(block, inputs)
+        choice = _choice(times)
         if choice != GIVEN:
             self.ways[block.name] = ways[choice]
             self.network.set_submodule(block.name, ways[choice])
         macs = _macs(block.layer, inputs[0])
         self.decisions[block.name] = Decision(block.name, str(block.epilogue), macs, times, choice, failed)
+
+    def _as_before(self, block: Block, inputs: tuple[Tensor, ...]) -> _Found | None:
+        """The way that an earlier plan chose, made and compared again; None where it is unknown or fails now."""
+        times = self.store.times(block_key(block, inputs))
+        if times is None or GIVEN not in times or not times.keys() <= self.candidates.keys():
+            return None
+        choice = _choice(times)
+        wanted = {name: make for name, make in self.candidates.items() if name in (GIVEN, choice)}
+        ways, failed = _ways(block, inputs, wanted, self.as_laid_out)
+        return (ways, failed, times) if choice in ways else None
+
+    def _measured(self, block: Block, inputs: tuple[Tensor, ...]) -> _Found:
+        """Every way that applies, with its time, which is kept for the next plan."""
+        ways, failed = _ways(block, inputs, self.candidates, self.as_laid_out)
+        times = {name: sample.ms for name, sample in timed(ways, inputs, self.repeats).items()}
+        self.store.keep(block_key(block, inputs), times)
+        return ways, failed, times
 
     def settled(self, given: nn.Module, *inputs: Tensor) -> list[Decision]:
         """The decisions once the whole network agrees with the one given: a choice that stops it is taken back."""
@@ -283,6 +298,12 @@ def _ways(
         else:
             ways[name] = way
     return {name: ways[name] for name in candidates if name in ways}, failed
+
+
+def _choice(times: Mapping[str, float]) -> str:
+    """The fastest way, where it gains enough."""
+    best = min(times, key=lambda name: times[name])
+    return best if times[best] <= _GAIN * times[GIVEN] else GIVEN
 
 
 def _macs(layer: nn.Module, x: Tensor) -> int:
