@@ -114,13 +114,16 @@ class ForSizes(nn.Module):
         return self.rewritten(*inputs) if fits else self.original(*inputs, **options)
 
 
-def in_blocks(model: nn.Module, *inputs: Any) -> tuple[fx.GraphModule, list[Block], NetworkGraph]:
+def in_blocks(
+    model: nn.Module, *inputs: Any, by_example: bool = False
+) -> tuple[fx.GraphModule, list[Block], NetworkGraph]:
     """A copy of a network as a graph in which each block is one module, under the name of its layer.
 
-    Raises `CaptureError` where the network cannot be captured.
+    With `by_example`, it holds for the sizes of these inputs alone, with options at their defaults. Raises
+    `CaptureError` where the network cannot be captured.
     """
     copied = nn.Sequential(copy.deepcopy(model)).eval() if layer_kind(model) else copy_with(model, {})
-    captured = capture(copied, *inputs)
+    captured = capture(copied, *inputs, by_example=by_example)
     given = [node for node in captured.graph.nodes if node.op == "placeholder"]
     if any(node.users for node in given[len(inputs) :]):  # an option that the example leaves at its default
         captured = capture(copied, *inputs, by_example=True)

@@ -143,6 +143,10 @@ def _planned(
     where = (tuple(inputs[0].shape), str(inputs[0].device))
     try:
         network, blocks, captured = in_blocks(model, *inputs)
+        if captured.sizes is None and objection_on(
+            network, given, *inputs
+        ):  # `if option is None` took the other way
+            network, blocks, captured = in_blocks(model, *inputs, by_example=True)
     except CaptureError as why:
         return _unplanned(given, inputs, where, str(why), repeats)
     planner = _Planner(network, blocks, store, candidates, repeats, say)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Iterable
 from types import ModuleType
 
@@ -72,5 +73,6 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error without its full stop, or its type where it says nothing."""
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    """The first line of an error without colours and full stop, or its type where it says nothing."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    return plain.strip().partition("\n")[0].rstrip(".") or type(error).__name__

@@ -110,3 +110,22 @@ def test_what_was_chosen_for_several_inputs_is_not_stored(tmp_path):
     fast = optimize(network(), (IMAGE, FLOW), compile=False, cache=False, repeats=3)
     with pytest.raises(LowRankError, match="networks of one input alone"):
         export(fast, tmp_path / "net.safetensors")
+
+
+class Negates(nn.Module):
+    """Asks for an option that it does not compute with: a symbolic trace takes the wrong way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor, negated: bool | None = None) -> Tensor:
+        return self.conv(x) if negated is None else -self.conv(x)
+
+
+def test_an_option_that_decides_alone_keeps_its_default():
+    net = Negates().eval()
+    planned = plan(net, IMAGE, cache=False, repeats=3)
+    assert not notes(planned).plan.reason
+    torch.testing.assert_close(planned(IMAGE), net(IMAGE))
+    torch.testing.assert_close(planned(IMAGE, True), net(IMAGE, True))

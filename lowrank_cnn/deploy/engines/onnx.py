@@ -68,7 +68,12 @@ def write_onnx(folder: Path, stem: str, request: ExportRequest) -> Path:
     with _quiet():
         try:
             onnx: Any = torch.onnx.export(
-                program, dynamo=True, verbose=False, opset_version=opset, optimize=not half, **names
+                _without_global_max_pools(program),
+                dynamo=True,
+                verbose=False,
+                opset_version=opset,
+                optimize=not half,
+                **names,
             )
         except Exception as error:  # an operator that ONNX lacks, or an opset that torch does not write
             name = type(request.network).__name__
@@ -84,6 +89,21 @@ def write_onnx(folder: Path, stem: str, request: ExportRequest) -> Path:
     if request.precision == "int8":
         quantize_onnx(path, request)
     return path
+
+
+def _without_global_max_pools(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Replace adaptive max-pools to one value by maxima: torch 2.11 does not write such pools as ONNX."""
+    pool = torch.ops.aten.adaptive_max_pool2d.default
+    if torch.__version__ >= (2, 13) or all(node.target is not pool for node in program.graph.nodes):
+        return program
+
+    def as_maximum(x: torch.Tensor, size: list[int]) -> Any:
+        if list(size) != [1, 1]:
+            return NotImplemented
+        values, places = x.flatten(-2).max(-1)
+        return values[..., None, None], places[..., None, None]
+
+    return program.run_decompositions({pool: as_maximum})
 
 
 def in_float32(path: Path) -> Path:

@@ -69,3 +69,8 @@ def test_a_damaged_file_and_an_unknown_opset_are_refused(tmp_path: Path):
         OnnxRunner(tmp_path / "net.onnx")
     with pytest.raises(LowRankError, match="opset"):
         export(nn.Conv2d(3, 4, 3), tmp_path / "other.onnx", input_size=(3, 8, 8), opset=99)
+
+
+def test_a_global_max_pool_is_written(tmp_path: Path):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveMaxPool2d(1), nn.Flatten())
+    assert (export(net, tmp_path / "net.onnx", input_size=(3, 9, 8)).error or 0) < 1e-5
