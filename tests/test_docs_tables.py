@@ -472,9 +472,7 @@ def test_the_first_screen_shows_thin_dense_as_soon_as_it_is_recorded(blocks: Mod
     assert "gpu_models.json" in text
 
 
-def test_the_first_screen_takes_dense_low_rank_and_thin_of_a_frontier(
-    blocks: ModuleType, put: Put, tmp_path: Path
-):
+def test_the_first_screen_takes_three_networks_of_a_frontier(blocks: ModuleType, put: Put, tmp_path: Path):
     from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, SeedRun
 
     folder = tmp_path / "frontier" / "cifar10"

@@ -17,6 +17,7 @@ from lowrank_cnn.data.readers.folder import SUFFIXES
 from lowrank_cnn.data.stream.streamed import frame
 from lowrank_cnn.system.errors import LowRankError, require
 from lowrank_cnn.train.fabric import resolve_device
+from lowrank_cnn.train.short_runs import class_scores
 from lowrank_cnn.train.trained import Trained, carried_by, load_checkpoint
 
 Ranking = list[tuple[str, float]]
@@ -70,7 +71,7 @@ def predict(
             answers.append(None)
             continue
         seen = _whole_to_window(preprocess(pixels[None]), trained)
-        answers.append(_ranked(network(seen).softmax(1)[0], trained.classes, top))
+        answers.append(_ranked(class_scores(network(seen)).softmax(1)[0], trained.classes, top))
     return answers
 
 

@@ -14,6 +14,7 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.memory import is_out_of_memory
 from lowrank_cnn.train.details import DetailsCollector, EvaluationDetails
 from lowrank_cnn.train.objective import Loss, hits
+from lowrank_cnn.train.short_runs import class_scores
 
 TOP_FIVE = 5
 """Top-5 asks whether the right class is among so many; of no more classes than that it says nothing."""
@@ -100,7 +101,7 @@ def check_fits(network: nn.Module, size: Sequence[int], classes: int | None, dev
         network.train(was_training)
     if classes is None:
         return
-    logits = outputs[0] if isinstance(outputs, tuple) else outputs
+    logits = class_scores(outputs)
     if logits.shape != (1, classes):
         given = "x".join(map(str, logits.shape[1:]))
         raise LowRankError(
@@ -130,7 +131,7 @@ def score(
     collector = DetailsCollector(classes, device) if classes else None
     try:
         for images, labels in batches:
-            logits = (forward or network)(images).float()
+            logits = class_scores((forward or network)(images)).float()
             sums += _count(logits, labels)
             if collector:
                 collector.add(logits, labels)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,18 @@ def look_ahead(weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], decay:
         slow[name].copy_(weights[name])
 
 
+def class_scores(outputs: Any) -> Tensor:
+    """The scores of the classes among a network's outputs: the first of several. Outputs by name are refused."""
+    scores = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
+    if isinstance(scores, Tensor):
+        return scores
+    named = f" of {', '.join(map(str, scores))}" if isinstance(scores, Mapping) else ""
+    raise LowRankError(
+        f"the network returns a {type(scores).__name__}{named}, and accuracy needs one tensor of class scores: "
+        "let its forward return that tensor alone, or first in a tuple."
+    )
+
+
 def averaged_views(forward: Forward, recipe: Recipe) -> Forward:
     """A forward that averages the logits of an image, its mirror image and two shifts, as the recipe says.
 
@@ -54,8 +67,8 @@ def averaged_views(forward: Forward, recipe: Recipe) -> Forward:
     """
 
     def mirrored(images: Tensor) -> Tensor:
-        logits = forward(images)
-        return (logits + forward(images.flip(-1))) / 2 if recipe.test_mirror else logits
+        logits = class_scores(forward(images))
+        return (logits + class_scores(forward(images.flip(-1)))) / 2 if recipe.test_mirror else logits
 
     def shifted(images: Tensor) -> Tensor:
         step, (height, width) = recipe.test_shift, images.shape[2:]
