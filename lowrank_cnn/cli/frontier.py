@@ -61,7 +61,7 @@ class PlanOptions:
         from lowrank_cnn.frontier.plan import FrontierPlan
 
         given = {name: value for name, value in vars(self).items() if value is not None}
-        lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        lists: dict[str, Any] = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
         if "none" in lists.get("match", ()):
             lists["match"] = ()
         return FrontierPlan(**(given | lists))

@@ -94,7 +94,7 @@ def write_onnx(folder: Path, stem: str, request: ExportRequest) -> Path:
 def _without_global_max_pools(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Replace adaptive max-pools to one value by maxima: torch 2.11 does not write such pools as ONNX."""
     pool = torch.ops.aten.adaptive_max_pool2d.default
-    if torch.__version__ >= (2, 13) or all(node.target is not pool for node in program.graph.nodes):
+    if torch.__version__ >= "2.13" or all(node.target is not pool for node in program.graph.nodes):
         return program
 
     def as_maximum(x: torch.Tensor, size: list[int]) -> Any:
