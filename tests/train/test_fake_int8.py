@@ -153,11 +153,11 @@ def test_a_run_keeps_its_ranges(driver, tmp_path):
     assert load_checkpoint(tmp_path, network=driver.tiny_net(), best=True).ranges
 
 
-def test_ranges_of_a_run_on_own_batches_reach_the_file(tmp_path, monkeypatch):
+def test_ranges_of_a_run_on_own_batches_reach_the_file(driver, tmp_path, monkeypatch):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
     items = torch.utils.data.TensorDataset(torch.randn(16, 1, 8, 8), torch.arange(16) % 2)
-    fit(net, (items, items), "modern", epochs=1, quantize="int8", progress=False, device="cpu")
+    fit(net, (items, items), driver.PLAIN, epochs=1, quantize="int8", progress=False, device="cpu")
     requests = []
     monkeypatch.setattr(
         quantizing, "write_request", lambda _, request, __: requests.append(request) or Exported("", 0, 0)
