@@ -6,6 +6,17 @@ from typing import Any
 
 from tables.form import NO_RUNS, markdown, record, recorded, source
 
+_PRECISIONS = ("fp32", "fp16", "int8")
+_AIMS = (
+    ("vgg11-gmp", "fp32", ("fp32",), 0.70),
+    ("vgg11-gmp", "fp16", ("fp16",), 0.85),
+    ("vgg11-gmp", "int8", ("int8",), 0.45),
+    ("vgg11-gmp", "int8", _PRECISIONS, 0.65),
+    ("nin", "fp32", ("fp32",), 0.60),
+    ("nin", "fp16", ("fp16",), 0.60),
+    ("nin", "int8", ("int8",), 0.60),
+)
+"""A network, the precision of its low-rank form, those of its dense rivals, and the share of time aimed at."""
 _WAYS = ("dense", "thin", "low-rank")
 _KERNELS = {"vgg11-gmp": "3x3", "resnet18": "3x3", "nin": "5x5 and 3x3"}
 
@@ -48,6 +59,47 @@ def decision() -> str:
     return markdown(columns, rows) + source("cpu_engines.json", found["environment"])
 
 
+def int8_accuracy() -> str:
+    """Top-1 accuracy in float32 and int8 on the same test images."""
+    if not recorded("int8_accuracy.json"):
+        return NO_RUNS
+    found = record("int8_accuracy.json")
+    rows: list[list[object]] = [
+        [
+            f"`{row['network']}`",
+            row["engine"],
+            f"{row['n']:,}",
+            f"{row['before']:.2%}",
+            f"{row['after']:.2%}",
+            f"**{row['loss']:.2f}** ({row['low']:.2f} to {row['high']:.2f})",
+            ", ".join(row["in_float"]) or "none",
+        ]
+        for row in found["rows"]
+    ]
+    columns = ["network", "<engine", "images", "float32", "int8", "points lost (95%)", "<layers in float"]
+    return markdown(columns, rows) + source("int8_accuracy.json", found["environment"])
+
+
+def aims() -> str:
+    """The best low-rank time over the best dense one, beside what was aimed at, with two threads."""
+    if not recorded("cpu_engines.json"):
+        return NO_RUNS
+    found = record("cpu_engines.json")
+    rows: list[list[object]] = []
+    for family, precision, rivals, aim in _AIMS:
+        low = _best(found["rows"], family, 2, precision, "low-rank")
+        dense = [_best(found["rows"], family, 2, each, "dense") for each in rivals]
+        known = [row["ms"] for row in dense if row]
+        if low is None or len(known) < len(rivals):
+            continue
+        ratio = low["ms"] / min(known)
+        over = precision if rivals == (precision,) else "any precision"
+        met = "reached" if ratio <= aim else "missed"
+        rows.append([f"`{family}`", f"{precision} over dense in {over}", f"{aim:.2f}", f"{ratio:.2f}", met])
+    columns = ["network", "<best low-rank engine over best dense engine", "aim", "measured", "<"]
+    return markdown(columns, rows) + source("cpu_engines.json", found["environment"])
+
+
 def strips() -> str:
     """One layer: compiled strips beside the fastest engine, by precision."""
     if not recorded("strips.json"):
@@ -64,9 +116,8 @@ def strips() -> str:
 
 
 def _groups(rows: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
-    order = ("fp32", "fp16", "int8")
     groups = dict.fromkeys((row["family"], row["threads"], row["precision"]) for row in rows)
-    return sorted(groups, key=lambda group: (group[0], -group[1], order.index(group[2])))
+    return sorted(groups, key=lambda group: (group[0], -group[1], _PRECISIONS.index(group[2])))
 
 
 def _best(rows: list[dict[str, Any]], *wanted: object) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ def records() -> str:
 
 def _purpose(name: str) -> str:
     """The first sentence of the benchmark that writes a record of this name."""
-    script = ROOT / "benchmarks" / f"{name}.py"
-    text = ast.get_docstring(ast.parse(script.read_text())) if script.exists() else ""
+    places = ROOT / "benchmarks" / f"{name}.py", ROOT / "benchmarks" / name / "__init__.py"
+    script = next((place for place in places if place.exists()), None)
+    text = ast.get_docstring(ast.parse(script.read_text())) if script else ""
     return (text or "").partition("\n")[0].rstrip(".")

@@ -25,6 +25,7 @@ from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.system.compare import difference, is_finite
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path
+from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.train.evaluation import evaluate, match_classes
 from lowrank_cnn.train.fake_int8 import ROUNDED_LAYERS, rounded_by, rounding
 from lowrank_cnn.train.trained import Trained, carried_by
@@ -117,6 +118,8 @@ def quantize(
     prepared = _prepared(judged or data or calibration, trained, images)
     _check(prepared)
     job = _Job.of(path, network, trained, prepared, input_size, dynamic)
+    if trained is None:  # trained on batches of the user's own, it carries its ranges alone
+        job = replace(job, request=replace(job.request, ranges=notes(model).int8_ranges))  # type: ignore[arg-type]
     layers = sensitivities(network, prepared[:_COMPARED])
     if data is None or trained is None:
         return job.write(layers)

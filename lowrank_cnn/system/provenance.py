@@ -7,7 +7,8 @@ walk those never meet it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lowrank_cnn.system.history import Conversion, Fitted, Merging, NetworkPlan, TrainingCard
@@ -25,6 +26,7 @@ class Notes:
     - `input_size`: (channels, height, width) of the images that the network takes.
     - `begun_from`: the file, run or data set that its trained weights come from; empty where it has none.
     - `training_card`: recipe, data and preprocessing of the run that trained it.
+    - `int8_ranges`: the ranges of layers' inputs that training with `quantize="int8"` found.
     - `conversion`: the layers that `convert` or `decompose` rewrote, and why the others stayed.
     - `decomposition`: how well `decompose` fitted each layer.
     - `merging`: what `merge` folded, and why the rest stayed.
@@ -42,6 +44,7 @@ class Notes:
     input_size: tuple[int, ...] | None = None
     begun_from: str = ""
     training_card: TrainingCard | None = None
+    int8_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     conversion: Conversion | None = None
     decomposition: tuple[Fitted, ...] = ()
     merging: tuple[Merging, ...] = ()
@@ -71,6 +74,7 @@ def note(
     input_size: tuple[int, ...] | None = None,
     begun_from: str | None = None,
     training_card: TrainingCard | None = None,
+    int8_ranges: Mapping[str, tuple[float, float]] | None = None,
     conversion: Conversion | None = None,
     decomposition: tuple[Fitted, ...] | None = None,
     merging: tuple[Merging, ...] | None = None,

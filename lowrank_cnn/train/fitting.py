@@ -17,6 +17,7 @@ from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.settling import settle
 from lowrank_cnn.models.twins import dense_cost
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import note
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.determinism import changed_conditions, conditions, keep_threads, repeatable, seed_generators
 from lowrank_cnn.train.directory import RunDirectory, recipe_changes
@@ -165,6 +166,7 @@ def _train(job: Job, saved: Checkpoint | None, *, log: Sequence[str], checkpoint
                 trained.attach()
             _resume(trainer, saved, shown)
             _run(trainer, shown, log)
+            note(model, int8_ranges=ranges_of(ranges))
             if carried and ranges:
                 replace(trained, ranges=ranges_of(ranges)).attach()
     return trainer.record

@@ -11,5 +11,7 @@ def test_one_engine_is_timed_and_written(output_of, tmp_path):
     found = json.loads(text)
     assert found["fastest"].startswith("torchscript")
     assert set(found["times"]) <= {"torchscript, fp32", "torchscript, fp16"}
+    assert found["rival"].keys() == found["times"].keys()
+    assert "A thinner dense network of the same MACs takes" in found["verdict"]
     assert found["path"] == str(out / "net.ts")
     assert (out / "net.ts").is_file()

@@ -57,6 +57,15 @@ def test_a_teacher_is_distilled_from(train_small, tmp_path):
     assert isinstance(missing.exception, LowRankError)
 
 
+def test_training_with_rounded_layers_keeps_their_ranges(train_small, tmp_path):
+    done = train_small("--out", tmp_path / "int8", "--quantize", "int8")
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert load_record(tmp_path / "int8").recipe["quantize"] == "int8"
+    assert load_checkpoint(tmp_path / "int8").ranges
+    wrong = train_small("--out", tmp_path / "both", "--quantize", "int8", "--checkpoint-activations")
+    assert "leave compile and checkpoint_activations out" in str(wrong.exception)
+
+
 def own_network(folder: Path) -> Path:
     path = folder / "mine.py"
     path.write_text(

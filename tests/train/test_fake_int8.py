@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.deploy import quantizing
 from lowrank_cnn.deploy.engines import open_engine
+from lowrank_cnn.deploy.exporting import Exported
 from lowrank_cnn.deploy.quantizing import quantize
 from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.method.layers import CompositeConv2d
@@ -149,6 +151,19 @@ def test_a_run_keeps_its_ranges(driver, tmp_path):
     assert kept.ranges
     assert kept.recipe.quantize == "int8"
     assert load_checkpoint(tmp_path, network=driver.tiny_net(), best=True).ranges
+
+
+def test_ranges_of_a_run_on_own_batches_reach_the_file(driver, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    items = torch.utils.data.TensorDataset(torch.randn(16, 1, 8, 8), torch.arange(16) % 2)
+    fit(net, (items, items), driver.PLAIN, epochs=1, quantize="int8", progress=False, device="cpu")
+    requests = []
+    monkeypatch.setattr(
+        quantizing, "write_request", lambda _, request, __: requests.append(request) or Exported("", 0, 0)
+    )
+    quantize(net.eval(), torch.randn(4, 1, 8, 8), tmp_path / "net.onnx")
+    assert set(requests[0].ranges) == {"0", "3"}
 
 
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(driver, tmp_path):

@@ -71,6 +71,8 @@ def write_executorch(folder: Path, stem: str, request: ExportRequest) -> Path:
     """Write a .pte file for one image; convs, pools and products go to XNNPACK."""
     path, call = folder / f"{stem}.pte", first_image(request, "executorch")
     apart = replace(request, network=groups_apart(request.network)).positional()
+    for parameter in apart.parameters():  # of a network trained in channels_last, which XNNPACK's passes refuse
+        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     example = tuple(call.tensors.values())
     with _quiet():
         exir: Any = require("executorch.exir", extra="engines", purpose="writing a .pte file")

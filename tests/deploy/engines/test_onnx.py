@@ -38,6 +38,15 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_other_readers_find_standard_operators_alone(file: Path):
+    """As far as TensorRT's parser can be checked without it."""
+    onnx = pytest.importorskip("onnx")
+    model = onnx.load(str(file))
+    onnx.checker.check_model(model, full_check=True)
+    assert {node.domain for node in model.graph.node} == {""}
+    assert not model.functions
+
+
 def test_nodes_have_the_names_of_layers_and_no_paths(file: Path):
     onnx = pytest.importorskip("onnx")
     content = file.read_bytes()

@@ -1,0 +1,41 @@
+"""The record of engines: rows replace earlier ones of the same way to run, and the fastest is found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import cpu_engines, int8_accuracy
+
+
+def row(engine: str, ms: float, network: str = "dense") -> dict[str, object]:
+    return {"family": "nin", "precision": "fp32", "threads": 2, "network": network, "engine": engine, "ms": ms}
+
+
+def test_rows_are_added_and_replaced(tmp_path):
+    path = tmp_path / "record.json"
+    cpu_engines.add(path, [row("ncnn", 3.0), row("mnn", 2.0)])
+    cpu_engines.add(path, [row("ncnn", 1.0)])
+    rows = cpu_engines.recorded(path)
+    assert [(each["engine"], each["ms"]) for each in rows] == [("mnn", 2.0), ("ncnn", 1.0)]
+    assert cpu_engines.best(rows, network="dense", precision="fp32") == row("ncnn", 1.0)
+    assert cpu_engines.best(rows, network="thin") is None
+
+
+def test_the_thin_network_has_the_macs_of_the_low_rank_one():
+    import lowrank_cnn as lr
+
+    size = cpu_engines.size_of("nin")
+    macs = {way: lr.count(cpu_engines.network("nin", way), size).macs for way in cpu_engines.WAYS}
+    assert macs["thin"] == pytest.approx(macs["low-rank"], rel=0.1)
+    assert macs["low-rank"] < 0.6 * macs["dense"]
+
+
+def test_the_interval_counts_images_that_only_one_answers():
+    before, after = torch.ones(1000, dtype=torch.bool), torch.ones(1000, dtype=torch.bool)
+    after[:10] = False
+    found = int8_accuracy.paired(before, after)
+    assert (found["n"], found["only_float"], found["only_int8"]) == (1000, 10, 0)
+    assert found["loss"] == pytest.approx(1.0)
+    assert found["low"] < 1.0 < found["high"]
+    assert 0.3 < found["low"] < 0.5
