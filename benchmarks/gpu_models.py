@@ -198,7 +198,7 @@ def _inference(networks: dict[str, nn.Module], batch: int, repeats: int) -> Iter
     yield report | {"ms": {way: asdict(sample) for way, sample in times.items()}}
 
 
-def _timed(run: Callable[[], nn.Module]) -> tuple[float, nn.Module]:
+def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
     """Seconds that a call takes, and its result."""
     began = time.perf_counter()
     result = run()

@@ -120,9 +120,10 @@ def _set_ranges(observed: torch.fx.GraphModule, ranges: Ranges) -> None:
     found: dict[Any, tuple[float, float]] = {}
     for node in observed.graph.nodes:
         source = node.args[0] if node.target in _LAYERS else None
-        layers = _layers_of(node, ranges) if isinstance(source, torch.fx.Node) else []
-        if layers and source.op == "call_module":
-            widen(found, observed.get_submodule(source.target), ranges[layers[0]])
+        if not isinstance(source, torch.fx.Node) or source.op != "call_module":
+            continue
+        if layers := _layers_of(node, ranges):
+            widen(found, observed.get_submodule(str(source.target)), ranges[layers[0]])
     for observer, (low, high) in found.items():
         step = (high - low) / (observer.quant_max - observer.quant_min)
         values = torch.tensor([step]), torch.tensor([observer.quant_min - round(low / step)])

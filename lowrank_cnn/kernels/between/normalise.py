@@ -243,7 +243,7 @@ def _backward(ctx: Any, grad: Tensor | None, second: Tensor | None = None) -> tu
     saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them, then frees them
     *_, weight, bias, residual = saved
     grad, second = (grad, second) if grad is not None else (second, None)
-    if ctx.added_last and second is not None:
+    if ctx.added_last and grad is not None and second is not None:
         grad, second = grad + second, None
     dx, (db, dw), kept = batch_norm_activation_backward(grad, second, *saved, *ctx.options)
     residual_grad = grad if ctx.added_last else None if residual is None else kept
