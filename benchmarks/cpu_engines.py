@@ -8,9 +8,9 @@
 `prepare` exports every network to every engine in fp32, fp16 and int8 through `lr.export` and `lr.quantize`,
 which compare each file with the network. A file holds a network for one image of one size. int8 is calibrated on a
 random image: that changes no time. `time` opens the files by `open_engine`; torch runs beside them, eager and
-compiled. All ways of a family and precision run in
-turns, with a rest between them; the record holds medians and quartiles, and no row whose quartiles lie far apart.
-The thin dense network has the MACs of the low-rank one (`lr.thin`).
+compiled. Each engine has a process of its own, since the threads of one spin and slow the next; its networks run
+in turns. The record holds medians and quartiles, and no row whose lower quartile lies far below its median. The
+thin dense network has the MACs of the low-rank one (`lr.thin`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import importlib.metadata
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +45,10 @@ TORCH = ("torch", "torch.compile")
 """Timed in fp32, from the network itself."""
 PACKAGES = ("onnxruntime", "openvino", "nncf", "ncnn", "pnnx", "MNN", "executorch", "torchao", "torch")
 PRECISIONS = ("fp32", "fp16", "int8")
-REST = 0.03
-"""Seconds before each run, for the threads of the engine before it to fall asleep."""
+REST, WARM = 0.05, 2
+"""Before each timed run: seconds for threads to fall asleep, then runs that are not timed."""
 MOST_SPREAD = 0.15
-"""Between the quartiles, as a share of the median: with more, something else ran on the machine."""
+"""From the lower quartile to the median, as a share of it: with more, half of the runs were disturbed."""
 
 
 def network(family: str, way: str) -> nn.Module:
@@ -125,6 +127,14 @@ def torch_run(net: nn.Module, image: torch.Tensor, *, compiled: bool) -> Callabl
     return lambda: run(image)
 
 
+def time_engines(options: argparse.Namespace) -> None:
+    """Time every engine in a process of its own."""
+    for engine in options.engines:
+        own = argparse.Namespace(**{**vars(options), "engines": [engine]})
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            process.submit(time_families, own).result()
+
+
 @torch.no_grad()
 def time_families(options: argparse.Namespace) -> None:
     """Add rows to the record, in place of earlier ones of the same way to run."""
@@ -135,10 +145,10 @@ def time_families(options: argparse.Namespace) -> None:
                 runs = runs_of(family, precision, options)
                 if not runs:
                     continue
-                samples = measure(runs, repeats=options.repeats, budget=options.budget, rest=REST)
+                samples = measure(runs, repeats=options.repeats, budget=options.budget, rest=REST, warm=WARM)
             rows = []
             for key, sample in samples.items():
-                if sample.high - sample.low > MOST_SPREAD * sample.ms:
+                if sample.ms - sample.low > MOST_SPREAD * sample.ms:
                     print(f"not recorded, disturbed: {family} {precision} {key}, {sample}", flush=True)
                     continue
                 way, engine = key.split("|")
@@ -205,7 +215,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "lowrank-cnn" / "engines")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    {"prepare": prepare, "time": time_families, "show": show}[options.action](options)
+    {"prepare": prepare, "time": time_engines, "show": show}[options.action](options)
 
 
 if __name__ == "__main__":

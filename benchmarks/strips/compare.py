@@ -15,7 +15,9 @@ import json
 import os
 import subprocess
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import torch
 from torch import nn
 
 import lowrank_cnn as lr
-from benchmarks.cpu_engines import ENGINES, PRECISIONS, REST, versions
+from benchmarks.cpu_engines import ENGINES, PRECISIONS, REST, WARM, versions
 from lowrank_cnn.deploy.engines import open_engine
 from lowrank_cnn.system.clock import measure
 from lowrank_cnn.system.environment import environment
@@ -47,28 +49,37 @@ def compiled(folder: Path, threads: int) -> dict[str, Any]:
 
 
 def engines(folder: Path, threads: int, names: list[str]) -> dict[str, dict[str, Any]]:
-    """The layer in every engine that takes it, timed in turns, by "engine precision"."""
+    """The layer in every engine that takes it, by "engine precision"; each engine in a process of its own."""
     folder.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for name in names:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            found |= process.submit(engine, folder, threads, name).result()
+    return found
+
+
+def engine(folder: Path, threads: int, name: str) -> dict[str, dict[str, Any]]:
+    """The layer in one engine, its precisions in turns."""
     torch.manual_seed(0)
     layer = nn.Sequential(lr.build_conv(256, 256, 3, "lr"), nn.ReLU()).eval()
     image = torch.randn(1, *SIZE)
     runs = {}
-    for engine in names:
-        for precision in PRECISIONS:
-            path = folder / f"{engine}-{precision}{ENGINES[engine]}"
-            try:
-                if path.exists():
-                    pass
-                elif precision == "int8":
-                    lr.quantize(layer, torch.randn(4, *SIZE), path)
-                else:
-                    lr.export(layer, path, input_size=SIZE, precision=precision)  # type: ignore[arg-type]
-            except LowRankError as why:
-                print(f"{path.name}: {why}", flush=True)
-                continue
-            runner = open_engine(path, threads=threads)
-            runs[f"{engine} {precision}"] = lambda r=runner, x=image: r(x.numpy())
-    return {name: asdict(sample) for name, sample in measure(runs, repeats=25, budget=60, rest=REST).items()}
+    for precision in PRECISIONS:
+        path = folder / f"{name}-{precision}{ENGINES[name]}"
+        try:
+            if path.exists():
+                pass
+            elif precision == "int8":
+                lr.quantize(layer, image, path, dynamic=())
+            else:
+                lr.export(layer, path, example_input=image, precision=precision, dynamic=())  # type: ignore[arg-type]
+        except LowRankError as why:
+            print(f"{path.name}: {why}", flush=True)
+            continue
+        runner = open_engine(path, threads=threads)
+        runs[f"{name} {precision}"] = lambda r=runner, x=image: r(x.numpy())
+    samples = measure(runs, repeats=25, budget=60, rest=REST, warm=WARM)
+    return {label: asdict(sample) for label, sample in samples.items()}
 
 
 def main() -> None:

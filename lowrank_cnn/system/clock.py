@@ -28,12 +28,18 @@ class Sample:
 
 
 def measure(
-    runs: Mapping[str, Run], *, repeats: int = 15, budget: float = 20.0, cuda: bool = False, rest: float = 0.0
+    runs: Mapping[str, Run],
+    *,
+    repeats: int = 15,
+    budget: float = 20.0,
+    cuda: bool = False,
+    rest: float = 0.0,
+    warm: int = 0,
 ) -> dict[str, Sample]:
     """Time several functions in turns: each `repeats` times, or fewer (at least three) within `budget` seconds.
 
     `rest` seconds pass before each run: the threads of a runtime spin for a while after its last run, and would
-    slow down the next runtime.
+    slow down the next runtime. `warm` runs that are not timed follow the rest, to wake threads and fill caches.
 
         measure({"dense": lambda: dense(x), "low-rank": lambda: low_rank(x)})["dense"].ms
     """
@@ -50,6 +56,8 @@ def measure(
             break
         for name, run in runs.items():
             time.sleep(rest)
+            for _ in range(warm):
+                run()
             times[name].append(clock(run))
     return {name: _sample(taken) for name, taken in times.items()}
 

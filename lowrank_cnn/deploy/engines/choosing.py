@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +21,8 @@ from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.files import as_path, replacing
 from lowrank_cnn.train.trained import Trained
 
-_REST = 0.03
-"""Seconds before each run, for the threads of the engine before it to fall asleep."""
+_REST, _WARM = 0.03, 1
+"""Before each timed run: seconds for other threads to fall asleep, and runs that are not timed."""
 _INT8, _RIVAL = ", int8", "rival: "
 """Parts of labels: the precision whose file is not kept, and the network of the same cost."""
 
@@ -75,9 +76,9 @@ def time_engines(
     overwrite: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> EngineTimes:
-    """Export a network to every installed engine, time them in turns on one image, and write the fastest file.
+    """Export a network to every installed engine, time it there on one image, and write the fastest file.
 
-    - `rival`: another network, timed in the same turns: the thinner dense one of the same MACs, say.
+    - `rival`: another network, timed in turns with this one: the thinner dense one of the same MACs, say.
     - `engines`: names of `TARGETS`; all that are installed if not given.
     - `out`: a directory for the file of the fastest engine in float.
 
@@ -88,24 +89,23 @@ def time_engines(
     if folder_out is not None:
         check_place(folder_out / "net", overwrite)
     names = list(engines) or [name for name, target in TARGETS.items() if target.installed]
-    ways = [(name, p) for name in names for p in precisions if p != "int8" or target_of(name).int8]
     with tempfile.TemporaryDirectory() as scratch:
         image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0))
         bench = _EngineBench(Path(scratch), image, threads, say)
-        runs = {label: bench.run(model, label, *way) for way in ways if (label := ", ".join(way))}
-        ours = {label: run for label, run in runs.items() if run is not None}
+        networks = {"": model} if rival is None else {"": model, _RIVAL: rival}
+        times: dict[str, Sample] = {}
+        for name in names:  # one engine after the other: threads of one may spin, and slow the next
+            chosen = [p for p in precisions if p != "int8" or target_of(name).int8]
+            runs = bench.runs(networks, name, chosen)
+            times |= measure(runs, repeats=repeats, rest=_REST, warm=_WARM) if runs else {}
+            del runs
+            gc.collect()
+        ours, theirs = (_sorted(times, rival=wanted) for wanted in (False, True))
         if not ours:
             raise LowRankError(f"no engine runs this network: {'; '.join(bench.failed.values())}.")
-        theirs = {}
-        for way in ways if rival is not None else ():
-            label = _RIVAL + ", ".join(way)
-            if (run := bench.run(rival, label, *way)) is not None:  # type: ignore[arg-type]
-                theirs[label] = run
-        times = measure({**ours, **theirs}, repeats=repeats, rest=_REST)
-        kept = next((label for label in _sorted(times, ours) if not label.endswith(_INT8)), None)
+        kept = next((label for label in ours if not label.endswith(_INT8)), None)
         found = None if folder_out is None or kept is None else _move(Path(scratch) / kept, folder_out)
-    beside = {label.removeprefix(_RIVAL): sample for label, sample in _sorted(times, theirs).items()}
-    return EngineTimes(_sorted(times, ours), bench.failed, found, beside)
+    return EngineTimes(ours, bench.failed, found, theirs)
 
 
 def engine_for(model: nn.Module, example: torch.Tensor, engine: str) -> tuple[str, str]:
@@ -130,29 +130,37 @@ class _EngineBench:
     say: Callable[[str], None]
     failed: dict[str, str] = field(default_factory=dict)
 
-    def run(
-        self, model: nn.Module | Trained, label: str, engine: str, precision: str
-    ) -> Callable[[], object] | None:
-        """A call that runs the network in an engine, or None."""
-        self.say(label)
+    def runs(
+        self, networks: Mapping[str, nn.Module | Trained], engine: str, precisions: Sequence[str]
+    ) -> dict[str, Callable[[], object]]:
+        """Calls that run networks in an engine, by label."""
+        found = {}
+        for prefix, model in networks.items():
+            for precision in precisions:
+                label = f"{prefix}{engine}, {precision}"
+                self.say(label)
+                try:
+                    found[label] = self._run(model, label, engine, precision)
+                except LowRankError as error:
+                    self.failed[label] = first_line(error)
+        return found
+
+    def _run(self, model: nn.Module | Trained, label: str, engine: str, precision: str) -> Callable[[], object]:
         place = self.folder / label
         place.mkdir()
         path, array = place / f"net{target_of(engine).suffix}", self.image.numpy()
-        try:
-            if precision == "int8":
-                quantize(model, self.image, path, dynamic=())
-            else:
-                export(model, path, input_size=self.image.shape[1:], precision=precision)  # type: ignore[arg-type]
-            runner = open_engine(path, threads=self.threads, trusted=True)
-        except LowRankError as error:
-            self.failed[label] = first_line(error)
-            return None
+        if precision == "int8":
+            quantize(model, self.image, path, dynamic=())
+        else:
+            export(model, path, input_size=self.image.shape[1:], precision=precision)  # type: ignore[arg-type]
+        runner = open_engine(path, threads=self.threads, trusted=True)
         return lambda: runner(array)
 
 
-def _sorted(times: Mapping[str, Sample], chosen: Mapping[str, object]) -> dict[str, Sample]:
-    """The times of some, the fastest first."""
-    return {label: times[label] for label in sorted(chosen, key=lambda label: times[label].ms)}
+def _sorted(times: Mapping[str, Sample], *, rival: bool) -> dict[str, Sample]:
+    """The times of one of the two networks, the fastest first, without the mark of the rival."""
+    own = {label: time for label, time in times.items() if label.startswith(_RIVAL) == rival}
+    return {label.removeprefix(_RIVAL): time for label, time in sorted(own.items(), key=lambda pair: pair[1].ms)}
 
 
 def _move(place: Path, out: Path) -> str:
