@@ -24,13 +24,9 @@ from lowrank_cnn.deploy.engines.per_image import PerImageRunner, first_image
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import write_beside
 from lowrank_cnn.system.errors import LowRankError, first_line, require
-from lowrank_cnn.train.fake_int8 import Ranges, widen
 
 if TYPE_CHECKING:
     from numpy import ndarray
-
-
-_LAYERS = (torch.ops.aten.conv2d.default, torch.ops.aten.linear.default)
 
 
 class ExecuTorchRunner(PerImageRunner):
@@ -69,6 +65,8 @@ class ExecuTorchRunner(PerImageRunner):
 
 def write_executorch(folder: Path, stem: str, request: ExportRequest) -> Path:
     """Write a .pte file for one image; convs, pools and products go to XNNPACK."""
+    if request.ranges:
+        raise LowRankError("ranges found in training go to .onnx and .xml files: ExecuTorch sets its own.")
     path, call = folder / f"{stem}.pte", first_image(request, "executorch")
     apart = replace(request, network=groups_apart(request.network)).positional()
     for parameter in apart.parameters():  # of a network trained in channels_last, which XNNPACK's passes refuse
@@ -111,23 +109,7 @@ def _quantized(
         for sample in request.calibration or ():
             for images in zip(*(tensor.split(1) for tensor in sample), strict=True):
                 observed(*images)
-    _set_ranges(observed, request.ranges)
     return torch.export.export(pt2e.convert_pt2e(observed), example)
-
-
-def _set_ranges(observed: torch.fx.GraphModule, ranges: Ranges) -> None:
-    """Give the inputs of layers the ranges that training found."""
-    found: dict[Any, tuple[float, float]] = {}
-    for node in observed.graph.nodes:
-        source = node.args[0] if node.target in _LAYERS else None
-        if not isinstance(source, torch.fx.Node) or source.op != "call_module":
-            continue
-        if layers := _layers_of(node, ranges):
-            widen(found, observed.get_submodule(str(source.target)), ranges[layers[0]])
-    for observer, (low, high) in found.items():
-        step = (high - low) / (observer.quant_max - observer.quant_min)
-        values = torch.tensor([step]), torch.tensor([observer.quant_min - round(low / step)])
-        observer.calculate_qparams = lambda values=values: values
 
 
 def _layers_of(node: torch.fx.Node, layers: Iterable[str]) -> list[str]:
