@@ -414,7 +414,7 @@ def test_networks_of_other_libraries_appear_with_every_reason(blocks: ModuleType
     rows = [{"name": f"monai:{name}", "cells": cells_of, "seconds": 1.0} for name in ("UNet", "VNet")]
     put("foreign.json", {"kind": "foreign", "environment": ENVIRONMENT | versions, "rows": rows})
     text = blocks.TABLES["foreign"]()
-    assert cells(text, "`monai:UNet`")[1:] == ["equal", "", "", "1e-07, 0 of 2 folded", "", "", "refused"]
+    assert cells(text, "monai:<wbr>UNet")[1:] == ["equal", "", "", "1e-07, 0 of 2 folded", "", "", "refused"]
     assert "- exported, refused: it is odd. (`UNet`, `VNet`)" in text
     assert "- merged, in part: no layer feeds it (`UNet`, `VNet`)" in text
     assert "2 networks, 14 results: 0 wrong or failed, 2 refused." in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from tables.form import NO_RUNS, markdown, record, recorded, source
@@ -15,7 +16,7 @@ def foreign() -> str:
     if not recorded("foreign.json"):
         return NO_RUNS
     found = record("foreign.json")
-    rows = [[f"`{row['name']}`", *(_cell(row, step) for step in STEPS)] for row in found["rows"]]
+    rows = [[_breakable(row["name"]), *(_cell(row, step) for step in STEPS)] for row in found["rows"]]
     cells = [row["cells"].get(step, "") for row in found["rows"] for step in STEPS]
     wrong = sum(cell.startswith(("WRONG", "RAW")) for cell in cells)
     refused = sum(cell.startswith("refused") for cell in cells)
@@ -28,6 +29,11 @@ def foreign() -> str:
     )
     columns = ["network", *(f"<{step}" for step in STEPS)]
     return markdown(columns, rows) + note + _reasons(found["rows"]) + source("foreign.json", environment)
+
+
+def _breakable(name: str) -> str:
+    """A long name with places where a narrow table may break it."""
+    return re.sub(r"(?<=[a-z0-9:])(?=[A-Z_])|(?<=:)", "<wbr>", name)
 
 
 def _reasons(rows: list[dict[str, Any]]) -> str:

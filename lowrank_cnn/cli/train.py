@@ -110,7 +110,7 @@ class RecipeOptions:
     )
     quantize: Annotated[
         Literal["int8"] | None,
-        typer.Option(help="Train with rounded layers, for an export with --int8.", rich_help_panel=TRAINING),
+        typer.Option(help="Train with rounded layers, for an int8 export.", rich_help_panel=TRAINING),
     ] = None
     settings: Settings = None
 

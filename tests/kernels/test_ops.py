@@ -51,6 +51,7 @@ def test_operators_are_well_formed():
     plan = "tiled-p32-f16-d16-w4-s3"
     arguments = (
         leaves[0], leaves[1:3], leaves[3], None, [1, 1], ops.flat_padding(PADDING), "relu", "floor", True, plan,
+        False,
     )  # fmt: skip
     torch.library.opcheck(
         ops.composite_conv2d,

@@ -127,7 +127,7 @@ def header_of(path, change: dict[str, object]) -> None:
         ({"model": {"num_classes": 10**6}}, r"bias is \[10\] in the file and \[1000000\] in the"),
         ({"model": {"name": "vgg11", "image_size": 10**5, "width": 64.0}, "empty": True}, "missing or unknown"),
         ({"conversion": {"changed": [{"name": "features.conv1_1", "scheme": "lr-join(m=999999999)"}]}}, "missing"),
-        ({"model": {"name": ["nin"]}}, "name must be of type str"),
+        ({"model": {"name": ["nin"]}}, "are not those of a network"),
         ({"model": {"colour": 1}}, "not those of a network"),
         ({"model": {"width": "1"}}, "width must be positive"),
     ],

@@ -117,7 +117,7 @@ def test_a_variant_changes_the_network(miniature, digits, tmp_path):
 
 
 def test_every_line_of_every_experiment_can_be_prepared():
-    bench = module._Bench(Small(), Path(), True, print, {})  # type: ignore[arg-type]
+    bench = module.ExperimentBench(Small(), Path(), True, print, {})  # type: ignore[arg-type]
     for name, parts in experiments.EXPERIMENTS.items():
         for line in lines(name):
             task = bench.prepared(line, parts[line.part], {})
@@ -241,7 +241,7 @@ def test_a_line_takes_no_runs_of_a_longer_name(miniature, digits, tmp_path):
 
 
 def test_tiny_imagenet_has_the_networks_of_both_tables_at_a_quarter_of_their_size(monkeypatch):
-    small = module._Bench(Small(), Path(), True, print, {})  # type: ignore[arg-type]
+    small = module.ExperimentBench(Small(), Path(), True, print, {})  # type: ignore[arg-type]
     for line in lines("tiny-imagenet"):
         part = experiments.EXPERIMENTS["tiny-imagenet"][line.part]
         task = small.prepared(line, part, {})
