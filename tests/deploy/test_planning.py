@@ -140,9 +140,7 @@ def test_the_second_plan_makes_only_what_the_first_one_chose(network: nn.Module,
     again = plan(network, image, cache=tmp_path / "plans.json", repeats=3, candidates=ways)
     assert {row.choice for row in (*notes(first).plan.decisions, *notes(again).plan.decisions)} == {"quick"}
     blocks = len(notes(again).plan.decisions)
-    assert (
-        made[: 2 * blocks] == ["as given", "quick"] * blocks
-    )  # then it may plan anew, if nothing is gained
+    assert made[: 2 * blocks] == ["as given", "quick"] * blocks  # then it may plan anew, if nothing is gained
 
 
 def test_times_are_kept_and_found_again(network: nn.Module, image: torch.Tensor, tmp_path):
