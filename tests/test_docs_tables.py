@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, SeedRun
 from lowrank_cnn.paper.table import AccuracyRow, ExperimentTable
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -375,14 +376,18 @@ def test_long_hashes_are_shown_in_twelve_digits(blocks: ModuleType):
     assert "commits 0123456789ab+, fedcba987654." in source("x.json", *known)
 
 
-def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleType, put: Put, tmp_path: Path):
-    from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, SeedRun
-
-    folder = tmp_path / "frontier" / "cifar10"
-    folder.mkdir(parents=True)
+def empty_frontier(folder: Path, family: str) -> Frontier:
+    """A record of runs on CIFAR-10 without any runs, where the tables look for it."""
+    place = folder / "frontier" / "cifar10"
+    place.mkdir(parents=True)
     about: dict[str, Any] = dict.fromkeys(("network", "recipe", "precision", "device"), "")
-    found = Frontier(folder, {**about, "family": "airbench", "data": {"name": "cifar10"}}, 1000)
+    found = Frontier(place, {**about, "family": family, "data": {"name": "cifar10"}}, 1000)
     found.environments.append(ENVIRONMENT)
+    return found
+
+
+def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleType, put: Put, tmp_path: Path):
+    found = empty_frontier(tmp_path, "airbench")
     for name, ms in (("dense", 2.0), ("lr", 1.0)):
         design = {"name": name, "scheme": name, "width": 1.0, "matched": ""}
         runs = [SeedRun(seed, 900 + seed, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in (1, 2)]
@@ -473,13 +478,7 @@ def test_the_first_screen_shows_thin_dense_as_soon_as_it_is_recorded(blocks: Mod
 
 
 def test_the_first_screen_takes_three_networks_of_a_frontier(blocks: ModuleType, put: Put, tmp_path: Path):
-    from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, SeedRun
-
-    folder = tmp_path / "frontier" / "cifar10"
-    folder.mkdir(parents=True)
-    about: dict[str, Any] = dict.fromkeys(("network", "recipe", "precision", "device"), "")
-    found = Frontier(folder, {**about, "family": "nin", "data": {"name": "cifar10"}}, 1000)
-    found.environments.append(ENVIRONMENT)
+    found = empty_frontier(tmp_path, "nin")
     kinds = (("dense", 1.0, 2.0, 900), ("lr", 1.0, 1.0, 890), ("lr-join", 1.0, 1.9, 899), ("dense", 0.5, 1.1, 880))
     for scheme, width, ms, correct in kinds:
         design = {"name": f"{scheme}@{width}", "scheme": scheme, "width": width, "matched": ""}
