@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lowrank_cnn.deploy.chains import InexactError, merge_chain
 from lowrank_cnn.deploy.examples import example_for
 from lowrank_cnn.deploy.folding import FoldedLinear, channel_axis, fold, fold_error
+from lowrank_cnn.kernels.active_norm import split_active_norms
 from lowrank_cnn.kernels.network_graph import CaptureError, NetworkGraph, capture, layer_kind
 from lowrank_cnn.kernels.patterns import NORMS, Pattern, find_patterns
 from lowrank_cnn.method.branches import fold_branches
@@ -67,6 +68,7 @@ def merge(
         return _merged_layer(model, chains, norms, example_input)
     example, given = example_for(model, example_input)
     original, model = model, fold_branches(model)
+    model = split_active_norms(model) if norms else model
     try:
         if example is None:
             raise CaptureError("no example input is known to compare the result on: pass example_input")

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from lowrank_cnn.kernels.active_norm import split_norm
 from lowrank_cnn.kernels.fused_conv import FrozenComposite, FusedComposite, fused_layer, pool_name
 from lowrank_cnn.kernels.fused_neighbours import FusedNorm, NormedConv, fused_neighbour, fused_pool
 from lowrank_cnn.kernels.network_graph import CaptureError, NetworkGraph, capture
@@ -27,7 +28,7 @@ def fuse(model: nn.Module, *, say: Callable[[str], None] | None = None) -> nn.Mo
 
         fused = fuse(model.train())
     """
-    twin = _fused(shared_copy(model), say)
+    twin = _fused(_with_split_norms(shared_copy(model)), say)
     fuse_neighbours(twin)
     return twin
 
@@ -61,6 +62,13 @@ def shared_copy(module: nn.Module) -> nn.Module:
     parts = {name: part and shared_copy(part) for name, part in module._modules.items()}
     twin._modules = parts  # type: ignore[assignment]
     return twin
+
+
+def _with_split_norms(module: nn.Module) -> nn.Module:
+    """A module, which may be changed, with norms that also activate as torch's own layers."""
+    for name, part in module._modules.items():
+        module._modules[name] = part and (split_norm(part) or _with_split_norms(part))
+    return module
 
 
 def _fused(module: nn.Module, say: Callable[[str], None] | None = None) -> nn.Module:

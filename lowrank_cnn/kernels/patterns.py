@@ -186,12 +186,15 @@ class _PatternWalk:
 
     def _can_move(self, layer: fx.Node, add: fx.Node) -> bool:
         """Whether the layer may run just before the sum: nothing that it reads is overwritten before that."""
-        fresh = {layer}
+        fresh = {layer}  # results that the layer's input cannot be a part of
         node = layer.next
         while node is not add:
-            if _overwrites(node, self.captured.module(node)) and node.all_input_nodes[0] not in fresh:
+            module, own = self.captured.module(node), bool(fresh & set(node.all_input_nodes[:1]))
+            overwrites = _overwrites(node, module)
+            if overwrites and not own:
                 return False
-            if type(self.captured.module(node)) in NORMS or layer_kind(self.captured.module(node)):
+            passes_on = own and (overwrites or self._does_nothing(node))
+            if passes_on or type(module) in NORMS or layer_kind(module):
                 fresh.add(node)
             node = node.next
         return True

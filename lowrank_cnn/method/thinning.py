@@ -26,7 +26,7 @@ from lowrank_cnn.system.errors import LowRankError
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _LAYERS = (*_CONVS, *_NORMS, nn.Linear, nn.GroupNorm)
-_STEPS = 24
+_STEPS = 14
 
 
 class _Pending(nn.Module):
@@ -71,52 +71,57 @@ def thin(
     share = width if width is not None else macs
     if not isinstance(share, int | float) or not 0 < share <= 4:
         raise LowRankError(f"a width or a share of the MACs lies above 0 and up to 4, not {share!r}.")
+    plan = _Thinning(
+        copy.deepcopy(model).to("meta").eval(), torch.empty((1, *input_size), device="meta"), multiple
+    )
     if width is not None:
-        return _thinned(model, float(width), input_size, multiple)
-    return _nearest(model, float(share) * count(model, input_size).macs, input_size, multiple)
+        return _fresh(plan.at(float(width)), model)
+    return _fresh(plan.nearest(float(share) * count(model, input_size).macs), model)
 
 
-def _nearest(model: nn.Module, target: float, input_size: Sequence[int], multiple: int) -> nn.Module:
-    """Bisect the width. MACs are a staircase of it, so remember the closest step that was met."""
-    low, high = 0.0, 4.0
-    best: tuple[float, nn.Module] | None = None
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        found = _thinned(model, middle, input_size, multiple, fresh=False)
-        cost = count(found, input_size).macs
-        if best is None or abs(cost - target) < abs(best[0] - target):
-            best = (cost, found)
-        low, high = (middle, high) if cost < target else (low, middle)
-    assert best is not None
-    return _fresh(best[1], model)
+class _Thinning:
+    """Makes thinner copies of a network that lies on the meta device, without numbers."""
 
+    def __init__(self, blank: nn.Module, x: Tensor, multiple: int) -> None:
+        self.blank, self.x, self.multiple = blank, x, multiple
+        self.last = _last_layer(blank, x)
 
-def _thinned(
-    model: nn.Module, width: float, input_size: Sequence[int], multiple: int, *, fresh: bool = True
-) -> nn.Module:
-    """The network at a width; its weights stay on the meta device unless `fresh`."""
-    x = torch.empty((1, *input_size), device="meta")
-    pending: dict[nn.Module, _Pending] = {}
-    last = _last_layer(model, x)
+    def nearest(self, target: float) -> nn.Module:
+        """Bisect the width. MACs are a staircase of it, so remember the closest step that was met."""
+        low, high = 0.0, 4.0
+        best: tuple[float, nn.Module] | None = None
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            found = self.at(middle)
+            cost = count(found, tuple(self.x.shape[1:])).macs
+            if best is None or abs(cost - target) < abs(best[0] - target):
+                best = (cost, found)
+            low, high = (middle, high) if cost < target else (low, middle)
+        assert best is not None
+        return best[1]
 
-    def channels(layer: nn.Module) -> Callable[[int], int]:
-        return (lambda n: n) if layer is last else (lambda n: _rounded(n, width, multiple))
+    def at(self, width: float) -> nn.Module:
+        """The network at a width."""
 
-    for layer in model.modules():
-        if type(layer) in _LAYERS:
-            pending[layer] = _Pending(copy.deepcopy(layer).to("meta"), channels(layer))
-    new = copy.deepcopy(model, {id(old): stand_in for old, stand_in in pending.items()}).to("meta").eval()
-    try:
-        with torch.no_grad():
-            new(x)
-    except Exception as error:
-        first = str(error).strip().partition("\n")[0]
-        raise LowRankError(
-            f"the network cannot be made thinner, its forward expects fixed widths: {first}"
-        ) from error
-    built = {stand_in: stand_in.built or stand_in.layer for stand_in in pending.values()}
-    new = copy.deepcopy(new, {id(stand_in): layer for stand_in, layer in built.items()})
-    return _fresh(new, model) if fresh else new
+        def channels(layer: nn.Module) -> Callable[[int], int]:
+            return (lambda n: n) if layer is self.last else (lambda n: _rounded(n, width, self.multiple))
+
+        pending = {
+            layer: _Pending(copy.deepcopy(layer), channels(layer))
+            for layer in self.blank.modules()
+            if type(layer) in _LAYERS or isinstance(layer, _NORMS)
+        }
+        new = copy.deepcopy(self.blank, {id(old): stand_in for old, stand_in in pending.items()}).eval()
+        try:
+            with torch.no_grad():
+                new(self.x)
+        except Exception as error:
+            first = str(error).strip().partition("\n")[0]
+            raise LowRankError(
+                f"the network cannot be made thinner, its forward expects fixed widths: {first}"
+            ) from error
+        built = {id(stand_in): stand_in.built or stand_in.layer for stand_in in pending.values()}
+        return copy.deepcopy(new, built)
 
 
 def _fresh(new: nn.Module, model: nn.Module) -> nn.Module:
@@ -132,11 +137,11 @@ def _fresh(new: nn.Module, model: nn.Module) -> nn.Module:
     return init_(new).to(first.dtype).train(model.training)
 
 
-def _last_layer(model: nn.Module, x: Tensor) -> nn.Module | None:
+def _last_layer(blank: nn.Module, x: Tensor) -> nn.Module | None:
     """The conv or linear layer that runs last: its outputs are the classes."""
     order: list[nn.Module] = []
-    twin = copy.deepcopy(model).to("meta").eval()
-    places = dict(zip(twin.modules(), model.modules(), strict=True))
+    twin = copy.deepcopy(blank)
+    places = dict(zip(twin.modules(), blank.modules(), strict=True))
     watched = [module for module in twin.modules() if type(module) in (*_CONVS, nn.Linear)]
     for module in watched:
         module.register_forward_hook(lambda module, _inputs, _output: order.append(places[module]))
@@ -163,8 +168,7 @@ def _resized(layer: nn.Module, x: Tensor, channels: Callable[[int], int]) -> nn.
     if isinstance(layer, nn.GroupNorm):
         return nn.GroupNorm(_groups(layer.num_groups, arriving), arriving, eps=layer.eps, affine=layer.affine)
     if isinstance(layer, _NORMS):
-        options = {"eps": layer.eps, "momentum": layer.momentum, "affine": layer.affine}
-        return type(layer)(arriving, **options, track_running_stats=layer.track_running_stats)
+        return _resized_norm(layer, arriving)
     assert isinstance(layer, _CONVS)
     depthwise = layer.groups == layer.in_channels > 1
     leaving = arriving * layer.out_channels // layer.in_channels if depthwise else channels(layer.out_channels)
@@ -173,6 +177,18 @@ def _resized(layer: nn.Module, x: Tensor, channels: Callable[[int], int]) -> nn.
         name: getattr(layer, name) for name in ("stride", "padding", "dilation", "padding_mode")
     }
     return type(layer)(arriving, leaving, layer.kernel_size, groups=groups, bias=layer.bias is not None, **options)  # type: ignore[arg-type]
+
+
+def _resized_norm(layer: nn.Module, channels: int) -> nn.Module:
+    """A copy of a batch norm, of whatever class, for other channels."""
+    new = copy.deepcopy(layer)
+    new.num_features = channels  # type: ignore[assignment]
+    for tensors in (new._parameters, new._buffers):
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.dim():
+                empty = tensor.new_empty(channels)
+                tensors[name] = nn.Parameter(empty) if name in new._parameters else empty
+    return new
 
 
 def _groups(wanted: int, *channels: int) -> int:
