@@ -92,5 +92,5 @@ def _loader_table(machine: dict[str, Any]) -> str:
     if trained:
         note += f"On a batch that is already there, `{setting['network']}` trains at {trained:,.0f} images/s.\n"
     for name, reason in machine["not_measured"].items():
-        note += f"Not measured: {name}. {reason[0].upper()}{reason[1:]}\n"
+        note += f"Not measured: {name} ({reason.rstrip('.')}).\n"
     return markdown(columns, rows) + note + source("loaders.json", machine["environment"])
