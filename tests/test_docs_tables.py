@@ -446,7 +446,8 @@ def test_foreign_networks_on_a_gpu_appear_with_their_record(blocks: ModuleType, 
 
 
 def test_loaders_show_how_long_a_gpu_waits(blocks: ModuleType, put: Put) -> None:
-    setting = {"size": [500, 375], "images": 64, "repeats": 3, "workers": 2, "crop": 160, "side": 183, "bytes": 9e4}
+    setting = {"size": [500, 375], "images": 64, "repeats": 3, "workers": 2, "crop": 160, "side": 183}
+    setting["bytes"] = 9e4
     row = {"images_per_second": 100.4, "lowest": 90.0, "highest": 110.0, "seconds_before": 2.04}
     cpu = {"setting": setting, "rows": {"shrunk once": row}, "step_images_per_second": None}
     cpu["not_measured"] = {"decoded by the GPU": "there is none."}
