@@ -447,15 +447,19 @@ def test_foreign_networks_on_a_gpu_appear_with_their_record(blocks: ModuleType, 
 
 def test_loaders_show_how_long_a_gpu_waits(blocks: ModuleType, put: Put) -> None:
     setting = {"size": [500, 375], "images": 64, "repeats": 3, "workers": 2, "crop": 160, "side": 183}
+    setting["bytes"] = 9e4
     row = {"images_per_second": 100.4, "lowest": 90.0, "highest": 110.0, "seconds_before": 2.04}
     cpu = {"setting": setting, "rows": {"shrunk once": row}, "step_images_per_second": None}
-    gpu = {"setting": {**setting, "network": "net"}, "rows": {"shrunk once": {**row, "idle": 0.25}}}
+    cpu["not_measured"] = {"decoded by the GPU": "there is none."}
+    trained = {**row, "trained_per_second": 3000.0, "idle": 0.25}
+    gpu = {"setting": {**setting, "network": "net"}, "rows": {"shrunk once": trained}, "not_measured": {}}
     gpu["step_images_per_second"] = 4000.0
     put("loaders.json", {"machines": [{**machine, "environment": ENVIRONMENT} for machine in (cpu, gpu)]})
     text = blocks.TABLES["loaders"]()
     assert cells(text, "shrunk once") == ["shrunk once", "100 (90 to 110)", "2.0"]
-    assert "| shrunk once | 100 (90 to 110) | 2.0 | 25% |" in text
-    assert "`net` alone trains on 4,000 images/s" in text
+    assert "| shrunk once | 100 (90 to 110) | 2.0 | 3,000 | 25% |" in text
+    assert "`net` trains at 4,000 images/s" in text
+    assert "Not measured: decoded by the GPU (there is none)." in text
 
 
 def test_the_first_screen_shows_thin_dense_as_soon_as_it_is_recorded(blocks: ModuleType, put: Put):

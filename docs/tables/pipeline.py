@@ -79,14 +79,18 @@ def _loader_table(machine: dict[str, Any]) -> str:
     setting, trained = machine["setting"], machine["step_images_per_second"]
     rows = []
     for name, row in machine["rows"].items():
-        idle = [f"{row['idle']:.0%}"] if trained else []
+        idle = [f"{row['trained_per_second']:,.0f}", f"{row['idle']:.0%}"] if trained else []
         rows.append([name, _rate(row), f"{row['seconds_before']:.1f}", *idle])
-    columns = ["<the set is kept", "images/s", "s before the first epoch", *(["the GPU waits"] if trained else [])]
+    columns = ["<the set is kept", "images/s", "s before the first epoch"]
+    columns += ["trained on, images/s", "the GPU waits"] if trained else []
     width, height = setting["size"]
     note = (
-        f"\nMedian and range of {setting['repeats']} epochs of {setting['images']:,} JPEGs of {width}x{height} by "
-        f"{setting['workers']} workers: crops of {setting['crop']} from a shorter side of {setting['side']}.\n"
+        f"\nMedian and range of {setting['repeats']} epochs of {setting['images']:,} JPEGs of {width}x{height} "
+        f"({setting['bytes'] / 1e3:.0f} kB) by {setting['workers']} workers: crops of {setting['crop']} from a "
+        f"shorter side of {setting['side']}.\n"
     )
     if trained:
-        note += f"`{setting['network']}` alone trains on {trained:,.0f} images/s.\n"
+        note += f"On a batch that is already there, `{setting['network']}` trains at {trained:,.0f} images/s.\n"
+    for name, reason in machine["not_measured"].items():
+        note += f"Not measured: {name} ({reason.rstrip('.')}).\n"
     return markdown(columns, rows) + note + source("loaders.json", machine["environment"])

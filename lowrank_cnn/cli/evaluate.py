@@ -18,6 +18,7 @@ from lowrank_cnn.cli.options import (
     Into,
     Json,
     Limit,
+    Output,
     PackageWeights,
     Size,
     TrainedModel,
@@ -53,6 +54,7 @@ def evaluate_command(
     every_class: Annotated[
         bool, typer.Option("--per-class", help="Print every class, and the worst images.")
     ] = False,
+    output: Output = None,
     trusted: Trusted = False,
     as_json: Json = False,
 ) -> None:
@@ -85,7 +87,7 @@ def evaluate_command(
         fits = image_size is None or parse_image_size(image_size) == tuple(trained.image[1:])
         again = held_out_images(trained, data, **shared) if fits else None
         images = _told_held_out(again, limit) if again else _as_in_training(trained, images, image_size, reading)
-    result = evaluate(trained, images, device=device, workers=workers, progress=not as_json)
+    result = evaluate(trained, images, device=device, workers=workers, output=output, progress=not as_json)
     details = result.details
     assert details is not None
     if as_json:
@@ -106,6 +108,7 @@ def predict_command(
     pretrained: PackageWeights = None,
     into: Into = None,
     device: Device = "auto",
+    output: Output = None,
     trusted: Trusted = False,
     as_json: Json = False,
 ) -> None:
@@ -130,7 +133,7 @@ def predict_command(
     if (into or trusted) and not pretrained:
         trained = load_checkpoint(model, network=find_into(into, model), trusted=trusted)
     files = [path for image in images for path in (files_below(image) if image.is_dir() else [image])]
-    answers = predict(trained, files, top=top, device=device, bad="skip")
+    answers = predict(trained, files, top=top, device=device, bad="skip", output=output)
     failed = [path for path, answer in zip(files, answers, strict=True) if answer is None]
     if failed and len(failed) == len(files):
         predict(trained, failed[:1], device=device)  # raises an error that names the problem

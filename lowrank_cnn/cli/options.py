@@ -63,6 +63,10 @@ Trusted = Annotated[
     bool,
     typer.Option("--trusted", help="Read a .pt2 or .ts, whose code may run.", rich_help_panel=NETWORK),
 ]
+Output = Annotated[
+    str | None,
+    typer.Option(help="Name or number of the output with the class scores, of several.", rich_help_panel=NETWORK),
+]
 Stride = Annotated[int | None, typer.Option(help="Stride of the first conv.", rich_help_panel=NETWORK)]
 Settings = Annotated[
     list[str] | None,

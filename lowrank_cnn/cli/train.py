@@ -281,6 +281,8 @@ def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str) -> N
     console.print(f"Images: {data.name}, {counts}, {len(data.classes)} classes, {size}", markup=False)
     if held := data.details.get("val_split"):
         console.print(f"There are no test images: {held['share']:.0%} of each class are held out (--val-split).")
+    if data.train.size and max(data.train.size[1:]) > 512:
+        console.print("Images of this size train slowly: --image-size 224 brings them to 224x224.")
     if data.details.get("sized_by"):
         console.print("Images are resized to the size that the network is for; --image-size sets another.")
     if remark:

@@ -183,8 +183,11 @@ def stored_of(model: nn.Module | Trained, input_size: Sequence[int] | None) -> S
     check_module(model)
     size = input_size or notes(model).input_size
     stored = Stored(model, tuple(size) if size else None)
-    carried = notes(model).training_card
-    return replace(stored, card=carried.card, preprocess=dict(carried.preprocess)) if carried else stored
+    if (carried := notes(model).training_card) is None:
+        return stored
+    stored = replace(stored, card=carried.card, preprocess=dict(carried.preprocess))
+    trained = trained_of(stored)
+    return replace(stored, input_size=trained.input_size) if trained and not size else stored
 
 
 def _check_suffix(path: Path) -> None:

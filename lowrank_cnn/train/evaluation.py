@@ -34,6 +34,7 @@ def evaluate(
     batch_size: int | None = None,
     device: str = "auto",
     workers: int = 0,
+    output: str | None = None,
     progress: bool = True,
 ) -> Evaluation:
     """Top-1, top-5 and loss on the test images, one centre crop per image, in full precision.
@@ -44,7 +45,8 @@ def evaluate(
     trained carries how its images are prepared. Any other takes the preprocessing given, or one fitted to the
     images as the recipe says. Classes are matched by name: the images may be of some of the network's classes.
     `data` is opened, if it is a path. If it is the set that the network was trained on, without test images of its
-    own, only the images that training held out are used.
+    own, only the images that training held out are used. `output` is the name or the number of the output that has
+    the class scores, of a network with several; a trained network knows the one that it was trained by.
     The result's `details` have accuracies per class, the confusion matrix, the worst images and the calibration.
 
     >>> evaluate("runs/photos", "photos").top1  # doctest: +SKIP
@@ -52,6 +54,7 @@ def evaluate(
     """
     source, data = data, data if isinstance(data, Data) else open_data(data, only_test=True)
     trained = model if isinstance(model, Trained) else _trained(model, data, preprocess, recipe)
+    trained = trained.with_output(output)
     if not isinstance(source, Data):
         data = held_out_images(trained, source) or data
     places = match_classes(trained, data)
@@ -59,7 +62,8 @@ def evaluate(
     data.check_labels(only_test=True)  # the training images need not be decoded
     place = torch.device(resolve_device(device))
     network = trained.network.to(place)
-    check_fits(network, input_size(data.test, trained.augment), len(trained.classes), place)
+    size = input_size(data.test, trained.augment)
+    check_fits(network, size, len(trained.classes), place, output=trained.recipe.output)
     loader = make_loader(
         data.test,
         batch_size=batch_size or evaluation_batch(data.test, trained.augment),

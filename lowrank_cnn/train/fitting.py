@@ -138,7 +138,8 @@ def _train(job: Job, saved: Checkpoint | None, *, log: Sequence[str], checkpoint
     model.to(fabric.device)
     with told_out_of_memory(recipe.batch_size, fabric.device), batch_norm_over_all(fabric, model, shown.say):
         inputs = job.inputs(saved)
-        check_fits(model, inputs.size, None if job.extras.loss else len(job.data.classes), fabric.device)
+        classes = None if job.extras.loss else len(job.data.classes)
+        check_fits(model, inputs.size, classes, fabric.device, output=recipe.output)
         check_memory(model, job.data, recipe, inputs.size, fabric.device)
         if recipe.whiten_first:
             whiten_first_layer(model, inputs.train, add_up=partial(add_up, fabric))

@@ -146,7 +146,7 @@ def _check_batch(recipe: Recipe, images: int, all_images: int) -> None:
     left, fewer = (f", after {held} are held out", ", hold out fewer") if held else ("", "")
     raise LowRankError(
         f"there are {images} images to train on{left}, fewer than one batch of {recipe.batch_size}: set "
-        f"batch_size to {images} or less{fewer}, or take more images."
+        f"batch_size to {images} or less (--batch-size {images}){fewer}, or take more images."
     )
 
 

@@ -41,6 +41,7 @@ from lowrank_cnn.train.fitting import fit
 from lowrank_cnn.train.inputs import augmentation, input_size
 from lowrank_cnn.train.objective import Loss
 from lowrank_cnn.train.opening import open_for
+from lowrank_cnn.train.outputs import class_scores
 from lowrank_cnn.train.recipe import Recipe, changed
 from lowrank_cnn.train.recipes import get_recipe
 from lowrank_cnn.train.record import Epoch, Record
@@ -197,7 +198,7 @@ def _sample(data: Data, recipe: Recipe, epoch: int, network: nn.Module) -> Itera
 
 
 def _cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
-    return functional.cross_entropy((outputs[0] if isinstance(outputs, tuple) else outputs).float(), targets)
+    return functional.cross_entropy(class_scores(outputs).float(), targets)
 
 
 def learned_scheme(shapes: Sequence[str] | Scheme, multiple: int = 8) -> Scheme:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from lowrank_cnn.data import Data, Preprocess, Standardize
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train.outputs import class_scores
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.trained import Trained, carried_by, load_checkpoint
 
@@ -41,7 +42,9 @@ class Objective:
         if self.own is not None:
             loss = self.own(outputs, targets)
             return loss, loss.detach()
-        logits, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
+        logits = class_scores(outputs, self.recipe.output)
+        several = isinstance(outputs, tuple) and self.recipe.output is None
+        auxiliary = [one for one in outputs if one is not None and one is not logits] if several else []
         shown = self._cross_entropy(logits, targets)
         loss = shown + self.recipe.aux_weight * sum(self._cross_entropy(a, targets) for a in auxiliary)
         if self.teacher is not None:
@@ -61,13 +64,16 @@ class Objective:
         return heat * heat * functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
 
 
-def hits(outputs: Any, targets: Any, *, blended: bool = False) -> Tensor | None:
+def hits(outputs: Any, targets: Any, *, blended: bool = False, output: str | None = None) -> Tensor | None:
     """How many answers are right, where targets are class numbers; None for other tasks.
 
     With `blended`, targets may be probabilities of classes, of which the largest counts.
     """
-    logits = outputs[0] if isinstance(outputs, tuple) else outputs
-    if not isinstance(logits, Tensor) or not isinstance(targets, Tensor) or logits.ndim != 2:
+    try:
+        logits = class_scores(outputs, output)
+    except LowRankError:  # the user's own loss may take any outputs
+        return None
+    if not isinstance(targets, Tensor) or logits.ndim != 2:
         return None
     wanted = targets.argmax(1) if blended and targets.shape == logits.shape else targets
     if wanted.ndim != 1 or wanted.is_floating_point():
@@ -111,7 +117,7 @@ def make_teacher(
     def answer(images: Tensor) -> Tensor:
         with autocast():
             outputs = network(translate(images))
-        return outputs[0] if isinstance(outputs, tuple) else outputs
+        return class_scores(outputs, trained.recipe.output if trained else None)
 
     return answer
 

@@ -17,7 +17,7 @@ from lowrank_cnn.data.readers.folder import SUFFIXES
 from lowrank_cnn.data.stream.streamed import frame
 from lowrank_cnn.system.errors import LowRankError, require
 from lowrank_cnn.train.fabric import resolve_device
-from lowrank_cnn.train.short_runs import class_scores
+from lowrank_cnn.train.outputs import class_scores
 from lowrank_cnn.train.trained import Trained, carried_by, load_checkpoint
 
 Ranking = list[tuple[str, float]]
@@ -26,11 +26,23 @@ Ranking = list[tuple[str, float]]
 
 @overload
 def predict(
-    model: Any, images: Any, *, top: int = ..., device: str = ..., bad: Literal["refuse"] = ...
+    model: Any,
+    images: Any,
+    *,
+    top: int = ...,
+    device: str = ...,
+    bad: Literal["refuse"] = ...,
+    output: str | None = ...,
 ) -> list[Ranking]: ...
 @overload
 def predict(
-    model: Any, images: Any, *, top: int = ..., device: str = ..., bad: Literal["skip"]
+    model: Any,
+    images: Any,
+    *,
+    top: int = ...,
+    device: str = ...,
+    bad: Literal["skip"],
+    output: str | None = ...,
 ) -> list[Ranking | None]: ...
 
 
@@ -42,13 +54,15 @@ def predict(
     top: int = 5,
     device: str = "auto",
     bad: Literal["refuse", "skip"] = "refuse",
+    output: str | None = None,
 ) -> Any:
     """For each image the likeliest classes with their probabilities, the likeliest first.
 
     `model` is a run's directory, an exported file, or a network that was loaded or trained. `images` is one image
     or a list of them: a path, a folder (all image files below it, sorted), the bytes of a file, a PIL image, an
     array [H, W] or [H, W, C], or a tensor [C, H, W], the last two of uint8. With `bad="skip"` the answer for an
-    image that cannot be read is None; else it is refused.
+    image that cannot be read is None; else it is refused. `output` is the name or the number of the output with
+    the class scores, of a network with several.
 
     >>> predict("runs/photos", ["holiday.jpg"], top=2)  # doctest: +SKIP
     [[('beach', 0.93), ('city', 0.05)]]
@@ -57,7 +71,7 @@ def predict(
         raise LowRankError(f"top is the number of classes to name, at least 1, not {top!r}.")
     if bad not in ("refuse", "skip"):
         raise LowRankError(f"bad is refuse or skip, not {bad!r}.")
-    trained = _with_preparation(model)
+    trained = _with_preparation(model).with_output(output)
     place = torch.device(resolve_device(device))
     network = trained.network.to(place).eval()
     preprocess = trained.preprocess.to(place)
@@ -71,7 +85,8 @@ def predict(
             answers.append(None)
             continue
         seen = _whole_to_window(preprocess(pixels[None]), trained)
-        answers.append(_ranked(class_scores(network(seen)).softmax(1)[0], trained.classes, top))
+        scores = class_scores(network(seen), trained.recipe.output)
+        answers.append(_ranked(scores.softmax(1)[0], trained.classes, top))
     return answers
 
 

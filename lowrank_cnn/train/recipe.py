@@ -91,6 +91,7 @@ class Recipe:
     - `jitter`: how far brightness, contrast and saturation may move.
     - `auto_augment`: none, trivial (TrivialAugment) or rand (RandAugment).
     - `distill_weight`, `distill_temperature`: how much a teacher's answers count, where `fit` is given one.
+    - `output`: the name or number of the output with the class scores, of a network with several.
     - `quantize`: int8 trains with inputs and weights of layers rounded, as a file of `lr.quantize` runs them.
     Fields for short runs, which any network can use:
     - `schedule="triangle"` rises from `lr_start` of the rate over the warm-up and falls to `lr_end` of it.
@@ -151,6 +152,7 @@ class Recipe:
     norm: str | None = None
     pool: str | None = None
     dropout: float | None = None
+    output: str | None = None
     precision: str = "auto"
     quantize: str = "none"
     # short runs

@@ -14,7 +14,7 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.memory import is_out_of_memory
 from lowrank_cnn.train.details import DetailsCollector, EvaluationDetails
 from lowrank_cnn.train.objective import Loss, hits
-from lowrank_cnn.train.short_runs import class_scores
+from lowrank_cnn.train.outputs import class_scores
 
 TOP_FIVE = 5
 """Top-5 asks whether the right class is among so many; of no more classes than that it says nothing."""
@@ -84,10 +84,17 @@ def score_by_loss(
 
 
 @torch.no_grad()
-def check_fits(network: nn.Module, size: Sequence[int], classes: int | None, device: torch.device) -> None:
+def check_fits(
+    network: nn.Module,
+    size: Sequence[int],
+    classes: int | None,
+    device: torch.device,
+    *,
+    output: str | None = None,
+) -> None:
     """Refuse a network that cannot take images of this size, or has other than one output per class.
 
-    With `classes=None` any output will do.
+    With `classes=None` any output will do; `output` is the one of several that has the class scores.
     """
     was_training = network.training
     try:
@@ -101,7 +108,7 @@ def check_fits(network: nn.Module, size: Sequence[int], classes: int | None, dev
         network.train(was_training)
     if classes is None:
         return
-    logits = class_scores(outputs)
+    logits = class_scores(outputs, output)
     if logits.shape != (1, classes):
         given = "x".join(map(str, logits.shape[1:]))
         raise LowRankError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from lowrank_cnn.data import Loader
 from lowrank_cnn.method.init import weight_layers
 from lowrank_cnn.method.layers import weights_of
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train.outputs import class_scores
 from lowrank_cnn.train.recipe import Recipe
 
 Forward = Callable[[Tensor], Tensor]
@@ -48,27 +48,17 @@ def look_ahead(weights: Mapping[str, Tensor], slow: Mapping[str, Tensor], decay:
         slow[name].copy_(weights[name])
 
 
-def class_scores(outputs: Any) -> Tensor:
-    """The scores of the classes among a network's outputs: the first of several. Outputs by name are refused."""
-    scores = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
-    if isinstance(scores, Tensor):
-        return scores
-    named = f" of {', '.join(map(str, scores))}" if isinstance(scores, Mapping) else ""
-    raise LowRankError(
-        f"the network returns a {type(scores).__name__}{named}, and accuracy needs one tensor of class scores: "
-        "let its forward return that tensor alone, or first in a tuple."
-    )
-
-
 def averaged_views(forward: Forward, recipe: Recipe) -> Forward:
     """A forward that averages the logits of an image, its mirror image and two shifts, as the recipe says.
 
     The shifts, up and left and down and right, count for half.
     """
 
+    def scores(images: Tensor) -> Tensor:
+        return class_scores(forward(images), recipe.output)
+
     def mirrored(images: Tensor) -> Tensor:
-        logits = class_scores(forward(images))
-        return (logits + class_scores(forward(images.flip(-1)))) / 2 if recipe.test_mirror else logits
+        return (scores(images) + scores(images.flip(-1))) / 2 if recipe.test_mirror else scores(images)
 
     def shifted(images: Tensor) -> Tensor:
         step, (height, width) = recipe.test_shift, images.shape[2:]

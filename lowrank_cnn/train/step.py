@@ -155,7 +155,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def _count(self, outputs: Any, targets: Any, loss: Tensor, images: int) -> None:
-        right = hits(outputs, targets, blended=self.objective.own is None)
+        right = hits(outputs, targets, blended=self.objective.own is None, output=self.recipe.output)
         correct = torch.zeros_like(loss) if right is None else right.to(loss.dtype)
         self.sums[:3] += torch.stack([loss * images, correct, torch.full_like(loss, images)]).float()
 

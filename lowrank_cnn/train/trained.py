@@ -81,6 +81,10 @@ class Trained:
         found = {"int8": {name: list(ends) for name, ends in self.ranges.items()}} if self.ranges else {}
         return TrainingCard({"recipe": self.recipe.to_dict(), "data": data, **found}, tensors)
 
+    def with_output(self, output: str | None) -> Trained:
+        """The same, with the class scores in this output of the network; None leaves that as it is."""
+        return self if output is None else replace(self, recipe=replace(self.recipe, output=output))
+
     def attach(self) -> Trained:
         """Let the network itself carry how its images are prepared, to `evaluate`, `predict` and `export`."""
         note(self.network, training_card=self.card())

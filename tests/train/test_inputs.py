@@ -29,7 +29,7 @@ from lowrank_cnn.train.recipe import Recipe
         ),
         (
             {"batch_size": 80, "holdout": 0.1},
-            "72 images to train on, after 8 are held out, fewer than one batch of 80: .* 72 or less, hold out",
+            r"72 images to train on, after 8 are held out, fewer than .* 72 or less \(--batch-size 72\), hold out",
         ),
         ({"holdout": 80}, r"holdout=80 leaves none of the 80 training images to train on: hold out fewer"),
         ({"holdout": 0.001}, r"holdout=0.001 of 80 training images is not one: set a larger share"),

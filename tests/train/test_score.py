@@ -49,30 +49,3 @@ def test_networks_that_do_not_fit_are_told_what_would() -> None:
     check_fits(network, (3, 8, 8), None, CPU)
     with pytest.raises(LowRankError, match="cannot take images of 1x8x8"):
         check_fits(network, (1, 8, 8), 4, CPU)
-
-
-class Several(nn.Module):
-    """Class scores and features, by place or by name."""
-
-    def __init__(self, kind: type) -> None:
-        super().__init__()
-        self.kind, self.head = kind, nn.Linear(12, 2)
-
-    def forward(self, x: torch.Tensor) -> object:
-        scores = self.head(x.flatten(1))
-        return {"logits": scores, "features": x} if self.kind is dict else self.kind((scores, x))
-
-
-@pytest.mark.parametrize("kind", [tuple, list])
-def test_of_several_outputs_the_first_is_the_class_scores(kind: type):
-    network, device = Several(kind), torch.device("cpu")
-    check_fits(network, (3, 2, 2), 2, device)
-    images, labels = torch.rand(4, 3, 2, 2), torch.tensor([0, 1, 0, 1])
-    found = score(network, [(images, labels)], device=device)
-    right = network.head(images.flatten(1)).argmax(1) == labels
-    assert found.top1 == right.double().mean().item()
-
-
-def test_outputs_by_name_are_refused_with_their_names():
-    with pytest.raises(LowRankError, match=r"returns a dict of logits, features, .* first in a tuple\.$"):
-        check_fits(Several(dict), (3, 2, 2), 2, torch.device("cpu"))

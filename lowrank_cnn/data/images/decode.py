@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _GREY = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "F"}
 _DEEP = {"I", "I;16", "I;16B", "I;16L"}
+
+_ORIENTATION, _TURNED = 0x0112, range(5, 9)
+"""The EXIF tag for how a camera was held, and its values for images that lie on their side."""
 
 UNDECODABLE = "undecodable image"
 
@@ -40,17 +44,18 @@ class ImageHeader:
 def read_header(data: bytes) -> ImageHeader:
     """Read the header alone."""
     image = open_image(data)
-    return ImageHeader(image.height, image.width, image.mode in _GREY)
+    height, width = (image.width, image.height) if orientation(image) in _TURNED else (image.height, image.width)
+    return ImageHeader(height, width, image.mode in _GREY)
 
 
 def decode_image(data: bytes, *, channels: int, at_least: int | None = None) -> Image:
-    """A grey (one channel) or RGB (three) image; a JPEG may come at a reduced scale of at least this size."""
+    """A grey (one channel) or RGB (three) image, upright; a JPEG may come smaller, of this size or more."""
     image = open_image(data)
     try:
         if at_least is not None:
             image.draft(None, (at_least, at_least))
         image.load()
-        return _convert(image, channels)
+        return _convert(_upright(image), channels)
     except MemoryError:
         raise
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, zlib.error and more
@@ -120,6 +125,25 @@ def open_image(data: bytes) -> Image:
     if pillow.MAX_IMAGE_PIXELS and image.width * image.height > pillow.MAX_IMAGE_PIXELS:
         raise BadImageError(f"{image.width}x{image.height} pixels are too many")
     return image
+
+
+def orientation(image: Image) -> int:
+    """How a camera was held, by the EXIF tag of a photograph: 1 for upright images and those that do not say."""
+    if image.format == "TIFF" or (image.format == "JPEG" and "exif" not in image.info):
+        return 1  # Pillow turns a TIFF itself
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # a damaged tag does not damage the pixels
+        return 1
+    return found if found in range(1, 9) else 1
+
+
+def _upright(image: Image) -> Image:
+    if orientation(image) == 1:
+        return image
+    return require("PIL.ImageOps", extra="data", purpose="turning images").exif_transpose(image)
 
 
 def _convert(image: Image, channels: int) -> Image:

@@ -20,6 +20,7 @@ from lowrank_cnn.data.images.decode import (
     decode_image,
     fit,
     open_image,
+    orientation,
     resize_shorter,
     resize_window,
 )
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 LARGEST = 2**26
 """Pixels of the largest image that a GPU is given to decode: fewer than Pillow refuses."""
-_JPEG_START, _JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
+_JPEG_START, _JPEG_END, _EXIF = b"\xff\xd8\xff", b"\xff\xd9", b"Exif\0\0"
 _SUBSAMPLINGS = {(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)}
 """Brightness samples across and down for one sample of colour: 4:4:4, 4:2:2, 4:4:0, 4:2:0, 4:1:1."""
 
@@ -111,7 +112,7 @@ def frame_image(data: bytes, framing: Framing, channels: int, draws: list[float]
 
 
 def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Height and width of a whole baseline JPEG in YCbCr of 8 bits, by its header; None for anything else.
+    """Height and width of a whole, upright baseline JPEG in YCbCr of 8 bits, by its header; None for all others.
 
     Progressive JPEGs do not count: hardware decodes none, and many workers decode them faster than nvJPEG's one
     thread.
@@ -133,6 +134,7 @@ def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
         and samples[1:] == [(1, 1), (1, 1)]
         and samples[0] in _SUBSAMPLINGS
         and image.width * image.height <= LARGEST
+        and orientation(image) == 1
     )
     return (image.height, image.width) if plain else None
 
@@ -140,10 +142,12 @@ def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
 def _cut_by_simplejpeg(data: bytes, framing: Framing, draws: list[float] | None) -> bytes | None:
     """The window of a JPEG that has the right scale; None for others, and where simplejpeg is missing or fails.
 
+    One with EXIF data may have to be turned upright, which Pillow does.
+
     To mirror the window, all bytes of a row are reversed, so the colours are decoded in reverse order.
     """
     jpeg = _simplejpeg()
-    if jpeg is None or framing.pad or not data.startswith(_JPEG_START):
+    if jpeg is None or framing.pad or not data.startswith(_JPEG_START) or _EXIF in data:
         return None
     mirrored = framing.mirrored(draws)
     try:

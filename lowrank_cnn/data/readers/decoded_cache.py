@@ -24,6 +24,8 @@ from lowrank_cnn.system.errors import require
 WORTH_SECONDS = 2.0
 """Sets that take less time to decode are not cached."""
 MOST_BYTES = 2**30
+DECODER = "upright"
+"""How images are decoded: another word where the pixels change, so that what is cached is decoded again."""
 MOST_BYTES_OF_ALL = 2**33
 
 
@@ -40,7 +42,7 @@ def decoded_once(
 ) -> DecodedRows:
     """These rows from the cache; else from `decode`, and cached if that took long."""
     key = "decoded-" + fingerprint_of_parts(
-        store.version(), hashlib.sha256(rows.numpy().data).hexdigest(), str(size), str(any_size)
+        DECODER, store.version(), hashlib.sha256(rows.numpy().data).hexdigest(), str(size), str(any_size)
     )
     path = cache_folder() / "decoded" / f"{key}.safetensors"
     if (stored := _read(path, key, len(rows), size)) is not None:

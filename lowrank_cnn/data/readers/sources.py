@@ -55,7 +55,9 @@ def _find(source: str | Path, options: ReadOptions) -> Data | LabelledImages:
         return _find_in_folder(path, options)
     if path.is_file() and path.suffix.lower() in _TABLES:
         problems = {"train": Problems(), "test": Problems()}
-        return LabelledImages(path.resolve().parent.name, *open_table(path, problems), problems)
+        return LabelledImages(f"{path.resolve().parent.name}/{path.name}", *open_table(path, problems), problems)
+    if path.is_file() and path.suffix.lower() in folder.SUFFIXES:
+        raise LowRankError(f"{source} is one image: give the folder that has a folder of images for each class.")
     if path.is_file():
         return cifar_binary.open_archive(path)
     if isinstance(source, str) and hub.is_repository(source):

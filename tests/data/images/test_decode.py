@@ -172,3 +172,31 @@ def test_floats_of_no_known_range_are_bad_images(value: float) -> None:
     values[4, 4] = value
     with pytest.raises(BadImageError, match=r"float pixels from .* 8 or 16 bits"):
         decode_image(encoded(Image.fromarray(values), "TIFF"), channels=1)
+
+
+def turned(how: int, format: str = "JPEG") -> bytes:
+    """A photograph of 40x20 pixels, white in its top half, as a camera held in this way stores it."""
+    pixels = np.zeros((20, 40, 3), np.uint8)
+    pixels[:10] = 255
+    upright = Image.fromarray(pixels)
+    undo = {1: None, 3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
+    stored = upright if undo[how] is None else upright.transpose(undo[how])
+    exif = Image.Exif()
+    exif[0x0112] = how
+    return encoded(stored, format, exif=exif)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("how", [1, 3, 6, 8])
+def test_a_photograph_is_upright_however_the_camera_was_held(how: int, format: str) -> None:
+    data = turned(how, format)
+    assert read_header(data) == ImageHeader(20, 40, grey=False)
+    values = np.asarray(decode_image(data, channels=1)).astype(int)
+    assert values.shape == (20, 40)
+    assert values[:8].min() > 200
+    assert values[12:].max() < 50
+
+
+def test_a_damaged_exif_tag_leaves_the_image_as_it_is() -> None:
+    for exif in (b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff"):
+        assert decode_image(encoded(ramp("RGB"), "JPEG", exif=exif), channels=3).size == (16, 16)

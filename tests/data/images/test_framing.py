@@ -192,6 +192,9 @@ def with_segment(data: bytes, marker: int, body: bytes) -> bytes:
     return data[:2] + struct.pack(">BBH", 0xFF, marker, len(body) + 2) + body + data[2:]
 
 
+SIDEWAYS = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
+
+
 def frame_at(data: bytes) -> int:
     """Where the body of the baseline frame begins."""
     return data.index(b"\xff\xc0") + 4
@@ -217,6 +220,7 @@ def test_what_is_odd_is_left_to_the_worker() -> None:
     plain = encoded()
     at = frame_at(plain)
     odd = {
+        "on its side": encoded(exif=SIDEWAYS),
         "PNG": encoded(format="PNG"),
         "grey": encoded(mode="L"),
         "CMYK": encoded(mode="CMYK"),

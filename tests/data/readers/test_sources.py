@@ -98,7 +98,7 @@ def test_a_table_of_paths_and_labels(flat: Path) -> None:
         "bee/1.png,other,test\ngone.png,other,val\n"
     )
     data = open_data(flat / "labels.csv")
-    assert (data.name, data.classes) == ("photos", ("insect", "other"))
+    assert (data.name, data.classes) == ("photos/labels.csv", ("insect", "other"))
     assert (data.train.labels.tolist(), data.test.labels.tolist()) == ([0, 0, 1], [1])
     assert data.test.problems.examples == {"no such file": ["gone.png"]}
 
@@ -138,3 +138,9 @@ def test_a_folder_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(LowRankError, match="neither parquet shards"):
         open_data(tmp_path)
+
+
+def test_one_image_is_no_data_set(photo, tmp_path):
+    (tmp_path / "cat.JPG").write_bytes(photo(0))
+    with pytest.raises(LowRankError, match=r"cat\.JPG is one image: give the folder"):
+        open_data(tmp_path / "cat.JPG")
