@@ -4,8 +4,8 @@
     python -m benchmarks.initialisation --data FOLDER --network vgg11-gmp-lr --recipe tiny-vgg --out RECORD
 
 The paper's initialisation (composite) is compared with He's by fan-out and by fan-in for each filter group,
-torch's, and N(0, 0.05). Each tries the same factors of the recipe's learning rate, with the same seeds, on held-out
-training images, in runs of a sixth of the epochs. Then each trains in full at its own best rate. A run
+torch's, and N(0, 0.05). Each tries the same factors of the recipe's learning rate, with the same seeds, on
+held-out training images, in runs of a sixth of the epochs. Then each trains in full at its own best rate. A run
 diverges where its loss is not finite, or where it ends no better than chance. The margins are in
 `lowrank_cnn/frontier/questions.json`.
 
