@@ -8,7 +8,6 @@ the figure is the variance of what arrives at the bottom (and, forward, the mean
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from statistics import geometric_mean
 
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.common import parser, write_record
-from lowrank_cnn.method.init import init_, per_group_, torch_default_
+from lowrank_cnn.method.init import fan_in_, init_, per_group_, torch_default_
 from lowrank_cnn.method.layers import CompositeConv2d
 
 WIDTH, DEPTH, PIXELS, SEEDS = 384, 30, 8, (0, 1, 2)
@@ -27,23 +26,12 @@ MIXES = (
 )
 
 
-def fan_in_(stack: nn.Module) -> None:
-    """He's fan-in sigma for each filter group by itself."""
-    for layer in composites(stack):
-        for weight in layer.weights:
-            nn.init.normal_(weight, std=math.sqrt(2 / weight[0].numel()))
-
-
 METHODS: dict[str, Callable[[nn.Module], object]] = {
     "composite (the paper's)": init_,
     "He fan-out per group": per_group_,
     "He fan-in per group": fan_in_,
     "PyTorch's default": torch_default_,
 }
-
-
-def composites(stack: nn.Module) -> list[CompositeConv2d]:
-    return [module for module in stack.modules() if isinstance(module, CompositeConv2d)]
 
 
 def deep_stack(padding_mode: str) -> nn.Sequential:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lowrank_cnn.frontier.designs import LEARNED, base_name
 from lowrank_cnn.frontier.record import DesignRow, Frontier
 from lowrank_cnn.frontier.resampling import RESAMPLES, compare
 from lowrank_cnn.system.errors import LowRankError
@@ -69,7 +70,8 @@ def answer(
     share, tolerance = questions["time_share"], questions["timing"]["tolerance"]
     answers = []
     for row in found.rows:
-        if row.dense or row.name.partition("@")[0] not in questions["designs"] or not row.runs or not row.timing:
+        listed = base_name(row.name) in questions["designs"] or row.name.startswith(f"{LEARNED}-")
+        if row.dense or not listed or not row.runs or not row.timing:
             continue
         for question, margin, factor in (
             (BETTER, asked["better_by"], 1 - tolerance),

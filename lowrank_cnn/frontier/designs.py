@@ -32,25 +32,27 @@ MULTIPLE = 16
 """Widths are such that every layer has a multiple of so many filters."""
 STEP = 1 / 32
 """Widths that are searched for are multiples of this."""
-
-
-SHAPES = "shapes:"
-"""What stands before the file of learned shapes, in the place of a scheme."""
+SHAPES, LEARNED = "shapes:", "learned"
+"""What stands before the file of learned shapes, in the place of a scheme, and the name of such designs."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A dense network and the recipe that all its designs are trained by."""
+    """A dense network and the recipe that all its designs are trained by.
+
+    `kept` names the layers that have one width in all designs.
+    """
 
     network: str
     recipe: str
     options: tuple[tuple[str, Any], ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 FAMILIES = {
     "airbench": Family("airbench", "cifar10-fast"),
     "nin": Family("nin", "nin-modern", (("pool", "average"),)),
-    "vgg11": Family("vgg11-gmp", "modern"),
+    "vgg11": Family("vgg11-gmp", "modern", kept=("head",)),
     "resnet18": Family("resnet18-small", "tiny-fast"),
 }
 
@@ -70,6 +72,7 @@ class Design:
       least half of the most filters).
     - `between`: a batch norm and a ReLU stand between the halves of a separable pair.
     - `branches`: strips train beside a 1x1 conv and the identity, which are folded into them afterwards.
+    - `last`: the last stage has so many times the filters of the dense network.
     - `matched`: what its width was chosen by: "macs" or "time", and of which design.
     """
 
@@ -79,6 +82,7 @@ class Design:
     where: str = "all"
     between: bool = False
     branches: bool = False
+    last: float = 1.0
     matched: str = ""
 
     @property
@@ -91,7 +95,9 @@ class Design:
 
 
 DENSE = Design("dense")
-"""The family's own network, which all times are held against."""
+"""The family's own network, which all times are compared with."""
+CONTROLS = {design.name: design for design in (DENSE, Design("dense-2x", last=2.0))}
+"""Dense networks: thin ones are `dense` at a width."""
 CANDIDATES: dict[str, Design] = {
     design.name: design
     for design in (
@@ -101,6 +107,8 @@ CANDIDATES: dict[str, Design] = {
         Design("wfull", "mixture(kx1=3, 1xk=3, kxk=2, join)"),
         Design("separable", "separable"),
         Design("mixture", "mixture(kx1=3, 1xk=3, kxk=2)"),
+        Design("lr-2x", "lr", last=2.0),
+        Design("wfull-2x", "mixture(kx1=3, 1xk=3, kxk=2, join)", last=2.0),
         # longer strips: a 7x1 costs less than a 3x3
         Design("strips5", "mixture(5x1, 1x5)"),
         Design("strips7", "mixture(7x1, 1x7)"),
@@ -113,8 +121,11 @@ CANDIDATES: dict[str, Design] = {
         # low rank where maps are small or filters many
         Design("lr-late", "lr", where="late"),
         Design("lr-wide", "lr", where="wide"),
+        Design("mixture-late", "mixture(kx1=3, 1xk=3, kxk=2)", where="late"),
+        Design("strips5-late", "mixture(5x1, 1x5)", where="late"),
         # more to learn with, nothing more to run
         Design("lr-branches", "lr", branches=True),
+        Design("lr-late-branches", "lr", where="late", branches=True),
         Design("strips5-branches", "mixture(5x1, 1x5)", branches=True),
     )
 }
@@ -125,14 +136,14 @@ def find_design(text: str) -> Design:
 
     `shapes:RUN/shapes.json` is a network with the shapes that a run has learned.
 
-    >>> find_design("lr-late@1.5")
-    Design(name='lr-late@1.5', scheme='lr', width=1.5, where='late', between=False, branches=False, matched='')
+    >>> find_design("lr-late@1.5").width
+    1.5
     """
     if text.startswith(SHAPES):
         load_shapes(text.removeprefix(SHAPES))  # refused at once where it cannot be read
-        return Design(f"learned-{Path(text).parent.name or Path(text).stem}", text)
+        return Design(f"{LEARNED}-{Path(text).parent.name or Path(text).stem}", text)
     name, _, width = text.partition("@")
-    found = CANDIDATES.get(name)
+    found = (CONTROLS | CANDIDATES).get(name)
     if found is None:
         try:
             found = Design(name, str(parse_scheme(name)))
@@ -149,11 +160,16 @@ def find_design(text: str) -> Design:
     return at_width(found, number)
 
 
+def base_name(name: str) -> str:
+    """The name of a design without its width."""
+    return name.partition("@")[0]
+
+
 def at_width(design: Design, width: float, matched: str = "") -> Design:
     """The same design, wider or thinner."""
     if not 0 < width <= 4:
         raise LowRankError(f"a width lies above 0 and up to 4, not {width:g}.")
-    base = design.name.partition("@")[0]
+    base = base_name(design.name)
     return replace(design, name=base if width == 1 else f"{base}@{width:g}", width=width, matched=matched)
 
 
@@ -171,8 +187,11 @@ class Builder:
         """The network with fresh weights, by torch's generator as it stands."""
         dense = create_model(self.family.network, **self._options())
         network: nn.Module = dense
-        if design.width != 1:
-            network = thin(dense, width=design.width, input_size=self.size, multiple=MULTIPLE)
+        if design.width != 1 or design.last != 1:
+            own = dict.fromkeys(self.family.kept, 1.0)
+            if design.last != 1:
+                own |= dict.fromkeys(last_stage(dense, self.size), design.last * design.width)
+            network = thin(dense, width=design.width, input_size=self.size, multiple=MULTIPLE, layers=own)
         if design.scheme.startswith(SHAPES):
             if design.width != 1:
                 raise LowRankError(f"{design.name} has the widths that were learned, and no others.")
@@ -217,6 +236,18 @@ class Builder:
             widths = {name: _filters(network, name) for stage in found for name in stage}
             return [name for name, filters in widths.items() if 2 * filters > max(widths.values())]
         raise LowRankError(f"where is all, late or wide, not {where!r}.")
+
+
+def last_stage(network: nn.Module, size: tuple[int, int, int]) -> list[str]:
+    """The convs that give maps of the size of the last spatial conv, 1x1 ones too: sums need them all."""
+    rows = count(network, size).layers
+    end = stages(network, size)[-1]
+    maps = {row.output[1:] for row in rows if row.name in end}
+    return [
+        row.name
+        for row in rows
+        if row.output[1:] in maps and isinstance(network.get_submodule(row.name), nn.Conv2d)
+    ]
 
 
 def _filters(network: nn.Module, name: str) -> int:

@@ -14,7 +14,16 @@ from pathlib import Path
 import torch
 
 from lowrank_cnn.data import Data
-from lowrank_cnn.frontier.designs import DENSE, Builder, Design, at_width, find_design, find_family, width_of_macs
+from lowrank_cnn.frontier.designs import (
+    DENSE,
+    Builder,
+    Design,
+    at_width,
+    base_name,
+    find_design,
+    find_family,
+    width_of_macs,
+)
 from lowrank_cnn.frontier.plan import FrontierPlan
 from lowrank_cnn.frontier.record import DesignRow, Frontier, RateTry, SeedRun, open_frontier
 from lowrank_cnn.frontier.timing import DesignClock, width_of_time
@@ -143,8 +152,8 @@ class Tracer:
         if "macs" in self.plan.widen:
             self.add(at_width(design, width_of_macs(self.builder, design, dense.macs), "macs of dense"))
         if "time" in self.plan.widen and dense.timing and own.timing:
-            times = self._times(lambda row: row.design["scheme"] == design.scheme)
-            self.add(at_width(design, width_of_time(times, dense.timing.ratio), "time of dense"))
+            width = width_of_time(self._times(design), dense.timing.ratio)
+            self.add(at_width(design, width, "time of dense"))
 
     def _match(self, row: DesignRow) -> None:
         """The thin dense networks that a low-rank one has to beat: of its MACs, and of its time.
@@ -156,8 +165,8 @@ class Tracer:
         if "macs" in self.plan.match and row.macs < dense.macs:
             self._add_control(width_of_macs(self.builder, DENSE, row.macs), f"macs of {row.name}")
         if "time" in self.plan.match and row.timing and row.timing.ratio < 1:
-            times = self._times(lambda known: known.dense)
-            self._add_control(width_of_time(times, row.timing.ratio), f"time of {row.name}")
+            width = width_of_time(self._times(DENSE), row.timing.ratio)
+            self._add_control(width, f"time of {row.name}")
 
     def _add_control(self, width: float, matched: str) -> None:
         """A thin dense network, unless one of the same filters is there under another width."""
@@ -166,19 +175,22 @@ class Tracer:
         if not any(row.dense and (row.macs, row.params) == (cost.macs, cost.params) for row in self._rows()):
             self.add(design)
 
-    def _times(self, chosen: Callable[[DesignRow], bool]) -> dict[float, float]:
-        rows = [row for row in self._rows() if chosen(row) and row.timing]
+    def _times(self, design: Design) -> dict[float, float]:
+        """The measured times of a design by its width."""
+        rows = [row for row in self._rows() if base_name(row.name) == base_name(design.name)]
         return {row.design["width"]: row.timing.ratio for row in rows if row.timing}
 
     def _tune(self) -> None:
         """Every design by the same factors of the learning rate, on images held out of training."""
-        if not self.plan.rates:
+        if not self.plan.rates or all(row.runs for row in self._rows()):
             return
         data = self.data.holdout(round(HELD_OUT * len(self.data.train)), 0)
         trainer = self._trainer(data)
         for design in self.designs:
             row = self.found.row(design.name)
             assert row is not None
+            if row.runs:  # they belong together: later seeds are trained at the rate of the first
+                continue
             for rate in self.plan.rates:
                 self._try(trainer, design, row, rate)
             best = max(row.tries, key=lambda one: sum(one.accuracies) / len(one.accuracies))

@@ -99,6 +99,25 @@ def per_group_(model: nn.Module) -> nn.Module:
     return model
 
 
+def fan_in_(model: nn.Module) -> nn.Module:
+    """He's fan-in sigma for each filter group by itself, which keeps the variance forwards. For comparison."""
+    follows = followed_by_relu(model)
+    for name, layer in weight_layers(model):
+        for weight in weights_of(layer):
+            _draw(weight, sigma(weight[0].numel(), relu=follows[name]))
+        _clear_bias(layer)
+    return model
+
+
+def normal_(model: nn.Module, *, std: float = 0.05) -> nn.Module:
+    """One normal distribution for all weights, as the published NiN was initialised. For comparison."""
+    for _, layer in weight_layers(model):
+        for weight in weights_of(layer):
+            _draw(weight, std)
+        _clear_bias(layer)
+    return model
+
+
 def torch_default_(model: nn.Module) -> nn.Module:
     """PyTorch's own initialisation, each filter group as a conv of its own. For comparison."""
     for _, layer in weight_layers(model):
@@ -114,9 +133,11 @@ def torch_default_(model: nn.Module) -> nn.Module:
 INITIALISATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "composite": init_,
     "per-group": per_group_,
+    "fan-in": fan_in_,
     "torch": torch_default_,
+    "normal": normal_,
 }
-"""The paper's initialisation and the two that it is compared with."""
+"""The paper's initialisation and those that it is compared with."""
 
 
 def weight_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -9,7 +9,7 @@ masked now: these have weights that go on learning.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ def damage_by_loss(
     readers = {n: m for n, m in network.named_modules() if isinstance(m, ShapedConv2d | GatedLinear)}
     taps = {name: torch.zeros(len(m.weight), *m.kernel_size).double() for name, m in layers.items()}
     channels = {name: torch.zeros(len(module.inputs)).double() for name, module in readers.items()}
-    with _undisturbed(network):
+    with undisturbed(network):
         for images, targets in batches:
             value = loss(network(images), targets)
             slopes = torch.autograd.grad(value, [module.weight for module in readers.values()])
@@ -108,13 +108,17 @@ def _read(route: Route, channels: Mapping[str, Tensor], whole: Tensor) -> Tensor
 
 
 @contextlib.contextmanager
-def _undisturbed(network: nn.Module) -> Iterator[None]:
-    """Norms see the statistics of a batch, so that the scale of a filter does not count; all is put back after."""
+def undisturbed(network: nn.Module, keep: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Norms see the statistics of a batch, so that the scale of a filter does not count; all is put back after.
+
+    The buffers in `keep` stay as the block leaves them; layers that have gates draw by them.
+    """
     modes = {module: module.training for module in network.modules()}
-    buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    kept = {id(tensor) for tensor in keep}
+    buffers = [(buffer, buffer.clone()) for buffer in network.buffers() if id(buffer) not in kept]
     network.eval()
     for module in network.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and modes[module]:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm | ShapedConv2d) and modes[module]:
             module.train()
     try:
         with torch.enable_grad():

@@ -8,12 +8,14 @@ contribute, and a filter can change its shape later.
 A filter can also be removed: the layers that read its channel then ignore it, by a gate on their inputs. Reading
 layers hold the gate, not the norm between, so that removing the channel is exact whatever activation follows.
 
-Shapes and gates are buffers: a checkpoint holds them.
+Filters may also draw their shapes at every step, by gates (see `shape_gates`). Shapes and gates are buffers: a
+checkpoint holds them.
 """
 
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +39,17 @@ class ShapedConv2d(nn.Module):
       has the last index where it is not among the shapes.
     - `kept`: False for a filter that was removed.
     - `inputs`: False for an input channel that was removed.
+    - `gates`: None, or logits by filter and shape; `charge` is what each shape pays, and `drawing` says whether
+      filters draw by them.
     """
 
     choice: Tensor
     kept: Tensor
     inputs: Tensor
     masks: Tensor
+    gates: Tensor | None
+    charge: Tensor
+    drawing: Tensor
 
     def __init__(self, form: ConvForm, scheme: Scheme) -> None:
         super().__init__()
@@ -62,6 +69,21 @@ class ShapedConv2d(nn.Module):
         self.register_buffer("inputs", torch.ones(form.in_channels, dtype=torch.bool))
         masks = torch.stack([self._mask(shape) for shape in self.starts])
         self.register_buffer("masks", masks, persistent=False)
+        self.register_buffer("gates", None)
+
+    def add_gates(self, start: float) -> None:
+        """Let filters draw their shapes; `start` is the logit of the dense kernel, where it is among them."""
+        gates = torch.zeros(self.out_channels, len(self.shapes), device=self.weight.device)
+        if self.form.kernel in self.shapes:
+            gates[:, self.shapes.index(self.form.kernel)] = start
+        self.gates = gates
+        self.register_buffer("charge", torch.zeros_like(gates[0]))
+        self.register_buffer("drawing", torch.ones((), dtype=torch.bool, device=gates.device))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.gates is None and f"{prefix}gates" in state_dict:
+            self.add_gates(0.0)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.form.padding_mode != "zeros":
@@ -71,8 +93,21 @@ class ShapedConv2d(nn.Module):
 
     def shaped_weight(self) -> Tensor:
         """The weight with zeros outside the shapes; its gradient goes to every tap."""
-        mask = self.masks[self.choice][:, None] * self.inputs[:, None, None].to(self.masks.dtype)
+        mask = self._tap_mask()[:, None] * self.inputs[:, None, None].to(self.masks.dtype)
         return _straight_through(self.weight, mask)
+
+    def _tap_mask(self) -> Tensor:
+        """The taps of each filter: those of its shape, or of the shape that it draws."""
+        chosen = self.masks[self.choice]
+        if self.gates is None:
+            return chosen
+        logits = self.gates - self.charge
+        if self.training:
+            drawn = F.gumbel_softmax(logits, hard=True)
+        else:
+            drawn = F.one_hot(logits.argmax(1), logits.shape[1]).to(logits.dtype)
+        taps = torch.einsum("os,shw->ohw", drawn, self.masks[: len(self.shapes)])
+        return torch.where(self.drawing, taps, chosen)
 
     def energies(self) -> Tensor:
         """The squared weight of each filter that lies in each shape, over the inputs that are kept."""
@@ -184,5 +219,6 @@ def conv_of_form(form: ConvForm, scheme: Scheme) -> nn.Module:
 
 
 def _straight_through(weight: Tensor, mask: Tensor) -> Tensor:
-    """The masked weight, exactly; the gradient is that of the weight without a mask."""
-    return weight + (weight * mask - weight).detach()
+    """The masked weight, exactly; the gradient is that of the weight without a mask, and that of the mask."""
+    masked = weight + (weight * mask - weight).detach()
+    return masked + weight.detach() * (mask - mask.detach()) if mask.requires_grad else masked

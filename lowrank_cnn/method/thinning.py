@@ -13,7 +13,7 @@ layer is built for what arrives. So concatenations, residual sums and hand-writt
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.init import init_
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, nearest
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -51,6 +51,7 @@ def thin(
     macs: float | None = None,
     input_size: Sequence[int],
     multiple: int = 16,
+    layers: Mapping[str, float] | None = None,
 ) -> nn.Module:
     """A thinner copy of a dense network, freshly initialised, to be trained from scratch.
 
@@ -59,6 +60,8 @@ def thin(
     - `input_size`: channels, height and width of one image.
     - `multiple`: channels are rounded to multiples of this, which kernels of every engine like. A layer that has
       fewer channels than this keeps them.
+    - `layers`: the widths of some layers, by name or by the name of a module around them, in place of `width`:
+      {"head": 1.0} leaves a head as wide as it is.
 
     >>> import lowrank_cnn as lr
     >>> dense = lr.create_model("vgg11-gmp", width=0.5)
@@ -71,19 +74,30 @@ def thin(
     share = width if width is not None else macs
     if not isinstance(share, int | float) or not 0 < share <= 4:
         raise LowRankError(f"a width or a share of the MACs lies above 0 and up to 4, not {share!r}.")
-    plan = _Thinning(
-        copy.deepcopy(model).to("meta").eval(), torch.empty((1, *input_size), device="meta"), multiple
-    )
+    blank = copy.deepcopy(model).to("meta").eval()
+    own = _own_widths(blank, layers or {})
+    plan = _Thinning(blank, torch.empty((1, *input_size), device="meta"), multiple, own)
     if width is not None:
         return _fresh(plan.at(float(width)), model)
     return _fresh(plan.nearest(float(share) * count(model, input_size).macs), model)
 
 
-class _Thinning:
-    """Makes thinner copies of a network that lies on the meta device, without numbers."""
+def _own_widths(model: nn.Module, layers: Mapping[str, float]) -> dict[nn.Module, float]:
+    """The widths that layers were given by name, or by that of a module around them."""
+    names = [name for name, _ in model.named_modules()]
+    for name, share in layers.items():
+        if name not in names:
+            raise LowRankError(f"the network has no layer {name!r}; {nearest(name, names)}")
+        if not 0 < share <= 4:
+            raise LowRankError(f"the width of {name} lies above 0 and up to 4, not {share!r}.")
+    return {layer: share for name, share in layers.items() for layer in model.get_submodule(name).modules()}
 
-    def __init__(self, blank: nn.Module, x: Tensor, multiple: int) -> None:
-        self.blank, self.x, self.multiple = blank, x, multiple
+
+class _Thinning:
+    """Makes thinner copies of a network that lies on the meta device; some layers have `own` widths."""
+
+    def __init__(self, blank: nn.Module, x: Tensor, multiple: int, own: Mapping[nn.Module, float]) -> None:
+        self.blank, self.x, self.multiple, self.own = blank, x, multiple, own
         self.last = _last_layer(blank, x)
 
     def nearest(self, target: float) -> nn.Module:
@@ -104,7 +118,8 @@ class _Thinning:
         """The network at a width."""
 
         def channels(layer: nn.Module) -> Callable[[int], int]:
-            return (lambda n: n) if layer is self.last else (lambda n: _rounded(n, width, self.multiple))
+            share = self.own.get(layer, width)
+            return (lambda n: n) if layer is self.last else (lambda n: _rounded(n, share, self.multiple))
 
         pending = {
             layer: _Pending(copy.deepcopy(layer), channels(layer))

@@ -31,8 +31,9 @@ from lowrank_cnn.method.selection import Where
 from lowrank_cnn.method.settling import LearnedShapes, settle
 from lowrank_cnn.method.shape_choice import ShapeChooser, ShapeCosts, check_reachable
 from lowrank_cnn.method.shape_damage import damage_by_loss
+from lowrank_cnn.method.shape_gates import add_gates, charge_gates, close_gates, damage_by_gates, learn_gates
 from lowrank_cnn.method.shape_network import mac_costs, shape_network, time_costs
-from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d
+from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, may_remove
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import write_json
 from lowrank_cnn.train.determinism import generator_states, restore_generators
@@ -48,6 +49,7 @@ from lowrank_cnn.train.record import Epoch, Record
 from lowrank_cnn.train.trained import carried_by, load_checkpoint
 
 SHAPES = ("kx1", "1xk", "1x1", "kxk")
+WAYS = ("loss", "energy", "gates")
 FALLING, CHOOSING = 0.4, 0.6
 """Shares of the epochs: until the budget has fallen to the target, and until shapes stay as they are."""
 SAMPLED, _SEED = 8, 24
@@ -82,6 +84,8 @@ class ShapeSchedule:
     sample: Callable[[int, nn.Module], Iterator[tuple[Tensor, Any]]] | None = None
     """Batches to measure the damage of shapes on, after an epoch; without them it is that by energy."""
     loss: Loss | None = None
+    gates: bool = False
+    """Whether filters draw their shapes by gates until the last choice."""
     met: list[int] = field(default_factory=list)
     """The epochs of this process."""
 
@@ -102,9 +106,17 @@ class ShapeSchedule:
             return
         damage = None
         if self.sample is not None:
-            batches = self.sample(row.epoch, network)
-            damage = damage_by_loss(network, self.chooser.routes, batches, self.loss or _cross_entropy)
+            batches, loss = self.sample(row.epoch, network), self.loss or _cross_entropy
+            if self.gates:
+                learn_gates(network, batches, loss)
+                damage = damage_by_gates(network)
+            else:
+                damage = damage_by_loss(network, self.chooser.routes, batches, loss)
+        if self.gates:
+            charge_gates(network, self.chooser.costs, self.share_after(row.epoch))
         self.chooser.choose(network, self.share_after(row.epoch), damage)
+        if self.gates and row.epoch == self.last:
+            close_gates(network)
         _agree(network)
 
 
@@ -113,12 +125,12 @@ def _agree(network: nn.Module) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     for module in network.modules():
-        for name in ("choice", "kept", "inputs"):
-            if isinstance(module, ShapedConv2d | GatedLinear) and hasattr(module, name):
-                buffer = getattr(module, name)
-                value = buffer.long()
+        for name in ("choice", "kept", "inputs", "gates", "charge"):
+            buffer = getattr(module, name, None)
+            if isinstance(module, ShapedConv2d | GatedLinear) and buffer is not None:
+                value = buffer if buffer.is_floating_point() else buffer.long()
                 torch.distributed.broadcast(value, 0)
-                buffer.copy_(value.to(buffer.dtype))
+                buffer.copy_(value)
 
 
 def learn_shapes(
@@ -136,7 +148,7 @@ def learn_shapes(
     resume: bool = False,
     device: str = "auto",
     callbacks: Sequence[Any] = (),
-    by: Literal["loss", "energy"] = "loss",
+    by: Literal["loss", "energy", "gates"] = "loss",
     **options: Any,
 ) -> Learned:
     """Train a copy of a dense network whose filters learn their shapes, within a share of its MACs or time.
@@ -152,7 +164,7 @@ def learn_shapes(
     - `where`: the convs that learn, as for `convert`.
 
     - `by`: how shapes are weighed: "loss" measures on a few batches what the loss says of each tap, "energy"
-      looks at the weights alone.
+      looks at the weights alone, and with "gates" filters draw their shapes and learn which draws serve the loss.
 
     All else goes to `fit`: `out` and `resume` for a run that survives interruptions, `callbacks`, `seed`.
     Layers whose channels are added to others keep the order of their filters: a shape there has one run of them.
@@ -168,14 +180,18 @@ def learn_shapes(
     if recipe.epochs < 2:
         raise LowRankError("learning shapes takes two epochs at least: one to choose them, one to train them.")
     scheme = learned_scheme(shapes, multiple)
+    if by not in WAYS or (by == "gates" and may_remove(scheme)):
+        raise LowRankError(f"by is {', '.join(WAYS)}, and gates remove no filters: not {by!r} with these shapes.")
     data = open_for(model, data, recipe)
     size = input_size(data.test, augmentation(recipe))
     shaped = shape_network(model, scheme, size, where=where)
     costs = _costs(shaped, model, size, budget.kind, None if out is None else Path(out), device)
     chooser = ShapeChooser(free_routes(shaped, size), costs)
     check_reachable(chooser, shaped, budget.share)
-    sample = partial(_sample, data, recipe) if by == "loss" else None
-    schedule = ShapeSchedule(chooser, budget.share, recipe.epochs, sample, options.get("loss"))
+    if by == "gates":
+        add_gates(shaped)
+    sample = None if by == "energy" else partial(_sample, data, recipe)
+    schedule = ShapeSchedule(chooser, budget.share, recipe.epochs, sample, options.get("loss"), by == "gates")
     run = {**options, "out": out, "resume": resume, "device": device}
     record = fit(shaped.train(), data, recipe, callbacks=(schedule, *callbacks), **run)
     if not schedule.met and out is not None:  # the run was finished before

@@ -6,15 +6,15 @@ from collections.abc import Callable
 import pytest
 
 from lowrank_cnn.frontier.answering import NO, YES, add_answers, answer, read_questions
-from lowrank_cnn.frontier.designs import CANDIDATES, FAMILIES
+from lowrank_cnn.frontier.designs import CANDIDATES, FAMILIES, LEARNED
 from lowrank_cnn.frontier.record import Frontier, load_frontier
 
 
 def test_the_questions_name_families_and_designs_that_exist():
     questions = read_questions()
     assert datetime.date.fromisoformat(questions["date"])
-    assert set(questions["designs"]) == set(CANDIDATES)
-    assert {one["family"] for one in questions["sets"]} <= set(FAMILIES)
+    assert set(questions["designs"]) == {*CANDIDATES, LEARNED}
+    assert {one["family"] for one in questions["sets"]} == set(FAMILIES)
     assert questions["alpha"] == 0.01
 
 
@@ -44,6 +44,11 @@ def test_what_was_not_asked_is_not_judged(make_frontier: Callable[..., Frontier]
 
 def make_other(found: Frontier) -> Frontier:
     return Frontier(found.folder, {**found.about, "family": "vgg11"}, found.images, found.rows)
+
+
+def test_learned_networks_are_judged_by_their_common_name(make_frontier: Callable[..., Frontier]):
+    found = make_frontier({"dense": (0.93, 1.0, 4), "learned-run7": (0.99, 0.5, 4)})
+    assert {one.design for one in answer(found, resamples=500)} == {"learned-run7"}
 
 
 def test_answers_are_kept_in_the_record(make_frontier: Callable[..., Frontier]):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.frontier.designs import (
     CANDIDATES,
     FAMILIES,
@@ -14,7 +15,10 @@ from lowrank_cnn.frontier.designs import (
     nearest_width,
     width_of_macs,
 )
+from lowrank_cnn.method.branches import BranchedConv2d
+from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.rewriting import low_rank_layers
+from lowrank_cnn.models import create_model
 from lowrank_cnn.models.airbench import PatchConv2d
 from lowrank_cnn.system.errors import LowRankError
 
@@ -40,6 +44,37 @@ def test_every_family_has_a_dense_network_and_a_thinner_one(family: str):
     assert low_rank < 0.8 * dense
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kind_of_design_can_be_counted_in_every_family(family: str):
+    builder = Builder(FAMILIES[family], (3, 32, 32), 10, base=0.5)
+    dense = builder.count(Design("dense")).macs
+    for name in ("dense-2x", "wfull-2x", "separable-relu", "lr-late-branches", "strips7"):
+        design = find_design(name)
+        cost = builder.count(design)
+        assert cost.macs < dense or design.last > 1 or design.dense
+
+
+def test_the_head_of_vgg_is_as_wide_in_thin_networks():
+    builder = Builder(FAMILIES["vgg11"], (3, 32, 32), 100)
+    with torch.device("meta"):
+        thin = builder(find_design("dense@0.5"))
+    assert thin.get_submodule("features.conv5_2").out_channels == 256
+    assert [thin.get_submodule(f"head.fc{n}").out_features for n in (6, 7, 8)] == [4096, 4096, 100]
+
+
+def test_the_width_of_conv5_is_a_control():
+    builder = Builder(FAMILIES["vgg11"], (3, 32, 32), 100)
+    with torch.device("meta"):
+        nets = {name: builder(find_design(name)) for name in ("wfull", "wfull-2x", "dense-2x", "lr-2x@0.5")}
+    filters = {name: net.get_submodule("features.conv5_2").out_channels for name, net in nets.items()}
+    assert filters == {"wfull": 512, "wfull-2x": 1024, "dense-2x": 1024, "lr-2x@0.5": 512}
+    assert {net.get_submodule("features.conv4_2").out_channels for net in nets.values()} == {512, 256}
+    published = create_model("vgg11-gmp-lr-join-wfull", num_classes=100, norm="batch")
+    assert builder.count(find_design("wfull-2x")).params == pytest.approx(
+        count(published, (3, 32, 32)).params, rel=1e-3
+    )
+
+
 def test_late_and_wide_are_parts_of_a_network():
     builder = Builder(FAMILIES["resnet18"], (3, 32, 32), 10)
     with torch.device("meta"):
@@ -51,6 +86,12 @@ def test_late_and_wide_are_parts_of_a_network():
 def test_branches_cost_nothing_once_trained():
     plain, branched = (SMALL.count(CANDIDATES[name]) for name in ("lr", "lr-branches"))
     assert branched.macs == plain.macs
+    network = SMALL(CANDIDATES["lr-branches"]).double()
+    images = torch.randn(3, 1, 12, 12, dtype=torch.float64)
+    network.train()(images)  # the statistics of the branches' norms
+    merged = merge(network.eval(), example_input=images)
+    assert not any(isinstance(module, BranchedConv2d) for module in merged.modules())
+    torch.testing.assert_close(merged(images), network(images), rtol=0, atol=1e-10)
 
 
 def test_a_rectified_pair_has_a_norm_and_a_relu_between():

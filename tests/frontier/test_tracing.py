@@ -47,7 +47,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
     def time(self: timing.DesignClock, design: Design) -> DesignTime:
         done.append((design.name, "timed"))
-        ms = design.width**2 * (1.0 if design.dense else 0.5)
+        ms = design.width**2 * design.last * (1.0 if design.dense else 0.8 if design.where == "late" else 0.5)
         return DesignTime(ms, ms, ms, 1.0, self.batch, "folded")
 
     monkeypatch.setattr(training.DesignTrainer, "train", train)
@@ -109,6 +109,28 @@ def test_a_design_is_widened_to_the_dense_networks_cost(tmp_path: Path, squares:
     timed = rows["time of dense"].timing
     assert timed is not None
     assert timed.ratio == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_design_with_runs_keeps_its_rate(tmp_path: Path, squares: Data, made_up: list):
+    how = {"settings": SMALL, "device": "cpu", "say": quiet}
+    trace_frontier("airbench", squares, tmp_path, FrontierPlan(match=(), seeds=1, batch=0), **how)
+    made_up.clear()
+    plan = FrontierPlan(("lr",), match=(), seeds=2, batch=0, rates=(2.0,))
+    found = trace_frontier("airbench", squares, tmp_path, plan, **how)
+    assert made_up == [("lr", 1000, 2.0), ("lr", 1, 2.0), ("dense", 2, 1.0), ("lr", 2, 2.0)]
+    assert [row.rate for row in found.rows] == [1.0, 2.0]
+
+
+def test_widths_of_equal_time_are_those_of_one_design(tmp_path: Path, squares: Data, made_up: list):
+    """`lr` and `lr-late` have one scheme, and `dense-2x` is dense as well: their times are kept apart."""
+    plan = FrontierPlan(("lr@2", "lr-late", "dense-2x"), widen=("time",), match=("time",), seeds=0)
+    found = trace_frontier("airbench", squares, tmp_path, plan, settings=SMALL, device="cpu", say=quiet)
+    assert {row.name for row in found.rows if row.design["matched"] == "time of dense"} == {
+        "lr@1.40625",
+        "lr-late@1.125",
+        "dense-2x@0.71875",
+    }
+    assert {row.name for row in found.rows if row.design["matched"] == "time of lr-late"} == {"dense@0.90625"}
 
 
 def test_settings_are_tried_alike_on_images_held_out(tmp_path: Path, squares: Data, made_up: list):

@@ -93,3 +93,16 @@ def test_a_forward_with_fixed_widths_is_refused():
 def test_maps_of_a_single_pixel_do_not_stop_a_batch_norm():
     net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.Flatten(), nn.Linear(32, 5))
     assert thin(net, width=0.5, input_size=(3, 3, 3))[0].out_channels == 16
+
+
+def test_some_layers_have_widths_of_their_own():
+    net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Sequential(nn.Conv2d(64, 64, 1), nn.Conv2d(64, 64, 1)))
+    net.append(nn.Conv2d(64, 10, 1))
+    made = thin(net, width=0.5, input_size=SIZE, layers={"2": 1.0, "2.1": 2.0})
+    assert [made[0].out_channels, *(conv.out_channels for conv in made[2])] == [32, 64, 128]
+    half = thin(net, macs=0.5, input_size=SIZE, multiple=1, layers={"2.0": 1.0})
+    assert half[2][0].out_channels == 64
+    assert count(half, SIZE).macs == pytest.approx(0.5 * count(net, SIZE).macs, rel=0.05)
+    for layers, words in (({"3.conv": 1.0}, "no layer '3.conv'"), ({"2": 0}, "width of 2 lies above 0")):
+        with pytest.raises(LowRankError, match=words):
+            thin(net, width=0.5, input_size=SIZE, layers=layers)

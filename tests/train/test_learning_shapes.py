@@ -66,14 +66,25 @@ class Residual(nn.Module):
 
 @pytest.mark.parametrize(("upright", "shape", "by"), [(False, "1x3", "loss"), (True, "3x1", "energy")])
 def test_filters_become_rows_where_images_are_stripes(upright, shape, by):
+    found = learned_on(stripes(upright=upright, n=256), by)
+    assert str(found.shapes.layers["0"]) == f"exact({shape}=8)"
+    assert found.macs <= 0.345
+
+
+def learned_on(images: Data, by: str) -> Learned:
+    """One conv of eight filters, whose budget allows strips alone."""
     torch.manual_seed(0)
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)]
     net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), *head)
     recipe = replace(RECIPE, weight_decay=0.1)  # which lets taps that tell nothing vanish
-    images = stripes(upright=upright, n=256)
-    found = learn_shapes(net, images, recipe, macs=0.345, shapes=("kx1", "1xk", "kxk"), by=by, **QUIET)
-    assert str(found.shapes.layers["0"]) == f"exact({shape}=8)"
+    return learn_shapes(net, images, recipe, macs=0.345, shapes=("kx1", "1xk", "kxk"), by=by, **QUIET)
+
+
+def test_gates_leave_nothing_behind_and_meet_the_budget():
+    found = learned_on(stripes(n=128), "gates")
     assert found.macs <= 0.345
+    assert not has_learned(found.network)
+    assert not [name for name in found.network.state_dict() if "gates" in name or "charge" in name]
 
 
 def test_the_result_is_plain_and_computes_what_was_trained():
@@ -90,9 +101,11 @@ def test_the_result_is_plain_and_computes_what_was_trained():
     assert measured.top1 == pytest.approx(found.record.result["top1"])
 
 
-def test_a_resumed_run_learns_the_same_bits(tmp_path):
+@pytest.mark.parametrize("by", ["loss", "gates"])
+def test_a_resumed_run_learns_the_same_bits(tmp_path, by):
     def run(out: Path, **options) -> Learned:
-        return learn_shapes(small_net(), stripes(n=48), RECIPE, macs=0.5, epochs=4, out=out, **QUIET, **options)
+        how = {"macs": 0.5, "epochs": 4, "by": by, "out": out}
+        return learn_shapes(small_net(), stripes(n=48), RECIPE, **how, **QUIET, **options)
 
     def stop(row, network) -> None:
         if row.epoch == 2:
@@ -129,6 +142,8 @@ def test_time_is_a_budget_too(tmp_path):
         ({"macs": 0.5, "shapes": ("none",)}, "needs shapes"),
         ({"macs": 0.5, "shapes": ("kx",)}, "filter shape"),
         ({"macs": 0.5, "epochs": 1}, "two epochs"),
+        ({"macs": 0.5, "by": "luck"}, "by is loss, energy, gates"),
+        ({"macs": 0.5, "by": "gates", "shapes": ("kx1", "none")}, "gates remove no filters"),
     ],
 )
 def test_a_bad_budget_gets_one_sentence(options, words):

@@ -1,0 +1,187 @@
+"""Initialisations at full length: each one's best learning rate, then full runs, and how often each diverges.
+
+    python -m benchmarks.initialisation --data FOLDER --network nin-c3-lr --recipe nin-paper --out RECORD
+    python -m benchmarks.initialisation --data FOLDER --network vgg11-gmp-lr --recipe tiny-vgg --out RECORD
+
+The paper's initialisation (composite) is compared with He's by fan-out and by fan-in for each filter group,
+torch's, and N(0, 0.05). Each tries the same factors of the recipe's learning rate, with the same seeds, on
+held-out training images, in runs of a sixth of the epochs. Then each trains in full at its own best rate. A run
+diverges where its loss is not finite, or where it ends no better than chance. The margins are in
+`lowrank_cnn/frontier/questions.json`.
+
+The record is written after every run; started again, the command trains what is missing. `--budget 300` begins no
+run that would not end within 300 seconds. `--epochs` shortens full runs and tries alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+
+from benchmarks.common import parser
+from benchmarks.run_book import BudgetSpent, RunBook, kept_answers, paired_answers
+from lowrank_cnn.data import Data, open_data
+from lowrank_cnn.frontier.answering import read_questions
+from lowrank_cnn.frontier.training import free_memory, right_answers
+from lowrank_cnn.method.init import INITIALISATIONS
+from lowrank_cnn.models import create_model
+from lowrank_cnn.system.text import text_table
+from lowrank_cnn.train import Recipe, fit, get_recipe
+from lowrank_cnn.train.failure import NotFiniteError
+from lowrank_cnn.train.inputs import augmentation, input_size
+from lowrank_cnn.train.settings import parse_settings
+
+KIND = "initialisation"
+TRY, FULL = "try", "full"
+SHORT = 1 / 6
+"""The share of the epochs that a try has."""
+CHANCE = 1.5
+"""Times the accuracy of guessing, up to which a run has learned nothing."""
+TUNING_SEED = 1000
+
+
+@dataclass(frozen=True)
+class InitBench:
+    """Trains one network from each initialisation, on images to try rates on and on all of them."""
+
+    network: str
+    recipe: Recipe
+    data: Data
+    held_out: Data
+    device: str
+    width: float = 1.0
+
+    def run(self, init: str, rate: float, seed: int, *, full: bool) -> dict[str, Any]:
+        """The accuracy of one run, and whether it diverged."""
+        data = self.data if full else self.held_out
+        recipe = self.recipe if full else shortened(self.recipe, max(1, round(SHORT * self.recipe.epochs)))
+        recipe = replace(recipe, lr=rate * recipe.lr, evaluate_every=recipe.epochs)
+        channels, side, _ = input_size(data.test, augmentation(recipe))
+        torch.manual_seed(seed)
+        made = {"num_classes": len(data.classes), "in_channels": channels, "image_size": side, "init": init}
+        network = create_model(self.network, **made, width=self.width, **recipe.network())
+        try:
+            fit(network, data, recipe, seed=seed, device=self.device, progress=False, compile=False)
+        except NotFiniteError:
+            return {"top1": None, "diverged": True}
+        row = kept_answers(right_answers(network, data, recipe.precision))
+        free_memory()
+        return {**row, "diverged": row["top1"] <= CHANCE / len(data.classes)}
+
+
+def shortened(recipe: Recipe, epochs: int) -> Recipe:
+    """The recipe with other epochs, its drops of the rate at the same shares of the run."""
+    drops = tuple(round(at * epochs / recipe.epochs) for at in recipe.drop_epochs)
+    return replace(recipe, epochs=epochs, drop_epochs=drops, warmup=recipe.warmup * epochs / recipe.epochs)
+
+
+def best_rate(rows: Sequence[dict[str, Any]]) -> float:
+    """The rate whose tries are best on average; one that diverged counts as no accuracy."""
+    means = {
+        rate: fmean(0.0 if row["diverged"] else row["top1"] for row in rows if row["rate"] == rate)
+        for rate in {row["rate"] for row in rows}
+    }
+    return max(sorted(means), key=means.__getitem__)
+
+
+def train_all(bench: InitBench, book: RunBook, options: argparse.Namespace) -> None:
+    """All tries, then the first seed of all initialisations, then the second."""
+    try:
+        for place in range(options.tries):
+            for rate in options.rates:
+                for init in options.inits:
+                    _one(bench, book, init, rate, TUNING_SEED + place, TRY)
+        for seed in range(1, options.seeds + 1):
+            for init in options.inits:
+                tries = [row for row in book.rows if (row["init"], row["phase"]) == (init, TRY)]
+                _one(bench, book, init, best_rate(tries), seed, FULL)
+    except BudgetSpent:
+        print(f"The budget of {options.budget:.0f} s is spent: the same command continues.")
+
+
+def _one(bench: InitBench, book: RunBook, init: str, rate: float, seed: int, phase: str) -> None:
+    key = {"phase": phase, "init": init, "rate": rate, "seed": seed}
+    book.run(lambda: bench.run(init, rate, seed, full=phase == FULL), **key)
+
+
+def judged(book: RunBook) -> list[dict[str, Any]]:
+    """The questions that were written down before the runs: is composite better than each, or worse?"""
+    asked = read_questions()["initialisation"]
+    runs = {
+        init: [row for row in book.rows if (row["init"], row["phase"]) == (init, FULL) and row["top1"] is not None]
+        for init in INITIALISATIONS
+    }
+    others = [init for init in INITIALISATIONS if init != "composite"]
+    pairs = [pair for init in others for pair in (("composite", init), (init, "composite"))]
+    return paired_answers(pairs, runs, margin=asked["margin"], alpha=asked["alpha"])
+
+
+def summary(book: RunBook) -> list[dict[str, Any]]:
+    """For each initialisation: its best rate, its accuracies, and how many runs diverged of how many."""
+    found = []
+    for init in dict.fromkeys(row["init"] for row in book.rows):
+        rows = [row for row in book.rows if row["init"] == init]
+        tries, full = ([row for row in rows if row["phase"] == phase] for phase in (TRY, FULL))
+        shares = [100 * row["top1"] for row in full if not row["diverged"]]
+        values = {"init": init, "rate": best_rate(tries) if tries else None, "runs": len(full)}
+        values |= {"mean": fmean(shares) if shares else None, "sd": stdev(shares) if len(shares) > 1 else None}
+        lost = {
+            f"diverged_{name}": sum(row["diverged"] for row in part) for name, part in ((TRY, tries), (FULL, full))
+        }
+        found.append(values | {"tries": len(tries)} | lost)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _options(arguments)
+    recipe = get_recipe(options.recipe, **parse_settings(options.settings))
+    recipe = shortened(recipe, options.epochs) if options.epochs else recipe
+    data = open_data(options.data, limit=options.limit, image_size=options.image_size, progress=False)
+    held_out = data.holdout(round(read_questions()["initialisation"]["held_out"] * len(data.train)), 0)
+    about = {name: getattr(options, name) for name in ("network", "width", "limit")}
+    about |= {"recipe": recipe.to_dict(), "data": data.name}
+    book = RunBook(options.out, KIND, about, options.budget)
+    bench = InitBench(options.network, recipe, data, held_out, options.device, options.width)
+    train_all(bench, book, options)
+    rows, answers = summary(book), judged(book)
+    book.save(summary=rows, answers=answers)
+    print(text_table(("init", ">rate x", ">top-1 %", ">runs", ">diverged", ">in tries"), [_line(r) for r in rows]))
+    for one in answers:
+        gap = f"{one['gap']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})"
+        print(f"{one['ours']} over {one['theirs']} by {one['margin']:g}: {gap}, {one['verdict']}")
+
+
+def _line(row: dict[str, Any]) -> tuple[object, ...]:
+    mean = "" if row["mean"] is None else f"{row['mean']:.2f}"
+    mean += "" if row["sd"] is None else f" ± {row['sd']:.2f}"
+    tries = f"{row['diverged_try']} of {row['tries']}"
+    return row["init"], row["rate"], mean, row["runs"], row["diverged_full"], tries
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    asked = read_questions()["initialisation"]
+    made = parser(__doc__, "initialisation.json")
+    made.add_argument("--data", required=True)
+    made.add_argument("--network", default="nin-c3-lr")
+    made.add_argument("--width", type=float, default=1.0)
+    made.add_argument("--recipe", default="nin-paper")
+    made.add_argument("--set", dest="settings", action="append", default=[], help="field=value of the recipe")
+    made.add_argument("--inits", nargs="+", choices=list(INITIALISATIONS), default=list(INITIALISATIONS))
+    made.add_argument("--rates", type=float, nargs="+", default=asked["rates"], help="factors of the recipe's")
+    made.add_argument("--tries", type=int, default=asked["tries"], help="seeds of each rate")
+    made.add_argument("--seeds", type=int, default=asked["seeds"], help="full runs of each")
+    made.add_argument("--epochs", type=int, help="of a full run")
+    made.add_argument("--limit", type=int, help="images of each split")
+    made.add_argument("--image-size", type=int, help="bring images to this square")
+    made.add_argument("--device", default="auto")
+    made.add_argument("--budget", type=float, default=float("inf"), help="seconds")
+    return made.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

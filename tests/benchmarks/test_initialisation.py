@@ -1,0 +1,70 @@
+"""Initialisations compared at each one's best rate, in miniature."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lowrank_cnn.method.init import INITIALISATIONS
+from lowrank_cnn.train import get_recipe
+
+
+@pytest.fixture(scope="module")
+def initialisation(benchmark_module):
+    return benchmark_module("initialisation")
+
+
+def test_rates_are_tried_on_held_out_images_and_full_runs_follow(initialisation, tmp_path: Path, capsys):
+    out = tmp_path / "init.json"
+    common = ["--data", "digits", "--limit", "40", "--network", "nin-c3-lr", "--width", "0.05"]
+    common += ["--recipe", "digits"]
+    common += [
+        "--set",
+        "batch_size=16",
+        "--set",
+        "crop=12",
+        "--set",
+        "norm=none",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+    ]
+    common += ["--epochs", "2", "--inits", "composite", "normal", "--rates", "0.01", "1e8", "--tries", "1"]
+    initialisation.main([*common, "--seeds", "1"])
+    record = json.loads(out.read_text())
+    tries = [(row["init"], row["rate"]) for row in record["rows"] if row["phase"] == "try"]
+    assert tries == [(init, rate) for rate in (0.01, 1e8) for init in ("composite", "normal")]
+    assert next(row["images"] for row in record["rows"] if row["top1"] is not None) == 4  # held out
+    assert all(row["diverged"] for row in record["rows"] if row["rate"] == 1e8)
+    full = [row for row in record["rows"] if row["phase"] == "full"]
+    assert [(row["init"], row["rate"], row["images"]) for row in full] == [
+        ("composite", 0.01, 40), ("normal", 0.01, 40),
+    ]  # fmt: skip
+    assert {row["init"]: row["diverged_try"] >= 1 for row in record["summary"]} == {
+        "composite": True,
+        "normal": True,
+    }
+    assert [one["margin"] for one in record["answers"]] == [0.2, 0.2]
+    initialisation.main([*common, "--seeds", "1"])
+    assert json.loads(out.read_text())["rows"] == record["rows"]  # nothing is trained again
+    assert "composite over normal by 0.2" in capsys.readouterr().out
+
+
+def test_every_initialisation_of_the_question_exists(initialisation):
+    assert set(INITIALISATIONS) == {"composite", "per-group", "fan-in", "torch", "normal"}
+
+
+def test_drops_stay_at_their_share_of_a_shorter_run(initialisation):
+    short = initialisation.shortened(get_recipe("nin-paper"), 30)
+    assert (short.epochs, short.drop_epochs) == (30, (22, 27))
+
+
+def test_the_best_rate_is_that_of_the_best_tries(initialisation):
+    rows = [
+        {"rate": 1.0, "top1": 0.5, "diverged": False}, {"rate": 1.0, "top1": 0.6, "diverged": False},
+        {"rate": 2.0, "top1": 0.9, "diverged": False}, {"rate": 2.0, "top1": None, "diverged": True},
+    ]  # fmt: skip
+    assert initialisation.best_rate(rows) == 1.0

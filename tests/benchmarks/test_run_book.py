@@ -1,0 +1,59 @@
+"""The record of many runs: continued, within its budget, and judged by paired intervals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def run_book(benchmark_module):
+    return benchmark_module("run_book")
+
+
+def test_a_run_is_made_once_and_kept_at_once(run_book, tmp_path: Path):
+    path, made = tmp_path / "runs.json", []
+
+    def make() -> dict:
+        made.append(1)
+        return {"top1": 0.5}
+
+    book = run_book.RunBook(path, "kind", {"width": 1})
+    book.run(make, way="thin", seed=0)
+    assert [row["way"] for row in json.loads(path.read_text())["rows"]] == ["thin"]
+    again = run_book.RunBook(path, "kind", {"width": 1})
+    assert again.run(make, way="thin", seed=0)["top1"] == 0.5
+    assert len(made) == 1
+    with pytest.raises(SystemExit, match="other settings"):
+        run_book.RunBook(path, "kind", {"width": 2})
+
+
+def test_no_run_begins_that_would_not_end_in_time(run_book, tmp_path: Path):
+    book = run_book.RunBook(tmp_path / "runs.json", "kind", {}, budget=10.0)
+    book.rows = [{"way": "slow", "seed": 0, "top1": 0.5, "wall": 30.0}, {"way": "quick", "top1": 0.5, "wall": 0.1}]
+    book.run(lambda: {"top1": 0.5}, way="quick", seed=1)
+    for way in ("slow", "unknown"):
+        with pytest.raises(run_book.BudgetSpent):
+            book.run(lambda: {"top1": 0.5}, way=way, seed=1)
+
+
+def test_answers_survive_the_record(run_book):
+    right = torch.rand(3, 21) < 0.5
+    rows = [run_book.kept_answers(one) for one in right]
+    assert torch.equal(run_book.answers_of(json.loads(json.dumps(rows))), right)
+
+
+def test_pairs_are_judged_together(run_book):
+    draw = torch.Generator().manual_seed(0)
+    runs = {
+        name: [run_book.kept_answers(torch.rand(2000, generator=draw) < share) for _ in range(4)]
+        for name, share in {"best": 0.9, "good": 0.8, "poor": 0.5}.items()
+    }
+    pairs = [("best", "good"), ("good", "best"), ("best", "absent"), ("good", "good")]
+    better, worse, same = run_book.paired_answers(pairs, runs, margin=0.5, alpha=0.01, resamples=2000)
+    assert (better["verdict"], worse["verdict"], same["verdict"]) == ("yes", "no", "undecided")
+    assert better["corrected"] == pytest.approx(3 * better["p"])
+    assert better["low"] < better["gap"] < better["high"]
