@@ -9,7 +9,6 @@ each layer has what it was advised to have.
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -37,6 +36,7 @@ from lowrank_cnn.deploy.optimizing import optimize
 from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.method.selection import select
 from lowrank_cnn.method.shape_damage import Damage
@@ -126,7 +126,7 @@ def design(
         raise LowRankError(f"there is no engine {engine!r}; {nearest(engine, ENGINES)}")
     if not isinstance(example, Tensor) or example.dim() != 4:
         raise LowRankError("the example is a batch of images, as [N, channels, height, width].")
-    placed = copy.deepcopy(model).to(example.device, example.dtype).eval()
+    placed = copy_with(model).to(example.device, example.dtype).eval()
     bench = AdviceBench(placed, example, *engine_for(placed, example, engine), repeats)
     layers = bench.layers(None if data is None else measured_damage(model, example, list(data), loss))
     forms = bench.forms(layers, budget)
@@ -157,7 +157,7 @@ class AdviceBench:
             return measure(runs, repeats=self.repeats, budget=2.0, cuda=example.is_cuda)
 
     def _prepared(self, network: nn.Module, example: Tensor) -> Callable[[Tensor], Any]:
-        placed: nn.Module = copy.deepcopy(network).to(example.device, example.dtype).eval()
+        placed: nn.Module = copy_with(network).to(example.device, example.dtype).eval()
         if self.engine == "torch":
             return placed.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.engine == "optimize":

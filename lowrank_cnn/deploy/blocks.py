@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,7 +121,8 @@ def in_blocks(
     With `by_example`, it holds for the sizes of these inputs alone, with options at their defaults. Raises
     `CaptureError` where the network cannot be captured.
     """
-    copied = nn.Sequential(copy.deepcopy(model)).eval() if layer_kind(model) else copy_with(model, {})
+    copied = copy_with(model)
+    copied = nn.Sequential(copied).eval() if layer_kind(model) else copied
     captured = capture(copied, *inputs, by_example=by_example)
     given = [node for node in captured.graph.nodes if node.op == "placeholder"]
     if any(node.users for node in given[len(inputs) :]):  # an option that the example leaves at its default

@@ -65,7 +65,7 @@ def groups_apart(model: nn.Module) -> nn.Module:
     cannot be captured stays as it is.
     """
     try:
-        captured = capture(copy_with(model, {}))
+        captured = capture(copy_with(model))
     except CaptureError:
         return model
     made: dict[str, nn.Module] = {}

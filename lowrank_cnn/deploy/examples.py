@@ -1,24 +1,28 @@
-"""Inputs on which a transformed network is compared with the original: the user's, or one that fits."""
+"""Inputs on which a transformed network is compared with the original: the user's, or one that fits.
+
+Trial runs leave no trace: they take copies of the inputs, and `unchanged` gives a network its buffers back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.selection import check_module
-from lowrank_cnn.system.compare import is_finite
+from lowrank_cnn.system.compare import copied, is_finite
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.provenance import notes
 
 _SIZES = (32, 64, 28, 224, 299)
 """Heights and widths that networks commonly take, in the order in which they are tried."""
 
-
+Network = TypeVar("Network", bound=nn.Module)
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """An input, a tuple of all inputs by position, or a dictionary of all inputs by keyword."""
 
@@ -62,14 +66,38 @@ def by_position(model: nn.Module, example: Example) -> tuple[nn.Module, tuple[An
     check_module(model)
     if isinstance(example, Mapping):
         names = tuple(map(str, example))
-        return Positional(model, names), tuple(example.values()), names
-    return model, example if isinstance(example, tuple) else (example,), ()
+        return Positional(model, names), copied(*example.values()), names
+    return model, copied(*(example if isinstance(example, tuple) else (example,))), ()
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[Callable[[Network], Network]]:
+    """Restore the buffers of a network after trial runs; what is yielded restores them in a result.
+
+    A forward may change its buffers: count its calls, say, or keep what it saw.
+    """
+    before = {name: buffer.clone() for name, buffer in model.named_buffers() if not buffer.is_meta}
+
+    @torch.no_grad()
+    def restore(network: Network) -> Network:
+        now = dict(model.named_buffers())
+        changed = [name for name in before if name in now and not torch.equal(now[name], before[name])]
+        for name, buffer in network.named_buffers() if changed else ():
+            own = max((c for c in changed if f".{name}".endswith(f".{c}")), key=len, default=None)
+            if own is not None and buffer.shape == before[own].shape:
+                buffer.copy_(before[own])
+        return network
+
+    try:
+        yield restore
+    finally:
+        restore(model)
 
 
 def example_for(model: nn.Module, given: Tensor | tuple[Any, ...] | None) -> tuple[tuple[Any, ...] | None, bool]:
     """The inputs to compare on, and whether the user gave them; None where no input is known that runs."""
     if given is not None:
-        example = given if isinstance(given, tuple) else (given,)
+        example = copied(*(given if isinstance(given, tuple) else (given,)))
         check_runs(model, *example)
         return example, True
     return next((example for example in _guesses(model) if _runs(model, *example)), None), False
@@ -86,7 +114,7 @@ def check_runs(model: nn.Module, *example: Any) -> None:
             raise LowRankError(f"an example input of {_shape(value)} is empty.")
     try:
         with torch.no_grad():
-            result = model(*example)
+            result = model(*copied(*example))
     except LowRankError:
         raise
     except Exception as error:  # whatever the forward makes of another size, dtype or device

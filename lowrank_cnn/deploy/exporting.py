@@ -41,6 +41,7 @@ from lowrank_cnn.deploy.optimizing import reoptimize
 from lowrank_cnn.deploy.parity import checked_outputs, parity
 from lowrank_cnn.deploy.planning import objection_on
 from lowrank_cnn.deploy.runtime import EngineModel
+from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.models.files import Stored, dtype_of, read_weights, write_weights
 from lowrank_cnn.models.hub import resolve
@@ -229,7 +230,7 @@ def request_for(
     preprocess: bool | Layout = False,
 ) -> tuple[nn.Module, ExportRequest]:
     """What is asked of a writer, and the network that the file is compared with, both on the CPU."""
-    network = copy.deepcopy(stored.network).eval().cpu()
+    network = copy_with(stored.network).eval().cpu()
     if isinstance(network, Optimized):
         network.forget()  # compiled code stays behind; it would be compiled anew for every size that is compared
     layout: Layout | None = "nchw" if preprocess is True else preprocess or None

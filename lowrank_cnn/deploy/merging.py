@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.deploy.chains import InexactError, merge_chain
-from lowrank_cnn.deploy.examples import example_for
+from lowrank_cnn.deploy.examples import example_for, unchanged
 from lowrank_cnn.deploy.folding import FoldedLinear, channel_axis, fold, fold_error
 from lowrank_cnn.kernels.active_norm import split_active_norms
 from lowrank_cnn.kernels.network_graph import CaptureError, NetworkGraph, capture, layer_kind
@@ -66,13 +66,18 @@ def merge(
     _check(model)
     if layer_kind(model) is not None:
         return _merged_layer(model, chains, norms, example_input)
+    with unchanged(model) as restored:
+        return restored(_merged_network(model, chains, norms, example_input))
+
+
+def _merged_network(model: nn.Module, chains: bool | None, norms: bool, example_input: Any) -> nn.Module:
     example, given = example_for(model, example_input)
     original, model = model, fold_branches(model)
     model = split_active_norms(model) if norms else model
     try:
         if example is None:
             raise CaptureError("no example input is known to compare the result on: pass example_input")
-        captured = capture(copy_with(model, {}), *example)
+        captured = capture(copy_with(model), *example)
         seen = _dimensions(model, example)
         found = _Folds(model, captured, seen, chains=chains, norms=norms, given=given)
     except CaptureError as why:
@@ -145,7 +150,7 @@ class _Folds:
             return ""
         parent = ".".join(a for a, _ in itertools.takewhile(lambda p: p[0] == p[1], _paired(layer, norm)))
         try:
-            own = capture(copy_with(self.model.get_submodule(parent), {})) if parent else None
+            own = capture(copy_with(self.model.get_submodule(parent))) if parent else None
         except CaptureError:
             own = None
         found = [] if own is None else find_patterns(own, norms=True, kinds=_KINDS)
@@ -209,7 +214,7 @@ def _merged_layer(model: nn.Module, chains: bool | None, norms: bool, example: A
 
 def _left_alone(model: nn.Module, reason: str, *, norms: bool) -> nn.Module:
     """A copy in which nothing is merged, with the reason in every row."""
-    same = copy_with(model, {})
+    same = copy_with(model)
     names = [(name, "FactoredConv2d") for name, part in same.named_modules() if isinstance(part, FactoredConv2d)]
     rows = [*names, *(_norms(same) if norms else ())]
     note(same, merging=tuple(Merging(name, (kind,), reason=reason) for name, kind in rows))

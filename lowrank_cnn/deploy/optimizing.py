@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.deploy.blocks import as_network, in_blocks
 from lowrank_cnn.deploy.candidates import fused
-from lowrank_cnn.deploy.examples import Example, by_position
+from lowrank_cnn.deploy.examples import Example, by_position, unchanged
 from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.deploy.optimized import FORMATS, Form, Optimized, OptimizeReport
 from lowrank_cnn.deploy.plan_cache import Cache, network_key
@@ -30,8 +30,9 @@ from lowrank_cnn.deploy.planning import apply_ways, check_ready, objection_on, p
 from lowrank_cnn.kernels.fusing import fuse_neighbours
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.kernels.network_graph import CaptureError, layer_kind
+from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.models.files import dtype_of
-from lowrank_cnn.system.clock import Sample, measure
+from lowrank_cnn.system.clock import Sample, check_repeats, measure
 from lowrank_cnn.system.errors import LostDeviceError, LowRankError, first_line
 from lowrank_cnn.system.history import GIVEN
 from lowrank_cnn.system.provenance import note, notes
@@ -72,11 +73,13 @@ def optimize(
     True
     """
     network, inputs, names = by_position(model, example_input)
-    check_ready(network, *inputs)
-    work = _Workshop(network, inputs, cache, repeats, budget, say or silent, names=names)
+    check_repeats(repeats)
     store = Cache.open(cache)
-    key = network_key(network, inputs, compile)
-    best = work.again(store.times(key), compile) or work.fastest(compile)
+    with unchanged(network) as restored:
+        check_ready(network, *inputs)
+        key = network_key(network, inputs, compile)
+        work = _Workshop(network, inputs, cache, repeats, budget, say or silent, names=names)
+        best = restored(work.again(store.times(key), compile) or work.fastest(compile))
     if cache is not False and best.report.times:
         store = Cache.open(cache)  # a plan may have written its times meanwhile
         store.keep(key, {name: sample.ms for name, sample in best.report.times.items()})
@@ -249,7 +252,7 @@ class _Workshop:
 
     def variants(self) -> dict[str, tuple[Make, Form]]:
         """Every form by name: how its network is made, and how that is run."""
-        given = {GIVEN: (lambda: copy.deepcopy(self.model), Form())}
+        given = {GIVEN: (lambda: copy_with(self.model), Form())}
         return given | (self._on_gpu() if self.on_gpu else self._on_cpu())
 
     def _on_cpu(self) -> dict[str, tuple[Make, Form]]:

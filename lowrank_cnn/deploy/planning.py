@@ -20,15 +20,16 @@ from torch import Tensor, fx, nn
 
 from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, as_network, in_blocks
 from lowrank_cnn.deploy.candidates import CANDIDATES, Candidate
-from lowrank_cnn.deploy.examples import ByKeyword, Example, by_position, check_runs
+from lowrank_cnn.deploy.examples import ByKeyword, Example, by_position, check_runs, unchanged
 from lowrank_cnn.deploy.plan_cache import Cache, block_key
 from lowrank_cnn.kernels.cuda_graph import captured as captured_run
 from lowrank_cnn.kernels.fusing import fuse_neighbours
 from lowrank_cnn.kernels.mode import is_for_graphs
 from lowrank_cnn.kernels.network_graph import CaptureError
 from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.selection import check_module
-from lowrank_cnn.system.clock import Sample, measure
+from lowrank_cnn.system.clock import Sample, check_repeats, measure
 from lowrank_cnn.system.compare import agree, objection
 from lowrank_cnn.system.errors import LostDeviceError, LowRankError, first_line
 from lowrank_cnn.system.history import GIVEN, Decision, NetworkPlan
@@ -63,15 +64,18 @@ def plan(
     >>> print(lr.notes(planned).plan)  # doctest: +SKIP
     """
     network, inputs, names = by_position(model, example_input)
-    check_ready(network, *inputs)
+    check_repeats(repeats)
     store = Cache.open(cache)
     options: dict[str, Any] = {"candidates": candidates, "repeats": repeats, "say": say or silent}
-    result = _planned(network, inputs, store, **options)
-    found = notes(result).plan
-    assert found is not None
-    if store.taken and not found.used and any(decision.choice != GIVEN for decision in found.decisions):
-        store.blind = True
+    with unchanged(network) as restored:
+        check_ready(network, *inputs)
         result = _planned(network, inputs, store, **options)
+        found = notes(result).plan
+        assert found is not None
+        if store.taken and not found.used and any(decision.choice != GIVEN for decision in found.decisions):
+            store.blind = True
+            result = _planned(network, inputs, store, **options)
+        restored(result)
     if not store.save() and say:
         say(f"measured times could not be kept in {store.entries.path}")
     if not names:
@@ -95,7 +99,7 @@ def apply_ways(
         network.set_submodule(name, made.eval())
     if neighbours:
         fuse_neighbours(network)
-    return as_network(network, captured, copy.deepcopy(model))
+    return as_network(network, captured, copy_with(model))
 
 
 def silent(_text: str) -> None:
@@ -139,7 +143,7 @@ def _planned(
     repeats: int,
     say: Callable[[str], None],
 ) -> nn.Module:
-    given = copy.deepcopy(model)
+    given = copy_with(model)
     where = (tuple(inputs[0].shape), str(inputs[0].device))
     try:
         network, blocks, captured = in_blocks(model, *inputs)

@@ -5,7 +5,6 @@ A network and its twin are run in turns, so that what disturbs the machine for a
 
 from __future__ import annotations
 
-import copy
 import json
 import tempfile
 from collections import defaultdict
@@ -23,6 +22,7 @@ from lowrank_cnn.deploy.engines.onnx import OnnxRunner, node_macs
 from lowrank_cnn.deploy.exporting import export
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.models.twins import dense_twin
@@ -155,7 +155,7 @@ class _TorchRunner:
 
     def __init__(self, model: nn.Module, shape: tuple[int, ...], device: str, scratch: Path) -> None:
         last = torch.channels_last
-        self.network = copy.deepcopy(model).eval().to(device).to(memory_format=last)  # type: ignore[call-overload]
+        self.network = copy_with(model).eval().to(device).to(memory_format=last)  # type: ignore[call-overload]
         dtype = next((p.dtype for p in model.parameters()), torch.float32)
         self.image = torch.randn(shape, device=device, dtype=dtype).contiguous(memory_format=last)
         self.shape = shape

@@ -6,7 +6,6 @@ that it keeps (`energy`). For trained filters that share is measured; for fresh 
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from lowrank_cnn.method.channel import basis_filters, channel_params, groups_of,
 from lowrank_cnn.method.costs import macs_per_pixel, stage_weights
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.inputs import InputSize, arguments
-from lowrank_cnn.method.rewriting import rewrite
+from lowrank_cnn.method.rewriting import copy_with, rewrite
 from lowrank_cnn.method.scheme import Scheme
 from lowrank_cnn.system.clock import measure
 from lowrank_cnn.system.errors import LowRankError
@@ -220,7 +219,7 @@ def by_latency(
 @torch.no_grad()
 def _time_ratio(model: nn.Module, chosen: Choice, input_size: InputSize) -> float:
     """The time of the network with these filters over that of the dense one, run in turns on one image."""
-    dense = copy.deepcopy(model).eval()
+    dense = copy_with(model).eval()
     small = rewrite(model, schemes_of(chosen)).eval()
     like = next(model.parameters())
     inputs = arguments(input_size, device=like.device, dtype=like.dtype)

@@ -34,7 +34,8 @@ class FactoredConv2d(nn.Sequential):
     """
 
     __jit_unused_properties__: ClassVar[list[str]] = [
-        "weight", "bias", "in_channels", "out_channels", "groups", "kernel_size", "stride", "dilation"
+        "weight", "bias", "in_channels", "out_channels", "groups", "kernel_size", "stride", "dilation",
+        "padding", "padding_mode",
     ]  # fmt: skip
 
     def __init__(self, stages: OrderedDict[str, nn.Module], scheme: Scheme) -> None:
@@ -82,6 +83,20 @@ class FactoredConv2d(nn.Sequential):
     def dilation(self) -> Pair:
         stages: Any = self
         return max(stage.dilation[0] for stage in stages), max(stage.dilation[1] for stage in stages)
+
+    @property
+    def padding(self) -> Sides:
+        """Pixels on the sides of each axis, ((top, bottom), (left, right)), as a composite layer has them."""
+        sides = [_sides_of(stage) for stage in self]
+        (top, bottom), (left, right) = (
+            [max(side) for side in zip(*axis, strict=True)] for axis in zip(*sides, strict=True)
+        )
+        return (top, bottom), (left, right)
+
+    @property
+    def padding_mode(self) -> str:
+        stages: Any = self  # those that pad nothing have the default
+        return next((stage.padding_mode for stage in stages if stage.padding_mode != "zeros"), "zeros")
 
 
 def build_conv(
@@ -138,6 +153,14 @@ def build_conv(
     rows = zip(names, depths, stages, places, biases, strict=True)
     layers = {name: conv_of(depth, s, **place, bias=own) for name, depth, s, place, own in rows}
     return FactoredConv2d(OrderedDict(layers), scheme)
+
+
+def _sides_of(stage: Any) -> Sides:
+    """The padding of one layer of a chain, for each side."""
+    if isinstance(stage, CompositeConv2d):
+        return stage.padding
+    height, width = stage.padding
+    return (height, height), (width, width)
 
 
 def _axes(scheme: Scheme) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowrank_cnn.method.branches import fold_branches
@@ -115,6 +116,7 @@ def count(model: nn.Module, input_size: InputSize, *, convention: str = "mac") -
     if convention not in CONVENTIONS:
         raise LowRankError(f"the convention is {' or '.join(CONVENTIONS)}, not {convention!r}.")
     check_type("the model", model, nn.Module)
+    _check_countable(model)
     size, model = checked_size(input_size), fold_branches(model)
     paper = convention == "paper"
     book = _Book(biases=paper)
@@ -126,6 +128,18 @@ def count(model: nn.Module, input_size: InputSize, *, convention: str = "mac") -
     layers = tuple(book.layers())
     macs, memory = sum(layer.macs for layer in layers), sum(layer.activation_bytes for layer in layers)
     return Count(size, convention, macs, params, memory, layers, tuple(sorted(book.unsupported.items())))
+
+
+def _check_countable(model: nn.Module) -> None:
+    """Refuse modules that take no hooks, no borrowed parameters, or that have no shapes yet."""
+    for name, module in model.named_modules():
+        label = name or "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise LowRankError(f"{label} is scripted: count the module that it was made from.")
+        if isinstance(module, nn.DataParallel):
+            raise LowRankError(f"{label} is wrapped in nn.DataParallel: count its `.module`.")
+        if any(map(is_lazy, module._parameters.values())):
+            raise LowRankError(f"{label} is lazy: run the model once, so that it knows its channels.")
 
 
 def _run(model: nn.Module, inputs: InputSize) -> None:

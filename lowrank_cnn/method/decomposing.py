@@ -7,7 +7,6 @@ The number m of basis filters is the scheme's own, or is chosen for each layer f
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -35,7 +34,7 @@ from lowrank_cnn.method.fitting import Fitted, fit_layer
 from lowrank_cnn.method.inputs import InputSize, known_inputs
 from lowrank_cnn.method.ranks import Keeps, better_by_cp, by_energy, curves_of, weights_keeper
 from lowrank_cnn.method.references import check_calls
-from lowrank_cnn.method.rewriting import rewrite
+from lowrank_cnn.method.rewriting import copy_with, rewrite
 from lowrank_cnn.method.scheme import SCHEMES, Scheme, parse_scheme
 from lowrank_cnn.method.selection import Kept, Where, select
 from lowrank_cnn.method.sensitivity import Score, measured_keeps
@@ -143,7 +142,7 @@ def nearest_output(
         rest = tuple(one for one in kept if one.name not in schemes)
         new = rewrite(model, schemes, fill=fill, kept=rest)
         if right is not None:
-            found.append((relative_error(outputs(new, batches), right), copy.deepcopy(new), dict(report)))
+            found.append((relative_error(outputs(new, batches), right), copy_with(new), dict(report)))
         if batches:
             report = refitted(model, new, report, batches)
         error = 0.0 if right is None else relative_error(outputs(new, batches), right)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+from torch.nn.utils.prune import BasePruningMethod
 
 from lowrank_cnn.kernels import composite_conv2d, explain_call
 from lowrank_cnn.kernels.reference import conv_on_sides, interleaved, pad_on_sides
@@ -98,10 +99,17 @@ class CompositeConv2d(nn.Module):
             x, fx.Proxy
         ):  # a symbolic trace has no shape to check, and its tools know torch's operations
             return self._by_torch(x)
+        self._mask_weights()
         self._check_input(x)
         if self._fusible(x) is not None:
             return self._by_torch(x)
         return composite_conv2d(x, list(self.weights), self.bias, stride=self.stride, padding=self.group_padding)
+
+    def _mask_weights(self) -> None:
+        """Apply the masks of torch.nn.utils.prune: its hooks never run, as nobody calls a list of parameters."""
+        for hook in self.weights._forward_pre_hooks.values():
+            if isinstance(hook, BasePruningMethod):
+                hook(self.weights, ())
 
     def _by_torch(self, x: Tensor) -> Tensor:
         """One convolution per filter group, concatenated; written so that TorchScript and fx follow it."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from lowrank_cnn.method.building import FactoredConv2d, build_conv
@@ -60,10 +61,17 @@ def changes_of(model: nn.Module) -> tuple[Change, ...]:
     return conversion.changed if conversion else ()
 
 
-def copy_with(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """A deep copy in which other modules stand for some; whatever refers to one, however often, follows."""
+def copy_with(model: nn.Module, replaced: Mapping[nn.Module, nn.Module] = MappingProxyType({})) -> nn.Module:
+    """A deep copy in which other modules stand for some; whatever refers to one, however often, follows.
+
+    A weight that a hook computes from others (pruning, the older weight norm) is copied without its gradients:
+    torch copies no other tensor that was computed, and the hook computes it anew in every call.
+    """
+    memo: dict[int, object] = {id(old): new for old, new in replaced.items()}
+    computed = (v for part in model.modules() for v in vars(part).values() if isinstance(v, Tensor))
+    memo |= {id(tensor): tensor.detach().clone() for tensor in computed if not tensor.is_leaf}
     try:
-        return copy.deepcopy(model, {id(old): new for old, new in replaced.items()})
+        return copy.deepcopy(model, memo)
     except (RuntimeError, TypeError) as error:
         first = str(error).strip().partition("\n")[0]
         raise LowRankError(f"the model cannot be copied: {first.rstrip('.')}.") from error
@@ -112,7 +120,7 @@ def _layer(model: nn.Module, name: str, scheme: Scheme) -> nn.Conv2d:
     return conv
 
 
-def _is_channels_last(tensor: torch.Tensor) -> bool:
+def _is_channels_last(tensor: Tensor) -> bool:
     last = torch.channels_last
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
 

@@ -12,6 +12,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from lowrank_cnn.kernels.network_graph import has_hooks
 from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.channel import FactoredLayer, is_plain
 from lowrank_cnn.method.conv_form import form_of
@@ -156,7 +157,7 @@ def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
         return "it has channel groups: the scheme separable takes it"
     if ties[id(conv.weight)] > 1:
         return "it shares its weight with another layer"
-    if conv._forward_hooks or conv._forward_pre_hooks or conv._backward_hooks:
+    if has_hooks(conv):
         return "it carries hooks, which would be lost"
     several = scheme.name not in ("dense", "separable", "channel", "cp", "learned")
     if several and isinstance(conv, _ConvNd) and conv.out_channels // conv.groups < len(scheme.shapes):

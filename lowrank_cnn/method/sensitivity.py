@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -74,7 +73,7 @@ def data_fitted(name: str, conv: nn.Conv2d, scheme: Scheme, given: Sequence[tupl
 
 
 def _scored(score: Score, model: nn.Module) -> float:
-    value = score(copy.deepcopy(model))
+    value = score(copy_with(model))
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise LowRankError(f"evaluate gives a number, more for a better network, not {value!r}.")
     return float(value)

@@ -43,8 +43,7 @@ def measure(
 
         measure({"dense": lambda: dense(x), "low-rank": lambda: low_rank(x)})["dense"].ms
     """
-    if repeats < _FEWEST:
-        raise LowRankError(f"a median with quartiles needs at least {_FEWEST} runs, not {repeats}.")
+    check_repeats(repeats)
     clock = _cuda_clock if cuda else _clock
     for run in runs.values():  # twice: the first run of a kernel also compiles, allocates or packs
         run()
@@ -60,6 +59,12 @@ def measure(
                 run()
             times[name].append(clock(run))
     return {name: _sample(taken) for name, taken in times.items()}
+
+
+def check_repeats(repeats: int) -> None:
+    """Refuse fewer runs than a median with quartiles needs."""
+    if repeats < _FEWEST:
+        raise LowRankError(f"a median with quartiles needs at least {_FEWEST} runs, not {repeats}.")
 
 
 @contextmanager

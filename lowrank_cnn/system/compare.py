@@ -65,19 +65,24 @@ def objection(ours: Callable[..., Any], right: Callable[..., Any], *example: Any
     of zeros or of one repeated value hides. They are left out where `right` does not take them or gives no finite
     result for them. `single` is the limit in float32.
     """
-    expected = right(*example)
+    expected = right(*copied(*example))
     inputs = [(example, expected)]
     other = tuple(random_like(value) for value in example)
     with contextlib.suppress(Exception):  # a forward may refuse random values in any way of its own
-        drawn = right(*other)
+        drawn = right(*copied(*other))
         inputs += [(other, drawn)] if is_finite(drawn) else []
     try:
-        error = max(difference(ours(*given), result) for given, result in inputs)
+        error = max(difference(ours(*copied(*given)), result) for given, result in inputs)
     except LostDeviceError:
         raise
     except Exception as failure:  # a view of maps that now lie in another memory format, say
         return f"it fails: {first_line(failure)}"
     return "" if error <= tolerance(expected, single=single) else f"its results would differ by {error:.1e}"
+
+
+def copied(*inputs: Any) -> tuple[Any, ...]:
+    """The inputs with every tensor copied: a forward may change what it is given."""
+    return tuple(value.detach().clone() if isinstance(value, Tensor) else value for value in inputs)
 
 
 def _of_leaves(ours: Any, right: Any, by: str) -> float:

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lowrank_cnn.deploy import export, merge, optimize, plan
 from lowrank_cnn.deploy.examples import check_runs, example_for
 from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.system.errors import LowRankError
@@ -12,7 +13,9 @@ from lowrank_cnn.system.provenance import note
 
 def test_the_users_example_comes_first_and_must_run():
     x, net = torch.randn(2, 3, 8, 8), nn.Conv2d(3, 4, 3)
-    assert example_for(net, x) == ((x,), True)
+    (example,), given = example_for(net, x)
+    assert given
+    assert torch.equal(example, x)
     with pytest.raises(LowRankError, match="does not run on an input of 1x4x8x8, float32"):
         example_for(net, torch.randn(1, 4, 8, 8))
 
@@ -48,3 +51,51 @@ def test_a_known_size_is_the_only_guess():
 def test_what_cannot_be_compared_is_refused(value: object, says: str):
     with pytest.raises(LowRankError, match=says):
         check_runs(nn.Identity(), value)
+
+
+class Counting(nn.Module):
+    """Scales by the number of its calls, and doubles its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.norm.running_mean.normal_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.norm(self.conv(x.mul_(2))) * self.calls
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda net, x: merge(net, example_input=x),
+        lambda net, x: plan(net, x, cache=False, repeats=3),
+        lambda net, x: plan(net, {"x": x}, cache=False, repeats=3),
+        lambda net, x: optimize(net, x, cache=False, repeats=3, compile=False),
+    ],
+    ids=["merge", "plan", "plan by keyword", "optimize"],
+)
+def test_trial_runs_leave_no_trace(transform):
+    net, x = Counting().eval(), torch.randn(2, 3, 8, 8)
+    given = x.clone()
+    new = transform(net, x)
+    assert torch.equal(x, given)
+    assert net.calls == 0
+    call = (lambda net, x: net(x=x)) if "ByKeyword" in type(new).__name__ else (lambda net, x: net(x))
+    for _ in range(2):
+        torch.testing.assert_close(call(new, x.clone()), net(x.clone()))
+
+
+def test_an_export_leaves_the_example_as_it_was(tmp_path):
+    net, x = nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 8, 8)
+    given = x.clone()
+    export(net, tmp_path / "net.onnx", example_input=x)
+    assert torch.equal(x, given)
+
+
+@pytest.mark.parametrize("transform", [plan, optimize])
+def test_too_few_repeats_are_refused_before_anything_runs(transform):
+    with pytest.raises(LowRankError, match=r"^a median with quartiles needs at least 3 runs, not 2\.$"):
+        transform(nn.Conv2d(3, 4, 3).eval(), torch.randn(2, 3, 8, 8), repeats=2)

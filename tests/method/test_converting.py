@@ -126,9 +126,9 @@ def test_the_whole_model_may_be_one_conv():
     assert isinstance(convert(nn.Conv2d(3, 8, 3), "lr"), CompositeConv2d)
 
 
-def hooked() -> nn.Conv2d:
+def hooked(kind: str = "forward_hook") -> nn.Conv2d:
     conv = nn.Conv2d(3, 8, 3)
-    conv.register_forward_hook(lambda *_: None)
+    getattr(conv, f"register_{kind}")(lambda *_: None)
     return conv
 
 
@@ -166,6 +166,7 @@ def parametrised() -> nn.Module:
         (quantised, "0 is quantised"),
         (parametrised, "remove the parametrisation"),
         (hooked, "hooks"),
+        (lambda: hooked("full_backward_pre_hook"), "hooks"),
         (tied, "shares its weight"),
         (lambda: nn.Sequential(nn.LazyConv2d(8, 3)), "run the model once"),
         (locked, r"cannot be copied: cannot pickle '_thread\.lock'"),

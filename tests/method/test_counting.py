@@ -164,6 +164,11 @@ def test_double_precision_models_count_too():
             "does not take an input of 3x8x8",
         ),
         (lambda: count(nn.Conv2d(3, 4, 3), (3, 8, 8), convention="flops"), "convention is mac or paper"),
+        (
+            lambda: count(torch.jit.script(nn.Conv2d(3, 4, 3)), (3, 8, 8)),
+            "is scripted: count the module",
+        ),
+        (lambda: count(nn.DataParallel(nn.Conv2d(3, 4, 3)), (3, 8, 8)), r"count its `\.module`"),
         (lambda: count(on_meta("vgg11"), (3, 64, 64)), "takes 224x224 images"),
         (lambda: count(on_meta("vgg11-gmp"), (1, 64, 64)), r"takes images as \[N, 3, H, W\]"),
     ],
@@ -171,6 +176,13 @@ def test_double_precision_models_count_too():
 def test_bad_input_is_refused_in_a_sentence(call, says: str):
     with pytest.raises(LowRankError, match=says):
         call()
+
+
+def test_a_lazy_layer_is_refused_and_stays_lazy():
+    net = nn.Sequential(nn.ReLU(), nn.LazyConv2d(4, 3))
+    with pytest.raises(LowRankError, match="1 is lazy: run the model once"):
+        count(net, (3, 8, 8))
+    assert net(torch.zeros(1, 5, 8, 8)).shape == (1, 4, 6, 6)
 
 
 def test_functions_called_in_forward_find_their_tensors():

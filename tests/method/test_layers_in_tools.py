@@ -8,6 +8,7 @@ from torch import nn
 from torch.ao.quantization import get_default_qconfig_mapping
 from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from lowrank_cnn.method.building import FactoredConv2d, build_conv
 from lowrank_cnn.method.converting import convert
@@ -108,6 +109,7 @@ def test_a_layer_shows_the_conv_that_it_stands_for(scheme: str, groups: int):
     layer = layer.double()
     assert (layer.in_channels, layer.out_channels) == (4, 8)
     assert (layer.kernel_size, layer.stride, layer.groups) == ((3, 5), (2, 1), groups)
+    assert (layer.padding, layer.padding_mode, layer.dilation) == (((0, 0), (0, 0)), "zeros", (1, 1))
     assert layer.weight.shape == (8, 4 // groups, 3, 5)
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
     expected = F.conv2d(x, layer.weight, None, (2, 1), groups=groups)
@@ -122,3 +124,22 @@ def test_the_input_may_be_given_by_name(scheme: str):
     x = torch.randn(1, 4, 6, 6)
     torch.testing.assert_close(layer(input=x), layer(x))
     assert isinstance(layer, CompositeConv2d | FactoredConv2d)
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "channel", "cp"])
+def test_a_layer_shows_its_padding(scheme: str):
+    layer = build_conv(4, 8, (3, 5), scheme, padding=(1, 2), padding_mode="reflect")
+    assert (layer.padding, layer.padding_mode) == (((1, 1), (2, 2)), "reflect")
+
+
+def test_pruned_filters_stay_pruned_in_training():
+    layer = build_conv(4, 8, 3, "lr")
+    prune.l1_unstructured(layer.weights, "0", amount=0.5)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    before = layer.weights[0].detach().clone()
+    for _ in range(2):
+        layer(torch.randn(2, 4, 6, 6)).square().mean().backward()
+        optimizer.step()
+    layer(torch.randn(2, 4, 6, 6))
+    assert torch.equal(layer.weights[0] == 0, before == 0)
+    assert not torch.equal(layer.weights[0], before)

@@ -2,10 +2,12 @@ import json
 
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.rebuild import rewrite_again
 from lowrank_cnn.system.provenance import notes
@@ -84,3 +86,15 @@ def test_layers_around_convs_pass_through_untouched():
         "row": "its kernel is 1x5",
     }
     assert [row.name for row in notes(convert(net, "lr", where="patches")).conversion.changed] == ["patches"]
+
+
+def test_a_weight_that_a_hook_computes_is_copied_and_computed_anew():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    prune.l1_unstructured(net[0], "weight", 0.5)  # leaves a weight with gradients, which torch does not copy
+    new = copy_with(net)
+    x = torch.randn(1, 3, 8, 8)
+    assert torch.equal(new(x), net(x))
+    assert new[0].weight_orig is not net[0].weight_orig
+    new(x).sum().backward()
+    assert new[0].weight_orig.grad is not None
+    assert net[0].weight_orig.grad is None

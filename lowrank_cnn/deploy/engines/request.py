@@ -69,8 +69,8 @@ class Call:
         return replace(self, leaves=tuple(leaves))
 
     def run(self, network: Any) -> Any:
-        """What a network gives for this call."""
-        args, kwargs = self.arguments
+        """What a network gives for this call. It gets copies of the tensors, which its forward may change."""
+        args, kwargs = self.replaced({name: tensor.clone() for name, tensor in self.tensors.items()}).arguments
         return network(*args, **kwargs)
 
     def sized(self, axes: Axes, sizes: Mapping[str, float], *, seed: int | None = None) -> Call:
