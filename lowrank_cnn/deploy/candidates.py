@@ -15,6 +15,7 @@ from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, Epilogue, block_of
 from lowrank_cnn.deploy.chains import InexactError, merge_chain
 from lowrank_cnn.deploy.fused_block import FusedBlock
 from lowrank_cnn.deploy.matrix import MatrixConv2d
+from lowrank_cnn.deploy.strips import StripConv2d
 from lowrank_cnn.deploy.winograd import WinogradConv2d
 from lowrank_cnn.kernels.network_graph import CaptureError, capture
 from lowrank_cnn.kernels.patterns import find_patterns, rewritten
@@ -82,7 +83,7 @@ def groups_apart(model: nn.Module) -> nn.Module:
 
 def in_layers(model: nn.Module) -> nn.Module:
     """A copy whose convs are layers again where a plan has products of its own, which other programs lack."""
-    ours = (module for module in model.modules() if isinstance(module, MatrixConv2d | WinogradConv2d))
+    ours = (module for module in model.modules() if isinstance(module, MatrixConv2d | StripConv2d | WinogradConv2d))
     return copy_with(model, {module: module.plain() for module in ours})
 
 
@@ -117,13 +118,12 @@ def matrix_products(block: Block) -> nn.Module | None:
 
 def minimal_filtering(block: Block) -> nn.Module | None:
     """On the CPU: three taps by Winograd's F(4, 3), the other layers of a chain as they are."""
-    stages = _stages(block.layer)
-    if not _on_cpu(block.layer) or not any(map(WinogradConv2d.takes, stages)):
-        return None
-    *front, last = stages
-    made = [WinogradConv2d(stage) if WinogradConv2d.takes(stage) else stage for stage in front]
-    end = WinogradConv2d if WinogradConv2d.takes(last) else BlockAsGiven
-    return Staged(made, end(last, block.epilogue))
+    return _filtered(block, WinogradConv2d)
+
+
+def compiled_strips(block: Block) -> nn.Module | None:
+    """On the CPU: 1x3 and 3x1 filters by compiled code, where it is installed; other layers of a chain as they are."""
+    return _filtered(block, StripConv2d)
 
 
 def merged_and_filtered(block: Block) -> nn.Module | None:
@@ -152,9 +152,21 @@ CANDIDATES: dict[str, Candidate] = {
     "matrix products": matrix_products,
     "minimal filtering": minimal_filtering,
     "merged, minimal filtering": merged_and_filtered,
+    "compiled strips": compiled_strips,
     "fused": fused,
     "merged, fused": merged_and_fused,
 }
+
+
+def _filtered(block: Block, kind: type[StripConv2d] | type[WinogradConv2d]) -> nn.Module | None:
+    """The layers of a chain that a kind takes in that kind, the others as they are; None where it takes none."""
+    stages = _stages(block.layer)
+    if not _on_cpu(block.layer) or not any(map(kind.takes, stages)):
+        return None
+    *front, last = stages
+    made = [kind(stage) if kind.takes(stage) else stage for stage in front]
+    end = kind if kind.takes(last) else BlockAsGiven
+    return Staged(made, end(last, block.epilogue))
 
 
 def _stages(layer: nn.Module) -> list[nn.Module]:

@@ -78,6 +78,7 @@ def export(
     opset: int | None = None,
     preprocess: bool | Layout = False,
     precision: Precision = "fp32",
+    strips: bool = False,
     overwrite: bool = False,
 ) -> Exported:
     """Write `model`, as it is in evaluation, in the format that the suffix of `path` names.
@@ -96,6 +97,8 @@ def export(
       that size stays outside.
     - `precision`: "fp16" stores and computes in half precision. Inputs and outputs stay float32, except where the
       network itself is in half precision. `lr.quantize` writes int8.
+    - `strips`: in .onnx, 1x3 and 3x1 convs by the compiled operator of the package lowrank-strips, which whoever runs
+      the file needs too.
 
     What `optimize` gave goes to a .safetensors with what was chosen, and `load` makes it again without measuring.
     A file of a trained network says how its images are prepared and what its classes are: `evaluate` and `predict`
@@ -109,11 +112,14 @@ def export(
         _check_suffix(path)
     stored = stored_of(model, input_size)
     check_place(path, overwrite)
+    if strips and path.suffix != ".onnx":
+        raise LowRankError(f"compiled strips are an operator of ONNX Runtime: write an .onnx file, not {path.suffix}.")
     if path.suffix == ".safetensors":
         return _write_weights(path, _as_given(stored))
     names = {"inputs": input_names, "outputs": output_names}
     network, request = request_for(stored, example_input, dynamic, names, preprocess)
-    return write_request(path, at_precision(replace(request, opset=opset), path.suffix, precision), network)
+    request = replace(request, opset=opset, strips=strips)
+    return write_request(path, at_precision(request, path.suffix, precision), network)
 
 
 def write_request(path: Path, request: ExportRequest, network: nn.Module) -> Exported:

@@ -32,7 +32,7 @@ def write_card(
 def snippet(path: Path, runner: Runner, precision: str) -> str:
     """Three lines that run the file."""
     names = {"input_name": runner.inputs[0].name, "output_name": runner.outputs[0].name}
-    return usage(path, precision=precision, **names)
+    return usage(path, precision=precision, strips="strips" in runner.metadata, **names)
 
 
 def _preparation(runner: Runner) -> list[str]:

@@ -18,6 +18,7 @@ import torch
 
 from lowrank_cnn.deploy.candidates import groups_apart
 from lowrank_cnn.deploy.engines.onnx_int8 import quantize_onnx
+from lowrank_cnn.deploy.engines.onnx_strips import register_strips, use_strips
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Port, Runner
 from lowrank_cnn.system.errors import LowRankError, first_line, require
@@ -41,6 +42,7 @@ class OnnxRunner(Runner):
         options.log_severity_level = 3
         if profile is not None:
             options.enable_profiling, options.profile_file_prefix = True, str(profile)
+        register_strips(options)
         try:
             self.session: Any = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime has its own family of errors, none of them public
@@ -83,8 +85,10 @@ def write_onnx(folder: Path, stem: str, request: ExportRequest) -> Path:
         raise LowRankError(f"torch writes this network for opset {found}, and not for {opset}.")
     _name_axes(onnx.model.graph, request)
     _name_nodes(onnx.model.graph)
+    if request.strips:
+        use_strips(onnx.model)
     onnx.model.metadata_props.clear()
-    onnx.model.metadata_props.update(request.metadata)
+    onnx.model.metadata_props.update(request.metadata | ({"strips": "true"} if request.strips else {}))
     onnx.save(str(path), external_data=False)
     if request.precision == "int8":
         quantize_onnx(path, request)

@@ -105,6 +105,8 @@ class ExportRequest:
     """Layers that int8 leaves in float."""
     ranges: Ranges = field(default_factory=dict)
     """Of int8: the range of a layer's input, where training found it; calibration sets all others."""
+    strips: bool = False
+    """Of .onnx: 1x3 and 3x1 convs by the operator of `lowrank_strips`."""
 
     @cached_property
     def traced_call(self) -> Call:

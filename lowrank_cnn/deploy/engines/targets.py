@@ -17,6 +17,7 @@ class Target:
     package: str
     usage: str
     int8: bool = False
+    strips: bool = False
 
     @property
     def installed(self) -> bool:
@@ -27,6 +28,9 @@ class Target:
 _ONNX = """import onnxruntime
 session = onnxruntime.InferenceSession("{file}")
 logits = session.run(None, {{"{input}": images}})[0]"""
+_STRIPS = """import lowrank_strips, onnxruntime
+options = onnxruntime.SessionOptions(); options.register_custom_ops_library(lowrank_strips.onnxruntime_library())
+logits = onnxruntime.InferenceSession("{file}", options).run(None, {{"{input}": images}})[0]"""
 _OPENVINO = """import openvino
 network = openvino.compile_model("{file}", "CPU", {{"INFERENCE_PRECISION_HINT": "{hint}"}})
 logits = network(images)[0]"""
@@ -54,6 +58,7 @@ TARGETS = {
     "executorch": Target(".pte", "executorch", _EXECUTORCH, int8=True),
     "pt2": Target(".pt2", "torch", _PROGRAM),
     "torchscript": Target(".ts", "torch", _SCRIPT),
+    "onnx-strips": Target(".onnx", "lowrank_strips", _STRIPS, strips=True),
 }
 _ELSEWHERE = {
     "tensorrt": "TensorRT reads .onnx: export to onnx, then trtexec --onnx=net.onnx --saveEngine=net.plan.",
@@ -71,9 +76,17 @@ def target_of(name: str) -> Target:
     raise LowRankError(_ELSEWHERE.get(name) or f"there is no target {name!r}; {nearest(name, TARGETS)}")
 
 
-def usage(path: Path, *, precision: str = "fp32", input_name: str = "image", output_name: str = "output") -> str:
+def usage(
+    path: Path,
+    *,
+    precision: str = "fp32",
+    strips: bool = False,
+    input_name: str = "image",
+    output_name: str = "output",
+) -> str:
     """Three lines of Python that run a file in its own engine."""
-    target = next(target for target in TARGETS.values() if target.suffix == path.suffix)
+    known = TARGETS.values()
+    target = next(target for target in known if (target.suffix, target.strips) == (path.suffix, strips))
     hint = "f16" if precision == "fp16" else "f32"
     names = {"file": path.name, "stem": path.stem, "input": input_name, "output": output_name}
     return target.usage.format(hint=hint, **names)

@@ -1,0 +1,57 @@
+"""A layer of 1x3 and 3x1 filters on the CPU, by compiled minimal filtering (`kernels.strips`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.deploy.blocks import BlockAsGiven, Epilogue
+from lowrank_cnn.deploy.matrix import parts_of
+from lowrank_cnn.kernels.strips import available, packed, strips
+
+_ACROSS = ([0], [-1, 0, 1])
+_DOWN = ([-1, 0, 1], [0])
+
+
+class StripConv2d(nn.Module):
+    """A conv or composite of such filters, of stride one and equal output size, with what follows it; for inference.
+
+    It keeps its layer, which runs inputs of another type, and where the compiled code is not installed.
+    """
+
+    def __init__(self, layer: nn.Module, epilogue: Epilogue | None = None) -> None:
+        super().__init__()
+        if not self.takes(layer):
+            raise ValueError("not a convolution of stride one with 1x3 and 3x1 filters alone")
+        weights, looks = parts_of(layer) or ([], [])
+        self.layer, self.epilogue = layer, epilogue or Epilogue()
+        self.filters, self.across = [len(weight) for weight in weights], [look == _ACROSS for look in looks]
+        self.relu = self.epilogue.activation == "relu" and not self.epilogue.adds
+        self.rest = replace(self.epilogue, activation=None) if self.relu else self.epilogue
+        bias = layer.bias if isinstance(layer.bias, Tensor) else weights[0].new_zeros(sum(self.filters))
+        self.register_buffer("bias", bias.detach().clone(), persistent=False)
+        for index, weight in enumerate(weights):
+            self.register_buffer(f"packed{index}", packed(weight), persistent=False)
+
+    @staticmethod
+    def takes(layer: nn.Module) -> bool:
+        parts = parts_of(layer)
+        if parts is None or not all(look in (_ACROSS, _DOWN) for look in parts[1]):
+            return False
+        return parts[0][0].device.type == "cpu" and available(parts[0][0].dtype)
+
+    def plain(self) -> nn.Module:
+        """The layer with what follows it: for programs that have no such code."""
+        return BlockAsGiven(self.layer, self.epilogue)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        bias = self.get_buffer("bias")
+        if x.dtype != bias.dtype or not available(x.dtype):
+            return self.plain()(x, residual)
+        if x.dim() == 3:
+            return self(x[None], None if residual is None else residual[None])[0]
+        weights = [self.get_buffer(f"packed{index}") for index in range(len(self.filters))]
+        return self.rest(strips(x, weights, bias, self.filters, self.across, self.relu), residual)

@@ -1,0 +1,66 @@
+"""Convolutions with 1x3 and 3x1 filters on the CPU by compiled code, as a torch operator.
+
+The code is the package `lowrank_strips` (in native/), which needs a compiler to build and is optional: `available` says
+whether it is installed. It runs Winograd's minimal filtering along the strip on the threads that torch has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from lowrank_cnn.system.errors import require
+
+STEPS = {torch.float32: 6, torch.float16: 4}
+"""Outputs per tile: F(6, 3) needs fewer products, F(4, 3) rounds less, which half precision needs."""
+
+
+def available(dtype: torch.dtype) -> bool:
+    """Whether the compiled code is installed, and this processor computes in the type."""
+    return dtype in STEPS and find_spec("lowrank_strips") is not None and (dtype.itemsize == 4 or _library().has_half())
+
+
+def packed(weight: Tensor) -> Tensor:
+    """The weight of a group, [filters, channels, 1, 3] or [filters, channels, 3, 1], as the operator takes it."""
+    filters, channels = weight.shape[:2]
+    step = STEPS[weight.dtype]
+    size = _library().packed_size(str(weight.dtype).removeprefix("torch."), filters, channels, step)
+    made = weight.new_empty(size)
+    _library().pack(weight.detach().reshape(filters, channels, 3).contiguous(), made, step)
+    return made
+
+
+@torch.library.custom_op("lowrank::strips", mutates_args=(), device_types="cpu")
+def strips(
+    x: Tensor, weights: Sequence[Tensor], bias: Tensor, filters: Sequence[int], across: Sequence[bool], relu: bool
+) -> Tensor:
+    """All groups of a layer, one behind the other, with its bias: stride one, an output as large as the input.
+
+    `weights` are packed; a group has so many `filters`, of 1x3 where `across`, otherwise of 3x1.
+    """
+    x = x.contiguous()
+    y = x.new_empty(len(x), len(bias), *x.shape[2:])
+    first, threads = 0, torch.get_num_threads()
+    for weight, count, wide in zip(weights, filters, across, strict=True):
+        _library().run(x, weight, bias[first : first + count], y, first, wide, STEPS[x.dtype], relu, threads)
+        first += count
+    return y
+
+
+@strips.register_fake
+def _(x, weights, bias, filters, across, relu):
+    return x.new_empty(len(x), len(bias), *x.shape[2:])
+
+
+@cache
+def _library() -> ModuleType:
+    library = require("lowrank_strips", extra="strips", purpose="compiled strips")
+    for runtime in (Path(torch.__file__).parent / "lib").glob("libgomp*"):  # the threads of torch, not further ones
+        library.use_openmp(str(runtime))
+    return library
