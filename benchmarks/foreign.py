@@ -221,8 +221,10 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     rows: dict[str, Any] = {}
+    commits: list[str] = []
     if options.out and options.out.exists():
-        rows = {row["name"]: row for row in read_json(options.out)["rows"]}
+        earlier = read_json(options.out)
+        rows, commits = {row["name"]: row for row in earlier["rows"]}, [earlier["environment"]["commit"]]
     outcomes, steps = [], tuple(options.steps.split(","))
     for foreign in networks():
         if any(part in foreign.name for part in options.only.split(",")):
@@ -235,7 +237,9 @@ def main() -> None:
             rows[foreign.name] = row
             if options.out:
                 packages = {name: version(name) for name in PACKAGES}
-                about = {"kind": "foreign", "environment": environment() | packages}
+                where = environment() | packages
+                where["commit"] = " and ".join(dict.fromkeys([*commits, where["commit"]]))  # rows of both stay
+                about = {"kind": "foreign", "environment": where}
                 options.out.write_text(json.dumps(about | {"rows": list(rows.values())}, indent=1) + "\n")
     lines = [(o.name, *(o.cells.get(what, "").partition(":")[0] for what in ("built", *STEPS))) for o in outcomes]
     print(text_table(("network", "built", *STEPS), lines))

@@ -181,7 +181,7 @@ def _accuracy(network: nn.Module, *, images: Tensor, labels: Tensor) -> float:
 
 
 def export_source(
-    source: Source, network: nn.Module, path: Path, size: tuple[int, ...], **options: Any
+    source: Source, network: nn.Module, path: Path, size: tuple[int, ...] | None, **options: Any
 ) -> Exported:
     """Write a network made from a source, with its classes and preprocessing if known; options of `export`."""
     from lowrank_cnn.deploy import export

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 Batch = Annotated[int, typer.Option(min=1, help="Images per batch.")]
+Budget = Annotated[float, typer.Option(help="Seconds after which no further form is tried.")]
+Repeats = Annotated[int, typer.Option(help="Runs per median.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; by default all cores.")]
 
 
@@ -30,7 +32,7 @@ def time_command(
     device: Device = "auto",
     threads: Threads = None,
     runtime: Annotated[Literal["torch", "onnx"], typer.Option(help="torch, or onnx (on the CPU).")] = "torch",
-    repeats: Annotated[int, typer.Option(help="Runs per median.")] = 15,
+    repeats: Repeats = 15,
     trusted: Trusted = False,
     as_json: Json = False,
 ) -> None:
@@ -83,6 +85,8 @@ def plan_command(
     threads: Threads = None,
     compile_: Annotated[bool, typer.Option("--compile", help="Try torch.compile too.")] = False,
     cache: Annotated[bool, typer.Option(help="Keep measured times for the next plan.")] = True,
+    repeats: Repeats = 11,
+    budget: Budget = 30.0,
     twin: Annotated[
         bool, typer.Option(help="Compare with the dense network; with --engine, thinned to the same MACs.")
     ] = True,
@@ -119,7 +123,7 @@ def plan_command(
         return plan_engines(source, size, engine, out, threads, twin=twin, as_json=as_json)
     place = resolve_device(device)
     network, image = source.network.eval().to(place), torch.randn(batch, *size, device=place)
-    how: dict[str, Any] = {"compile": compile_, "cache": cache}
+    how: dict[str, Any] = {"compile": compile_, "cache": cache, "repeats": repeats, "budget": budget}
     with torch_threads(threads), status_line() as shown:
         fast = optimize(network, image, say=shown(source.name), **how)
         held = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from lowrank_cnn.cli.convert import export_source
-from lowrank_cnn.cli.options import Json, Model, Scheme, SourceOptions, grouped
+from lowrank_cnn.cli.options import Inputs, Json, Model, Scheme, SourceOptions, grouped
 from lowrank_cnn.cli.show import console, print_json
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
@@ -38,6 +38,12 @@ class GraphOptions:
         str, typer.Option(help="Axes of any length: batch, height, width, joined by commas; or none.")
     ] = "batch"
     opset: Annotated[int | None, typer.Option(help="Of .onnx.")] = None
+    input_names: Annotated[
+        str | None, typer.Option(help="Names of the inputs, joined by commas; by default those of the forward.")
+    ] = None
+    output_names: Annotated[
+        str | None, typer.Option(help="Names of the outputs, joined by commas; by default their keys.")
+    ] = None
     preprocess: Annotated[
         Literal["nchw", "nhwc"] | None,
         typer.Option(help="Prepare images inside the graph, which then takes uint8 in this layout; not resize."),
@@ -51,15 +57,17 @@ class GraphOptions:
         """These options as `export` takes them."""
         free = () if self.dynamic == "none" else tuple(self.dynamic.split(","))
         graph = {"dynamic": free, "opset": self.opset, "preprocess": self.preprocess or False}
+        names = {"input_names": self.input_names, "output_names": self.output_names}
+        graph |= {option: text.split(",") if text else None for option, text in names.items()}
         return {"precision": self.precision, **graph}
 
-    def merge(self, network: torch.nn.Module, size: tuple[int, ...]) -> torch.nn.Module:
+    def merge(self, network: torch.nn.Module, example: Any) -> torch.nn.Module:
         """The network with batch norms, and chains where asked, folded into the layers before them."""
         from lowrank_cnn.deploy import merge
 
         if not (self.merged or self.chains):
             return network
-        return merge(network.eval(), chains=self.chains or None, example_input=_image_for(network, size))
+        return merge(network.eval(), chains=self.chains or None, example_input=example)
 
 
 @grouped
@@ -78,6 +86,7 @@ def export_command(
         typer.Option(help="onnx, openvino, ncnn, mnn, executorch, pt2 or torchscript: writes into a directory."),
     ] = None,
     scheme: Scheme = None,
+    example: Inputs = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -93,17 +102,23 @@ def export_command(
       lowrank export model.py:make net.pt2 --scheme lr --input 3x32x32
       lowrank export runs/photos -o phone --to ncnn --fp16
       lowrank export runs/photos -o net.int8.onnx --int8 --calibrate photos
+      lowrank export model.py:make net.onnx --example model.py:inputs
     """
+    from lowrank_cnn.cli.source import find_example
     from lowrank_cnn.method.counting import count
 
     path = _place(path, out, to, model)
-    source, size = named.find(model)
+    inputs = find_example(example) if example else None
+    source, size = (named.source(model), None) if example else named.find(model)
     source = source.converted(scheme) if scheme else source
-    network = graph.merge(source.network, size)
+    network = graph.merge(source.network, inputs if size is None else _image_for(source.network, size))
     if graph.int8:
         return _export_int8(source, network, path, graph.calibrate, size, overwrite=overwrite, as_json=as_json)
-    written = export_source(source, network, path, size, overwrite=overwrite, **graph.for_export())
-    macs = {"before": count(source.network, size).macs, "after": count(network, size).macs}
+    written = export_source(
+        source, network, path, size, example_input=inputs, overwrite=overwrite, **graph.for_export()
+    )
+    counted = inputs if size is None else size
+    macs = {"before": count(source.network, counted).macs, "after": count(network, counted).macs}
     rows = notes(network).merging
     if as_json:
         return print_json({**written.to_dict(), "macs": macs, "merging": [row.to_dict() for row in rows]})
@@ -147,7 +162,7 @@ def _export_int8(
     network: torch.nn.Module,
     path: Path,
     calibrate: str | None,
-    size: tuple[int, ...],
+    size: tuple[int, ...] | None,
     *,
     overwrite: bool,
     as_json: bool,
@@ -158,7 +173,7 @@ def _export_int8(
 
     if calibrate is None:
         raise LowRankError("--int8 needs images to set the ranges of activations: give --calibrate DATA.")
-    if source.trained is None:
+    if source.trained is None or size is None:
         raise LowRankError("--int8 is for a trained network: give a run, an exported file, or --pretrained.")
     found = quantize(replace(source.trained, network=network), calibrate, path, overwrite=overwrite)
     if as_json:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowrank_cnn.cli.options import Input, Into, Json, Model, Norm, Stride, Width
+from lowrank_cnn.cli.options import Input, Inputs, Into, Json, Model, Norm, Stride, Width
 from lowrank_cnn.cli.show import console, print_json, print_table
 from lowrank_cnn.system.text import si
 
@@ -42,6 +42,7 @@ def models_command(as_json: Json = False) -> None:
 def count_command(
     model: Model,
     input_text: Input = None,
+    example: Inputs = None,
     convention: Annotated[str, typer.Option(help="mac, or paper (biases and auxiliary heads count).")] = "mac",
     scheme: Annotated[str | None, typer.Option(help="A scheme in place of the network's own.")] = None,
     width: Width = None,
@@ -60,8 +61,9 @@ def count_command(
       lowrank count vgg11-gmp-lr
       lowrank count nin --scheme lr-join --input 3x32x32
       lowrank count torchvision:resnet18 --scheme lr
+      lowrank count model.py:make --example model.py:inputs
     """
-    from lowrank_cnn.cli.source import find_model, is_ours, parse_size
+    from lowrank_cnn.cli.source import find_example, find_model, is_ours, parse_size
     from lowrank_cnn.method.counting import count
 
     asked = parse_size(input_text)
@@ -71,10 +73,10 @@ def count_command(
         size = asked or net.input_size
     else:
         source = find_model(model, into=into, scheme=scheme, **options)
-        net, size = source.network, source.size(asked)
+        net, size = source.network, find_example(example) if example else source.size(asked)
     result = count(net, size, convention=convention)
     if as_json:
-        return print_json({"model": model, **result.to_dict(), "input": list(size)})
+        return print_json({"model": model, **result.to_dict()})
     _print_count(model, result)
     return None
 

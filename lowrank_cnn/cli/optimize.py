@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from lowrank_cnn.cli.convert import export_source
-from lowrank_cnn.cli.deploy import Batch, Threads, print_variants
-from lowrank_cnn.cli.options import Device, Json, Model, Scheme, SourceOptions, grouped
+from lowrank_cnn.cli.deploy import Batch, Budget, Repeats, Threads, print_variants
+from lowrank_cnn.cli.options import Device, Inputs, Json, Model, Scheme, SourceOptions, grouped
 from lowrank_cnn.cli.show import console, print_json, status_line
 from lowrank_cnn.system.errors import LowRankError
 
@@ -21,11 +21,14 @@ def optimize_command(
     out: Annotated[Path, typer.Option("-o", "--out", help="A file ending in .safetensors, .onnx, .pt2 or .ts.")],
     named: SourceOptions,
     scheme: Scheme = None,
+    example: Inputs = None,
     batch: Batch = 1,
     device: Device = "auto",
     threads: Threads = None,
     compile_: Annotated[bool, typer.Option("--compile", help="Try torch.compile too.")] = False,
     cache: Annotated[bool, typer.Option(help="Keep measured times for the next time.")] = True,
+    repeats: Repeats = 11,
+    budget: Budget = 30.0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -38,9 +41,12 @@ def optimize_command(
 
       lowrank optimize nin-c3-lr -o net.safetensors --pretrained cifar10
       lowrank optimize runs/photos -o net.safetensors --batch 16 --compile
+      lowrank optimize model.py:make -o net.onnx --example model.py:inputs
     """
     import torch
+    from torch.utils._pytree import tree_leaves, tree_map_only
 
+    from lowrank_cnn.cli.source import find_example
     from lowrank_cnn.deploy import optimize
     from lowrank_cnn.models.files import dtype_of
     from lowrank_cnn.system.clock import torch_threads
@@ -49,14 +55,21 @@ def optimize_command(
 
     if out.exists() and not overwrite:
         raise LowRankError(f"{out} exists; --overwrite replaces it.")
-    source, size = named.find(model, scheme=scheme)
-    network = source.network.eval().to(resolve_device(device))
-    image = torch.randn(batch, *size).to(resolve_device(device), dtype_of(network))
+    given = find_example(example) if example else None
+    source, size = (named.source(model, scheme=scheme), None) if example else named.find(model, scheme=scheme)
+    place = resolve_device(device)
+    network = source.network.eval().to(place)
+    inputs = torch.randn(batch, *size).to(dtype_of(network)) if size is not None else given
+    inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(place), inputs)
+    how: dict[str, Any] = {"compile": compile_, "cache": cache, "repeats": repeats, "budget": budget}
     with torch_threads(threads), status_line() as shown:
-        fast = optimize(network, image, compile=compile_, cache=cache, say=shown(source.name))
-        written = export_source(replace(source, network=fast), fast, out, size, overwrite=overwrite)
+        fast = optimize(network, inputs, say=shown(source.name), **how)
+        written = export_source(
+            replace(source, network=fast), fast, out, size, example_input=given, overwrite=overwrite
+        )
     if as_json:
-        where = {"environment": environment(), "model": source.name, "input": list(image.shape)}
+        shapes = [list(leaf.shape) for leaf in tree_leaves(inputs)]
+        where = {"environment": environment(), "model": source.name, "input": shapes if example else shapes[0]}
         return print_json({**where, **fast.report.to_dict(), **written.to_dict()})
     print_variants(fast.report)
     console.print(f" {written.path}: {written.bytes / 2**20:.1f} MiB.", markup=False)

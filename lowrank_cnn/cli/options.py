@@ -36,6 +36,14 @@ Into = Annotated[
     ),
 ]
 Input = Annotated[str | None, typer.Option("--input", help="Image size, as 3x224x224.", rich_help_panel=NETWORK)]
+Inputs = Annotated[
+    str | None,
+    typer.Option(
+        "--example",
+        help="For other inputs than one image: path.py:function, which gives them (tensor, tuple or dictionary).",
+        rich_help_panel=NETWORK,
+    ),
+]
 Pretrained = Annotated[
     str | None,
     typer.Option(
@@ -185,8 +193,14 @@ class SourceOptions:
 
     def find(self, model: str, *, scheme: str | None = None) -> tuple[Source, tuple[int, ...]]:
         """The network and the size of its input."""
-        from lowrank_cnn.cli.source import find_model, parse_size
+        from lowrank_cnn.cli.source import parse_size
+
+        source = self.source(model, scheme=scheme)
+        return source, source.size(parse_size(self.input_text))
+
+    def source(self, model: str, *, scheme: str | None = None) -> Source:
+        """The network, whatever its input."""
+        from lowrank_cnn.cli.source import find_model
 
         given = {"pretrained": self.pretrained, "width": self.width, "norm": self.norm}
-        source = find_model(model, into=self.into, scheme=scheme, **given)
-        return source, source.size(parse_size(self.input_text))
+        return find_model(model, into=self.into, scheme=scheme, **given)

@@ -16,7 +16,7 @@ from torch import nn
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.models import create_model, list_models
-from lowrank_cnn.system.errors import LowRankError, nearest, require
+from lowrank_cnn.system.errors import LowRankError, first_line, nearest, require
 from lowrank_cnn.system.provenance import note, notes
 
 if TYPE_CHECKING:
@@ -258,19 +258,17 @@ def _with_new_head(source: Source, pretrained: str | None, classes: int | None) 
     return replace(source, remark=f"The last layer is new, for {classes} classes; all other weights are trained.")
 
 
+def find_example(text: str) -> Any:
+    """The inputs that a function of the user's file gives: a tensor, a tuple, or a dictionary of keywords."""
+    path, colon, function = text.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise LowRankError(f"--example names a function that gives the inputs, as path.py:function, not {text!r}.")
+    return _called(_function_of(Path(path), function), text)
+
+
 def _from_file(path: Path, function: str, classes: int | None) -> Source:
-    """Run the user's own file, as they asked, and call its function, with `num_classes` if it takes that."""
-    if not path.is_file():
-        raise LowRankError(f"there is no file {path}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    loader = spec.loader
-    _called(lambda: loader.exec_module(module), str(path))
-    make = getattr(module, function, None)
-    if not callable(make):
-        raise LowRankError(f"{path} has no function {function!r}.")
+    """Call a function of the user's file, with `num_classes` if it takes that, for its network."""
+    make = _function_of(path, function)
     takes = inspect.signature(make).parameters
     options = {"num_classes": classes} if classes is not None and "num_classes" in takes else {}
     network = _called(lambda: make(**options), f"{path}:{function}")
@@ -279,10 +277,24 @@ def _from_file(path: Path, function: str, classes: int | None) -> Source:
     return Source(f"{path.name}:{function}", network, notes(network).input_size)
 
 
+def _function_of(path: Path, function: str) -> Callable[..., Any]:
+    """Run the user's own file, as they asked, for one of its functions."""
+    if not path.is_file():
+        raise LowRankError(f"there is no file {path}.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
+    _called(lambda: loader.exec_module(module), str(path))
+    make = getattr(module, function, None)
+    if not callable(make):
+        raise LowRankError(f"{path} has no function {function!r}.")
+    return make
+
+
 def _called(make: Callable[[], Any], what: str) -> Any:
     """What a function that is not ours gives, or its error in a sentence."""
     try:
         return make()
     except Exception as error:
-        first = str(error).strip().partition("\n")[0]
-        raise LowRankError(f"{what} does not run: {type(error).__name__}: {first}") from error
+        raise LowRankError(f"{what} does not run: {type(error).__name__}: {first_line(error)}") from error

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.deploy.engines import open_engine
-from lowrank_cnn.deploy.engines.request import Call, ExportRequest, named_tensors
+from lowrank_cnn.deploy.engines.outputs import named_tensors
+from lowrank_cnn.deploy.engines.request import Call, ExportRequest
 from lowrank_cnn.deploy.engines.runner import as_array
 from lowrank_cnn.models.files import dtype_of
 from lowrank_cnn.system.compare import ROUNDED, difference, is_finite
@@ -53,7 +54,7 @@ def checked_outputs(network: nn.Module, call: Call) -> dict[str, Tensor]:
     """What a network gives for the example, by name; a network that fails, or gives NaN, is refused."""
     try:
         with torch.no_grad():
-            found = named_tensors(call.run(network))
+            found = named_tensors(call.copied().run(network))
     except LowRankError:
         raise
     except Exception as error:  # whatever a forward makes of another size, dtype or device

@@ -222,7 +222,7 @@ def _time_ratio(model: nn.Module, chosen: Choice, input_size: InputSize) -> floa
     dense = copy_with(model).eval()
     small = rewrite(model, schemes_of(chosen)).eval()
     like = next(model.parameters())
-    inputs = arguments(input_size, device=like.device, dtype=like.dtype)
-    runs = {"dense": lambda: dense(*inputs), "small": lambda: small(*inputs)}
+    args, kwargs = arguments(input_size, device=like.device, dtype=like.dtype)
+    runs = {"dense": lambda: dense(*args, **kwargs), "small": lambda: small(*args, **kwargs)}
     times = measure(runs, repeats=7, cuda=like.is_cuda)
     return times["small"].ms / times["dense"].ms

@@ -102,7 +102,7 @@ def count(model: nn.Module, input_size: InputSize, *, convention: str = "mac") -
     """Count a model on one image of `input_size` (channels, height, width). The model is left as it was.
 
     A network of another kind of input is counted on an example: a tensor, or a tuple of all arguments of its
-    forward. Such an example counts with its whole batch.
+    forward, or a dictionary of its keywords. Such an example counts with its whole batch.
 
     Branches that are folded after training (`method.branches`) count as the layer that they become.
     `convention` is "mac" (convs, linear layers and matrix products in evaluation) or "paper" (as published: one
@@ -146,10 +146,10 @@ def _run(model: nn.Module, inputs: InputSize) -> None:
     """One forward pass with every parameter and buffer lent to the model as a tensor without storage."""
     lent = {name: tensor.to("meta") for name, tensor in _tensors(model)}
     dtype = next((t.dtype for t in lent.values() if t.is_floating_point()), None)
-    given = arguments(inputs, device="meta", dtype=dtype)
+    args, kwargs = arguments(inputs, device="meta", dtype=dtype)
     try:
         with torch.device("meta"), _lent_attributes(model):
-            functional_call(model, lent, given, tie_weights=False)
+            functional_call(model, lent, args, kwargs, tie_weights=False)
     except LowRankError:
         raise
     except Exception as error:  # whatever a forward does that needs values, or another size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
 
-InputSize = Sequence[int] | Tensor | tuple[Any, ...]
+InputSize = Sequence[int] | Tensor | tuple[Any, ...] | Mapping[str, Any]
 """(channels, height, width) of one image, or (channels, ...) with any number of axes; or an example input; or a
-tuple of the arguments that the forward takes, with at least one tensor among them."""
+tuple (or a dictionary by keyword) of the arguments that the forward takes, with at least one tensor among them."""
 _LARGEST_SIDE = 2**20
 
 
@@ -36,13 +36,16 @@ def is_example(inputs: object) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(inputs))
 
 
-def arguments(inputs: InputSize, *, device: torch.device | str, dtype: torch.dtype | None) -> tuple[Any, ...]:
-    """The arguments of a forward on a device: an example as it is, or one random image."""
+def arguments(
+    inputs: InputSize, *, device: torch.device | str, dtype: torch.dtype | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a forward on a device, by position and by keyword: an example, or one random image."""
     if is_example(inputs):
-        given = inputs if isinstance(inputs, tuple) else (inputs,)
-        return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, given)
+        given = inputs if isinstance(inputs, tuple | Mapping) else (inputs,)
+        moved: Any = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, given)
+        return ((), dict(moved)) if isinstance(moved, Mapping) else (moved, {})
     image = torch.empty(1, *checked_size(inputs), device=device, dtype=dtype)
-    return (image if image.is_meta else image.normal_(),)
+    return (image if image.is_meta else image.normal_(),), {}
 
 
 def known_inputs(model: nn.Module, inputs: InputSize | None) -> InputSize:

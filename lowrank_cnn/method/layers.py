@@ -107,7 +107,8 @@ class CompositeConv2d(nn.Module):
 
     def _mask_weights(self) -> None:
         """Apply the masks of torch.nn.utils.prune: its hooks never run, as nobody calls a list of parameters."""
-        for hook in self.weights._forward_pre_hooks.values():
+        hooks = getattr(self.weights, "_forward_pre_hooks", {})  # int8 training puts a plain list in its place
+        for hook in hooks.values():
             if isinstance(hook, BasePruningMethod):
                 hook(self.weights, ())
 

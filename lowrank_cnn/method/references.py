@@ -77,7 +77,8 @@ def check_calls(model: nn.Module, new: nn.Module, names: Sequence[str], input_si
     modes = {module: module.training for module in new.modules()}
     try:
         like = next(new.parameters())
-        new.eval()(*arguments(input_size, dtype=like.dtype, device=like.device))
+        args, kwargs = arguments(input_size, dtype=like.dtype, device=like.device)
+        new.eval()(*args, **kwargs)
     except Exception:  # a forward that takes something else is for its owner to run
         return
     finally:

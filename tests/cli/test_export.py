@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from lowrank_cnn.data import open_data
+from lowrank_cnn.deploy.engines import open_engine
+from lowrank_cnn.system.errors import LowRankError
 
 SMALL = ("--width", "0.1", "--input", "3x30x30")
 
@@ -43,3 +47,49 @@ def test_mistakes_are_one_sentence(arguments, words, lowrank, tmp_path, monkeypa
     done = lowrank("export", *arguments)
     assert words in str(done.exception)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def two_inputs(tmp_path):
+    """A file with a network of two inputs, and functions that give these."""
+    path = tmp_path / "two.py"
+    path.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Two(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.conv, self.norm, self.linear = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(5, 4)\n"
+        "    def forward(self, image, text):\n"
+        "        return {'maps': self.norm(self.conv(image)), 'words': self.linear(text)}\n"
+        "def net(): return Two()\n"
+        "def inputs(): return torch.randn(2, 3, 8, 8), torch.randn(2, 5)\n"
+        "def named(): return dict(zip(('image', 'text'), inputs()))\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize("example", ["inputs", "named"])
+def test_networks_of_several_inputs_are_exported_on_an_example(output_of, two_inputs, tmp_path, example):
+    file, given = tmp_path / "net.onnx", f"{two_inputs}:{example}"
+    names = ("--input-names", "a,b", "--output-names", "c,d")
+    merged = ("--merge",) if example == "inputs" else ()
+    found = json.loads(
+        output_of("export", f"{two_inputs}:net", file, "--example", given, *merged, *names, "--json")
+    )
+    assert found["error"] < 1e-4
+    assert len(found["merging"]) == len(merged)
+    counted = json.loads(output_of("count", f"{two_inputs}:net", "--example", given, "--json"))
+    assert counted["macs"] == found["macs"]["before"] == 2 * (4 * 27 * 36 + 20)
+    runner = open_engine(file)
+    assert [port.name for port in runner.inputs] == ["a", "b"]
+    assert [port.name for port in runner.outputs] == ["c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("example", "says"),
+    [("two.py", "as path.py:function"), ("{}:nothing", "has no function 'nothing'"), ("no.py:f", "no file no.py")],
+)
+def test_an_example_that_is_no_function_is_refused(output_of, two_inputs, tmp_path, example, says):
+    with pytest.raises(LowRankError, match=says):
+        output_of("export", f"{two_inputs}:net", tmp_path / "n.onnx", "--example", example.format(two_inputs))

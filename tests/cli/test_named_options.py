@@ -1,8 +1,9 @@
-"""Every option that a message, a help text or a docstring of the package names exists."""
+"""Every option that a text of the package names exists, and commands take what their functions take."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import click
 import pytest
 
 import lowrank_cnn
+import lowrank_cnn as lr
 from lowrank_cnn.cli.app import COMMANDS, load_command
 
 PACKAGE = Path(lowrank_cnn.__file__).parent
@@ -72,3 +74,51 @@ def test_an_option_that_does_not_exist_is_found() -> None:
     assert unknown_options("choose another --out, or --overwrite it", known) == {"--overwrite"}
     assert unknown_options("try `lowrank evaluate runs/photos --seed 3`", known) == {"--seed"}
     assert unknown_options("train with --seed 3", known) == set()
+
+
+SOURCE = {"--input", "--pretrained", "--width", "--norm", "--into", "--scheme", "--stride", "--classes"}
+"""Which network, and of which size."""
+AROUND = {"--help", "-h", "--json", "-o", "--out", "--device", "--threads", "--batch"}
+"""Where a command runs and what it prints: in Python, tensors and results do that."""
+IN_PYTHON_ALONE = {"convert": {"init"}, "plan": {"candidates"}}
+"""Functions, which no command line can hold."""
+ALIKE = {
+    "convert": (lr.convert, {"where": {"--where", "--stage"}, "input_size": {"--input"}}),
+    "decompose": (
+        lr.decompose,
+        {"where": {"--where", "--stage"}, "input_size": {"--input"}, "evaluate": {"--by"}},
+    ),
+    "count": (lr.count, {"input_size": {"--input", "--example"}}),
+    "plan": (lr.plan, {"example_input": {"--input", "--batch"}}),
+    "optimize": (lr.optimize, {"example_input": {"--input", "--batch", "--example"}}),
+    "export": (
+        lr.export,
+        {"path": {"--out"}, "input_size": {"--input"}, "example_input": {"--example"}, "precision": {"--fp16"}},
+    ),
+}
+"""For each command its function, and the options for parameters that go by other names."""
+FROM_OTHERS = {
+    "plan": {"--compile", "--budget", "--twin", "--no-twin", "--engine"},  # of `optimize` and `advise`
+    "optimize": {"--overwrite"},  # of `export`
+    "export": {"--merge", "--merge-chains", "--int8", "--calibrate", "--to"},  # of `merge` and `quantize`
+}
+"""Options that stand for parameters of other functions which the command calls."""
+
+
+@pytest.mark.parametrize("command", ALIKE)
+def test_a_command_and_its_function_take_the_same_options(command: str) -> None:
+    function, other_names = ALIKE[command]
+    options, covered = {name for name in OPTIONS[command] if name.startswith("-")}, set()
+    for name in inspect.signature(function).parameters:
+        if name in ("model", "say") or name in IN_PYTHON_ALONE.get(command, ()):
+            continue
+        expected = other_names.get(name, {f"--{name.replace('_', '-')}"})
+        assert expected <= options, f"lowrank {command} has no option for {name}"
+        covered |= expected | {f"--no-{name}"}
+    assert options - covered - SOURCE - AROUND - FROM_OTHERS.get(command, set()) == set()
+
+
+def test_merge_has_its_options_in_export() -> None:
+    parameters = set(inspect.signature(lr.merge).parameters)
+    assert parameters == {"model", "chains", "norms", "example_input"}
+    assert {"--merge", "--merge-chains", "--example"} <= OPTIONS["export"]

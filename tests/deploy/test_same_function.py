@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from lowrank_cnn.deploy import export, load, merge, optimize, plan
 from lowrank_cnn.deploy.candidates import CANDIDATES
-from lowrank_cnn.deploy.engines.request import named_tensors
+from lowrank_cnn.deploy.engines.outputs import named_tensors
 from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.system.clock import Sample
 from lowrank_cnn.system.compare import difference

@@ -28,6 +28,7 @@ EXAMPLE = (torch.randn(2, 8, 6, 6), torch.ones(2))
 def test_several_inputs_are_counted_with_their_batch():
     assert count(Denoiser(), EXAMPLE).macs == 2 * (8 * 8 * 9 * 36 + 8)
     assert count(Denoiser(), EXAMPLE).input == (8, 6, 6)
+    assert count(Denoiser(), {"step": EXAMPLE[1], "x": EXAMPLE[0]}).macs == count(Denoiser(), EXAMPLE).macs
 
 
 @pytest.mark.parametrize(
@@ -46,15 +47,17 @@ def test_sizes_have_any_number_of_axes(net: nn.Module, size: tuple[int, ...], ma
 @pytest.mark.parametrize("transform", [convert, decompose])
 def test_a_budget_is_kept_for_a_network_of_several_inputs(transform):
     net = Denoiser()
-    new = transform(net, "separable", macs=0.7, input_size=EXAMPLE)
+    new = transform(net, "separable", macs=0.7, input_size=dict(zip(("x", "step"), EXAMPLE, strict=True)))
     assert count(new, EXAMPLE).macs <= 0.7 * count(net, EXAMPLE).macs
     assert new(*EXAMPLE).shape == (2, 8, 6, 6)
 
 
 def test_a_size_becomes_one_image_and_an_example_stays():
-    (image,) = arguments((3, 4, 5), device="cpu", dtype=torch.float64)
-    assert (image.shape, image.dtype) == ((1, 3, 4, 5), torch.float64)
-    assert arguments(EXAMPLE, device="cpu", dtype=None)[1] is EXAMPLE[1]
+    (image,), none = arguments((3, 4, 5), device="cpu", dtype=torch.float64)
+    assert (image.shape, image.dtype, none) == ((1, 3, 4, 5), torch.float64, {})
+    assert arguments(EXAMPLE, device="cpu", dtype=None)[0][1] is EXAMPLE[1]
+    named = {"first": EXAMPLE[0]}
+    assert arguments(named, device="cpu", dtype=None) == ((), named)
     assert is_example(EXAMPLE)
     assert not is_example((3, 4, 5))
 

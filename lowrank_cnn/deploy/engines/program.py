@@ -12,7 +12,8 @@ from torch import nn
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils._pytree import tree_unflatten
 
-from lowrank_cnn.deploy.engines.request import ExportRequest, named_tensors
+from lowrank_cnn.deploy.engines.outputs import named_tensors
+from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import EXTRA, Port, Runner, as_array, as_tensor, parse_metadata, ports_from
 from lowrank_cnn.system.errors import LowRankError, first_line
 

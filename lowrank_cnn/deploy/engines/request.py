@@ -7,10 +7,8 @@ what comes out.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from lowrank_cnn.deploy.engines.outputs import is_flat, plain_outputs
 from lowrank_cnn.system.compare import random_like
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.train.fake_int8 import Ranges
@@ -68,9 +67,13 @@ class Call:
         leaves = (next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
         return replace(self, leaves=tuple(leaves))
 
+    def copied(self) -> Call:
+        """The same call with copies of its tensors, for a forward that may change them."""
+        return self.replaced({name: tensor.detach().clone() for name, tensor in self.tensors.items()})
+
     def run(self, network: Any) -> Any:
-        """What a network gives for this call. It gets copies of the tensors, which its forward may change."""
-        args, kwargs = self.replaced({name: tensor.clone() for name, tensor in self.tensors.items()}).arguments
+        """What a network gives for this call."""
+        args, kwargs = self.arguments
         return network(*args, **kwargs)
 
     def sized(self, axes: Axes, sizes: Mapping[str, float], *, seed: int | None = None) -> Call:
@@ -122,10 +125,9 @@ class ExportRequest:
     def program(self) -> torch.export.ExportedProgram:
         """The network as torch.export captures it, called as the network is; its outputs are plain containers."""
         args, kwargs = self.traced_call.arguments
+        network = _with_signature(_plain(self.network, self.call), kwargs)
         try:
-            program = torch.export.export(
-                _plain(self.network, self.call), args, kwargs, dynamic_shapes=self._shapes()
-            )
+            program = torch.export.export(network, args, kwargs, dynamic_shapes=self._shapes(network))
         except LowRankError:
             raise
         except Exception as error:  # whatever a forward does that cannot be traced
@@ -150,12 +152,12 @@ class ExportRequest:
         """The network as a module that takes its tensors in the order of their names and gives a tuple."""
         return _Positional(self.network, self.call).eval()
 
-    def _shapes(self) -> Any:
+    def _shapes(self, network: nn.Module) -> Any:
         """The free axes in the form of the arguments, by the names of the forward's parameters."""
         free = iter([dict.fromkeys(self.axes[name], torch.export.Dim.DYNAMIC) for name in self.call.names])
         specs = [next(free) if isinstance(leaf, Tensor) else None for leaf in self.call.leaves]
         args, kwargs = tree_unflatten(specs, self.call.structure)
-        return _bound(self.network, args, kwargs)
+        return _bound(network, args, kwargs)
 
 
 class _Positional(nn.Module):
@@ -172,78 +174,34 @@ class _Positional(nn.Module):
 def _plain(network: nn.Module, call: Call) -> nn.Module:
     """The network behind the signature of its forward, its result in containers that torch alone can read."""
     with torch.no_grad():
-        result = call.run(network)
-    if isinstance(result, Tensor) or (
-        type(result) in (tuple, dict) and _flat(result) == list(named_tensors(result))
-    ):
+        result = call.copied().run(network)
+    if isinstance(result, Tensor) or is_flat(result):
         return network
+    return _behind(network, inspect.signature(network.forward), plain_outputs)
+
+
+def _with_signature(network: nn.Module, kwargs: Mapping[str, Any]) -> nn.Module:
+    """A network that takes any keyword, behind a signature that names these: torch.export reads no `**named`."""
+    known = inspect.signature(network.forward)
+    given = [one for one in known.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    if len(given) == len(known.parameters) or not kwargs:
+        return network
+    names = [name for name in kwargs if name not in known.parameters]
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    return _behind(network, inspect.Signature([*given, *named]), lambda result: result)
+
+
+def _behind(network: nn.Module, signature: inspect.Signature, finish: Callable[[Any], Any]) -> nn.Module:
+    """A network whose forward has this signature, which torch.export reads, and whose results are finished so."""
     made = nn.Module()
     made.network = network
 
-    @functools.wraps(network.forward)  # torch.export reads the signature
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return plain_outputs(network(*args, **kwargs))
+        return finish(network(*args, **kwargs))
 
+    forward.__signature__ = signature  # type: ignore[attr-defined]
     made.forward = forward
     return made.eval()
-
-
-def _flat(result: Any) -> list[str]:
-    """The names that the entries of a tuple or dictionary have if all of them are tensors."""
-    return list(result) if isinstance(result, dict) else [f"output_{place}" for place in range(len(result))]
-
-
-def plain_outputs(result: Any) -> Any:
-    """A result as a tensor, a tuple of tensors (of a tuple or list), or a dictionary of tensors by name."""
-    found = named_tensors(result)
-    if isinstance(result, Tensor):
-        return result
-    return tuple(found.values()) if _is_sequence(result) else found
-
-
-def named_tensors(result: Any, name: str = "output") -> dict[str, Tensor]:
-    """The tensors of a result by name: keys, fields and places, joined by underscores; what is None is left out.
-
-    >>> list(named_tensors({"logits": torch.ones(1), "maps": (torch.ones(2), torch.ones(2))}))
-    ['logits', 'maps_0', 'maps_1']
-    """
-    found: dict[str, Tensor] = {}
-    for key, value in _leaves(result, ""):
-        key = key or name
-        if not isinstance(value, Tensor):
-            kind = type(value).__name__
-            raise LowRankError(
-                f"the network gives a {kind} ({key}), and a file holds tensors alone: export a module without it."
-            )
-        found[key if key not in found else f"{key}_{len(found)}"] = value
-    if not found:
-        raise LowRankError("the network gives no tensor.")
-    return found
-
-
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if value is None:
-        return
-    if isinstance(value, Tensor):
-        yield name, value
-        return
-    if isinstance(value, Mapping):
-        parts = [(str(key), part) for key, part in value.items()]
-    elif dataclasses.is_dataclass(value):
-        parts = [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
-    elif hasattr(value, "_fields"):
-        parts = [(each, getattr(value, each)) for each in value._fields]
-    elif _is_sequence(value):
-        parts = [(str(place) if name else f"output_{place}", part) for place, part in enumerate(value)]
-    else:
-        yield name, value
-        return
-    for key, part in parts:
-        yield from _leaves(part, f"{name}_{key}" if name else key)
-
-
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
 
 
 def free_axes(call: Call, dynamic: Sequence[str] | Mapping[str, Mapping[int, str]]) -> Axes:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.engines.request import ExportRequest, named_tensors
+from lowrank_cnn.deploy.engines.outputs import named_tensors
+from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import EXTRA, Runner, as_array, as_tensor, parse_metadata, ports_from
 from lowrank_cnn.system.errors import LowRankError, first_line
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.deploy.engines import open_engine
-from lowrank_cnn.deploy.engines.request import Call, free_axes, named_tensors, plain_outputs
+from lowrank_cnn.deploy.engines.outputs import named_tensors
+from lowrank_cnn.deploy.engines.request import Call, free_axes
 from lowrank_cnn.deploy.exporting import export, load
 from lowrank_cnn.system.errors import LowRankError
 
@@ -47,27 +48,6 @@ class Classifier(nn.Module):
         return Output(
             logits=self.head(maps.mean((2, 3))), hidden_states=(pixel_values * 2, maps) if all_maps else None
         )
-
-
-class Point(NamedTuple):
-    x: Tensor
-    y: Tensor
-
-
-def test_the_tensors_of_a_result_have_names():
-    one, two = torch.ones(1), torch.ones(2)
-    assert list(named_tensors(one)) == ["output"]
-    assert list(named_tensors([one, (two, None)])) == ["output_0", "output_1_0"]
-    assert list(named_tensors({"maps": [one, two], 3: one})) == ["maps_0", "maps_1", "3"]
-    assert list(named_tensors(Output(logits=one, hidden_states=(one, two)))) == [
-        "logits", "hidden_states_0", "hidden_states_1"
-    ]  # fmt: skip
-    assert list(named_tensors(Point(one, two))) == ["x", "y"]
-    assert isinstance(plain_outputs([one]), tuple)
-    assert isinstance(plain_outputs(Point(one, two)), dict)
-    for bad in ({"name": "net"}, None, {}, object()):
-        with pytest.raises(LowRankError):
-            named_tensors(bad)
 
 
 def test_inputs_are_named_by_the_parameters_of_the_forward():
@@ -160,3 +140,25 @@ def test_bfloat16_is_kept_and_compared(suffix: str, tmp_path: Path):
     else:
         x = torch.randn(2, 3, 8, 8).bfloat16()
         torch.testing.assert_close(load(tmp_path / f"net{suffix}", trusted=True)(x), net(x))
+
+
+class Keywords(nn.Module):
+    """Takes its inputs by any keyword, as wrappers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, *args: Tensor, **named: Tensor) -> Tensor:
+        return self.conv(named["image"]) * named["scale"][:, None, None, None]
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
+def test_a_forward_of_any_keywords_has_a_free_batch(tmp_path: Path, suffix: str):
+    net, example = Keywords().eval(), {"image": torch.randn(2, 3, 8, 8), "scale": torch.rand(2)}
+    export(net, tmp_path / f"net{suffix}", example_input=example)
+    runner = open_engine(tmp_path / f"net{suffix}", trusted=True)
+    assert [port.name for port in runner.inputs] == ["image", "scale"]
+    other = {"image": torch.randn(5, 3, 8, 8), "scale": torch.rand(5)}
+    given = runner({name: tensor.numpy() for name, tensor in other.items()})
+    torch.testing.assert_close(torch.from_numpy(next(iter(given.values()))), net(**other).detach())
