@@ -89,17 +89,21 @@ def evaluate(
 def held_out_images(trained: Trained, source: str | Path, **options: Any) -> Data | None:
     """The set with the images to test on that training held out of it; None if it is not the set of that run.
 
-    The number trained on is the limit: a run with a limit then finds its own images again.
+    Older runs do not say whether they had a limit: then it was the number of images that they trained on.
     """
     if not trained.held_out:
         return None
     split = trained.held_out["val_split"]
-    known = {"image_size": trained.size_option, "channels": trained.channels, "limit": trained.held_out["train"]}
-    try:
-        data = open_data(source, val_split=split["share"], val_seed=split["seed"], **known, **options)
-    except LowRankError:  # such as a set that has test images
-        return None
-    return data if data.digest == trained.held_out["digest"] else None
+    known = {"image_size": trained.size_option, "channels": trained.channels}
+    for limit in [split["limit"]] if "limit" in split else [None, trained.held_out["train"]]:
+        known |= {"val_split": split["share"], "val_seed": split["seed"], "limit": limit}
+        try:
+            data = open_data(source, **known, **options)
+        except LowRankError:  # such as a set that has test images
+            return None
+        if data.digest == trained.held_out["digest"]:
+            return data
+    return None
 
 
 def _relabelled(loader: Loader, places: Tensor, shown: ImageProgress) -> Iterator[tuple[Tensor, Tensor]]:

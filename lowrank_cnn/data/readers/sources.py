@@ -160,7 +160,8 @@ def _splits(found: LabelledImages, options: ReadOptions) -> Data:
     train_rows = rows_of(train, len(found.classes), problems["train"])
     if test is None:
         share = options.val_split or VAL_SPLIT
-        details["val_split"] = {"share": share, "seed": options.val_seed}
+        limit = {} if options.limit is None else {"limit": options.limit}
+        details["val_split"] = {"share": share, "seed": options.val_seed, **limit}
         test = train
         train_rows, test_rows = divided(train, train_rows, share, seed=options.val_seed, name=found.name)
     else:
