@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lowrank_cnn.data import Data, Loader, Preprocess, make_loader, open_data
 from lowrank_cnn.data.image_progress import ImageProgress
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.text import first_few
 from lowrank_cnn.train.checkpoint import CheckpointStore, DamagedCheckpointError, read_state
 from lowrank_cnn.train.fabric import resolve_device
 from lowrank_cnn.train.inputs import evaluation_batch, input_size, preprocessing
@@ -157,8 +158,8 @@ def match_classes(trained: Trained, data: Data) -> Tensor:
     unknown = [name for name in data.classes if name not in place]
     if unknown:
         raise LowRankError(
-            f"the network knows {len(trained.classes)} classes ({_some(trained.classes)}), "
-            f"{data.name} has {len(unknown)} others ({_some(unknown)})."
+            f"the network knows {len(trained.classes)} classes ({first_few(trained.classes)}), "
+            f"{data.name} has {len(unknown)} others ({first_few(unknown)})."
         )
     return torch.tensor([place[name] for name in data.classes])
 
@@ -172,7 +173,3 @@ def _check_size(trained: Trained, data: Data) -> None:
             f"the network was trained on images of {'x'.join(map(str, trained.image))}, {data.name} has images of "
             f"{theirs}: open the data with image_size={size!r}, channels={trained.channels} (--image-size {size})."
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
