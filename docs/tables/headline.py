@@ -26,8 +26,8 @@ FAMILY = {"nin": "nin", "vgg11-gmp": "vgg11"}
 TODAY = ("lowrank:vgg11-gmp/lr", "torchvision:resnet18/lr")
 AT_MOST = 0.8
 """A low-rank network of a frontier is shown if it takes at most this share of the dense time."""
-TIMES = """Time: one NVIDIA H200, bf16, a batch of 256 images; training: one step (ms) or a whole run (s). Dense
-times are those of the fastest dense network we could build, through our own kernels where these are faster.
+TIMES = """Time: a batch of 256 images on one NVIDIA H200 in bf16; training is one step (ms) or a whole run (s).
+Dense: the fastest dense network we could build, through our own kernels where these are faster.
 """
 THIN_NOTE = """Thin dense: the same network with fewer filters, as fast as the low-rank one or with as many MACs.
 """
@@ -204,6 +204,7 @@ def _chart(group: str, lines: list[Line]) -> dict[str, Any]:
     tops, longest = [line.top1 or 0.0 for line in lines], max(line.ms for line in lines)
     times, shares = [0, 1.15 * longest], [min(tops) - 1, max(tops) + 1]  # so that a tenth of a point looks small
     x = {"field": "ms", "type": "quantitative", "title": "milliseconds for 256 images", "scale": {"domain": times}}
+    x["axis"] = {"tickCount": 6}
     y = {"field": "top1", "type": "quantitative", "title": "top-1, %", "scale": {"domain": shares}}
     kinds = [kind for kind in (DENSE, LOW_RANK, THIN) if kind in {line.kind for line in lines}]
     shapes = {"domain": kinds, "range": ["circle", "square", "diamond"][: len(kinds)]}
@@ -215,8 +216,8 @@ def _chart(group: str, lines: list[Line]) -> dict[str, Any]:
          "encoding": {"x": x, "y": y, "x2": {"field": "ms2"}, "y2": {"field": "top2"}}},
         {"data": {"values": values}, "mark": {"type": "point", "filled": True, "size": 120, "opacity": 1},
          "encoding": {"x": x, "y": y, "color": colour, "shape": shape}},
-        {"data": {"values": values}, "mark": {"type": "text", "dy": 18, "fontSize": 12},
-         "encoding": {"x": x, "y": y, "text": {"field": "name"}}},
+        *({"data": {"values": some}, "mark": {"type": "text", "dy": dy, "fontSize": 12},
+           "encoding": {"x": x, "y": y, "text": {"field": "name"}}} for dy, some in ((-16, [start]), (18, ends))),
     ]  # fmt: skip
     return {"title": group.partition(" (")[0], "width": 330, "height": 220, "layer": layers}
 

@@ -250,16 +250,17 @@ def train_command(
         record = train(source.network.train(), found, recipe, progress=not as_json, **run.for_fit())
     _print_result(record, run.out, as_json)
     if run.out and not as_json and first_process():
-        hint = _next_command(record, run.out, data, network.into or model)
+        hint = _next_command(record, run.out, data, network.into or model, images.class_names)
         console.print(f"The run is in {run.out}: try `{hint}`", markup=False, soft_wrap=True)
 
 
-def _next_command(record: Record, out: Path, data: str, source: str) -> str:
+def _next_command(record: Record, out: Path, data: str, source: str, names: Path | None) -> str:
     """The command that evaluates the run. A run holds no code, so --into names a network that is not ours."""
     from lowrank_cnn.models.rebuild import entry_description
 
     ours = entry_description(record.model)["model"] is not None
-    return shlex.join(["lowrank", "evaluate", str(out), "--data", data, *([] if ours else ["--into", source])])
+    into, named = [] if ours else ["--into", source], ["--class-names", str(names)] if names else []
+    return shlex.join(["lowrank", "evaluate", str(out), "--data", data, *into, *named])
 
 
 def _told(recipe: Recipe) -> str:

@@ -10,6 +10,7 @@
 | crop         | then the centre of this height and width is cut out                                |
 | pixels       | "nchw" or "nhwc" where the graph itself prepares images: it takes uint8            |
 | image        | the size of the images in training, or empty where they differed in size           |
+| held_out     | which images of its set training held out, where the set came without test images  |
 | recipe       | the training recipe                                                                |
 | whitening    | the tensors of ZCA whitening, where images were whitened: safetensors in base64    |
 """
@@ -34,6 +35,8 @@ from lowrank_cnn.system.provenance import note
 from lowrank_cnn.system.version import __version__
 from lowrank_cnn.train.trained import Trained, trained_of
 
+METADATA = ("input_size", "classes", "image", "recipe", "pixels", "held_out")
+
 
 def metadata_of(stored: Stored, *, pixels: str | None = None) -> dict[str, str]:
     """All that is known of a network, for its file; `pixels` is the layout of the images it prepares itself."""
@@ -45,6 +48,7 @@ def metadata_of(stored: Stored, *, pixels: str | None = None) -> dict[str, str]:
             recipe |= {"crop": None, "resize": None}  # the graph whitens whole images, and crops behind that
         found |= {"classes": trained.classes, "image": trained.image, "recipe": recipe}
         found |= {"resize": trained.augment.resize, "crop": trained.input_size[1:]}
+        found["held_out"] = dict(trained.held_out) or None
         if standardized:
             found |= {name: tensor.tolist() for name, tensor in stored.preprocess.items()}
         elif not pixels:
@@ -55,13 +59,15 @@ def metadata_of(stored: Stored, *, pixels: str | None = None) -> dict[str, str]:
 
 def attach_metadata(network: nn.Module, metadata: Mapping[str, str]) -> nn.Module:
     """Let a network out of a file carry what the file says of its images; a file of others says nothing."""
-    said = {key: _value(metadata.get(key)) for key in ("input_size", "classes", "image", "recipe", "pixels")}
+    said = {key: _value(metadata.get(key)) for key in METADATA}
     size = said["input_size"]
     if isinstance(size, list) and all(isinstance(side, int) for side in size):
         note(network, input_size=tuple(size))
     if said["classes"] is None or said["recipe"] is None:
         return network
-    card = {"recipe": said["recipe"], "data": {"classes": said["classes"], "image": said["image"] or []}}
+    held_out = said["held_out"] if isinstance(said["held_out"], dict) else {}
+    data = {**held_out, "classes": said["classes"], "image": said["image"] or []}
+    card = {"recipe": said["recipe"], "data": data}
     preprocess = _as_pixels(size) if said["pixels"] else _preprocess(metadata)
     try:
         trained_of(Stored(network, None, card, preprocess))  # which attaches the card to the network

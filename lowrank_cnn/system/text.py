@@ -20,6 +20,11 @@ def si(number: float, digits: int = 3) -> str:
     return f"{number:g}"
 
 
+def first_few(names: Sequence[str]) -> str:
+    """Three names at most: "cat, dog, owl, ..."."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
 def percent(share: float | None) -> str:
     """A share as a percentage, a dash where it is unknown: 0.9012 -> 90.12%."""
     return DASH if share is None else f"{100 * share:.2f}%"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lowrank_cnn.data import Data, Loader, Preprocess, make_loader, open_data
 from lowrank_cnn.data.image_progress import ImageProgress
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.text import first_few
 from lowrank_cnn.train.checkpoint import CheckpointStore, DamagedCheckpointError, read_state
 from lowrank_cnn.train.fabric import resolve_device
 from lowrank_cnn.train.inputs import evaluation_batch, input_size, preprocessing
@@ -89,17 +90,21 @@ def evaluate(
 def held_out_images(trained: Trained, source: str | Path, **options: Any) -> Data | None:
     """The set with the images to test on that training held out of it; None if it is not the set of that run.
 
-    The number trained on is the limit: a run with a limit then finds its own images again.
+    Older runs do not say whether they had a limit: then it was the number of images that they trained on.
     """
     if not trained.held_out:
         return None
     split = trained.held_out["val_split"]
-    known = {"image_size": trained.size_option, "channels": trained.channels, "limit": trained.held_out["train"]}
-    try:
-        data = open_data(source, val_split=split["share"], val_seed=split["seed"], **known, **options)
-    except LowRankError:  # such as a set that has test images
-        return None
-    return data if data.digest == trained.held_out["digest"] else None
+    known = {"image_size": trained.size_option, "channels": trained.channels}
+    for limit in [split["limit"]] if "limit" in split else [None, trained.held_out["train"]]:
+        known |= {"val_split": split["share"], "val_seed": split["seed"], "limit": limit}
+        try:
+            data = open_data(source, **known, **options)
+        except LowRankError:  # such as a set that has test images
+            return None
+        if data.digest == trained.held_out["digest"]:
+            return data
+    return None
 
 
 def _relabelled(loader: Loader, places: Tensor, shown: ImageProgress) -> Iterator[tuple[Tensor, Tensor]]:
@@ -153,8 +158,8 @@ def match_classes(trained: Trained, data: Data) -> Tensor:
     unknown = [name for name in data.classes if name not in place]
     if unknown:
         raise LowRankError(
-            f"the network knows {len(trained.classes)} classes ({_some(trained.classes)}), "
-            f"{data.name} has {len(unknown)} others ({_some(unknown)})."
+            f"the network knows {len(trained.classes)} classes ({first_few(trained.classes)}), "
+            f"{data.name} has {len(unknown)} others ({first_few(unknown)})."
         )
     return torch.tensor([place[name] for name in data.classes])
 
@@ -168,7 +173,3 @@ def _check_size(trained: Trained, data: Data) -> None:
             f"the network was trained on images of {'x'.join(map(str, trained.image))}, {data.name} has images of "
             f"{theirs}: open the data with image_size={size!r}, channels={trained.channels} (--image-size {size})."
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

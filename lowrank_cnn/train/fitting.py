@@ -30,7 +30,7 @@ from lowrank_cnn.train.loggers import Logged, check_loggers
 from lowrank_cnn.train.memory_check import check_memory
 from lowrank_cnn.train.objective import Loss
 from lowrank_cnn.train.opening import open_for
-from lowrank_cnn.train.progress import Lines, Live, Progress, is_interactive
+from lowrank_cnn.train.progress import Lines, Progress, moving_line
 from lowrank_cnn.train.recipe import Recipe, changed
 from lowrank_cnn.train.recipes import get_recipe
 from lowrank_cnn.train.record import Record
@@ -191,9 +191,9 @@ def _resume(trainer: Trainer, checkpoint: Checkpoint | None, shown: Progress) ->
 
 
 def _progress(trainer: Trainer, shown: Progress, log: Sequence[str]) -> Progress:
-    if isinstance(shown, Lines) and is_interactive():
+    if isinstance(shown, Lines) and (line := moving_line()):
         total = trainer.recipe.epochs * trainer.per_epoch
-        shown = Live(total, trainer.per_epoch, trainer.iteration, processes=trainer.fabric.world_size)
+        shown = line(total, trainer.per_epoch, trainer.iteration, processes=trainer.fabric.world_size)
     if not log or not trainer.fabric.is_global_zero:
         return shown
     trainer.state.update_record()

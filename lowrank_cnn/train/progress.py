@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 
 from lowrank_cnn.system.arithmetic import ceil_div
@@ -15,6 +15,7 @@ from lowrank_cnn.train.record import Epoch
 from lowrank_cnn.train.step import Tally
 
 REFRESH_SECONDS = 0.5
+_NOTEBOOK_WIDTH = 110
 
 
 class Progress:
@@ -99,12 +100,38 @@ class Live(Progress):
         self.say(epoch_line(row, epochs))
 
 
-def is_interactive() -> bool:
-    """Whether a bar can move here: on a terminal, and in a notebook that has widgets."""
+class NotebookLine(Live):
+    """The same line in a notebook: one output of the cell that is replaced, which needs no widgets."""
+
+    def __enter__(self) -> NotebookLine:
+        display = require("IPython.display", extra="train", purpose="the progress line of a notebook").display
+        self.output = display(_as_text(""), raw=True, display_id=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.output.update(_as_text(""), raw=True)
+
+    def say(self, line: str) -> None:
+        print(printable(line), flush=True)
+
+    def step(self, tally: Tally, rate: float, iteration: int) -> None:
+        super().step(tally, rate, iteration)
+        console = require("rich.console", extra="train", purpose="the progress line").Console
+        screen = console(file=io.StringIO(), width=_NOTEBOOK_WIDTH, force_jupyter=False)
+        screen.print(self.bar.get_renderable())
+        self.output.update(_as_text(screen.file.getvalue().rstrip()), raw=True)
+
+
+def _as_text(line: str) -> dict[str, str]:
+    return {"text/plain": line}
+
+
+def moving_line() -> type[Live] | None:
+    """The line that can move here: on a terminal, in a notebook; None elsewhere."""
     if sys.stdout.isatty():
-        return True
+        return Live
     rich = require("rich.console", extra="train", purpose="the progress line")
-    return rich.Console().is_jupyter and find_spec("ipywidgets") is not None
+    return NotebookLine if rich.Console().is_jupyter else None
 
 
 def epoch_line(row: Epoch, epochs: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,11 +89,14 @@ def test_whitened_images_are_whitened_by_the_file(tmp_path: Path):
 
 
 def test_metadata_is_read_back_and_damage_is_refused():
-    kept = metadata_of(trained(crop=10).stored())
+    held_out = {"digest": "d", "train": 5, "val_split": {"share": 0.2, "seed": 0}}
+    kept = metadata_of(replace(trained(crop=10), held_out=held_out).stored())
     assert json.loads(kept["crop"]) == [10, 10]
     back = carried_by(attach_metadata(nn.Identity(), kept))
     assert back is not None
     assert (back.classes, back.image, back.input_size) == (CLASSES, SIZE, (3, 10, 10))
+    assert back.held_out == held_out
+    assert carried_by(attach_metadata(nn.Identity(), {**kept, "held_out": "[1]"})).held_out == {}
     assert notes(attach_metadata(nn.Identity(), {})).training_card is None
     assert notes(attach_metadata(nn.Identity(), {"classes": "[", "recipe": "{}"})).training_card is None
     for bad in ({"mean": "x"}, {"recipe": '"x"'}, {"whitening": '"?"'}, {"recipe": '{"epochs": "many"}'}):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 
-from lowrank_cnn.train.progress import Lines, Live, Progress, is_interactive
+import pytest
+
+from lowrank_cnn.train.progress import Lines, Live, NotebookLine, Progress, moving_line
 from lowrank_cnn.train.record import Epoch
 from lowrank_cnn.train.step import Tally
 
@@ -53,14 +56,35 @@ def test_the_last_step_belongs_to_the_last_epoch():
         assert live.bar.tasks[0].description == f"epoch {epoch}/2"
 
 
-def test_a_bar_moves_on_a_terminal_and_in_a_notebook_with_widgets(monkeypatch):
-    assert not is_interactive()
-    for jupyter, widgets, moves in ((True, True, True), (True, None, False), (False, True, False)):
-        monkeypatch.setattr("rich.console._is_jupyter", lambda jupyter=jupyter: jupyter)
-        monkeypatch.setattr("lowrank_cnn.train.progress.find_spec", lambda _, widgets=widgets: widgets)
-        assert is_interactive() == moves
+def test_the_line_moves_on_a_terminal_and_in_a_notebook(monkeypatch):
+    assert moving_line() is None
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert moving_line() is NotebookLine
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    assert is_interactive()
+    assert moving_line() is Live
+
+
+def test_a_notebook_shows_one_output_with_the_time_left(monkeypatch, capsys):
+    display = pytest.importorskip("IPython.display")
+    shown = []
+
+    class Output:
+        def update(self, data, *, raw):
+            shown.append((data["text/plain"], raw))
+
+    monkeypatch.setattr(display, "display", lambda *_, **__: Output())
+    line = NotebookLine(total=100, per_epoch=10, start=0)
+    with line:
+        for iteration in (5, 10, 15):
+            line.step(Tally(50.0, 25.0, 100.0, 5, False), 0.05, iteration)
+        line.epoch(ROW, 10)
+    (*moving, last), raws = zip(*shown, strict=True)
+    assert all(raws)
+    assert last == ""
+    assert "epoch 2/10" in moving[-1]
+    assert "accuracy 25.0%" in moving[-1]
+    assert re.search(r"\d:\d\d:\d\d$", moving[-1])
+    assert capsys.readouterr().out.startswith("epoch 2/10  loss 1.2500")
 
 
 def test_silence_is_the_default(capsys):

@@ -19,6 +19,7 @@ from lowrank_cnn.data.readers.splits import divided, make_split, rows_of, with_d
 from lowrank_cnn.data.types import Data, Problems
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path
+from lowrank_cnn.system.text import first_few
 
 _TABLES = (".csv", ".tsv")
 
@@ -128,6 +129,11 @@ def _tested_elsewhere(found: LabelledImages, options: ReadOptions) -> Data:
         raise LowRankError(f"{options.test} cannot be the test set of another: give a folder or a .csv.")
     tested = other.test or other.train
     assert tested is not None
+    if not set(other.classes) & set(found.classes):
+        raise LowRankError(
+            f"{options.test} has none of the classes of {found.name} ({first_few(found.classes)}), but "
+            f"{first_few(other.classes)}: class folders are matched by name."
+        )
     labels = _by_name(tested.labels, other.classes, found.classes)
     problems = other.problems["test" if other.test else "train"]
     store: Any = replace(tested, labels=labels)  # type: ignore[type-var]
@@ -160,7 +166,8 @@ def _splits(found: LabelledImages, options: ReadOptions) -> Data:
     train_rows = rows_of(train, len(found.classes), problems["train"])
     if test is None:
         share = options.val_split or VAL_SPLIT
-        details["val_split"] = {"share": share, "seed": options.val_seed}
+        limit = {} if options.limit is None else {"limit": options.limit}
+        details["val_split"] = {"share": share, "seed": options.val_seed, **limit}
         test = train
         train_rows, test_rows = divided(train, train_rows, share, seed=options.val_seed, name=found.name)
     else:

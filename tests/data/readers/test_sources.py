@@ -144,3 +144,12 @@ def test_one_image_is_no_data_set(photo, tmp_path):
     (tmp_path / "cat.JPG").write_bytes(photo(0))
     with pytest.raises(LowRankError, match=r"cat\.JPG is one image: give the folder"):
         open_data(tmp_path / "cat.JPG")
+
+
+def test_test_images_of_other_classes_are_refused_with_both_names(photo, tmp_path):
+    for place in ("ours/cat", "ours/dog", "theirs/tree", "theirs/bush"):
+        (tmp_path / place).mkdir(parents=True)
+        for number in range(4):
+            (tmp_path / place / f"{number}.jpg").write_bytes(photo(number))
+    with pytest.raises(LowRankError, match=r"theirs has none of the classes of ours \(cat, dog\), but bush, tree"):
+        open_data(tmp_path / "ours", test=tmp_path / "theirs")
