@@ -16,6 +16,7 @@ run that is killed keeps what it has measured.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import subprocess
@@ -211,9 +212,12 @@ def _deployed(network: nn.Module) -> nn.Module:
 
 
 def _compiled(network: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """The rival: torch.compile with freezing, without our kernels, replayed as a CUDA graph."""
+    """The rival: torch.compile with freezing, without our kernels, replayed as a CUDA graph.
+
+    Of a copy: its weights are constants of the graph, and `_error` moves those of the network.
+    """
     with _freezing(), forced("off"), torch.no_grad():
-        run = torch.compile(network, dynamic=False)
+        run = torch.compile(copy.deepcopy(network), dynamic=False)
         run(x)
         return recorded(run, x.contiguous(memory_format=torch.channels_last))
 

@@ -192,7 +192,8 @@ def alone_rate(update: Step, images: Tensor, labels: Tensor, seconds: float) -> 
     return count * len(images) / min(steps_take(count) for _ in range(3))
 
 
-def measure(full: Path, shrunk: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(full: Path, shrunk: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What is known after each way: a run that is cut keeps it."""
     update, alone = training_step(arguments) if arguments.network else (None, None)
     print(f"{arguments.network} alone: {alone} images/s", flush=True)
     rows, refused = {}, {}
@@ -202,7 +203,7 @@ def measure(full: Path, shrunk: Path, arguments: argparse.Namespace) -> dict[str
         except LowRankError as error:
             refused[name] = str(error)
         print(name, rows.get(name) or refused[name], flush=True)
-    return {"rows": rows, "not_measured": refused, "step_images_per_second": alone}
+        yield {"rows": rows, "not_measured": refused, "step_images_per_second": alone}
 
 
 def measure_way(
@@ -238,16 +239,22 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
+    before = json.loads(arguments.out.read_text())["machines"] if arguments.out.exists() else []
     with tempfile.TemporaryDirectory() as folder:
         full, shrunk = Path(folder, "full"), Path(folder, "shrunk")
         mean = make_photographs(full, arguments.images, arguments.photographs)
-        measured = measure(full, shrunk, arguments)
-    setting = {"size": [WIDTH, HEIGHT], "bytes": mean, "side": SIDE, "crop": CROP, "network": arguments.network}
-    setting |= {name: getattr(arguments, name) for name in ("images", "batch", "repeats", "workers", "device")}
-    machine: dict[str, Any] = {"setting": setting, **measured, "environment": environment()}
-    before = json.loads(arguments.out.read_text())["machines"] if arguments.out.exists() else []
-    others = [one for one in before if hardware(one) != hardware(machine)]
-    write_record(arguments.out, "loaders", machines=[*others, machine], environment=machine["environment"])
+        setting = {
+            "size": [WIDTH, HEIGHT],
+            "bytes": mean,
+            "side": SIDE,
+            "crop": CROP,
+            "network": arguments.network,
+        }
+        setting |= {name: getattr(arguments, name) for name in ("images", "batch", "repeats", "workers", "device")}
+        for measured in measure(full, shrunk, arguments):
+            machine: dict[str, Any] = {"setting": setting, **measured, "environment": environment()}
+            others = [one for one in before if hardware(one) != hardware(machine)]
+            write_record(arguments.out, "loaders", machines=[*others, machine], environment=machine["environment"])
 
 
 def hardware(machine: dict[str, Any]) -> tuple[Any, Any]:

@@ -21,6 +21,7 @@ from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import UnreadableError, is_regular, read_json, write_json
 from lowrank_cnn.system.seal import BrokenSealError, sealed, unsealed
+from lowrank_cnn.train.recipe import Recipe
 
 KIND, SCHEMA = "frontier", 1
 RECORD, ANSWERS = "frontier.json", "answers.bits"
@@ -221,11 +222,17 @@ def open_frontier(folder: Path, about: dict[str, Any], images: int) -> Frontier:
         folder.mkdir(parents=True, exist_ok=True)
         return Frontier(folder, about, images)
     found = load_frontier(folder)
-    plain = json.loads(json.dumps(about))
-    differ = [key for key in ABOUT if found.about[key] != plain[key]]
+    before, now = (_comparable(one) for one in (found.about, json.loads(json.dumps(about))))
+    differ = [key for key in ABOUT if before[key] != now[key]]
     if differ:
         raise LowRankError(f"{folder} holds a frontier with another {' and '.join(differ)}: choose another --out.")
     return found
+
+
+def _comparable(about: dict[str, Any]) -> dict[str, Any]:
+    """With the defaults of fields that recipes did not have when the record was written: they change nothing."""
+    defaults = json.loads(json.dumps(Recipe().to_dict()))
+    return {**about, "recipe": {**defaults, **(about["recipe"] or {})}}
 
 
 def _without_date(known: dict[str, Any]) -> dict[str, Any]:

@@ -198,6 +198,7 @@ class GraphedStep:
 
     def __init__(self, step: TrainingStep, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images.clone(), labels.clone()
+        self.step = step  # the graph reads and writes its weights where they lie, so they must not be freed
         with for_graphs(), contextlib.ExitStack() as changes:
             changes.enter_context(put_back(step.tensors(), images.device))
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lowrank_cnn.frontier.record import ANSWERS, RECORD, Frontier, load_frontier, open_frontier, pack, unpack
 from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train.recipe import Recipe
 
 TWO = {"dense": (0.9, 1.0, 2), "lr": (0.8, 0.5, 3)}
 
@@ -66,3 +67,13 @@ def test_what_is_no_record_is_refused(make_frontier: Callable[..., Frontier]):
         load_frontier(found.folder)
     with pytest.raises(LowRankError, match="no record of a frontier"):
         load_frontier(found.folder / "elsewhere")
+
+
+def test_a_recipe_without_fields_that_came_later_is_the_same(make_frontier: Callable[..., Frontier]):
+    whole = Recipe().to_dict()
+    found = make_frontier(TWO)
+    found.about["recipe"] = {name: value for name, value in whole.items() if name not in ("quantize", "output")}
+    found.save()
+    assert open_frontier(found.folder, {**found.about, "recipe": whole}, found.images).rows == found.rows
+    with pytest.raises(LowRankError, match="another recipe"):
+        open_frontier(found.folder, {**found.about, "recipe": {**whole, "quantize": "int8"}}, found.images)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.nn import functional as F
 
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.step import LossScale, TrainingStep
+from lowrank_cnn.train.step import GraphedStep, LossScale, TrainingStep
 
 CPU = torch.device("cpu")
 
@@ -177,8 +179,6 @@ def test_every_tensor_a_step_changes_is_listed():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 def test_a_graph_computes_what_the_step_does():
-    from lowrank_cnn.train.step import GraphedStep
-
     results = []
     for graphed in (False, True):
         net = network().insert(3, nn.Dropout(0.5)).cuda()
@@ -194,6 +194,20 @@ def test_a_graph_computes_what_the_step_does():
     eager, replayed = results
     for name, tensor in eager.items():
         torch.testing.assert_close(replayed[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_graph_keeps_the_weights_alive_that_it_writes_to(monkeypatch):
+    """A graph knows addresses alone: memory of freed weights would be given to others, and written over."""
+    monkeypatch.setattr("lowrank_cnn.train.step.captured", lambda run, *, before_capture: before_capture())
+    net = network()
+    update = GraphedStep(make_step(net, Recipe()), *batch())
+    weight = weakref.ref(net[0].weight)
+    del net
+    gc.collect()
+    assert weight() is not None
+    del update
+    gc.collect()
+    assert weight() is None
 
 
 def test_parts_of_a_batch_give_the_gradient_of_the_whole():
