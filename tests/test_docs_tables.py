@@ -487,7 +487,7 @@ def test_the_first_screen_takes_three_networks_of_a_frontier(blocks: ModuleType,
     for scheme, width, ms, correct in kinds:
         design = {"name": f"{scheme}@{width}", "scheme": scheme, "width": width, "matched": ""}
         time = DesignTime(ms, ms, ms, 2.0, 256, "folded")
-        runs = [SeedRun(1, correct, 0, "", 3.0, 4.0, 1.0, 1.0, 0)]
+        runs = [SeedRun(seed, correct, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in range(1, 5)]
         found.rows.append(DesignRow(design, 10**9, 10**5, time, runs=runs))
     found.save()
     speed = {"batch": 256, "ms": 1.0, "dense_ms": 4.0}

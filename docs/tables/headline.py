@@ -26,6 +26,8 @@ FAMILY = {"nin": "nin", "vgg11-gmp": "vgg11"}
 TODAY = ("lowrank:vgg11-gmp/lr", "torchvision:resnet18/lr")
 AT_MOST = 0.8
 """A low-rank network of a frontier is shown if it takes at most this share of the dense time."""
+LEAST_RUNS = 4
+"""A network of a frontier is shown if it was trained so often."""
 TIMES = """Time: a batch of 256 images on one NVIDIA H200 in bf16; training is one step (ms) or a whole run (s).
 Dense: the fastest dense network we could build, through our own kernels where these are faster.
 """
@@ -130,7 +132,7 @@ def _accuracy(name: str) -> tuple[int, float]:
 
 def _of_frontier(found: Frontier, sources: dict[str, Any]) -> Iterator[Line]:
     """The dense network, the most accurate low-rank one that is clearly faster, and thin dense of equal time."""
-    rows = [row for row in found.rows if row.runs and row.timing]
+    rows = [row for row in found.rows if len(row.runs) >= LEAST_RUNS and row.timing]
     dense = next((row for row in rows if row.dense and row.design["width"] == 1), None)
     faster = [row for row in rows if not row.dense and row.timing and row.timing.ratio <= AT_MOST]
     if dense is None or not faster:

@@ -16,7 +16,7 @@ from lowrank_cnn.system.statistics import holm
 
 QUESTIONS = Path(__file__).with_name("questions.json")
 BETTER, FASTER = "better", "faster"
-YES, NO, OPEN = "yes", "no", "undecided"
+YES, NO, OPEN, EARLY = "yes", "no", "undecided", "too few runs"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def answer(
     """Every question that a record can answer, corrected for all of them together.
 
     A verdict is yes where the corrected p is below alpha, no where the interval lies below the margin, and
-    undecided else. The controls are dense networks of the record: the thinnest that takes at least as long.
+    undecided else. With fewer runs than were registered there is none yet. The controls are dense networks of the
+    record: the thinnest that takes at least as long.
     """
     questions = questions or read_questions()
     asked = question_set(found, questions)
@@ -80,7 +81,7 @@ def answer(
             control = _control(found, factor * row.timing.ratio)
             if control is not None:
                 answers.append(_compared(found, question, margin, row, control, questions["alpha"], resamples))
-    return _corrected(answers, questions["alpha"])
+    return _corrected(answers, questions["alpha"], asked.get("seeds", 1))
 
 
 def _control(found: Frontier, least: float) -> DesignRow | None:
@@ -112,10 +113,13 @@ def _compared(
     )
 
 
-def _corrected(answers: list[Answer], alpha: float) -> list[Answer]:
+def _corrected(answers: list[Answer], alpha: float, least_runs: int) -> list[Answer]:
     judged = []
     for one, p in zip(answers, holm([one.p for one in answers]), strict=True):
         verdict = YES if p < alpha else NO if one.high < one.margin else OPEN
+        verdict = (
+            EARLY if min(one.runs) < least_runs else verdict
+        )  # looking early and often finds what is not there
         judged.append(replace(one, corrected=p, verdict=verdict))
     return judged
 

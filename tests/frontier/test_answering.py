@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lowrank_cnn.frontier.answering import NO, YES, add_answers, answer, read_questions
+from lowrank_cnn.frontier.answering import EARLY, NO, YES, add_answers, answer, read_questions
 from lowrank_cnn.frontier.designs import CANDIDATES, FAMILIES, LEARNED
 from lowrank_cnn.frontier.record import Frontier, load_frontier
 
@@ -20,7 +20,7 @@ def test_the_questions_name_families_and_designs_that_exist():
 
 def test_a_design_is_held_against_the_thin_network_that_takes_as_long(make_frontier: Callable[..., Frontier]):
     found = make_frontier(
-        {"dense": (0.93, 1.0, 8), "dense@0.7": (0.8, 0.7, 8), "dense@0.5": (0.7, 0.5, 8), "lr": (0.88, 0.5, 8)}
+        {"dense": (0.93, 1.0, 32), "dense@0.7": (0.8, 0.7, 32), "dense@0.5": (0.7, 0.5, 32), "lr": (0.88, 0.5, 32)}
     )
     better, faster = answer(found, resamples=2000)
     assert (better.question, better.control, better.time) == ("better", "dense@0.5", 1.0)
@@ -28,12 +28,17 @@ def test_a_design_is_held_against_the_thin_network_that_takes_as_long(make_front
     assert faster.time == pytest.approx(0.5 / 0.7)
     assert better.verdict == faster.verdict == YES
     assert better.corrected >= better.p
-    assert better.runs == (8, 8)
+    assert better.runs == (32, 32)
 
 
 def test_what_loses_is_said(make_frontier: Callable[..., Frontier]):
-    found = make_frontier({"dense": (0.93, 1.0, 8), "dense@0.5": (0.9, 0.5, 8), "lr": (0.7, 0.5, 8)})
+    found = make_frontier({"dense": (0.93, 1.0, 32), "dense@0.5": (0.9, 0.5, 32), "lr": (0.7, 0.5, 32)})
     assert [one.verdict for one in answer(found, resamples=2000)] == [NO, NO]
+
+
+def test_there_is_no_verdict_before_the_registered_number_of_runs(make_frontier: Callable[..., Frontier]):
+    found = make_frontier({"dense": (0.93, 1.0, 32), "dense@0.5": (0.9, 0.5, 32), "lr": (0.7, 0.5, 31)})
+    assert {one.verdict for one in answer(found, resamples=500)} == {EARLY}
 
 
 def test_what_was_not_asked_is_not_judged(make_frontier: Callable[..., Frontier]):
