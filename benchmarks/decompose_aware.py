@@ -1,8 +1,12 @@
 """What a few images are worth to a decomposition: error at the same MACs by weights alone, by each step, by both.
 
     python -m benchmarks.decompose_aware --data FOLDER [--network nin] [--shares 0.5 0.4 0.33]
+    lowrank train airbench --width 0.25 --data FOLDER --limit 10000 --recipe cifar10-fast --epochs 6 \\
+        --set batch_size=256 --out runs/airbench
+    python -m benchmarks.decompose_aware --data FOLDER --network runs/airbench
 
-The network has the weights that come with the package. Every way keeps the same share of its MACs:
+The network has the weights that come with the package, or is that of a run. Every way keeps the same share of its
+MACs:
 
 - weights: ranks by squared weights, filters nearest in weight;
 - sensitivity: ranks by what the output keeps on the images, filters nearest in weight;
@@ -11,14 +15,15 @@ The network has the weights that come with the package. Every way keeps the same
   refitted or not; the nearest output on the images is taken: `decompose(..., images=...)`.
 
 The error is the squared difference of the outputs over their square, on test images that nothing was fitted to;
-top-1 is on the same images, without fine-tuning. The record is written after each row, and a run that was stopped
-goes on where it ended.
+top-1 is on the same images, without fine-tuning. The record has the rows of all networks measured so far. It is
+written after each row, and a run that was stopped goes on where it ended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +42,7 @@ from lowrank_cnn.method.selection import select
 from lowrank_cnn.method.sensitivity import measured_keeps
 from lowrank_cnn.system.files import read_json
 from lowrank_cnn.system.text import text_table
-from lowrank_cnn.train.trained import Trained, load_pretrained
+from lowrank_cnn.train.trained import Trained, load_checkpoint, load_pretrained
 
 Row = dict[str, Any]
 WAYS = ("weights", "sensitivity", "refitted", "both")
@@ -52,18 +57,20 @@ def main() -> None:
     arguments.add_argument("--images", type=int, default=128, help="training images to fit to")
     arguments.add_argument("--test", type=int, default=1000, help="test images to measure on")
     options = arguments.parse_args()
-    about = {name: getattr(options, name) for name in ("network", "scheme", "images", "test")}
+    about = {name: getattr(options, name) for name in ("scheme", "images", "test")}
     earlier = read_json(options.out) if options.out.exists() else {}
     rows: list[Row] = earlier["rows"] if all(earlier.get(name) == value for name, value in about.items()) else []
-    trained = load_pretrained(options.network, "cifar10")
+    is_run = Path(options.network).is_dir()
+    trained = load_checkpoint(options.network) if is_run else load_pretrained(options.network, "cifar10")
+    name = Path(options.network).name
     few, test, labels = _images(trained, options.data, options.images, options.test)
-    wanted = [(way, share) for way in WAYS for share in options.shares]
-    missing = [pair for pair in wanted if pair not in [(row["way"], row["share"]) for row in rows]]
-    for row in measure(trained.network.eval(), options.scheme, missing, few, test, labels, dense=not rows):
-        rows.append(row)
+    known = [(row["way"], row["share"]) for row in rows if row["network"] == name]
+    missing = [(way, share) for way in WAYS for share in options.shares if (way, share) not in known]
+    for row in measure(trained.network.eval(), options.scheme, missing, few, test, labels, dense=not known):
+        rows.append({"network": name, **row})
         write_record(options.out, "decompose_aware", by_line="rows", **about, rows=list(rows))
-    lines = [(r["way"], f"{r['macs']:.3f}", f"{r['error']:.4f}", f"{r['top1']:.2%}") for r in rows]
-    print(text_table(("way", ">of the MACs", ">error", ">top-1"), lines))
+    lines = [(r["network"], r["way"], f"{r['macs']:.3f}", f"{r['error']:.4f}", f"{r['top1']:.2%}") for r in rows]
+    print(text_table(("network", "way", ">of the MACs", ">error", ">top-1"), lines))
 
 
 def measure(

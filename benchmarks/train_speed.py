@@ -109,12 +109,12 @@ def keeping_graphs() -> Iterator[list[GraphedStep]]:
     """The steps that a trainer records as CUDA graphs within the block."""
     kept: list[GraphedStep] = []
 
-    class Kept(GraphedStep):
+    class RememberedStep(GraphedStep):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             kept.append(self)
 
-    with mock.patch.object(execution, "GraphedStep", Kept):
+    with mock.patch.object(execution, "GraphedStep", RememberedStep):
         yield kept
 
 

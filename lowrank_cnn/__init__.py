@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from lowrank_cnn import _moved
+from lowrank_cnn.system.graph_files import open_graphs_by
 from lowrank_cnn.system.version import __version__
 
 if TYPE_CHECKING:
@@ -134,4 +135,5 @@ __all__ = [
 ]
 
 _moved.install()
+open_graphs_by(lambda path, *, trusted: __getattr__("load")(path, trusted=trusted))
 sys.modules[__name__].__class__ = _moved.Package

@@ -38,17 +38,17 @@ def decompose_aware() -> str:
         return NO_RUNS
     found = record("decompose_aware.json")
     shares = list(dict.fromkeys(row["share"] for row in found["rows"] if row["way"] != "dense"))
-    lines = {(row["way"], row["share"]): row for row in found["rows"]}
+    lines = {(row["network"], row["way"], row["share"]): row for row in found["rows"]}
     rows: list[list[object]] = []
-    for way in dict.fromkeys(way for way, _ in lines if way != "dense"):
-        own = [lines[way, share] for share in shares]
-        rows.append([way, *(f"{row['error']:.3f} ({row['top1']:.1%})" for row in own)])
-    columns = ["", *(f"at {share:g} of the MACs" for share in shares)]
-    dense = lines["dense", 1.0]["top1"]
+    for network, way in dict.fromkeys((network, way) for network, way, _ in lines if way != "dense"):
+        own = [lines[network, way, share] for share in shares]
+        rows.append([f"`{network}`", way, *(f"{row['error']:.3f} ({row['top1']:.1%})" for row in own)])
+    columns = ["network", "way", *(f"at {share:g} of the MACs" for share in shares)]
+    dense = " and ".join(f"{r['top1']:.1%} (`{r['network']}`)" for r in found["rows"] if r["way"] == "dense")
     note = (
-        f"\nRelative squared error of the outputs of `{found['network']}`, and top-1 without fine-tuning, on "
-        f"{found['test']:,} test images; dense: {dense:.1%}.\nScheme `{found['scheme']}`; {found['images']} "
-        "training images to fit to, without their labels.\n"
+        f"\nRelative squared error of the outputs, and top-1 without fine-tuning, on {found['test']:,} test "
+        f"images; dense: {dense}.\nScheme `{found['scheme']}`; {found['images']} training images to fit to, without their "
+        "labels.\n"
     )
     return markdown(columns, rows) + note + source("decompose_aware.json", found["environment"])
 

@@ -38,6 +38,9 @@ class GraphOptions:
         str, typer.Option(help="Axes of any length: batch, height, width, joined by commas; or none.")
     ] = "batch"
     opset: Annotated[int | None, typer.Option(help="Of .onnx.")] = None
+    strips: Annotated[
+        bool, typer.Option("--strips", help="In .onnx: 1x3 and 3x1 convs by the operator of lowrank-strips.")
+    ] = False
     input_names: Annotated[
         str | None, typer.Option(help="Names of the inputs, joined by commas; by default those of the forward.")
     ] = None
@@ -59,7 +62,7 @@ class GraphOptions:
         graph = {"dynamic": free, "opset": self.opset, "preprocess": self.preprocess or False}
         names = {"input_names": self.input_names, "output_names": self.output_names}
         graph |= {option: text.split(",") if text else None for option, text in names.items()}
-        return {"precision": self.precision, **graph}
+        return {"precision": self.precision, "strips": self.strips, **graph}
 
     def merge(self, network: torch.nn.Module, example: Any) -> torch.nn.Module:
         """The network with batch norms, and chains where asked, folded into the layers before them."""

@@ -83,7 +83,9 @@ def groups_apart(model: nn.Module) -> nn.Module:
 
 def in_layers(model: nn.Module) -> nn.Module:
     """A copy whose convs are layers again where a plan has products of its own, which other programs lack."""
-    ours = (module for module in model.modules() if isinstance(module, MatrixConv2d | StripConv2d | WinogradConv2d))
+    ours = (
+        module for module in model.modules() if isinstance(module, MatrixConv2d | StripConv2d | WinogradConv2d)
+    )
     return copy_with(model, {module: module.plain() for module in ours})
 
 

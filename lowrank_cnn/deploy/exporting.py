@@ -113,7 +113,9 @@ def export(
     stored = stored_of(model, input_size)
     check_place(path, overwrite)
     if strips and path.suffix != ".onnx":
-        raise LowRankError(f"compiled strips are an operator of ONNX Runtime: write an .onnx file, not {path.suffix}.")
+        raise LowRankError(
+            f"compiled strips are an operator of ONNX Runtime: write an .onnx file, not {path.suffix}."
+        )
     if path.suffix == ".safetensors":
         return _write_weights(path, _as_given(stored))
     names = {"inputs": input_names, "outputs": output_names}

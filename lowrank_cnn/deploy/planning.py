@@ -222,14 +222,14 @@ class _Planner:
         by_name = {block.name: block for block in self.blocks}
         planner = self
 
-        class Run(fx.Interpreter):
+        class BlockByBlock(fx.Interpreter):
             def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 if target in by_name:
                     planner.say(f"{target}, block {len(planner.decisions) + 1} of {len(by_name)}")
                     planner.decide(by_name[target], args)
                 return super().call_module(target, args, kwargs)
 
-        Run(self.network).run(*inputs)
+        BlockByBlock(self.network).run(*inputs)
 
     def decide(self, block: Block, inputs: tuple[Tensor, ...]) -> None:
         """Choose how a block is run, and put that into the network."""

@@ -23,7 +23,11 @@ STEPS = {torch.float32: 6, torch.float16: 4}
 
 def available(dtype: torch.dtype) -> bool:
     """Whether the compiled code is installed, and this processor computes in the type."""
-    return dtype in STEPS and find_spec("lowrank_strips") is not None and (dtype.itemsize == 4 or _library().has_half())
+    return (
+        dtype in STEPS
+        and find_spec("lowrank_strips") is not None
+        and (dtype.itemsize == 4 or _library().has_half())
+    )
 
 
 def packed(weight: Tensor) -> Tensor:
@@ -61,6 +65,8 @@ def _(x, weights, bias, filters, across, relu):
 @cache
 def _library() -> ModuleType:
     library = require("lowrank_strips", extra="strips", purpose="compiled strips")
-    for runtime in (Path(torch.__file__).parent / "lib").glob("libgomp*"):  # the threads of torch, not further ones
+    for runtime in (Path(torch.__file__).parent / "lib").glob(
+        "libgomp*"
+    ):  # the threads of torch, not further ones
         library.use_openmp(str(runtime))
     return library

@@ -1,4 +1,4 @@
-"""What layers of a network see and give on a few images, and the least-squares fit of a layer to that.
+"""Record the inputs and outputs of layers on a few images, and fit a layer to them by least squares.
 
 After Zhang et al. 2015: the second half of a factored conv is fitted so that, from what the decomposed network
 gives it, it gives what the original conv gives in the original network. This corrects errors of earlier layers.
@@ -29,7 +29,7 @@ _ROWS = 4
 """Output pixels that a fit takes, for each weight of a filter."""
 _FEWEST_ROWS = 4096
 _RIDGE = 1e-4
-"""How much, of the mean square of an input, holds a weight at its value before the fit."""
+"""Ridge of the fit, as a share of the mean square of an input: it pulls weights towards their values before."""
 
 
 def image_batches(images: Images, model: nn.Module) -> list[Tensor]:
@@ -50,20 +50,20 @@ def image_batches(images: Images, model: nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def outputs(model: nn.Module, batches: Sequence[Tensor]) -> Tensor:
-    """What a model gives on all images, as rows."""
+    """The outputs of a model on all images, one row per image."""
     with evaluating(model):
         return torch.cat([_first_tensor(_run(model, batch)).flatten(1).double() for batch in batches])
 
 
 def relative_error(given: Tensor, right: Tensor) -> float:
-    """The squared difference over the square; not a number counts as all lost."""
+    """The squared error relative to the squared reference; infinite if it is not a number."""
     error = float((given - right).square().sum() / right.square().sum().clamp_min(1e-30))
     return error if error == error else float("inf")
 
 
 @torch.no_grad()
 def seen(model: nn.Module, layer: nn.Module, batches: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Input and output of one layer for each batch; of a layer that runs several times, all of its runs."""
+    """The inputs and outputs of one layer for each batch, with a pair for every call of the layer."""
     found: list[tuple[Tensor, Tensor]] = []
 
     def keep(_module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -81,7 +81,7 @@ def seen(model: nn.Module, layer: nn.Module, batches: Sequence[Tensor]) -> list[
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; each module's own mode after."""
+    """Put a model into evaluation mode within the block, and restore the mode of every module after it."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -193,7 +193,7 @@ def _run(model: nn.Module, batch: Tensor) -> object:
 
 
 def _first_tensor(output: object) -> Tensor:
-    """The first tensor of whatever a network gives."""
+    """The first tensor in a network's output."""
     if isinstance(output, Tensor):
         return output
     values: Iterable[object] = ()

@@ -1,4 +1,4 @@
-"""Strips that train beside branches, which are folded into them exactly once training is over.
+"""Train strips beside branches, and fold the branches into the strips exactly after training.
 
 A strip sees its pixels along one axis alone. In training a 1x1 conv over the same input and, where shapes allow,
 the identity stand beside it, each with a batch norm of its own, and their outputs are added, as RepVGG does for
@@ -53,7 +53,7 @@ class BranchedConv2d(nn.Module):
         return y if self.identity_norm is None else y + self.identity_norm(x)
 
     def folded_weights(self) -> tuple[list[Tensor], Tensor]:
-        """The weights and the bias of the one composite that the branches are in evaluation."""
+        """The weights and bias of the single composite that equals all branches in evaluation."""
         scale, bias = _affine(self.strips_norm)
         weights = [
             weight * part.view(-1, 1, 1, 1)
@@ -98,7 +98,7 @@ def _affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
 
 
 def unbranchable(layer: CompositeConv2d) -> str:
-    """Why branches could not be folded into a composite; empty where they can."""
+    """The reason why branches cannot be folded into a composite; empty if they can."""
     if layer.channel_groups > 1 or layer.dilation != (1, 1) or layer.padding_mode != "zeros":
         return "it has channel groups, dilation or padding other than zeros"
     height, width = layer.composite.kernel
@@ -128,7 +128,7 @@ def _branched(layer: CompositeConv2d) -> BranchedConv2d:
 
 
 def fold_branches(model: nn.Module) -> nn.Module:
-    """A copy with each branched layer as the composite that it is in evaluation; without any, the model itself."""
+    """A copy in which every branched layer is folded into one composite; the model itself if it has none."""
     branched = [m for m in model.modules() if isinstance(m, BranchedConv2d)]
     if not branched:
         return model

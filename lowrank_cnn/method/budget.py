@@ -1,4 +1,4 @@
-"""Share a budget of multiply-accumulates, parameters or time out among the layers of a network.
+"""Divide a budget of multiply-accumulates, parameters or time among the layers of a network.
 
 A layer's *curve* lists what may replace it, from cheap to dense: each step has a cost and the share of the layer
 that it keeps (`energy`). For trained filters that share is measured; for fresh ones it is the share of weights.
@@ -44,14 +44,14 @@ Curves = Mapping[str, Curve]
 
 @dataclass(frozen=True)
 class Budget:
-    """What a network may cost, as a share of what it costs now: in "macs", "params" or "latency"."""
+    """The largest allowed cost of a network ("macs", "params" or "latency"), as a share of its current cost."""
 
     kind: str
     share: float
 
     @classmethod
     def of(cls, **asked: float | None) -> Budget | None:
-        """The one budget that was asked for; None for none."""
+        """The one budget that the caller set; None if none was set."""
         given = {kind: share for kind, share in asked.items() if share is not None}
         if len(given) > 1:
             raise LowRankError(f"ask for one of {', '.join(asked)}, not for {' and '.join(given)}.")
@@ -65,7 +65,7 @@ class Budget:
 def within(
     model: nn.Module, curves: Curves, rest: int, budget: Budget, input_size: InputSize
 ) -> dict[str, Scheme]:
-    """The schemes that keep most within a budget; layers without one stay dense."""
+    """Choose a scheme for each layer so that the network keeps most within the budget; other layers stay dense."""
     if budget.kind == "latency":
         return schemes_of(by_latency(model, curves, budget.share, input_size))
     total = rest + sum(curve[-1].cost for curve in curves.values())
@@ -76,7 +76,7 @@ def within(
         )
     allowed = budget.share * total
     left = allowed - rest
-    while True:  # a strided first half can cost more than estimated: what it exceeds by is then asked for less
+    while True:  # a strided first half can cost more than estimated: retry with a budget lowered by the excess
         chosen = allocate(curves, left)
         schemes = schemes_of(chosen)
         spent = getattr(count(rewrite(model, schemes), input_size), budget.kind) if schemes else 0
@@ -119,7 +119,7 @@ class Offer:
 
 
 def _offer(curve: Curve, place: int, left: float) -> Offer | None:
-    """The step from here that gains most per cost, of those that can be paid; a short curve may climb late."""
+    """The affordable step with the largest gain per cost, which may lie further along the curve."""
     here, best = curve[place], None
     for index in range(place + 1, len(curve)):
         price = curve[index].cost - here.cost
@@ -134,7 +134,7 @@ def _log(energy: float) -> float:
 
 
 def estimated(curves: Curves, chosen: Choice) -> int:
-    """The cost of these choices, as the curves have them."""
+    """The cost of these choices according to the curves."""
     return sum(next(s.cost for s in curve if s.scheme == chosen[name]) for name, curve in curves.items())
 
 

@@ -1,4 +1,4 @@
-"""The chains of layers that a scheme builds, and `build_conv`, which makes what stands for a dense conv."""
+"""`build_conv` builds the layer or chain of layers that replaces a dense conv under a scheme."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FactoredConv2d(nn.Sequential):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the dense conv that the chain stands for, with gradients, for tools that look at it."""
+        """The weight of the equivalent dense conv, with gradients, for tools that inspect weights."""
         first, *rest = (stage.weight for stage in self.children())
         if self.scheme.name == "cp":
             upright, lying, join = rest
@@ -53,7 +53,7 @@ class FactoredConv2d(nn.Sequential):
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias of the last layer: the chain's own where no other layer has one."""
+        """The bias of the last layer, which is that of the whole chain if no other layer has one."""
         return self[-1].bias  # type: ignore[return-value]
 
     @property
@@ -70,7 +70,7 @@ class FactoredConv2d(nn.Sequential):
 
     @property
     def kernel_size(self) -> Pair:
-        """The kernel of the dense conv that the chain stands for."""
+        """The kernel of the equivalent dense conv."""
         stages: Any = self
         return max(stage.kernel_size[0] for stage in stages), max(stage.kernel_size[1] for stage in stages)
 
@@ -112,7 +112,7 @@ def build_conv(
     padding_mode: str = "zeros",
     bias: bool | Literal["last"] = True,
 ) -> nn.Module:
-    """What stands in the place of a dense conv under a scheme: one layer, or a chain.
+    """Build the layer, or chain of layers, that replaces a dense conv under a scheme.
 
     A basis takes the stride, padding and dilation of the dense conv and its join none; the halves of a separable
     pair and the strips of a CP form take those of the axis they run along. With bias="last" a chain has a bias in

@@ -46,7 +46,7 @@ class FactoredLayer(nn.Sequential):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the layer that the two stand for, with gradients."""
+        """The weight of the equivalent single layer, with gradients."""
         basis, join = self[0].weight, self[1].weight.flatten(1)  # type: ignore[operator, union-attr]
         if isinstance(self[0], nn.Linear):
             return join @ basis  # type: ignore[operator]
@@ -88,7 +88,7 @@ def channel_rank(layer: nn.Module) -> int:
 
 
 def channel_macs(layer: nn.Module, m: int) -> int:
-    """What m filters and their join cost, in units in which the layer itself costs as much as it has weights."""
+    """The cost of m filters and their join, in units of MACs per output pixel of the original layer."""
     filters = outputs_of(layer)
     basis, join = layer.weight.numel() * m // filters, m * filters // groups_of(layer)  # type: ignore[union-attr, operator]
     # A transposed conv works on the pixels of its input, the join on those of its output.
@@ -109,7 +109,7 @@ def channel_energy(layer: nn.Module) -> Tensor:
 
 
 def build_factored(layer: nn.Module, scheme: Scheme) -> FactoredLayer:
-    """What the scheme makes of a layer; its weights are yet to be given."""
+    """Build the factors of a layer; their weights are set later."""
     m, filters, groups, biased = (
         basis_filters(layer, scheme),
         outputs_of(layer),
@@ -132,7 +132,7 @@ def build_factored(layer: nn.Module, scheme: Scheme) -> FactoredLayer:
 
 @torch.no_grad()
 def fit_factored(layer: nn.Module, new: FactoredLayer) -> float:
-    """Give the factors the nearest weights to the layer's; the share of the squared weight that they keep."""
+    """Fit the factors to the layer's weight, and return the share of its squared norm that they keep."""
     matrix, groups = matrices(layer), groups_of(layer)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     basis, join = new[0], new[1]

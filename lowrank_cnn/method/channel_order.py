@@ -1,4 +1,4 @@
-"""Whose output channels may be reordered or removed, found from the network's graph.
+"""Find the convs whose output channels may be reordered or removed, from the network's graph.
 
 The channels of a conv are free if everything on their way treats each channel by itself (a batch norm,
 activations, pooling, dropout, flattening) until convs and linear layers read them. Then the filters can be sorted
@@ -36,7 +36,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Route:
-    """Where the free channels of a conv go: through these norms into these layers."""
+    """The norms and layers that read the free channels of a conv."""
 
     norms: tuple[str, ...]
     readers: tuple[Reader, ...]
@@ -56,7 +56,7 @@ def free_routes(model: nn.Module, input_size: Sequence[int]) -> dict[str, Route]
             captured = capture(root, image)
             values = fx.Interpreter(fx.GraphModule(root, captured.graph), garbage_collect_values=False)
             values.run(image)
-    except Exception:  # a forward may need values, in any way of its own: then every order is fixed
+    except Exception:  # a forward may fail in any way without real values: every order is then fixed
         return {}
     return _Walk(captured, values.env, captured.called_once()).routes()
 
@@ -99,7 +99,7 @@ class _Walk:
         return Route(tuple(norms), tuple(readers)) if readers else None
 
     def _is_size(self, node: fx.Node) -> bool:
-        """Whether a node gives a number that is known from shapes alone."""
+        """Whether the value of a node follows from shapes alone."""
         return node.op != "output" and isinstance(self.values.get(node), int | torch.Size)
 
     def _keeps_apart(self, node: fx.Node, value: fx.Node, channels: int) -> bool:
@@ -115,7 +115,7 @@ class _Walk:
             return False
         try:
             return _treats_apart(lambda x: self._call(node, value, x), given.shape, channels)
-        except Exception:  # whatever a function of the user's does with random numbers
+        except Exception:  # a function of the user may fail on random numbers
             return False
 
     def _call(self, node: fx.Node, value: fx.Node, x: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class _Walk:
 
 
 def _treats_apart(function: Any, shape: Sequence[int], channels: int) -> bool:
-    """Whether permuted channels give permuted results, and one that changes changes its own results alone."""
+    """Whether permuting channels permutes the results, and changing one channel changes its own results only."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(tuple(shape), generator=draw).unflatten(1, (channels, -1))
     order = torch.randperm(channels, generator=draw)

@@ -31,7 +31,7 @@ class ConvForm:
 
 
 def form_of(conv: nn.Conv2d) -> ConvForm | None:
-    """The options of what a conv computes; None for a subclass whose forward does something else."""
+    """The options of the conv that a layer computes; None for a subclass whose forward computes something else."""
     kernel, dilation = conv.kernel_size, conv.dilation
     own = enclosing_padding(conv.padding, kernel, dilation)  # type: ignore[arg-type]
     before = ((0, 0), (0, 0)) if _is_plain(type(conv)) else _padding_before(conv)

@@ -87,7 +87,7 @@ def convert(
     """
     budget = Budget.of(macs=macs, params=params, latency=latency)
     if scheme is None and budget is None:
-        raise LowRankError("say a scheme, such as lr, or a budget (macs, params or latency) to choose schemes by.")
+        raise LowRankError("give a scheme, such as lr, or a budget that chooses schemes: macs, params or latency.")
     candidates = [parse_scheme(text) for text in (BY_BUDGET if scheme is None else (scheme,))]
     scheme = candidates[0]
     if scheme.name == "embed":
@@ -130,12 +130,12 @@ def cheaper_only(
 
 
 def nothing_cheaper(scheme: Scheme) -> str:
-    return f"{scheme} makes no layer cheaper: ask for fewer filters or less energy, or say allow_costlier=True."
+    return f"{scheme} makes no layer cheaper: ask for fewer filters or less energy, or pass allow_costlier=True."
 
 
 @contextmanager
 def told_if_low_rank(model: nn.Module) -> Iterator[None]:
-    """Where nothing can be converted since that was done before, say so, and not why each other conv stays."""
+    """Replace the error that nothing can be converted by a clearer one if the network is low-rank already."""
     try:
         yield
     except NothingToConvertError as nothing:

@@ -1,4 +1,4 @@
-"""What a scheme makes of a conv, in multiply-accumulates per output pixel, from its options alone."""
+"""The cost of what replaces a conv under a scheme, in multiply-accumulates per output pixel."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def relative_cost(conv: nn.Conv2d, scheme: Scheme) -> float:
 
 
 def useful_rank(conv: nn.Conv2d, scheme: Scheme) -> int:
-    """With so many basis filters per channel group a fit is as near as the scheme allows."""
+    """The number of basis filters per channel group beyond which a fit does not improve."""
     if not isinstance(conv, nn.Conv2d):
         return channel_rank(conv)
     if scheme.name == "cp":

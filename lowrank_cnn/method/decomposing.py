@@ -1,4 +1,4 @@
-"""Fit low-rank filters to a trained network: the rival of training them from scratch.
+"""Fit low-rank filters to a trained network, as an alternative to training them from scratch.
 
 Each spatial conv is replaced, under a scheme that ends in a mixing layer (`separable`, `lr-join`, a mixture with a
 join), by the filters nearest to its own; the network then usually needs fine-tuning, with the ordinary trainer.
@@ -164,14 +164,14 @@ def both_keeps(convs: Mapping[str, nn.Conv2d], scheme: Scheme, measured: Mapping
 def refitted(
     model: nn.Module, new: nn.Module, report: dict[str, Fitted], batches: Sequence[Tensor]
 ) -> dict[str, Fitted]:
-    """Layer by layer, in the order of their definition, fitted to what the original gives on the images."""
+    """Refit layer by layer, in the order of definition, to the original's activations on the images."""
     found = dict(report)
     for name in report:
         conv, layer = model.get_submodule(name), new.get_submodule(name)
         assert isinstance(layer, FactoredConv2d | FactoredLayer)
         right = [y for _, y in seen(model, conv, batches)]
         inputs = [x for x, _ in seen(new, layer, batches)]
-        if not right or len(right) != len(inputs):  # a layer that does not run, or not as often
+        if not right or len(right) != len(inputs):  # a layer that is not called, or not as often
             continue
         if layer.scheme.name == "separable":
             fit_layer(name, conv, layer, window_covariance(layer, inputs))  # type: ignore[arg-type]
@@ -199,7 +199,7 @@ def _chosen(
     input_size: InputSize | None,
     keeps: dict[str, Keeps] | None,
 ) -> dict[str, Scheme]:
-    """How many basis filters each layer gets, by what is to be kept or spent."""
+    """Choose the number of basis filters of each layer under a budget."""
     if budget.kind == "energy":
         return by_energy(convs, scheme, budget.share, keeps)
     size = known_inputs(model, input_size)
@@ -224,5 +224,5 @@ def _fittable(model: nn.Module, scheme: Scheme, where: Where) -> tuple[dict[str,
         raise LowRankError("there are no weights to fit: the network is on the meta device.")
     for name, conv in convs.items():
         if not bool(conv.weight.isfinite().all()):
-            raise LowRankError(f"{name or 'the conv'} has weights that are not finite, which nothing is near to.")
+            raise LowRankError(f"{name or 'the conv'} has weights that are not finite: nothing can be fitted.")
     return convs, kept

@@ -1,4 +1,4 @@
-"""Give every filter of a layer a shape by its scores, in numbers that kernels like."""
+"""Choose a shape for every filter of a layer by scores, in multiples that run fast in kernels."""
 
 from __future__ import annotations
 

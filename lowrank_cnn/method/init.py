@@ -46,7 +46,7 @@ _RECTIFIERS += (nn.Hardswish, nn.Mish, nn.Softplus)
 
 
 def sigma(fan: float, *, relu: bool) -> float:
-    """The one standard deviation of a layer's weights, before a ReLU or not."""
+    """The standard deviation of all weights of a layer, which depends on whether a ReLU follows."""
     return math.sqrt((2.0 if relu else 1.0) / fan)
 
 
@@ -84,7 +84,7 @@ def init_(model: nn.Module, *, relu: Rectified | None = None) -> nn.Module:
 
 
 def per_group_(model: nn.Module) -> nn.Module:
-    """What one would do without the paper: He's fan-out sigma for each filter group by itself. For comparison."""
+    """He's fan-out sigma for each filter group by itself, ignoring the paper; for comparison."""
     follows = followed_by_relu(model)
     for name, layer in weight_layers(model):
         for weight in weights_of(layer):
@@ -208,7 +208,7 @@ def _draw(weight: nn.Parameter, std: float) -> None:
 
 
 def _has_storage(weight: nn.Parameter) -> bool:
-    """On the meta device there is nothing to fill, and torch's way of not filling it takes a second to load."""
+    """Skip tensors on the meta device: torch would load for a second only to do nothing with them."""
     return not weight.is_meta
 
 

@@ -89,6 +89,6 @@ _REASONS = (
 
 
 def reason_of(error: Exception) -> str | None:
-    """Why a forward cannot run without values, in words; None where that is not what went wrong."""
+    """Why a forward cannot run without values, in words; None if it failed for another reason."""
     text = str(error)
     return next((reason for marks, reason in _REASONS if any(mark in text for mark in marks)), None)

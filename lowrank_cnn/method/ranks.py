@@ -22,15 +22,15 @@ from lowrank_cnn.method.scheme import SCHEMES, Scheme
 Keeps = Callable[[int], float]
 """The share of a layer that m basis filters keep."""
 _STEPS = 96
-"""Into how many steps the range of m is divided where layers compete for a budget."""
+"""Steps into which the range of m is divided when layers compete for a budget."""
 _FITTED = 12
-"""At how many of them a basis and its join are fitted; the energy between is interpolated."""
+"""Steps at which a basis and its join are really fitted; the energy between them is interpolated."""
 WHOLE = 8
-"""Filters come in so many to a group under a budget: fast kernels take no others."""
+"""Under a budget, filter groups are multiples of this, as fast kernels need."""
 _UNITS = 16
-"""Where a layer can have fewer, whole units would be too coarse a choice."""
+"""A layer with fewer units to choose from than this is not rounded to whole units: that would be too coarse."""
 _SWEEPS = 2
-"""A rough fit is enough to compare numbers of filters."""
+"""Sweeps of a fit that only compares numbers of filters: a rough one is enough."""
 BELOW = 1 / 3
 """The share of a layer's MACs below which CP is tried in place of a separable pair."""
 _MOST_WORK = 3e8
@@ -72,7 +72,7 @@ def curves_of(
 def sizes_of(conv: nn.Conv2d, scheme: Scheme, steps: int) -> list[int]:
     """Numbers of basis filters to try, from few to the most with which the layer is still cheaper than dense."""
     most, unit = dearest(conv, scheme), _unit(conv, scheme)
-    few = [m for m in range(groups_of(conv), unit, groups_of(conv)) if m <= most]  # for what buys no whole unit
+    few = [m for m in range(groups_of(conv), unit, groups_of(conv)) if m <= most]  # below one whole unit
     return [*(few if steps == _STEPS else few[:1]), *_spread(most // unit, steps, unit)]
 
 
@@ -107,7 +107,7 @@ def weights_keeper(conv: nn.Conv2d, scheme: Scheme) -> Keeps:
 
 
 def between(points: Sequence[tuple[int, float]]) -> Keeps:
-    """Straight lines through these points and from none at all to the first; level after the last."""
+    """Linear interpolation through (0, 0) and these points, constant after the last."""
     known = [(0, 0.0), *points]
 
     def value(m: int) -> float:

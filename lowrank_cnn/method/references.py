@@ -34,7 +34,7 @@ def held_by_functions(model: nn.Module) -> set[int]:
 
 
 def _modules_behind(value: object, seen: set[int], *, inside: bool = False) -> Iterator[nn.Module]:
-    """Modules reached through a function; those that a container holds directly are copied as they should be."""
+    """Modules reached through a function; a deep copy follows those that a container holds directly."""
     if id(value) in seen:
         return
     seen.add(id(value))

@@ -78,7 +78,7 @@ def copy_with(model: nn.Module, replaced: Mapping[nn.Module, nn.Module] = Mappin
 
 
 def replacement(conv: nn.Conv2d, scheme: Scheme) -> nn.Module:
-    """What a scheme makes of one conv, on its device and in its dtype; its weights are yet to be given."""
+    """Build what replaces a conv under a scheme, on its device and in its dtype; its weights are set later."""
     if scheme.name in _BY_LAYER:
         return laid_out_as(conv, _BY_LAYER[scheme.name](conv, scheme)).train(conv.training)
     if not isinstance(conv, nn.Conv2d):
@@ -138,7 +138,7 @@ def _fresh_in(network: nn.Module) -> Fill:
 
 
 def change_of(name: str, conv: nn.Module, layer: nn.Module, scheme: Scheme) -> Change:
-    """What became of a layer."""
+    """Describe how a layer was rewritten."""
     before, after = (" -> ".join(_filters(module)) for module in (conv, layer))
     sizes = [sum(p.numel() for p in module.parameters()) for module in (conv, layer)]
     return Change(name, before, after, str(scheme), *sizes)

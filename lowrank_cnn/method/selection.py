@@ -68,7 +68,7 @@ def select(
 
 
 def stages(model: nn.Module, input_size: InputSize | None = None) -> tuple[tuple[str, ...], ...]:
-    """The names of the spatial convs by stage: those that give maps of one size, in the order of execution.
+    """The names of the spatial convs by stage, in the order of execution; a stage has maps of one size.
 
     Any of them can be given to `convert` and `decompose` as `where`, to rewrite a stage.
 
@@ -92,7 +92,7 @@ def stages(model: nn.Module, input_size: InputSize | None = None) -> tuple[tuple
 
 
 def check_module(model: object) -> None:
-    """Refuse what is no module, and a scripted one, whose layers cannot be exchanged."""
+    """Refuse objects that are not modules, and scripted modules, whose layers cannot be replaced."""
     if not isinstance(model, nn.Module):
         raise LowRankError(f"a model is an nn.Module, not {type(model).__name__}.")
     for name, module in model.named_modules():
@@ -134,7 +134,7 @@ def _uses(model: nn.Module) -> Counter[int]:
 
 
 def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
-    """Why a conv cannot be rewritten; empty where it can."""
+    """The reason why a conv cannot be rewritten; empty if it can."""
     factored = scheme.name == "channel"
     if isinstance(conv, _ConvTransposeNd) and not factored:
         return "it is transposed: the scheme channel takes it"
@@ -158,7 +158,7 @@ def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
     if ties[id(conv.weight)] > 1:
         return "it shares its weight with another layer"
     if has_hooks(conv):
-        return "it carries hooks, which would be lost"
+        return "it has hooks, which would be lost"
     several = scheme.name not in ("dense", "separable", "channel", "cp", "learned")
     if several and isinstance(conv, _ConvNd) and conv.out_channels // conv.groups < len(scheme.shapes):
         return f"it has too few filters for the scheme {scheme}"
@@ -200,12 +200,12 @@ def _is_kernel(item: object) -> bool:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """A layer's own name, a pattern of names, or the name of something that contains the layer."""
+    """Whether a pattern is a layer's name, matches it, or names a module that contains the layer."""
     return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
 
 
 def _why_not(conv: nn.Module) -> str:
-    """Why a conv that could be rewritten stays unless it is named; empty where it need not be named.
+    """The reason why a conv stays unless the caller names it; empty if it is rewritten by default.
 
     Windows that do not overlap project patches: narrower filters would never see most of the image. A small
     depthwise kernel has little to save.
@@ -221,7 +221,7 @@ def _why_not(conv: nn.Module) -> str:
 
 
 def _summary(kept: Sequence[Kept]) -> str:
-    """The first few reasons, each with a layer it holds for."""
+    """The first few reasons, each with an example layer."""
     examples: dict[str, str] = {}
     for row in kept:
         examples.setdefault(row.reason, row.name or row.layer)

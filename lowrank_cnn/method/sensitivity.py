@@ -1,4 +1,4 @@
-"""How much of a network's output is kept when one layer is decomposed: measured on images, or by a score."""
+"""Measure how much of a network's output, or of its score, remains when one layer is decomposed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lowrank_cnn.method.scheme import Scheme
 from lowrank_cnn.system.errors import LowRankError
 
 Score = Callable[[nn.Module], float]
-"""How good a network is: accuracy, say. More is better."""
+"""The quality of a network, such as its accuracy; higher is better."""
 _TRIED = 6
 """Numbers of basis filters that are tried for a layer; between them, the share kept is interpolated."""
 

@@ -55,7 +55,7 @@ class LearnedShapes:
 
     @classmethod
     def of(cls, model: nn.Module) -> LearnedShapes:
-        """The learned shapes of a settled network; empty for another."""
+        """The learned shapes of a settled network; empty for any other network."""
         found = {change.name: parse_scheme(change.scheme) for change in changes_of(model)}
         return cls({name: scheme for name, scheme in found.items() if scheme.name == "exact"})
 
@@ -204,7 +204,7 @@ def _change(network: nn.Module, name: str, new: nn.Module, scheme: Scheme) -> Ch
 
 
 def _check_equal(gated: nn.Module, settled: nn.Module, size: Sequence[int]) -> None:
-    """Compare both as a whole in float64."""
+    """Compare the outputs of both networks in float64."""
     draw = torch.Generator().manual_seed(0)
     images = torch.randn(2, *size, generator=draw, dtype=torch.float64)
     left, right = (copy.deepcopy(net).cpu().double().eval()(images) for net in (settled, gated))

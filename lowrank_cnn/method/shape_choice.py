@@ -25,7 +25,7 @@ from lowrank_cnn.system.errors import LowRankError
 
 _STEPS, _ROUNDED_STEPS = 30, 8
 _ROUNDS = 3
-"""What a filter costs depends on what other layers choose: the choice is repeated so often."""
+"""Rounds of the choice: the cost of a filter depends on the choices of other layers."""
 _CHEAPEST, _DEAREST = 1e-6, 1e9
 """Prices of the whole dense network. The least is above zero: of two shapes that keep all, the cheaper wins."""
 _LEAST = 1e-3
@@ -133,7 +133,7 @@ class ShapeChooser:
         return self.total(found) / self.costs.dense
 
     def total(self, picks: Picks) -> float:
-        """What a choice costs."""
+        """The cost of a choice."""
         convs = sum(pick.cost * self._arriving(name, picks) for name, pick in picks.items())
         return self.costs.rest + convs + sum(c * self._arriving(n, picks) for n, c in self.costs.linear.items())
 
@@ -197,7 +197,7 @@ class ShapeChooser:
 
     @torch.no_grad()
     def _set(self, network: nn.Module, picks: Picks) -> None:
-        """In place: optimisers and graphs know the buffers."""
+        """Set the masks in place, because optimisers and CUDA graphs hold references to the buffers."""
         for name, pick in picks.items():
             layer: Any = network.get_submodule(name)
             layer.choice.copy_(pick.choice)

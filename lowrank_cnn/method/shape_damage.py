@@ -31,7 +31,7 @@ class Damage:
 
     @property
     def whole(self) -> float:
-        """What there is to lose."""
+        """The total that the layer can lose."""
         return max(float(self.removal.sum()), _TINY)
 
 
@@ -42,7 +42,7 @@ def shaped_convs(network: nn.Module) -> dict[str, ShapedConv2d]:
 
 @torch.no_grad()
 def damage_by_energy(network: nn.Module, routes: Mapping[str, Route]) -> dict[str, Damage]:
-    """From the weights alone; each layer has one to lose."""
+    """Damage estimated from the weights alone, normalised to one per layer."""
     found = {}
     for name, layer in shaped_convs(network).items():
         taps = (layer.weight.double().square() * layer.inputs[:, None, None]).sum(1)
@@ -56,7 +56,7 @@ def damage_by_loss(
     batches: Iterable[tuple[Tensor, Any]],
     loss: Callable[[Any, Any], Tensor],
 ) -> dict[str, Damage]:
-    """From gradients on batches of (images, targets). The network is left as it was."""
+    """Damage estimated from gradients on batches of (images, targets). The network is not changed."""
     layers = shaped_convs(network)
     readers = {n: m for n, m in network.named_modules() if isinstance(m, ShapedConv2d | GatedLinear)}
     taps = {name: torch.zeros(len(m.weight), *m.kernel_size).double() for name, m in layers.items()}

@@ -101,7 +101,7 @@ class _Thinning:
         self.last = _last_layer(blank, x)
 
     def nearest(self, target: float) -> nn.Module:
-        """Bisect the width. MACs are a staircase of it, so remember the closest step that was met."""
+        """Bisect the width. MACs are a staircase of it, so remember the closest step found."""
         low, high = 0.0, 4.0
         best: tuple[float, nn.Module] | None = None
         for _ in range(_STEPS):

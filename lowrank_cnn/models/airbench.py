@@ -22,7 +22,7 @@ FILTERS = (64, 256, 256)
 MULTIPLE = 16
 PATCH = 2
 NORM_MOMENTUM = 0.4
-"""Statistics follow the last few batches: Lookahead, which replaces weights every five steps, gains only so."""
+"""Running statistics follow the last few batches, which Lookahead needs: it replaces weights every five steps."""
 LOGIT_SCALE = 1 / 9
 
 
@@ -32,7 +32,7 @@ CLASSES, IMAGE, NORM = 10, 32, "batch"
 
 
 class PatchConv2d(nn.Conv2d):
-    """The first layer. It is of its own kind, so that `thin`, which sees plain layers, leaves it whole.
+    """The first layer. It has a class of its own so that `thin`, which changes plain layers, leaves it alone.
 
     It has a filter for each principal direction of a patch and one for its negative, which `fit` computes.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 WIDEST = 64
 LARGEST = {"num_classes": 10**7, "in_channels": 10**5, "stride": 10**3, "image_size": 10**5}
-"""Sizes up to which a network is built; what lies above is a mistake, and would take all memory."""
+"""The largest sizes that are built: larger ones are mistakes that would exhaust memory."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Options:
         return parse_scheme(self.scheme or default)
 
     def size_or(self, default: int) -> tuple[int, int, int]:
-        """What the network is for: images of the size asked for, or of the paper's."""
+        """The image size that the network is built for: the requested one, or the paper's."""
         side = self.image_size or default
         return self.in_channels, side, side
 
@@ -108,7 +108,7 @@ class Network(nn.Module):
         # Annotated here: TorchScript does not understand annotations of a class that are strings.
         self.config: dict[str, object] = {}
         self.smallest = 1
-        """The least height and width of an image that leaves something for the last layer to see."""
+        """The smallest height and width of an image that reaches the last layer with at least one pixel."""
 
     @property
     def input_size(self) -> tuple[int, ...]:
@@ -118,7 +118,7 @@ class Network(nn.Module):
         return size
 
     def settle(self) -> None:
-        """Mend what the initialisation cannot know of this network; called once, right after it."""
+        """Adjust the weights for this network; called once, right after initialisation."""
 
     @torch.jit.unused
     def check_input(self, x: Tensor) -> None:
@@ -154,7 +154,7 @@ class GlobalAveragePool(nn.Module):
 
 
 class FlattenSized(nn.Module):
-    """Flatten maps of one known size; any other is refused in the network's own words."""
+    """Flatten maps of one known size, and refuse any other with a message about the network's images."""
 
     def __init__(self, size: int, image: int) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ class NiN(Network):
         return self.pool(self.features(x))
 
     def settle(self) -> None:
-        """Start the class maps calm, and above zero where a ReLU cuts them.
+        """Start the class maps with a small variance, and above zero where a ReLU follows.
 
         By fan-out the ten maps would start far apart, and one that lies below zero everywhere gets no gradient
         through its ReLU and never learns. The derivation leaves the last layer's scale free: it is that of all

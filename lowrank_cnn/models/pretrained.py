@@ -21,7 +21,7 @@ from lowrank_cnn.system.version import __version__
 FOLDER = Path(__file__).parent / "weights"
 _PREPROCESS = "preprocess."
 _FREE = ("dropout", "num_classes")
-"""Options that whoever trains on may have otherwise: they change no weights, or those of the last layer alone."""
+"""Options that may differ from the trained network's: they change at most the weights of the last layer."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Pretrained:
 
 
 def list_pretrained(folder: Path = FOLDER) -> list[tuple[str, str]]:
-    """Networks and the data they were trained on, of all weights that are there.
+    """All networks with weights in the package, and the data sets that they were trained on.
 
     >>> import lowrank_cnn as lr
     >>> ("nin-c3-lr", "cifar10") in lr.list_pretrained()
@@ -64,7 +64,7 @@ def read_pretrained(name: str, data: str, folder: Path = FOLDER) -> Pretrained:
 
 
 def write_pretrained(found: Pretrained, data: str, folder: Path = FOLDER) -> Path:
-    """Keep weights with the package, in half precision."""
+    """Store weights in the package, in half precision."""
     halves = {k: t.half() if t.is_floating_point() else t for k, t in found.weights.items()}
     card = {key: value for key, value in found.card.items() if key != "model"}
     description = {
@@ -96,7 +96,7 @@ def load_into(model: torch.nn.Module, found: Pretrained) -> None:
 def agreed(
     options: Mapping[str, Any], defaults: Mapping[str, Any], found: Pretrained, data: str
 ) -> dict[str, Any]:
-    """The options that the weights want; one that was asked for otherwise is refused, unless it is free."""
+    """The options that the weights were trained with; a conflicting option is refused unless it may differ."""
     asked = {key: value for key, value in options.items() if value != defaults[key]}
     for key, value in asked.items():
         if key not in _FREE and value != found.config.get(key):

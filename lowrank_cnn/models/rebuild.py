@@ -1,4 +1,4 @@
-"""What it takes to build a network again, conversions included, in values that JSON can hold.
+"""Describe how to build a network again, including its conversions, in JSON values.
 
 Nothing stored is run as code: a description names one of our networks and its options, and lists which layers were
 rewritten by which scheme. A network that is not ours is built by its owner, and rewritten as listed.
@@ -84,7 +84,7 @@ def entry_description(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _only(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Of each change what repeats it; the rest is for reports."""
+    """The part of each change that repeats it; the rest is for reports."""
     rows = [{"name": row["name"], "scheme": row["scheme"]} for row in found["conversion"]["changed"]]
     return {"conversion": {"changed": rows}}
 

@@ -1,4 +1,4 @@
-"""Dense twins: the network that a low-rank one is held against, and what it costs."""
+"""Dense twins: the dense network that a low-rank one is compared with, and its cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def baseline_of(name: str) -> str:
 
 
 def dense_twin(model: nn.Module) -> Network | None:
-    """The dense network that one of ours is held against, of the same width, norm, stride and classes.
+    """The dense network to compare one of ours with, of the same width, norm, stride and classes.
 
     None for a network that is not ours, or that is its own twin.
     """

@@ -13,7 +13,7 @@ import torch
 
 from lowrank_cnn.system.errors import LowRankError
 
-Run = Callable[[], object]
+TimedCall = Callable[[], object]
 _FEWEST = 3
 
 
@@ -28,7 +28,7 @@ class Sample:
 
 
 def measure(
-    runs: Mapping[str, Run],
+    runs: Mapping[str, TimedCall],
     *,
     repeats: int = 15,
     budget: float = 20.0,
@@ -121,13 +121,13 @@ class CudaMarks:
         }
 
 
-def _clock(run: Run) -> float:
+def _clock(run: TimedCall) -> float:
     start = time.perf_counter()
     run()
     return 1000 * (time.perf_counter() - start)
 
 
-def _cuda_clock(run: Run) -> float:
+def _cuda_clock(run: TimedCall) -> float:
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     run()

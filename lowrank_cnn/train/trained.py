@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from lowrank_cnn.models.hub import resolve
 from lowrank_cnn.models.pretrained import read_pretrained
 from lowrank_cnn.models.rebuild import entry_description, rebuild
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.graph_files import open_graph
 from lowrank_cnn.system.history import TrainingCard
 from lowrank_cnn.system.provenance import note, notes
 from lowrank_cnn.train.checkpoint import Checkpoint, CheckpointStore, read_checkpoint, read_state
@@ -192,8 +192,7 @@ def _exported(path: Path, network: nn.Module | None) -> Trained:
 
 def _graph(path: Path, trusted: bool) -> Trained:
     """A trained network out of an .onnx, .pt2 or other graph, run by the engine of the file."""
-    # The room that runs such files lies above this one, so it is imported when a file asks for it.
-    trained = carried_by(importlib.import_module("lowrank_cnn.deploy").load(path, trusted=trusted))
+    trained = carried_by(open_graph(path, trusted=trusted))
     if trained is None:
         raise LowRankError(
             f"{path} does not say which classes it tells apart and how images are prepared for it: export it from "

@@ -214,5 +214,5 @@ def test_a_budget_alone_chooses_schemes_and_layers(kind: str, share: float):
 
 
 def test_without_scheme_and_budget_it_says_what_is_missing():
-    with pytest.raises(LowRankError, match="say a scheme, such as lr, or a budget"):
+    with pytest.raises(LowRankError, match="give a scheme, such as lr, or a budget"):
         convert(nn.Sequential(nn.Conv2d(8, 8, 3)))

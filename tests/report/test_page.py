@@ -15,7 +15,7 @@ from lowrank_cnn.system.errors import LowRankError
 HOSTILE = '</script><img src=x onerror="document.title=1">&\u2028<!--'
 
 
-class Reader(HTMLParser):
+class PageReader(HTMLParser):
     """Collects what a browser would see: elements, and the text of each script."""
 
     def __init__(self, page: str) -> None:
@@ -50,7 +50,7 @@ def page(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_page_is_one_small_file_that_fetches_nothing(page: str):
     assert len(page) < 3_000_000
-    read = Reader(page)
+    read = PageReader(page)
     sources = [value for _, attributes in read.tags for key, value in attributes.items() if key in ("src", "href")]
     assert all(value is not None and value.startswith(("#", "data:,")) for value in sources)
     assert not re.search(r"(?:src|href)=[\"']https?://", page)
@@ -58,7 +58,7 @@ def test_the_page_is_one_small_file_that_fetches_nothing(page: str):
 
 
 def test_the_summary_has_ratios_and_the_page_all_its_parts(page: str):
-    text = Reader(page).text
+    text = PageReader(page).text
     for part in (
         "What low rank gained",
         "Networks",
@@ -76,11 +76,11 @@ def test_the_summary_has_ratios_and_the_page_all_its_parts(page: str):
 
 def test_rows_name_their_runs(page: str, runs: Path):
     for name in ("nin-0", "nin-1", "nin-2"):
-        assert f"{runs / name / 'record.json'}, seed {name[-1]}: " in Reader(page).text
+        assert f"{runs / name / 'record.json'}, seed {name[-1]}: " in PageReader(page).text
 
 
 def test_records_without_a_checksum_are_shown_as_unsealed(page: str, runs: Path, tmp_path: Path):
-    assert "unsealed" not in Reader(page).text.partition("<script")[0]
+    assert "unsealed" not in PageReader(page).text.partition("<script")[0]
     whole = json.loads((runs / "nin-0" / "record.json").read_text())
     edited = {**whole, "result": {**whole["result"], "top1": 0.999}}
     (tmp_path / "edited.json").write_text(json.dumps(edited))  # the checksum is that of other values
@@ -105,21 +105,21 @@ def test_every_verdict_has_its_colour():
 
 
 def test_bad_files_are_listed(page: str):
-    text = Reader(page).text
+    text = PageReader(page).text
     assert "3 files could not be shown." in text
     assert "cut.json: it is not JSON, from line 1 on." in text
     assert "shopping list" in text
 
 
 def test_the_charts_are_embedded_as_json(page: str):
-    data, script = Reader(page).scripts
+    data, script = PageReader(page).scripts
     charts = json.loads(data)
     assert {"trade", "curves", "layers", "specs"} <= set(charts)
     assert "innerHTML" not in script
 
 
 def test_only_this_script_and_style_may_run(page: str):
-    (policy,) = (a["content"] for name, a in Reader(page).tags if name == "meta" and "http-equiv" in a)
+    (policy,) = (a["content"] for name, a in PageReader(page).tags if name == "meta" and "http-equiv" in a)
     assert policy is not None
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
@@ -139,7 +139,7 @@ def test_records_cannot_inject_markup(tmp_path: Path):
     }
     (tmp_path / "record.json").write_text(json.dumps(record))
     (tmp_path / "bad.json").write_text(json.dumps({"kind": HOSTILE}))
-    read = Reader(write_report([tmp_path], tmp_path / "out.html").read_text(encoding="utf-8"))
+    read = PageReader(write_report([tmp_path], tmp_path / "out.html").read_text(encoding="utf-8"))
     names = [name for name, _ in read.tags]
     assert (names.count("script"), names.count("img")) == (2, 0)
     assert not [key for _, attributes in read.tags for key in attributes if key.startswith("on")]

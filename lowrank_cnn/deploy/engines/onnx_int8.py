@@ -64,7 +64,7 @@ def _ranges(nodes: list[Any], request: ExportRequest) -> dict[str, tuple[float, 
 def _reader(tool: Any, request: ExportRequest) -> Any:
     """The calibration images as the tool reads them."""
 
-    class Reader(tool.CalibrationDataReader):  # type: ignore[misc, name-defined]
+    class CalibrationImages(tool.CalibrationDataReader):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             self.samples: Iterator[Any] = iter(request.calibration or ())
 
@@ -74,7 +74,7 @@ def _reader(tool: Any, request: ExportRequest) -> Any:
                 return None
             return {name: tensor.numpy() for name, tensor in zip(request.call.names, sample, strict=True)}
 
-    return Reader()
+    return CalibrationImages()
 
 
 def _with_metadata(onnx: Any, path: Path, request: ExportRequest) -> None:
