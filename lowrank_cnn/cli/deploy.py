@@ -193,7 +193,15 @@ def _print_timing(timing: Any) -> None:
         )
         for layer in timing.layers
     ]
-    rows.append(("total", "", si(timing.macs), _ms(timing.total), _rate(timing.macs, timing.total.ms)))
+    rows.append(
+        (
+            "total",
+            "",
+            si(timing.macs) if timing.macs else "",
+            _ms(timing.total),
+            _rate(timing.macs, timing.total.ms),
+        )
+    )
     threads = "" if timing.device != "cpu" else f", {timing.threads} threads"
     title = f"{timing.name}, {'x'.join(map(str, timing.input))}, {timing.runtime} on {timing.device}{threads}"
     print_table(title, ("layer", "<", "MACs", "ms", "GMAC/s"), rows)

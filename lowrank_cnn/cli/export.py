@@ -128,7 +128,7 @@ def export_command(
     if graph.merged or graph.chains:
         _print_merging(rows, macs)
     checked = "" if written.error is None else f", off by {written.error:.0e} at most"
-    console.print(f" {written.path}: {written.bytes / 2**20:.1f} MiB{checked}.", markup=False)
+    console.print(f" {written.path}: {si(written.bytes)}B{checked}.", markup=False)
     if to:
         _print_usage(path, source.name, macs=macs["after"], error=written.error, precision=graph.precision)
     return None
@@ -181,7 +181,7 @@ def _export_int8(
     found = quantize(replace(source.trained, network=network), calibrate, path, overwrite=overwrite)
     if as_json:
         return print_json(found.to_dict())
-    console.print(f" {found.path}: {found.bytes / 2**20:.1f} MiB.", markup=False)
+    console.print(f" {found.path}: {si(found.bytes)}B.", markup=False)
     told = f"top-1 {found.before:.2%} before, {found.after:.2%} in int8, on {found.images:,} test images"
     console.print(f" {told}.", markup=False)
     kept = ", ".join(found.in_float) or "none"

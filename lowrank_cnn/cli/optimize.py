@@ -13,6 +13,7 @@ from lowrank_cnn.cli.deploy import Batch, Budget, Repeats, Threads, print_varian
 from lowrank_cnn.cli.options import Device, Inputs, Json, Model, Scheme, SourceOptions, grouped
 from lowrank_cnn.cli.show import console, print_json, status_line
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.text import si
 
 
 @grouped
@@ -72,5 +73,5 @@ def optimize_command(
         where = {"environment": environment(), "model": source.name, "input": shapes if example else shapes[0]}
         return print_json({**where, **fast.report.to_dict(), **written.to_dict()})
     print_variants(fast.report)
-    console.print(f" {written.path}: {written.bytes / 2**20:.1f} MiB.", markup=False)
+    console.print(f" {written.path}: {si(written.bytes)}B.", markup=False)
     return None

@@ -52,7 +52,13 @@ class Source:
 
     def converted(self, scheme: str) -> Source:
         """The network with its convs rewritten, their weights fresh."""
-        return replace(self, network=convert(self.network, scheme), trained=None, dense=self.network)
+        fresh = (
+            f"Layers that {scheme} rewrites begin with fresh weights: `lowrank decompose` keeps the trained ones."
+        )
+        remark = f"{self.remark} {fresh}" if self.remark else ""
+        return replace(
+            self, network=convert(self.network, scheme), trained=None, dense=self.network, remark=remark
+        )
 
 
 def find_model(
@@ -255,7 +261,9 @@ def _with_new_head(source: Source, pretrained: str | None, classes: int | None) 
     if classes is None or pretrained is None:
         return source
     note(source.network, begun_from=f"{source.name}, {pretrained}")
-    return replace(source, remark=f"The last layer is new, for {classes} classes; all other weights are trained.")
+    return replace(
+        source, remark=f"The last layer is new, for {classes} classes; the others begin with trained weights."
+    )
 
 
 def find_example(text: str) -> Any:

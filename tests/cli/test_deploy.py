@@ -73,7 +73,7 @@ def test_export_writes_and_reports(output_of, tmp_path):
     assert printed["error"] < 1e-4
     with pytest.raises(LowRankError, match="exists"):
         output_of("export", "nin", path, *SMALL)
-    assert "MiB" in output_of("export", "nin", path, "--overwrite", *SMALL)
+    assert "kB" in output_of("export", "nin", path, "--overwrite", *SMALL)
 
 
 def test_weights_of_ones_own_network_are_counted_timed_and_planned(output_of, tmp_path):

@@ -134,7 +134,10 @@ def test_the_last_layer_fits_the_classes_and_the_rest_stays_trained():
     assert (fresh.network[3].out_channels, fresh.remark) == (7, "")
     trained = find_model("torchvision:resnet18", classes=7, pretrained="default")
     assert trained.network[3].out_channels == 7
-    assert trained.remark == "The last layer is new, for 7 classes; all other weights are trained."
+    assert trained.remark == "The last layer is new, for 7 classes; the others begin with trained weights."
+    rewritten = find_model("torchvision:resnet18", classes=7, pretrained="default", scheme="lr")
+    assert "Layers that lr rewrites begin with fresh weights: `lowrank decompose` keeps" in rewritten.remark
+    assert find_model("torchvision:resnet18", classes=7, scheme="lr").remark == ""
     assert notes(trained.network).begun_from == "torchvision:resnet18, default"
     find_model("timm:resnet18", classes=7)
     assert given[-1] == {"num_classes": 7}
