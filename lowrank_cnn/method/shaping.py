@@ -25,7 +25,8 @@ from lowrank_cnn.kernels.reference import conv_on_sides, pad_on_sides
 from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.method.conv_form import ConvForm, form_of
 from lowrank_cnn.method.geometry import offsets, recentred
-from lowrank_cnn.method.scheme import NONE, Scheme, resolve_shape
+from lowrank_cnn.method.scheme import Scheme, resolve_shape
+from lowrank_cnn.method.scheme_rules import NONE
 from lowrank_cnn.method.spec import FilterGroup, Pair
 from lowrank_cnn.system.errors import LowRankError
 
