@@ -8,7 +8,7 @@ Every way is trained by the same recipe, with the same seeds:
 - thin: the dense network with fewer filters in every layer;
 - strips: a fixed share of kx1, 1xk and kxk filters in every layer; points: of 1x1 and kxk filters;
 - loss: shapes learned by `learn_shapes`, their damage measured on batches; again: those, trained from scratch;
-- energy: the same, by the energy of the weights; no regrowth: by energy, and masked taps learn nothing;
+- regrowth: as `loss`, and masked taps go on learning; energy: as `loss`, by the energy of the weights;
 - gates: filters draw their shapes by Gumbel-softmax, and learn which draws serve the loss;
 - proximal: no masks at first; taps outside each filter's best shape are shrunk after every epoch;
 - none: as `loss`, and filters may be removed.
@@ -24,9 +24,8 @@ At the end it answers the questions of `lowrank_cnn/frontier/questions.json`: do
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from statistics import mean, stdev
 from typing import Any
@@ -40,12 +39,12 @@ from benchmarks.run_book import BudgetSpent, RunBook, kept_answers, paired_answe
 from lowrank_cnn.data import Data, ResidentSplit, open_data
 from lowrank_cnn.frontier.answering import read_questions
 from lowrank_cnn.frontier.training import free_memory, right_answers
-from lowrank_cnn.method import shaping
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.method.settling import LearnedShapes
 from lowrank_cnn.method.shape_damage import shaped_convs
+from lowrank_cnn.method.shaping import ShapedConv2d
 from lowrank_cnn.method.thinning import thin
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.clock import measure
@@ -111,7 +110,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     return made.parse_args(arguments)
 
 
-def stripes(count: int, *, side: int = 16, noise: float = 90.0) -> Data:
+def stripes(count: int, *, side: int = 16, noise: float = 160.0) -> Data:
     """Images whose rows are square waves that begin anywhere, under noise; the class is the length of the wave.
 
     Rows do not depend on each other, so that only taps along a row tell classes apart.
@@ -230,15 +229,9 @@ class Proximal(learning.ShapeSchedule):
         return None
 
 
-@contextlib.contextmanager
-def without_regrowth() -> Iterator[None]:
-    with mock.patch.object(shaping, "_straight_through", lambda weight, mask: weight * mask):
-        yield
-
-
-def _no_regrowth(bench: ShapeBench, seed: int) -> tuple[nn.Module, LearnedShapes]:
-    with without_regrowth():
-        return bench.learned(seed, by="energy")
+def _regrowth(bench: ShapeBench, seed: int) -> tuple[nn.Module, LearnedShapes]:
+    with mock.patch.object(ShapedConv2d, "regrow", True):
+        return bench.learned(seed)
 
 
 def _proximal(bench: ShapeBench, seed: int) -> tuple[nn.Module, LearnedShapes]:
@@ -266,7 +259,7 @@ WAYS: dict[str, Callable[[ShapeBench, int], tuple[nn.Module, LearnedShapes | Non
     "again": _again,
     "energy": lambda bench, seed: bench.learned(seed, by="energy"),
     "gates": lambda bench, seed: bench.learned(seed, by="gates"),
-    "no regrowth": _no_regrowth,
+    "regrowth": _regrowth,
     "proximal": _proximal,
     "none": lambda bench, seed: bench.learned(seed, (*SHAPES, "none")),
 }

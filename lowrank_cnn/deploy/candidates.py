@@ -199,7 +199,7 @@ def _split(layer: CompositeConv2d) -> list[nn.Module]:
 
     Nor where several groups meet several channel groups: their outputs are not simply one after the other.
     """
-    if layer.padding_mode != "zeros" or (layer.channel_groups > 1 and len(layer.weights) > 1):
+    if layer.padding_mode != "zeros" or layer.shuffle or (layer.channel_groups > 1 and len(layer.weights) > 1):
         return []
     biases = [None] * len(layer.weights) if layer.bias is None else layer.by_group(layer.bias)
     convs = []

@@ -40,7 +40,7 @@ class _Plain:
 
     @classmethod
     def of(cls, layer: nn.Module) -> _Plain:
-        if isinstance(layer, CompositeConv2d) and len(layer.weights) > 1:
+        if isinstance(layer, CompositeConv2d) and (len(layer.weights) > 1 or layer.shuffle):
             layer = layer.dense_view()
         if isinstance(layer, CompositeConv2d):
             weight, sides, groups = layer.weights[0], layer.padding, layer.channel_groups

@@ -23,3 +23,14 @@ def compose(first: Tensor, second: Tensor, *, groups: int = 1) -> Tensor:
     left = left.expand(-1, -1, -1, height, width)
     right = right.expand(-1, -1, -1, height, width)
     return torch.einsum("gdmhw,gmchw->gdchw", right, left).reshape(-1, channels, height, width)
+
+
+def ungrouped(weight: Tensor, groups: int) -> Tensor:
+    """The weight [d, c / groups, h, w] of a conv with channel groups as [d, c, h, w], zeros between groups."""
+    if groups == 1:
+        return weight
+    filters, channels = weight.shape[0] // groups, weight.shape[1]
+    whole = weight.new_zeros(groups, filters, groups, channels, *weight.shape[2:])
+    own = torch.arange(groups, device=weight.device)
+    whole[own, :, own] = weight.unflatten(0, (groups, filters))
+    return whole.reshape(groups * filters, groups * channels, *weight.shape[2:])

@@ -130,12 +130,17 @@ def pad_on_sides(x: Tensor, sides: Sides, mode: str) -> Tensor:
     return F.pad(x, [max(left, 0), max(right, 0), max(top, 0), max(bottom, 0)], mode=mode)
 
 
-def interleaved(parts: list[Tensor], channel_groups: int, axis: int) -> Tensor:
-    """Concatenate the filter groups' outputs; filters of one channel group stay together, as in a grouped conv."""
-    if len(parts) == 1:
-        return parts[0]
+def interleaved(parts: list[Tensor], channel_groups: int, axis: int, shuffle: bool = False) -> Tensor:
+    """Concatenate the filter groups' outputs; filters of one channel group stay together, as in a grouped conv.
+
+    With `shuffle` the first filters of all channel groups come first, then the second of all.
+    """
     if channel_groups == 1:
-        return torch.cat(parts, dim=axis)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+    if len(parts) == 1 and not shuffle:
+        return parts[0]
     inner = axis + 1 if axis >= 0 else axis
-    apart = [part.unflatten(axis, [channel_groups, -1]) for part in parts]
-    return torch.cat(apart, dim=inner).flatten(inner - 1, inner)
+    whole = torch.cat([part.unflatten(axis, [channel_groups, -1]) for part in parts], dim=inner)
+    if shuffle:
+        whole = whole.transpose(inner - 1, inner)
+    return whole.flatten(inner - 1, inner)

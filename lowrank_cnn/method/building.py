@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor, nn
 
-from lowrank_cnn.kernels.dense import compose
+from lowrank_cnn.kernels.dense import compose, ungrouped
 from lowrank_cnn.method.geometry import Padding, Sides, enclosing_padding, pair, recentred
 from lowrank_cnn.method.layers import CompositeConv2d, conv_of
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
@@ -49,7 +49,7 @@ class FactoredConv2d(nn.Sequential):
         if self.scheme.name == "cp":
             upright, lying, join = rest
             return compose(first * upright * lying, join)  # type: ignore[operator, arg-type]
-        return compose(first, *rest, groups=self.groups)  # type: ignore[arg-type]
+        return compose(ungrouped(first, self[0].groups // self.groups), *rest, groups=self.groups)  # type: ignore[arg-type, operator]
 
     @property
     def bias(self) -> Tensor | None:
@@ -66,7 +66,8 @@ class FactoredConv2d(nn.Sequential):
 
     @property
     def groups(self) -> int:
-        return self[0].groups  # type: ignore[return-value]
+        """Those of the last layer: a join mixes what a basis kept apart."""
+        return self[-1].groups  # type: ignore[return-value]
 
     @property
     def kernel_size(self) -> Pair:
@@ -124,23 +125,25 @@ def build_conv(
     >>> layer(torch.zeros(1, 64, 8, 8)).shape[1]
     128
     """
-    scheme, kernel = parse_scheme(scheme), pair(kernel, "kernel")
+    scheme, kernel = parse_scheme(scheme).for_layer(in_channels, filters, channel_groups), pair(kernel, "kernel")
     stages = scheme.stages(kernel, filters, channel_groups=channel_groups)
     stride, dilation = pair(stride, "stride"), pair(dilation, "dilation")
     sides = enclosing_padding(padding, kernel, dilation)
     common = {"channel_groups": channel_groups, "padding_mode": padding_mode}
+    parts = {"channel_groups": channel_groups * scheme.channel_groups}
     whole = {
         "stride": stride,
         "padding": recentred(sides, kernel, stages[0].kernel, dilation),
         "dilation": dilation,
     }
     if len(stages) == 1:
-        return conv_of(in_channels, stages[0], **whole, **common, bias=bool(bias))
+        shuffle = scheme.channel_groups > 1
+        return conv_of(in_channels, stages[0], **(whole | common | parts), shuffle=shuffle, bias=bool(bias))
 
     def along(axis: int, stage: Composite) -> dict[str, Any]:
         return _along(axis, whole, sides, kernel, stage) | common
 
-    places = [whole | common, {"padding": 0} | common]
+    places = [whole | common | parts, {"padding": 0} | common]
     names: tuple[str, ...] = ("basis", "join")
     if scheme.name == "separable":
         places = [along(axis, stage) for axis, stage in zip(_axes(scheme), stages, strict=True)]

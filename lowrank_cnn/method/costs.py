@@ -32,13 +32,11 @@ def macs_per_pixel(conv: nn.Conv2d, scheme: Scheme) -> int:
 
 def stage_weights(conv: nn.Conv2d, scheme: Scheme) -> list[int]:
     """The number of weights of each layer that replaces a conv."""
+    scheme = scheme.for_layer(conv.in_channels, conv.out_channels, conv.groups)
     stages = scheme.stages(conv.kernel_size, conv.out_channels, channel_groups=conv.groups)  # type: ignore[arg-type]
-    inner = stages[0].filters // conv.groups
+    depth, inner = conv.in_channels // conv.groups // scheme.channel_groups, stages[0].filters // conv.groups
     depths = [1, 1, inner] if scheme.name == "cp" else [inner] * (len(stages) - 1)
-    return [
-        stage.weights(depth)
-        for stage, depth in zip(stages, (conv.in_channels // conv.groups, *depths), strict=True)
-    ]
+    return [stage.weights(channels) for stage, channels in zip(stages, (depth, *depths), strict=True)]
 
 
 def relative_cost(conv: nn.Conv2d, scheme: Scheme) -> float:

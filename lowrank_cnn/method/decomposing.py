@@ -213,6 +213,11 @@ def _check(scheme: Scheme) -> None:
             f"trained filters cannot be fitted by {scheme}, which mixes nothing after its filters: "
             "use separable, cp, lr-join or a mixture with a join."
         )
+    if scheme.channel_groups > 1:
+        raise LowRankError(
+            f"trained filters see all channels, and those of {scheme} a part: leave channel_groups out, or train "
+            "from scratch with convert."
+        )
     if scheme.name == "embed":
         raise LowRankError("embed changes the number of channels that the next layer expects: use lr-join.")
 

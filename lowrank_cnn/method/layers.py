@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils.prune import BasePruningMethod
 
 from lowrank_cnn.kernels import composite_conv2d, explain_call
+from lowrank_cnn.kernels.dense import ungrouped
 from lowrank_cnn.kernels.reference import conv_on_sides, interleaved, pad_on_sides
 from lowrank_cnn.method.geometry import Padding, Sides, enclosing_padding, offsets, pair, symmetric
 from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
@@ -29,7 +30,8 @@ _PAD_MODES = ("zeros", "reflect", "replicate", "circular")
 class CompositeConv2d(nn.Module):
     """Filter groups of several shapes over one input, concatenated: equal to a conv per group and a cat.
 
-    With channel groups, each has filters of every shape, and its outputs stay together, as in a grouped conv.
+    With channel groups, each has filters of every shape, and its outputs stay together, as in a grouped conv; with
+    `shuffle` the outputs of all channel groups alternate, so that a next layer with channel groups mixes them.
 
     Every group sits centred in the kernel that encloses them all, so that all share one output grid at any
     stride. `padding` is that of the enclosing kernel: "same" (the input's size divided by the stride, rounded
@@ -53,6 +55,7 @@ class CompositeConv2d(nn.Module):
         padding: Padding = "same",
         dilation: int | Sequence[int] = 1,
         channel_groups: int = 1,
+        shuffle: bool = False,
         padding_mode: str = "zeros",
         bias: bool = True,
         device: torch.device | str | None = None,
@@ -63,6 +66,7 @@ class CompositeConv2d(nn.Module):
         self.in_channels, self.out_channels = in_channels, self.composite.filters
         self.stride, self.dilation = pair(stride, "stride"), pair(dilation, "dilation")
         self.channel_groups, self.padding_mode = channel_groups, padding_mode
+        self.shuffle = shuffle and channel_groups > 1
         _check_channels(in_channels, self.composite, channel_groups)
         if padding_mode not in _PAD_MODES:
             raise LowRankError(f"padding_mode is one of {', '.join(_PAD_MODES)}, not {padding_mode!r}.")
@@ -122,11 +126,15 @@ class CompositeConv2d(nn.Module):
             size = self._sizes[index]
             bias = self.bias
             if bias is not None:
-                bias = bias.view(self.channel_groups, -1)[:, start : start + size].flatten()
+                bias = self._by_channel_group(bias)[:, start : start + size].flatten()
             sides = self._sides[index]
             parts.append(conv_on_sides(x, weight, bias, sides, self.stride, self.dilation, self.channel_groups))
             start += size
-        return interleaved(parts, self.channel_groups, -3)
+        return interleaved(parts, self.channel_groups, -3, self.shuffle)
+
+    def _by_channel_group(self, values: Tensor) -> Tensor:
+        """What outputs have one of each, as [channel groups, filters of one]."""
+        return values.view(-1, self.channel_groups).t() if self.shuffle else values.view(self.channel_groups, -1)
 
     @property
     def kernel_size(self) -> Pair:
@@ -135,8 +143,8 @@ class CompositeConv2d(nn.Module):
 
     @property
     def groups(self) -> int:
-        """Channel groups, by the name that `nn.Conv2d` has for them."""
-        return self.channel_groups
+        """Channel groups, by the name that `nn.Conv2d` has for them: those of the dense conv this stands for."""
+        return 1 if self.shuffle else self.channel_groups
 
     @property
     def weight(self) -> Tensor:
@@ -145,12 +153,17 @@ class CompositeConv2d(nn.Module):
         It is computed from `weights`, with gradients, for tools that look at a conv's weight; to change the layer,
         change `weights`.
         """
-        return dense_weight(list(self.weights), self.composite, self.channel_groups)
+        weight = dense_weight(list(self.weights), self.composite, self.channel_groups)
+        return (
+            interleaved([ungrouped(weight, self.channel_groups)], self.channel_groups, 0, True)
+            if self.shuffle
+            else weight
+        )
 
     def by_group(self, values: Tensor) -> list[Tensor]:
         """What outputs have one of each, a bias say, apart for each filter group."""
         parts = [group.filters // self.channel_groups for group in self.composite.groups]
-        return [part.flatten() for part in values.view(self.channel_groups, -1).split(parts, dim=1)]
+        return [part.flatten() for part in self._by_channel_group(values).split(parts, dim=1)]
 
     def explain(self, x: Tensor) -> str:
         """Whether such an input runs through a fused GPU kernel or torch's own convs, and why, in one line."""
@@ -161,9 +174,9 @@ class CompositeConv2d(nn.Module):
 
     def dense_view(self) -> nn.Module:
         """The same map as one dense conv, its kernels padded with zeros to the enclosing shape."""
-        weight = dense_weight(list(self.weights), self.composite, self.channel_groups)
+        weight = self.weight
         options = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
-        options |= {"channel_groups": self.channel_groups, "padding_mode": self.padding_mode}
+        options |= {"channel_groups": self.groups, "padding_mode": self.padding_mode}
         single = Composite((FilterGroup(*self.composite.kernel, self.out_channels),))
         view = conv_of(self.in_channels, single, bias=self.bias is not None, **options)
         return _filled(view.to(weight), weight, self.bias)
@@ -172,6 +185,7 @@ class CompositeConv2d(nn.Module):
         text = f"{self.in_channels}, {self.composite}, stride={self.stride}, padding={self.padding}"
         text += f", dilation={self.dilation}" if self.dilation != (1, 1) else ""
         text += f", channel_groups={self.channel_groups}" if self.channel_groups > 1 else ""
+        text += ", shuffle=True" if self.shuffle else ""
         text += f", padding_mode={self.padding_mode!r}" if self.padding_mode != "zeros" else ""
         return text + ("" if self.bias is not None else ", bias=False")
 
@@ -223,9 +237,10 @@ class CompositeConv2d(nn.Module):
 def conv_of(in_channels: int, composite: Composite, *, padding: Padding = "same", **options: Any) -> nn.Module:
     """A composite layer, or the plain `nn.Conv2d` that it is when it has a single group."""
     sides = enclosing_padding(padding, composite.kernel, pair(options.get("dilation", 1), "dilation"))
-    if len(composite.groups) > 1 or not symmetric(sides):
+    if len(composite.groups) > 1 or not symmetric(sides) or options.get("shuffle"):
         return CompositeConv2d(in_channels, composite, padding=sides, **options)
     channel_groups = options.pop("channel_groups", 1)
+    options.pop("shuffle", None)
     _check_channels(in_channels, composite, channel_groups)
     pads = (sides[0][0], sides[1][0])
     return nn.Conv2d(

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from lowrank_cnn.method.scheme_rules import LARGEST, NONE, SHAPE, check_scheme
 from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
 from lowrank_cnn.system.errors import LowRankError, nearest
 
@@ -31,6 +32,8 @@ class Scheme:
     - `to`: the filters of the closing 1x1 join as a share of d; None where there is no join.
     - `inputs`: for `exact`, the input channels where these are fewer than the dense layer has.
     - `multiple`: for `learned`, what the number of filters of each shape is a multiple of.
+    - `channel_groups`: each basis filter sees one of so many parts of the input channels. A join then mixes the
+      parts; without one, the outputs of the parts are shuffled, so that the next layer mixes them.
 
     >>> import lowrank_cnn as lr
     >>> scheme = lr.parse_scheme("lr-join")
@@ -44,9 +47,10 @@ class Scheme:
     to: float | None = None
     inputs: int | None = None
     multiple: int | None = None
+    channel_groups: int = 1
 
     def __post_init__(self) -> None:
-        _check_scheme(self)
+        check_scheme(self)
         if isinstance(self.m, float) and self.m == 1:  # one way to say d, so that equal schemes are equal
             object.__setattr__(self, "m", None)
 
@@ -58,6 +62,7 @@ class Scheme:
         items += [f"to={self.to}"] if self.name == "embed" and self.to != default.to else []
         items += [f"in={self.inputs}"] if self.inputs is not None else []
         items += [f"multiple={self.multiple}"] if self.multiple != default.multiple else []
+        items += [f"channel_groups={self.channel_groups}"] if self.channel_groups > 1 else []
         return self.name + (f"({', '.join(items)})" if items else "")
 
     def to_dict(self) -> dict[str, object]:
@@ -65,13 +70,24 @@ class Scheme:
         shapes = {shape: str(proportion) for shape, proportion in self.shapes}
         exact = {"in": self.inputs} if self.inputs is not None else {}
         learned = {"multiple": self.multiple} if self.multiple is not None else {}
-        return {"name": self.name, "shapes": shapes, "m": self.m, "to": self.to, **exact, **learned}
+        grouped = {"channel_groups": self.channel_groups} if self.channel_groups > 1 else {}
+        return {"name": self.name, "shapes": shapes, "m": self.m, "to": self.to, **exact, **learned, **grouped}
 
     def out_filters(self, filters: int) -> int:
         """How many channels the replacement of a conv with `filters` filters gives."""
         if self.name == "exact" and self.shapes:
             return int(sum(count for _, count in self.shapes))
         return filters if self.to is None else _scaled(self.to, filters)
+
+    def for_layer(self, in_channels: int, filters: int, channel_groups: int = 1) -> Scheme:
+        """The scheme as a layer takes it: without channel groups where its channels do not divide into them.
+
+        The first layer of a network, which sees three colours, is such a layer. So is a conv that has channel
+        groups of its own.
+        """
+        parts = self.channel_groups
+        whole = channel_groups > 1 or in_channels % parts or filters % parts or filters // parts < len(self.shapes)
+        return replace(self, channel_groups=1) if parts > 1 and whole else self
 
     def stages(self, kernel: Pair, filters: int, *, channel_groups: int = 1) -> tuple[Composite, ...]:
         """The composites that replace a dense conv, in order, with nothing between them."""
@@ -93,9 +109,10 @@ class Scheme:
             return Composite((FilterGroup(*first, m),)), Composite((FilterGroup(*second, filters),))
         if self.name == "cp":
             return self._cp_stages(kernel, filters, channel_groups)
+        parts = channel_groups * self.channel_groups
         if self.to is None:
-            return (_share_out(shapes, filters, channel_groups),)
-        basis = _share_out(shapes, _units(_scaled(self.m, filters), channel_groups), channel_groups)
+            return (_share_out(shapes, filters, parts),)
+        basis = _share_out(shapes, _units(_scaled(self.m, filters), parts), parts)
         return basis, Composite((FilterGroup(1, 1, self.out_filters(filters)),))
 
     def _cp_stages(self, kernel: Pair, filters: int, channel_groups: int) -> tuple[Composite, ...]:
@@ -107,67 +124,14 @@ class Scheme:
         return tuple(Composite((FilterGroup(*shape),)) for shape in shapes)
 
 
-_NAMES = ("dense", "separable", "lr", "lr-join", "mixture", "channel", "cp", "embed", "exact", "learned")
-NONE = "none"
-"""The shape of a filter that `learned` may remove."""
 _HALVES = (("kx1", Fraction(1)), ("1xk", Fraction(1)))
-_SHAPE = re.compile(r"(k|[1-9]\d{0,4})x(k|[1-9]\d{0,4})")
 _NUMBER = re.compile(r"[+-]?\d{0,20}(\.\d{0,20})?(e[+-]?\d{1,2})?|\d{1,20}/\d{1,20}", re.IGNORECASE)
 """Numbers that are safe to build: Python would spend minutes on 1e9999999."""
-_LARGEST = 10**9
 _LONGEST = 2000
 """Characters of a scheme's text."""
 
-_JOINS: dict[str, tuple[float | None, ...]] = {
-    "mixture": (None, 1.0),
-    "lr-join": (1.0,),
-    "channel": (1.0,),
-    "embed": (),
-}
-"""What `to` may be: a mixture has a join or none, an embedding one to any share, the others none."""
-
 SCHEMES: dict[str, Scheme] = {}
 """Every scheme by name, with its defaults."""
-
-
-def _check_scheme(scheme: Scheme) -> None:
-    if scheme.name not in _NAMES:
-        raise LowRankError(f"there is no scheme {scheme.name!r}; {nearest(str(scheme.name), _NAMES)}")
-    if scheme.name != "embed" and scheme.to not in _JOINS.get(scheme.name, (None,)):
-        raise LowRankError(f"the scheme {scheme.name} cannot join to {scheme.to}; embed(to={scheme.to}) can.")
-    for shape, proportion in scheme.shapes:
-        if not _SHAPE.fullmatch(shape) and not (scheme.name == "learned" and shape == NONE):
-            raise LowRankError(f"a filter shape is written like kx1, 1xk, kxk or 5x1, not {shape!r}.")
-        if not 0 < proportion <= _LARGEST:
-            raise LowRankError(f"the proportion of {shape} filters must be positive, not {proportion}.")
-        if scheme.name == "exact" and proportion.denominator != 1:
-            raise LowRankError(f"the scheme exact counts filters: {shape}={proportion} is no whole number.")
-    numbers = {"m": scheme.m, "to": scheme.to, "in": scheme.inputs, "multiple": scheme.multiple}
-    for label, value in numbers.items():
-        if value is not None and not 0 < value <= _LARGEST:
-            raise LowRankError(
-                f"{label} in the scheme {scheme.name} must be positive and at most {_LARGEST:,}, not {value:g}."
-            )
-    if scheme.name == "mixture" and scheme.to is None and scheme.m is not None:
-        raise LowRankError("m basis filters need a join after them: write mixture(..., m=..., join).")
-    if scheme.name == "channel" and scheme.shapes != (("kxk", Fraction(1)),):
-        raise LowRankError("the scheme channel has filters of the layer's own kernel: it takes m alone.")
-    if scheme.name == "cp" and scheme.shapes:
-        raise LowRankError("the scheme cp has strips of the layer's own kernel: it takes m alone.")
-    if scheme.name == "separable" and not _crossed([shape for shape, _ in scheme.shapes]):
-        raise LowRankError("a separable scheme has two shapes, one upright and one lying: 1xk and kx1.")
-    shapes = [shape for shape, _ in scheme.shapes if shape != NONE]
-    if scheme.name in ("lr", "lr-join", "mixture", "embed", "learned") and not shapes:
-        raise LowRankError(f"the scheme {scheme.name} needs shapes, like {scheme.name}(kx1, 1xk, kxk).")
-
-
-def _crossed(shapes: Sequence[str]) -> bool:
-    lying = [shape.startswith("1x") for shape in shapes]
-    upright = [shape.endswith("x1") for shape in shapes]
-    return len(shapes) == 2 and (lying, upright) in (
-        ([True, False], [False, True]),
-        ([False, True], [True, False]),
-    )
 
 
 SCHEMES |= {
@@ -185,10 +149,11 @@ SCHEMES |= {
 
 _OPTIONS = {
     "separable": {"m"},
-    "lr-join": {"m"},
+    "lr": {"channel_groups"},
+    "lr-join": {"m", "channel_groups"},
     "channel": {"m"},
     "cp": {"m"},
-    "mixture": {"m", "join"},
+    "mixture": {"m", "join", "channel_groups"},
     "embed": {"m", "to"},
 }
 _OPTIONS |= {"exact": {"in"}, "learned": {"multiple"}}
@@ -217,7 +182,7 @@ def parse_scheme(text: str | Mapping[str, object] | Scheme) -> Scheme:
     options: dict[str, object] = {}
     for item in filter(None, (part.strip() for part in inside.split(","))):
         key, _, value = (part.strip() for part in item.partition("="))
-        target = shapes if _SHAPE.fullmatch(key) or key == NONE else options
+        target = shapes if SHAPE.fullmatch(key) or key == NONE else options
         if key in target:
             raise LowRankError(f"{key} is given twice in the scheme {text!r}.")
         target[key] = value or True
@@ -250,8 +215,9 @@ def _build(name: str, shapes: Mapping[str, object], options: Mapping[str, object
     m = _amount(options["m"]) if "m" in options else default.m
     to = float(_fraction(options["to"])) if "to" in options else default.to
     to = 1.0 if _yes(options.get("join", False)) else to
-    inputs, multiple = (_whole(options, key) for key in ("in", "multiple"))
-    return Scheme(name, proportions, m, to, inputs, default.multiple if multiple is None else multiple)
+    inputs, multiple, parts = (_whole(options, key) for key in ("in", "multiple", "channel_groups"))
+    multiple = default.multiple if multiple is None else multiple
+    return Scheme(name, proportions, m, to, inputs, multiple, 1 if parts is None else parts)
 
 
 def _whole(options: Mapping[str, object], key: str) -> int | None:
@@ -279,8 +245,8 @@ def _fraction(value: object) -> Fraction:
         number = Fraction(text) if _NUMBER.fullmatch(text) else None
     except (ValueError, ZeroDivisionError):
         number, text = None, "this"
-    if number is None or abs(number) > _LARGEST:
-        raise LowRankError(f"{text[:40]!r} in a scheme is not a number up to {_LARGEST:,}.")
+    if number is None or abs(number) > LARGEST:
+        raise LowRankError(f"{text[:40]!r} in a scheme is not a number up to {LARGEST:,}.")
     return number
 
 

@@ -61,7 +61,7 @@ def damage_by_loss(
     readers = {n: m for n, m in network.named_modules() if isinstance(m, ShapedConv2d | GatedLinear)}
     taps = {name: torch.zeros(len(m.weight), *m.kernel_size).double() for name, m in layers.items()}
     channels = {name: torch.zeros(len(module.inputs)).double() for name, module in readers.items()}
-    with undisturbed(network):
+    with undisturbed(network), _regrowing(readers.values()):
         for images, targets in batches:
             value = loss(network(images), targets)
             slopes = torch.autograd.grad(value, [module.weight for module in readers.values()])
@@ -105,6 +105,19 @@ def _read(route: Route, channels: Mapping[str, Tensor], whole: Tensor) -> Tensor
     """What the layers that read each channel would lose without it; only gated ones measure it."""
     gated = [reader for reader in route.readers if reader.name in channels]
     return sum((channels[r.name].unflatten(0, (len(whole), -1)).sum(1) for r in gated), torch.zeros_like(whole))
+
+
+@contextlib.contextmanager
+def _regrowing(layers: Iterable[ShapedConv2d | GatedLinear]) -> Iterator[None]:
+    """Let gradients reach masked taps, to see what these would contribute."""
+    before = [(layer, layer.regrow) for layer in layers]
+    for layer, _ in before:
+        layer.regrow = True
+    try:
+        yield
+    finally:
+        for layer, regrow in before:
+            layer.regrow = regrow
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ from lowrank_cnn.method.channel_order import Route, free_routes
 from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.rewriting import rewrite
-from lowrank_cnn.method.scheme import NONE, Scheme
+from lowrank_cnn.method.scheme import Scheme
+from lowrank_cnn.method.scheme_rules import NONE
 from lowrank_cnn.method.selection import Where, select
 from lowrank_cnn.method.shape_choice import ShapeCosts
 from lowrank_cnn.method.shaping import (

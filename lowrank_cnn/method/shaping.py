@@ -1,9 +1,9 @@
 """Layers whose filters choose their shapes while they train.
 
 A `ShapedConv2d` has one weight, in the kernel that encloses every shape. Each filter has a shape, and computes
-with the taps inside it alone. Gradients reach all taps, as if no mask were there (a straight-through estimate, as
-in dynamic pruning with feedback, Lin et al. 2020), so that a tap outside the shape goes on learning what it would
-contribute, and a filter can change its shape later.
+with the taps inside it alone. Taps outside keep the value that they had, less weight decay, so that a filter can
+take them back at a later choice. While damage is measured, and in training if `regrow` is set, gradients reach all
+taps as if no mask were there (a straight-through estimate, as in dynamic pruning with feedback, Lin et al. 2020).
 
 A filter can also be removed: the layers that read its channel then ignore it, by a gate on their inputs. Reading
 layers hold the gate, not the norm between, so that removing the channel is exact whatever activation follows.
@@ -25,7 +25,8 @@ from lowrank_cnn.kernels.reference import conv_on_sides, pad_on_sides
 from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.method.conv_form import ConvForm, form_of
 from lowrank_cnn.method.geometry import offsets, recentred
-from lowrank_cnn.method.scheme import NONE, Scheme, resolve_shape
+from lowrank_cnn.method.scheme import Scheme, resolve_shape
+from lowrank_cnn.method.scheme_rules import NONE
 from lowrank_cnn.method.spec import FilterGroup, Pair
 from lowrank_cnn.system.errors import LowRankError
 
@@ -43,6 +44,8 @@ class ShapedConv2d(nn.Module):
       filters draw by them.
     """
 
+    regrow = False
+    """Whether gradients reach masked taps. In training these drift: nothing tells them what they would do."""
     choice: Tensor
     kept: Tensor
     inputs: Tensor
@@ -92,9 +95,9 @@ class ShapedConv2d(nn.Module):
         return conv_on_sides(x, self.shaped_weight(), self.bias, self.padding, self.stride, self.form.dilation)
 
     def shaped_weight(self) -> Tensor:
-        """The weight with zeros outside the shapes; its gradient goes to every tap."""
+        """The weight with zeros outside the shapes."""
         mask = self._tap_mask()[:, None] * self.inputs[:, None, None].to(self.masks.dtype)
-        return _straight_through(self.weight, mask)
+        return _straight_through(self.weight, mask) if self.regrow else self.weight * mask
 
     def _tap_mask(self) -> Tensor:
         """The taps of each filter: those of its shape, or of the shape that it draws."""
@@ -142,6 +145,7 @@ class ShapedConv2d(nn.Module):
 class GatedLinear(nn.Module):
     """A linear layer that ignores the features of removed channels."""
 
+    regrow = False
     inputs: Tensor
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
@@ -152,7 +156,9 @@ class GatedLinear(nn.Module):
         self.register_buffer("inputs", torch.ones(in_features, dtype=torch.bool))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, _straight_through(self.weight, self.inputs.to(self.weight.dtype)), self.bias)
+        mask = self.inputs.to(self.weight.dtype)
+        weight = _straight_through(self.weight, mask) if self.regrow else self.weight * mask
+        return F.linear(x, weight, self.bias)
 
     @torch.no_grad()
     def copy_dense(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -219,6 +225,5 @@ def conv_of_form(form: ConvForm, scheme: Scheme) -> nn.Module:
 
 
 def _straight_through(weight: Tensor, mask: Tensor) -> Tensor:
-    """The masked weight, exactly; the gradient is that of the weight without a mask, and that of the mask."""
-    masked = weight + (weight * mask - weight).detach()
-    return masked + weight.detach() * (mask - mask.detach()) if mask.requires_grad else masked
+    """The masked weight, exactly; the gradient is that of the weight without a mask."""
+    return weight + (weight * mask - weight).detach()

@@ -1,8 +1,8 @@
 """`learn_shapes`: train a network whose filters choose their own shapes, within a budget of MACs or time.
 
 The network starts dense. After each epoch of the first part of training, every filter takes the shape that serves
-it best at the current budget, which falls from the whole network to the target. Taps outside a shape go on
-learning, so that a filter can take another shape at the next choice. Then shapes stay as they are, and the rest of
+it best at the current budget, which falls from the whole network to the target. Taps outside a shape keep their
+values, so that a filter can take another shape at the next choice. Then shapes stay as they are, and the rest of
 the run trains the filters that are left.
 """
 

@@ -37,7 +37,8 @@ def schemes(draw: st.DrawFn) -> Scheme:
         "mixture": draw(st.sampled_from([None, 1.0])),
         "embed": draw(st.floats(0.05, 2)),
     }
-    return Scheme(name, draw(MIXES), draw(AMOUNTS) if to[name] else None, to[name])
+    parts = draw(st.sampled_from([1, 2, 8])) if name != "embed" else 1
+    return Scheme(name, draw(MIXES), draw(AMOUNTS) if to[name] else None, to[name], channel_groups=parts)
 
 
 @given(schemes())
@@ -52,12 +53,15 @@ def test_no_filter_is_lost(scheme: Scheme, filters: int, kernel: tuple[int, int]
         with pytest.raises(LowRankError, match="learned in training"):
             scheme.stages(kernel, filters)
         return
+    parts = scheme.channel_groups
+    filters *= parts
     stages = scheme.stages(kernel, filters)
+    assert all(group.filters % parts == 0 for group in stages[0].groups)
     assert stages[-1].filters == scheme.out_filters(filters)
     if len(stages) in (2, 4):
         share = 1.0 if scheme.m is None else scheme.m
         expected = share if isinstance(share, int) else max(1, round(share * filters))
-        assert stages[0].filters == expected
+        assert abs(stages[0].filters - expected) < parts
 
 
 @given(MIXES, st.integers(1, 40), st.sampled_from([1, 2, 4]))
@@ -119,7 +123,7 @@ def test_a_scheme_made_by_hand_is_checked():
     ("text", "says"),
     [
         ("lr-joi", "did you mean lr-join"),
-        ("lr(m=4)", "takes shapes alone"),
+        ("lr(m=4)", "takes channel_groups and shapes, not m"),
         ("embed(too=1)", "takes m, to"),
         ("mixture(kx1=-1)", "must be positive"),
         ("mixture(kx1=many)", "not a number"),
@@ -133,7 +137,7 @@ def test_a_scheme_made_by_hand_is_checked():
         ("mixture(kx1, join=maybe)", "join is yes or no"),
         ("lr-join(m=1e400)", "not a number up to"),
         (None, "a string, a dict or a Scheme"),
-        ({"name": "mixture", "to": 0.5}, r"cannot join to 0\.5|takes join, m"),
+        ({"name": "mixture", "to": 0.5}, r"cannot join to 0\.5|takes channel_groups, join, m"),
     ],
 )
 def test_bad_schemes_are_refused_in_a_sentence(text: str, says: str):

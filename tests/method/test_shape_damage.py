@@ -59,3 +59,13 @@ def test_a_channel_that_nobody_reads_costs_nothing_to_remove():
     damage = damage_by_loss(net, free_routes(net, SIZE), [(images, targets)], F.cross_entropy)["0"]
     assert damage.removal[2] == 0
     assert (damage.removal[[0, 1, 3]] > 0).all()
+
+
+def test_the_loss_also_sees_taps_that_are_masked_now():
+    net = shaped_net().train()
+    conv = net.get_submodule("0")
+    conv.choice.fill_(0)
+    batch = torch.randn(16, *SIZE), torch.arange(16) % 2
+    damage = damage_by_loss(net, free_routes(net, SIZE), [batch], F.cross_entropy)["0"]
+    assert bool((damage.shapes[:, 0] > 0).all())  # what a column leaves out, which it does not use now
+    assert conv.regrow is False

@@ -30,7 +30,7 @@ def test_it_begins_as_the_dense_conv(options):
     torch.testing.assert_close(shaped(conv)(x), conv(x))
 
 
-def test_a_shape_leaves_only_its_taps_and_gradients_reach_all():
+def test_a_shape_leaves_only_its_taps_and_gradients_reach_others_if_they_regrow():
     layer = shaped(nn.Conv2d(2, 4, 3, padding=1))
     layer.choice.copy_(torch.tensor([0, 1, 2, 3]))
     weight = layer.shaped_weight()
@@ -38,6 +38,11 @@ def test_a_shape_leaves_only_its_taps_and_gradients_reach_all():
     assert used.tolist() == [3, 3, 9, 3]  # the ends of 5x1 start at zero
     assert torch.equal(weight[0, :, 1:4, 2], layer.weight[0, :, 1:4, 2])
     (gradient,) = torch.autograd.grad(weight.sum(), layer.weight)
+    assert torch.equal(gradient, layer.masks[layer.choice][:, None].expand_as(gradient))
+    layer.regrow = True
+    again = layer.shaped_weight()
+    assert torch.equal(again, weight)
+    (gradient,) = torch.autograd.grad(again.sum(), layer.weight)
     assert torch.equal(gradient, torch.ones_like(gradient))
 
 
