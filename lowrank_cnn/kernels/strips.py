@@ -38,24 +38,31 @@ def packed(weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("lowrank::strips", mutates_args=(), device_types="cpu")
 def strips(
-    x: Tensor, weights: Sequence[Tensor], bias: Tensor, filters: Sequence[int], across: Sequence[bool], relu: bool
+    x: Tensor, weights: Sequence[Tensor], bias: Tensor, filters: Sequence[int], across: Sequence[bool], relu: bool, pool: bool
 ) -> Tensor:
     """All groups of a layer, one behind the other, with its bias: stride one, an output as large as the input.
 
-    `weights` are packed; a group has so many `filters`, of 1x3 where `across`, otherwise of 3x1.
+    `weights` are packed; a group has so many `filters`, of 1x3 where `across`, otherwise of 3x1. With `pool`, the
+    largest of each 2x2 results is kept; height and width are then even.
     """
     x = x.contiguous()
-    y = x.new_empty(len(x), len(bias), *x.shape[2:])
+    y = _result(x, bias, pool)
     first, threads = 0, torch.get_num_threads()
     for weight, count, wide in zip(weights, filters, across, strict=True):
-        _library().run(x, weight, bias[first : first + count], y, first, wide, STEPS[x.dtype], relu, threads)
+        own = bias[first : first + count]
+        _library().run(x, weight, own, y, first, wide, STEPS[x.dtype], relu, pool, threads)
         first += count
     return y
 
 
 @strips.register_fake
-def _(x, weights, bias, filters, across, relu):
-    return x.new_empty(len(x), len(bias), *x.shape[2:])
+def _(x, weights, bias, filters, across, relu, pool):
+    return _result(x, bias, pool)
+
+
+def _result(x: Tensor, bias: Tensor, pool: bool) -> Tensor:
+    by = 2 if pool else 1
+    return x.new_empty(x.shape[0], bias.shape[0], x.shape[2] // by, x.shape[3] // by)
 
 
 @cache
