@@ -30,6 +30,9 @@ class GraphOptions:
     calibrate: Annotated[str | None, typer.Option(help="Images with labels for --int8: a folder or data set.")] = (
         None
     )
+    strips: Annotated[
+        bool, typer.Option("--strips", help="In .onnx: 1x3 and 3x1 convs by the operator of lowrank-strips.")
+    ] = False
     merged: Annotated[bool, typer.Option("--merge", help="Fold batch norms into the layers before them.")] = False
     chains: Annotated[
         bool, typer.Option("--merge-chains", help="Merge basis + join and separable pairs into dense convs too.")
@@ -43,6 +46,15 @@ class GraphOptions:
         typer.Option(help="Prepare images inside the graph, which then takes uint8 in this layout; not resize."),
     ] = None
 
+    def for_target(self, to: str | None) -> GraphOptions:
+        """The options that a target asks for beside these."""
+        from lowrank_cnn.deploy.engines.targets import target_of
+
+        strips = self.strips or (to is not None and target_of(to).strips)
+        if strips and self.int8:
+            raise LowRankError("compiled strips are for fp32 and fp16: give --int8 or --strips.")
+        return replace(self, strips=strips)
+
     @property
     def precision(self) -> str:
         return "fp16" if self.fp16 else "fp32"
@@ -51,7 +63,7 @@ class GraphOptions:
         """These options as `export` takes them."""
         free = () if self.dynamic == "none" else tuple(self.dynamic.split(","))
         graph = {"dynamic": free, "opset": self.opset, "preprocess": self.preprocess or False}
-        return {"precision": self.precision, **graph}
+        return {"precision": self.precision, "strips": self.strips, **graph}
 
     def merge(self, network: torch.nn.Module, size: tuple[int, ...]) -> torch.nn.Module:
         """The network with batch norms, and chains where asked, folded into the layers before them."""
@@ -75,7 +87,9 @@ def export_command(
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option(help="onnx, openvino, ncnn, mnn, executorch, pt2 or torchscript: writes into a directory."),
+        typer.Option(
+            help="onnx, onnx-strips, openvino, ncnn, mnn, executorch, pt2 or torchscript: writes into a directory."
+        ),
     ] = None,
     scheme: Scheme = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
@@ -96,7 +110,7 @@ def export_command(
     """
     from lowrank_cnn.method.counting import count
 
-    path = _place(path, out, to, model)
+    path, graph = _place(path, out, to, model), graph.for_target(to)
     source, size = named.find(model)
     source = source.converted(scheme) if scheme else source
     network = graph.merge(source.network, size)

@@ -83,7 +83,9 @@ def groups_apart(model: nn.Module) -> nn.Module:
 
 def in_layers(model: nn.Module) -> nn.Module:
     """A copy whose convs are layers again where a plan has products of its own, which other programs lack."""
-    ours = (module for module in model.modules() if isinstance(module, MatrixConv2d | StripConv2d | WinogradConv2d))
+    ours = (
+        module for module in model.modules() if isinstance(module, MatrixConv2d | StripConv2d | WinogradConv2d)
+    )
     return copy_with(model, {module: module.plain() for module in ours})
 
 
@@ -122,7 +124,7 @@ def minimal_filtering(block: Block) -> nn.Module | None:
 
 
 def compiled_strips(block: Block) -> nn.Module | None:
-    """On the CPU: 1x3 and 3x1 filters by compiled code, where it is installed; other layers of a chain as they are."""
+    """On the CPU: 1x3 and 3x1 filters by compiled code, where it is installed; the other layers as they are."""
     return _filtered(block, StripConv2d)
 
 

@@ -16,7 +16,7 @@ _DOWN = ([-1, 0, 1], [0])
 
 
 class StripConv2d(nn.Module):
-    """A conv or composite of such filters, of stride one and equal output size, with what follows it; for inference.
+    """A conv or composite of such filters, of stride one and equal output size, with its epilogue; for inference.
 
     It keeps its layer, which runs inputs of another type, and where the compiled code is not installed.
     """
@@ -59,3 +59,8 @@ class StripConv2d(nn.Module):
         pool = self.pools and x.shape[2] % 2 == x.shape[3] % 2 == 0
         y = strips(x, weights, bias, self.filters, self.across, self.relu, pool)
         return y if pool else self.rest(y, residual)
+
+
+def has_strips(network: nn.Module) -> bool:
+    """Whether a network has layers that compiled strips run, and these are installed."""
+    return any(map(StripConv2d.takes, network.modules()))

@@ -1,14 +1,15 @@
 """Convs with 1x3 and 3x1 filters of an ONNX graph as lowrank::Strips, the compiled operator of `lowrank_strips`.
 
 A node takes over the ReLU and the 2x2 max-pool behind its conv. Where two such nodes have one input and are
-concatenated, one node does both and writes where their results belong. Engines other than ONNX Runtime do not know the operator.
+concatenated, one node does both and writes where their results belong. Engines other than ONNX Runtime do not know
+the operator.
 """
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
+from lowrank_cnn.kernels.strips import is_installed, library
 from lowrank_cnn.system.errors import LowRankError, require
 
 DOMAIN, OPERATOR = "lowrank", "Strips"
@@ -17,19 +18,26 @@ _PADS = {(1, 3): [0, 1, 0, 1], (3, 1): [1, 0, 1, 0]}
 
 def register_strips(options: Any) -> None:
     """Let a session know the operator, where it is installed."""
-    if find_spec("lowrank_strips") is not None:
-        library = require("lowrank_strips", extra="strips", purpose="compiled strips")
-        options.register_custom_ops_library(library.onnxruntime_library())
+    if is_installed():
+        options.register_custom_ops_library(library().onnxruntime_library())
+
+
+def check_strips(message: str) -> None:
+    """Raise an error that names the missing package if a session failed because it lacks the operator."""
+    if f"{DOMAIN}:{OPERATOR}" in message:
+        library()
 
 
 def use_strips(model: Any) -> None:
     """Replace convs of a model of `onnx_ir`; one without such convs is an error."""
-    require("lowrank_strips", extra="strips", purpose="writing compiled strips")
+    library()
     ir: Any = require("onnx_ir", extra="onnx", purpose="writing ONNX")
     graph = model.graph
     convs = [node for node in graph if _is_strip(node)]
     if not convs:
-        raise LowRankError("no conv of this network has 1x3 or 3x1 filters and stride 1: export it without strips.")
+        raise LowRankError(
+            "no conv of this network has 1x3 or 3x1 filters and stride 1: export it without strips."
+        )
     for conv in convs:
         x, weight, *bias = conv.inputs
         made = _replace(ir, graph, [conv], [x, weight, bias[0] if bias else _zeros(ir, graph, conv, weight)])
@@ -57,26 +65,21 @@ def _take_over(ir: Any, graph: Any, node: Any) -> None:
 
 def _joins(node: Any) -> bool:
     """Whether a node concatenates the results of two of ours, which do the same to the same input."""
-    if node.op_type != "Concat" or len(node.inputs) != 2 or node.attributes["axis"].as_int() != 1:
+    if node.op_type != "Concat" or len(node.inputs) != 2 or node.attributes["axis"].as_int() not in (1, -3):
         return False
     both = [value.producer() for value in node.inputs]
     ours = all(each is not None and each.op_type == OPERATOR and _reader(each.outputs[0]) is node for each in both)
     return ours and both[0].inputs[0] is both[1].inputs[0] and _flags(both[0]) == _flags(both[1])
 
 
-def _replace(
-    ir: Any, graph: Any, nodes: list[Any], inputs: list[Any], *, relu: int = 0, pool: int = 0
-) -> Any:
+def _replace(ir: Any, graph: Any, nodes: list[Any], inputs: list[Any], *, relu: int = 0, pool: int = 0) -> Any:
     """Put a node in place of others, the first of which gives the result."""
     before = nodes[0].outputs[0]
     flags = {"relu": relu, "pool": pool}
     made = ir.node(OPERATOR, inputs, attributes=flags, domain=DOMAIN, name=nodes[0 if len(nodes) > 2 else -1].name)
     made.outputs[0].shape, made.outputs[0].type, made.outputs[0].name = before.shape, before.type, before.name
     graph.insert_before(nodes[0], made)
-    ir.convenience.replace_all_uses_with(before, made.outputs[0])
-    for place, value in enumerate(graph.outputs):
-        if value is before:
-            graph.outputs[place] = made.outputs[0]
+    ir.convenience.replace_all_uses_with(before, made.outputs[0], replace_graph_outputs=True)
     graph.remove(nodes, safe=True)
     return made
 
@@ -107,7 +110,7 @@ def _ints(options: Any, name: str, default: list[int]) -> list[int]:
 
 
 def _pool(node: Any) -> int:
-    """The operator's word for a pool with windows of 2x2, side by side: 1, or 2 with ceil_mode; 0 for other pools."""
+    """The attribute for a pool with windows of 2x2, side by side: 1, or 2 with ceil_mode; 0 for other pools."""
     options = node.attributes
     sizes = [*_ints(options, "kernel_shape", []), *_ints(options, "strides", [1, 1])]
     plain = not any(_ints(options, "pads", [])) and set(_ints(options, "dilations", [1])) == {1}

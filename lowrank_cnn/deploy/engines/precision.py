@@ -61,7 +61,7 @@ def at_precision(request: ExportRequest, suffix: str, precision: str) -> ExportR
         raise LowRankError("fp16 is for networks whose inputs go by position: call model.half() and export that.")
     if suffix in _BY_THE_ENGINE:
         return replace(request, precision="fp16")
-    # For the CPU alone: there ONNX Runtime takes far longer for a matrix product in half precision than in float32.
+    # A file with strips is for the CPU, where ONNX Runtime multiplies matrices much faster in float32.
     network = InHalf(request.network, linear_in_single=request.strips).eval()
     return replace(request, network=network, precision="fp16")
 
