@@ -52,6 +52,15 @@ class GraphOptions:
         typer.Option(help="Prepare images inside the graph, which then takes uint8 in this layout; not resize."),
     ] = None
 
+    def for_target(self, to: str | None) -> GraphOptions:
+        """The options that a target asks for beside these."""
+        from lowrank_cnn.deploy.engines.targets import target_of
+
+        strips = self.strips or (to is not None and target_of(to).strips)
+        if strips and self.int8:
+            raise LowRankError("compiled strips are for fp32 and fp16: give --int8 or --strips.")
+        return replace(self, strips=strips)
+
     @property
     def precision(self) -> str:
         return "fp16" if self.fp16 else "fp32"
@@ -86,7 +95,9 @@ def export_command(
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option(help="onnx, openvino, ncnn, mnn, executorch, pt2 or torchscript: writes into a directory."),
+        typer.Option(
+            help="onnx, onnx-strips, openvino, ncnn, mnn, executorch, pt2 or torchscript: writes into a directory."
+        ),
     ] = None,
     scheme: Scheme = None,
     example: Inputs = None,
@@ -110,7 +121,7 @@ def export_command(
     from lowrank_cnn.cli.source import find_example
     from lowrank_cnn.method.counting import count
 
-    path = _place(path, out, to, model)
+    path, graph = _place(path, out, to, model), graph.for_target(to)
     inputs = find_example(example) if example else None
     source, size = (named.source(model), None) if example else named.find(model)
     source = source.converted(scheme) if scheme else source

@@ -33,6 +33,7 @@ from lowrank_cnn.deploy.layer_forms import (
     variants_of,
 )
 from lowrank_cnn.deploy.optimizing import optimize
+from lowrank_cnn.deploy.strips import has_strips
 from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
@@ -163,8 +164,10 @@ class AdviceBench:
         if self.engine == "optimize":
             return optimize(placed, example, compile=False, cache=False, repeats=3)
         with tempfile.TemporaryDirectory() as scratch:
-            path = Path(scratch) / f"net{TARGETS[self.engine].suffix}"
-            export(placed, path, input_size=tuple(example.shape[1:]), precision=self.precision)  # type: ignore[arg-type]
+            target = TARGETS[self.engine]
+            path = Path(scratch) / f"net{target.suffix}"
+            how: Any = {"precision": self.precision, "strips": target.strips and has_strips(placed)}
+            export(placed, path, input_size=tuple(example.shape[1:]), **how)
             runner = open_engine(path, threads=torch.get_num_threads(), trusted=True)
         array = example.contiguous().numpy()
         return lambda _: runner(array)

@@ -148,7 +148,7 @@ def as_network(network: nn.Module, captured: NetworkGraph, original: nn.Module) 
 def max_pool(x: Tensor, pool: nn.MaxPool2d) -> Tensor:
     """A max-pool; 2x2 windows side by side as two maxima of slices, which vectorise where torch's own do not."""
     even = all(size % 2 == 0 for size in x.shape[-2:])
-    if x.is_cuda or not _is_halving(pool) or not even:
+    if x.is_cuda or not is_halving(pool) or not even:
         return pool(x)
     rows = torch.maximum(x[..., ::2, :], x[..., 1::2, :])
     return torch.maximum(rows[..., ::2], rows[..., 1::2])
@@ -161,7 +161,8 @@ def block_of(captured: NetworkGraph, pattern: Pattern) -> Block:
     return Block(pattern.name, layer, Epilogue(pattern.activation, pattern.pool, adds, pattern.add_last))
 
 
-def _is_halving(pool: nn.MaxPool2d) -> bool:
+def is_halving(pool: nn.MaxPool2d) -> bool:
+    """Whether a pool has windows of 2x2, side by side."""
     settings = [_both(v) for v in (pool.kernel_size, pool.stride, pool.padding, pool.dilation)]
     return settings == [(2, 2), (2, 2), (0, 0), (1, 1)]
 

@@ -124,7 +124,7 @@ def minimal_filtering(block: Block) -> nn.Module | None:
 
 
 def compiled_strips(block: Block) -> nn.Module | None:
-    """On the CPU: 1x3 and 3x1 filters by compiled code, where it is installed; other layers of a chain as they are."""
+    """On the CPU: 1x3 and 3x1 filters by compiled code, where it is installed; the other layers as they are."""
     return _filtered(block, StripConv2d)
 
 

@@ -97,8 +97,8 @@ def export(
       that size stays outside.
     - `precision`: "fp16" stores and computes in half precision. Inputs and outputs stay float32, except where the
       network itself is in half precision. `lr.quantize` writes int8.
-    - `strips`: in .onnx, 1x3 and 3x1 convs by the compiled operator of the package lowrank-strips, which whoever runs
-      the file needs too.
+    - `strips`: in .onnx, 1x3 and 3x1 convs by the compiled operator of the package lowrank-strips, which is then
+      needed to run the file too.
 
     What `optimize` gave goes to a .safetensors with what was chosen, and `load` makes it again without measuring.
     A file of a trained network says how its images are prepared and what its classes are: `evaluate` and `predict`
@@ -113,9 +113,7 @@ def export(
     stored = stored_of(model, input_size)
     check_place(path, overwrite)
     if strips and path.suffix != ".onnx":
-        raise LowRankError(
-            f"compiled strips are an operator of ONNX Runtime: write an .onnx file, not {path.suffix}."
-        )
+        raise LowRankError(f"compiled strips run in ONNX Runtime: write an .onnx file, not {path.suffix}.")
     if path.suffix == ".safetensors":
         return _write_weights(path, _as_given(stored))
     names = {"inputs": input_names, "outputs": output_names}

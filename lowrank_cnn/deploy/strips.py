@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.blocks import BlockAsGiven, Epilogue
+from lowrank_cnn.deploy.blocks import BlockAsGiven, Epilogue, is_halving
 from lowrank_cnn.deploy.matrix import parts_of
 from lowrank_cnn.kernels.strips import available, packed, strips
 
@@ -16,7 +16,7 @@ _DOWN = ([-1, 0, 1], [0])
 
 
 class StripConv2d(nn.Module):
-    """A conv or composite of such filters, of stride one and equal output size, with what follows it; for inference.
+    """A conv or composite of such filters, of stride one and equal output size, with its epilogue; for inference.
 
     It keeps its layer, which runs inputs of another type, and where the compiled code is not installed.
     """
@@ -30,6 +30,8 @@ class StripConv2d(nn.Module):
         self.filters, self.across = [len(weight) for weight in weights], [look == _ACROSS for look in looks]
         self.relu = self.epilogue.activation == "relu" and not self.epilogue.adds
         self.rest = replace(self.epilogue, activation=None) if self.relu else self.epilogue
+        self.pools = self.rest.pool is not None and is_halving(self.rest.pool) and not self.rest.adds
+        self.pools = self.pools and self.rest.activation is None
         bias = layer.bias if isinstance(layer.bias, Tensor) else weights[0].new_zeros(sum(self.filters))
         self.register_buffer("bias", bias.detach().clone(), persistent=False)
         for index, weight in enumerate(weights):
@@ -54,4 +56,11 @@ class StripConv2d(nn.Module):
         if x.dim() == 3:
             return self(x[None], None if residual is None else residual[None])[0]
         weights = [self.get_buffer(f"packed{index}") for index in range(len(self.filters))]
-        return self.rest(strips(x, weights, bias, self.filters, self.across, self.relu), residual)
+        pool = self.pools and x.shape[2] % 2 == x.shape[3] % 2 == 0
+        y = strips(x, weights, bias, self.filters, self.across, self.relu, pool)
+        return y if pool else self.rest(y, residual)
+
+
+def has_strips(network: nn.Module) -> bool:
+    """Whether a network has layers that compiled strips run, and these are installed."""
+    return any(map(StripConv2d.takes, network.modules()))

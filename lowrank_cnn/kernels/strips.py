@@ -1,11 +1,12 @@
 """Convolutions with 1x3 and 3x1 filters on the CPU by compiled code, as a torch operator.
 
-The code is the package `lowrank_strips` (in native/), which needs a compiler to build and is optional: `available` says
-whether it is installed. It runs Winograd's minimal filtering along the strip on the threads that torch has.
+The code is the package `lowrank_strips` (in native/), which needs a compiler to build and is optional: `available`
+says whether it is installed. It runs Winograd's minimal filtering along the strip on the threads that torch has.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -15,7 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lowrank_cnn.system.errors import require
+from lowrank_cnn.system.errors import MissingExtra
 
 STEPS = {torch.float32: 6, torch.float16: 4}
 """Outputs per tile: F(6, 3) needs fewer products, F(4, 3) rounds less, which half precision needs."""
@@ -23,50 +24,68 @@ STEPS = {torch.float32: 6, torch.float16: 4}
 
 def available(dtype: torch.dtype) -> bool:
     """Whether the compiled code is installed, and this processor computes in the type."""
-    return (
-        dtype in STEPS
-        and find_spec("lowrank_strips") is not None
-        and (dtype.itemsize == 4 or _library().has_half())
-    )
+    return dtype in STEPS and is_installed() and (dtype == torch.float32 or library().has_half())
+
+
+@cache
+def is_installed() -> bool:
+    """Whether the package with the compiled code can be imported."""
+    return find_spec("lowrank_strips") is not None
+
+
+@cache
+def library() -> ModuleType:
+    """The package with the compiled code."""
+    if not is_installed():
+        raise MissingExtra("compiled strips need the package lowrank-strips: `pip install ./native` builds it.")
+    package = importlib.import_module("lowrank_strips")
+    for runtime in (Path(torch.__file__).parent / "lib").glob(
+        "libgomp*"
+    ):  # the threads of torch, not further ones
+        package.use_openmp(str(runtime))
+    return package
 
 
 def packed(weight: Tensor) -> Tensor:
     """The weight of a group, [filters, channels, 1, 3] or [filters, channels, 3, 1], as the operator takes it."""
     filters, channels = weight.shape[:2]
     step = STEPS[weight.dtype]
-    size = _library().packed_size(str(weight.dtype).removeprefix("torch."), filters, channels, step)
+    size = library().packed_size(str(weight.dtype).removeprefix("torch."), filters, channels, step)
     made = weight.new_empty(size)
-    _library().pack(weight.detach().reshape(filters, channels, 3).contiguous(), made, step)
+    library().pack(weight.detach().reshape(filters, channels, 3).contiguous(), made, step)
     return made
 
 
 @torch.library.custom_op("lowrank::strips", mutates_args=(), device_types="cpu")
 def strips(
-    x: Tensor, weights: Sequence[Tensor], bias: Tensor, filters: Sequence[int], across: Sequence[bool], relu: bool
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor,
+    filters: Sequence[int],
+    across: Sequence[bool],
+    relu: bool,
+    pool: bool,
 ) -> Tensor:
     """All groups of a layer, one behind the other, with its bias: stride one, an output as large as the input.
 
-    `weights` are packed; a group has so many `filters`, of 1x3 where `across`, otherwise of 3x1.
+    `weights` are packed; a group has so many `filters`, of 1x3 where `across`, otherwise of 3x1. With `pool`, the
+    largest of each 2x2 results is kept; height and width are then even.
     """
     x = x.contiguous()
-    y = x.new_empty(len(x), len(bias), *x.shape[2:])
+    y = _result(x, bias, pool)
     first, threads = 0, torch.get_num_threads()
     for weight, count, wide in zip(weights, filters, across, strict=True):
-        _library().run(x, weight, bias[first : first + count], y, first, wide, STEPS[x.dtype], relu, threads)
+        own = bias[first : first + count]
+        library().run(x, weight, own, y, first, wide, STEPS[x.dtype], relu, pool, threads)
         first += count
     return y
 
 
 @strips.register_fake
-def _(x, weights, bias, filters, across, relu):
-    return x.new_empty(len(x), len(bias), *x.shape[2:])
+def _(x, weights, bias, filters, across, relu, pool):
+    return _result(x, bias, pool)
 
 
-@cache
-def _library() -> ModuleType:
-    library = require("lowrank_strips", extra="strips", purpose="compiled strips")
-    for runtime in (Path(torch.__file__).parent / "lib").glob(
-        "libgomp*"
-    ):  # the threads of torch, not further ones
-        library.use_openmp(str(runtime))
-    return library
+def _result(x: Tensor, bias: Tensor, pool: bool) -> Tensor:
+    by = 2 if pool else 1
+    return x.new_empty(x.shape[0], bias.shape[0], x.shape[2] // by, x.shape[3] // by)

@@ -1,7 +1,7 @@
 """Compiled convolutions with 1x3 and 3x1 filters, for `lowrank_cnn`.
 
-`lowrank_cnn` imports this package where it is installed, and does without it where it is not. `onnxruntime_library`
-is the shared library that adds the operator lowrank::Strips to a session of ONNX Runtime:
+`lowrank_cnn` imports this package where it is installed, and does without it where it is not.
+`onnxruntime_library` is the shared library that adds the operator lowrank::Strips to a session of ONNX Runtime:
 
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(lowrank_strips.onnxruntime_library())

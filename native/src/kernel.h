@@ -29,7 +29,7 @@ namespace {
 constexpr int lanes = sizeof(Vector) / sizeof(Number);
 constexpr int panel = 3;                   // vectors in the registers of the matrix product
 constexpr size_t cache = 384 * 1024;       // bytes of a chunk: a part of the L2 cache
-constexpr int most_vectors = 24;           // in a chunk, so that the products of a block fit into L1
+constexpr int most_panels = 8;             // in a chunk, so that the products of a block fit into L1
 
 inline int parts(int whole, int part) { return (whole + part - 1) / part; }
 
@@ -47,6 +47,10 @@ inline Vector load_part(const Number* p, int count) {
   return v;
 }
 
+inline void store_at_most(Number* p, Vector v, int count) {
+  count >= lanes ? store(p, v) : void(std::memcpy(p, &v, sizeof(Number) * count));
+}
+
 inline Vector load_at_most(const Number* p, int count) { return count >= lanes ? load(p) : load_part(p, count); }
 
 inline Vector spread(Number n) {
@@ -55,6 +59,12 @@ inline Vector spread(Number n) {
   return v;
 }
 
+#ifndef STRIPS_NEON
+// NaN stays NaN in both.
+inline Vector larger(Vector a, Vector b) { return (a > b) | (a != a) ? a : b; }
+inline Vector rectify(Vector v) { return v < Vector{} ? Vector{} : v; }
+#endif
+
 template <int... i>
 inline Vector zipped_low(Vector a, Vector b, std::integer_sequence<int, i...>) {
   return __builtin_shufflevector(a, b, (i / 2 + i % 2 * lanes)...);
@@ -62,6 +72,11 @@ inline Vector zipped_low(Vector a, Vector b, std::integer_sequence<int, i...>) {
 template <int... i>
 inline Vector zipped_high(Vector a, Vector b, std::integer_sequence<int, i...>) {
   return __builtin_shufflevector(a, b, (lanes / 2 + i / 2 + i % 2 * lanes)...);
+}
+
+template <int... i>
+inline Vector larger_neighbours(Vector v, std::integer_sequence<int, i...>) {
+  return larger(__builtin_shufflevector(v, v, (2 * i % lanes)...), __builtin_shufflevector(v, v, ((2 * i + 1) % lanes)...));
 }
 
 // A square of numbers, one vector per row: log2(lanes) perfect shuffles transpose it.
@@ -77,8 +92,6 @@ inline void transpose(Vector* v) {
 }
 
 #ifndef STRIPS_NEON
-inline Vector rectify(Vector v) { return v < Vector{} ? Vector{} : v; }  // NaN stays
-
 // out[rows][3 vectors] = w[channels][rows]^T x[channels][3 vectors]; rows of out are `stride` numbers apart.
 inline void multiply(const Number* w, const Number* x, Number* out, int stride, int channels) {
   Vector sum[rows][panel] = {};
@@ -120,22 +133,28 @@ struct Runner {
   static constexpr int products = Transform::products;
 
   const Strip& s;
-  int tiles, groups, vectors, in_chunk, chunks, blocks, splits;
+  int along, beside;              // sizes of a map along the filters and across them
+  int tiles, groups, vectors;     // vectors = tiles * groups
+  int panels, in_chunk, chunks;   // vectors in the largest chunk
+  int blocks, splits;             // of the filters
+  int by;                         // 2 with a pool, else 1
 
-  Runner(const Strip& strip, int threads) : s(strip) {
-    int along = s.axis == Axis::down ? s.height : s.width, beside = s.axis == Axis::down ? s.width : s.height;
-    tiles = parts(along, step);
-    groups = parts(beside, lanes);
-    vectors = tiles * groups;
-    int fit = int(cache / (sizeof(Vector) * products * s.channels)) / panel * panel;
-    in_chunk = std::min(std::clamp(fit, panel, most_vectors), parts(vectors, panel) * panel);
-    chunks = parts(vectors, in_chunk);
-    in_chunk = parts(parts(vectors, chunks), panel) * panel;  // of equal size
-    chunks = parts(vectors, in_chunk);
-    blocks = parts(s.filters, rows);
-    int whole = s.images * chunks;
+  Runner(const Strip& strip, int threads) : s(strip), by(strip.pool ? 2 : 1) {
+    along = s.axis == Axis::down ? s.height : s.width, beside = s.axis == Axis::down ? s.width : s.height;
+    tiles = parts(along, step), groups = parts(beside, lanes), vectors = tiles * groups;
+    panels = parts(vectors, panel), blocks = parts(s.filters, rows);
+    int fit = int(cache / (sizeof(Vector) * panel * products * s.channels));
+    chunks = parts(panels, std::clamp(fit, 1, most_panels));
     splits = 1;
-    while (splits < std::min(blocks, threads) && whole * splits % threads && whole * splits < 8 * threads) splits++;
+    if (s.images * chunks % threads) {
+      int even = parts(chunks, threads) * threads;
+      bool balanced = panels >= 10 * even / 9 && panels * 10 >= parts(panels, even) * even * 9;
+      if (balanced)
+        chunks = even;
+      else if (s.images * chunks < 8 * threads)
+        splits = std::min(blocks, threads);
+    }
+    in_chunk = parts(panels, chunks) * panel;
   }
 
   int items() const { return s.images * chunks * splits; }
@@ -144,28 +163,31 @@ struct Runner {
     return static_cast<const Number*>(s.x) + (size_t(image) * s.channels + channel) * s.height * s.width;
   }
   Number* y(int image, int filter) const {
-    return static_cast<Number*>(s.y) + image * s.y_image + size_t(filter) * s.height * s.width;
+    return static_cast<Number*>(s.y) + image * s.y_image + size_t(filter) * (s.height / by) * (s.width / by);
   }
+
+  // Where a tile or a group begins. The last one overlaps the one before it where the map is not a multiple of its
+  // size: it computes some results once more, and needs no parts of vectors.
+  int tile_start(int tile) const { return std::max(0, std::min(tile * step, along - step)); }
+  int group_start(int group) const { return std::max(0, std::min(group * lanes, beside - lanes)); }
 
   void item(int index) const {
     int split = index % splits, chunk = index / splits % chunks, image = index / splits / chunks;
-    int first = chunk * in_chunk, count = std::min(in_chunk, vectors - first), panels = parts(count, panel);
-    int width = in_chunk * lanes;
+    int from = int(int64_t(panels) * chunk / chunks), to = int(int64_t(panels) * (chunk + 1) / chunks);
+    int first = from * panel, count = std::min(to * panel, vectors) - first, width = in_chunk * lanes;
     size_t inputs = size_t(products) * s.channels * width, results = size_t(products) * rows * width;
     size_t line = s.axis == Axis::across ? size_t(tiles * step + 2 + lanes) * lanes : 0;
     Number* v = scratch(inputs + results + line);
     Number *m = v + inputs, *stage = m + results;
     for (int c = 0; c < s.channels; c++)
       s.axis == Axis::down ? rows_in(image, c, first, count, v) : columns_in(image, c, first, count, v, stage);
-    int from = blocks * split / splits, to = blocks * (split + 1) / splits;
     const Number* packed = static_cast<const Number*>(s.packed);
-    for (int block = from; block < to; block++) {
+    for (int block = blocks * split / splits; block < blocks * (split + 1) / splits; block++) {
       for (int f = 0; f < products; f++)
-        for (int p = 0; p < panels; p++)
-          multiply(packed + (size_t(f) * blocks + block) * s.channels * rows, place(v, f, p * panel, 0),
+        for (int p = 0; p < to - from; p++)
+          multiply(packed + (size_t(f) * blocks + block) * s.channels * rows, v + f * plane() + size_t(p) * s.channels * panel * lanes,
                    m + size_t(f) * rows * width + p * panel * lanes, width, s.channels);
-      int filters = std::min(rows, s.filters - block * rows);
-      for (int r = 0; r < filters; r++) {
+      for (int r = 0; r < std::min(rows, s.filters - block * rows); r++) {
         int filter = block * rows + r;
         s.axis == Axis::down ? rows_out(image, filter, first, count, m + r * width)
                              : columns_out(image, filter, first, count, m + r * width, stage);
@@ -173,59 +195,62 @@ struct Runner {
     }
   }
 
-  // Where product f of a vector and channel lies in a chunk's inputs.
-  Number* place(Number* v, int f, int vector, int channel) const {
-    size_t which = size_t(f) * (in_chunk / panel) + vector / panel;
-    return v + ((which * s.channels + channel) * panel + vector % panel) * lanes;
-  }
+  size_t plane() const { return size_t(in_chunk) * s.channels * lanes; }  // numbers of one product
 
   void transform_in(const Vector* d, Number* v, int vector, int channel) const {
     Vector made[products];
     Transform::input(d, made);
-    for (int f = 0; f < products; f++) store(place(v, f, vector, channel), made[f]);
+    Number* to = v + ((size_t(vector / panel) * s.channels + channel) * panel + vector % panel) * lanes;
+    for (int f = 0; f < products; f++) store(to + f * plane(), made[f]);
   }
 
   // Product f of a filter lies `rows` lines of a chunk behind product f - 1.
-  void transform_out(const Number* m, int vector, int filter, Vector* made) const {
+  void transform_out(const Number* m, int vector, Vector shift, Vector* made) const {
     Vector d[products];
     for (int f = 0; f < products; f++) d[f] = load(m + (size_t(f) * rows * in_chunk + vector) * lanes);
     Transform::output(d, made);
-    Vector shift = spread(s.bias ? static_cast<const Number*>(s.bias)[filter] : Number(0));
-    for (int i = 0; i < step; i++) {
-      made[i] += shift;
-      if (s.relu) made[i] = rectify(made[i]);
-    }
+    for (int i = 0; i < step; i++) made[i] = s.relu ? rectify(made[i] + shift) : made[i] + shift;
   }
+
+  Vector shift(int filter) const { return spread(s.bias ? static_cast<const Number*>(s.bias)[filter] : Number(0)); }
 
   // 3x1 filters: vectors are parts of rows, and tiles run down.
   void rows_in(int image, int channel, int first, int count, Number* v) const {
     const Number* map = x(image, channel);
+    int tile = first / groups, group = first % groups;
     for (int i = 0; i < count; i++) {
-      int top = (first + i) / groups * step - 1, left = (first + i) % groups * lanes;
+      int top = tile_start(tile) - 1, left = group_start(group);
+      const Number* from = map + ptrdiff_t(top) * s.width + left;
       Vector d[products];
-      for (int f = 0; f < products; f++) {
-        int row = top + f;
-        bool inside = row >= 0 && row < s.height;
-        d[f] = inside ? load_at_most(map + size_t(row) * s.width + left, s.width - left) : Vector{};
+      if (top >= 0 && top + products <= s.height && s.width >= lanes) {
+        for (int f = 0; f < products; f++) d[f] = load(from + f * s.width);
+      } else {
+        for (int f = 0; f < products; f++)
+          d[f] = top + f >= 0 && top + f < s.height ? load_at_most(from + f * s.width, s.width - left) : Vector{};
       }
       transform_in(d, v, i, channel);
+      if (++group == groups) group = 0, tile++;
     }
   }
 
   void rows_out(int image, int filter, int first, int count, const Number* m) const {
     Number* map = y(image, filter);
+    Vector bias = shift(filter);
+    int tile = first / groups, group = first % groups, width = s.width / by;
     for (int i = 0; i < count; i++) {
-      int top = (first + i) / groups * step, left = (first + i) % groups * lanes;
       Vector made[step];
-      transform_out(m, i, filter, made);
-      int wide = std::min(lanes, s.width - left);
-      for (int r = 0; r < std::min(step, s.height - top); r++) {
-        Number* to = map + size_t(top + r) * s.width + left;
-        if (wide == lanes)
-          store(to, made[r]);
-        else
-          std::memcpy(to, &made[r], sizeof(Number) * wide);
+      transform_out(m, i, bias, made);
+      int top = tile_start(tile), left = group_start(group), high = std::min(step, s.height - top) / by;
+      Number* to = map + size_t(top / by) * width + left / by;
+      if (s.pool) {
+        for (int r = 0; r < high; r++) {
+          Vector pooled = larger_neighbours(larger(made[2 * r], made[2 * r + 1]), std::make_integer_sequence<int, lanes>());
+          std::memcpy(to + r * width, &pooled, sizeof(Number) * std::min(lanes / 2, width - left / 2));
+        }
+      } else {
+        for (int r = 0; r < high; r++) store_at_most(to + r * width, made[r], width - left);
       }
+      if (++group == groups) group = 0, tile++;
     }
   }
 
@@ -233,55 +258,60 @@ struct Runner {
   void columns_in(int image, int channel, int first, int count, Number* v, Number* stage) const {
     const Number* map = x(image, channel);
     for (int i = 0; i < count;) {
-      int top = (first + i) / tiles * lanes, tile = (first + i) % tiles;
-      int here = std::min(count - i, tiles - tile), left = tile * step - 1, columns = here * step + 2;
-      int high = std::min(lanes, s.height - top);
-      for (int j = 0; j < columns; j += lanes) {
-        Vector square[lanes];
-        for (int r = 0; r < lanes; r++) square[r] = r < high ? part_of_row(map + size_t(top + r) * s.width, left + j) : Vector{};
-        transpose(square);
-        for (int l = 0; l < lanes; l++) store(stage + (j + l) * lanes, square[l]);
-      }
+      int group = (first + i) / tiles, tile = (first + i) % tiles, here = std::min(count - i, tiles - tile);
+      int top = group_start(group), left = tile_start(tile) - 1, end = tile_start(tile + here - 1) + step + 1;
+      if (left < 0) store(stage, Vector{});
+      for (int column = s.width; column < end; column++) store(stage + (column - left) * lanes, Vector{});
+      columns_of(map + size_t(top) * s.width, s.height - top, std::max(left, 0), std::min(end, s.width), stage - left * lanes);
       for (int t = 0; t < here; t++) {
         Vector d[products];
-        for (int f = 0; f < products; f++) d[f] = load(stage + (t * step + f) * lanes);
+        const Number* from = stage + (tile_start(tile + t) - 1 - left) * lanes;
+        for (int f = 0; f < products; f++) d[f] = load(from + f * lanes);
         transform_in(d, v, i + t, channel);
       }
       i += here;
     }
   }
 
-  // `lanes` numbers of a row from column `left` on, zeros beyond its ends.
-  Vector part_of_row(const Number* row, int left) const {
-    if (left >= 0 && left + lanes <= s.width) return load(row + left);
-    Number found[lanes] = {};
-    for (int l = std::max(0, -left); l < lanes && left + l < s.width; l++) found[l] = row[left + l];
-    return load(found);
+  // Columns `left` to `end` of `lanes` rows, one vector each; rows beyond `high` are zeros.
+  void columns_of(const Number* from, int high, int left, int end, Number* stage) const {
+    for (int j = left; j < end; j += lanes) {
+      int column = std::max(0, std::min(j, s.width - lanes));
+      Vector square[lanes];
+      if (high >= lanes && s.width >= lanes) {
+        for (int r = 0; r < lanes; r++) square[r] = load(from + r * s.width + column);
+      } else {
+        for (int r = 0; r < lanes; r++)
+          square[r] = r < high ? load_at_most(from + r * s.width + column, s.width - column) : Vector{};
+      }
+      transpose(square);
+      for (int l = std::max(0, left - column); l < lanes; l++)
+        if (column + l < end) store(stage + (column + l) * lanes, square[l]);
+    }
   }
 
   void columns_out(int image, int filter, int first, int count, const Number* m, Number* stage) const {
     Number* map = y(image, filter);
+    Vector bias = shift(filter);
+    int width = s.width / by;
     for (int i = 0; i < count;) {
-      int top = (first + i) / tiles * lanes, tile = (first + i) % tiles;
-      int here = std::min(count - i, tiles - tile), left = tile * step, columns = std::min(here * step, s.width - left);
-      int high = std::min(lanes, s.height - top);
+      int group = (first + i) / tiles, tile = (first + i) % tiles, here = std::min(count - i, tiles - tile);
+      int top = group_start(group), left = tile_start(tile) / by, high = std::min(lanes, s.height - top) / by;
+      int end = std::min(tile_start(tile + here - 1) + step, s.width) / by;
       for (int t = 0; t < here; t++) {
         Vector made[step];
-        transform_out(m, i + t, filter, made);
-        for (int f = 0; f < step; f++) store(stage + (t * step + f) * lanes, made[f]);
+        transform_out(m, i + t, bias, made);
+        Number* to = stage + (tile_start(tile + t) / by - left) * lanes;
+        for (int f = 0; f < step / by; f++) store(to + f * lanes, s.pool ? larger(made[2 * f], made[2 * f + 1]) : made[f]);
       }
-      for (int j = 0; j < columns; j += lanes) {
+      for (int j = left; j < end; j += lanes) {
+        int column = std::max(left, std::min(j, end - lanes));
         Vector square[lanes];
-        for (int l = 0; l < lanes; l++) square[l] = load(stage + (j + l) * lanes);
+        for (int l = 0; l < lanes; l++) square[l] = load(stage + (column - left + l) * lanes);
         transpose(square);
-        int wide = std::min(lanes, columns - j);
-        for (int r = 0; r < high; r++) {
-          Number* to = map + size_t(top + r) * s.width + left + j;
-          if (wide == lanes)
-            store(to, square[r]);
-          else
-            std::memcpy(to, &square[r], sizeof(Number) * wide);
-        }
+        Number* to = map + size_t(top / by) * width + column;
+        for (int r = 0; r < high; r++)
+          store_at_most(to + r * width, s.pool ? larger(square[2 * r], square[2 * r + 1]) : square[r], end - column);
       }
       i += here;
     }
@@ -319,6 +349,23 @@ void pack_here(int step, int filters, int channels, const void* weight, void* pa
   const Number* from = static_cast<const Number*>(weight);
   Number* to = static_cast<Number*>(packed);
   step == 6 ? pack_steps<6>(filters, channels, from, to) : pack_steps<4>(filters, channels, from, to);
+}
+
+// With `ceil` a last row or column without a partner is kept.
+void pool_here(int maps, int height, int width, bool ceil, const void* x, void* y) {
+  const Number* from = static_cast<const Number*>(x);
+  Number* to = static_cast<Number*>(y);
+  for (int map = 0; map < maps; map++, from += size_t(height) * width)
+    for (int i = 0; i < height - !ceil; i += 2)
+      for (int j = 0; j < width - !ceil; j += 2) {
+        Number most = from[size_t(i) * width + j];
+        for (int k = i; k < std::min(i + 2, height); k++)
+          for (int l = j; l < std::min(j + 2, width); l++) {
+            Number other = from[size_t(k) * width + l];
+            most = most > other || most != most ? most : other;
+          }
+        *to++ = most;
+      }
 }
 
 }  // namespace

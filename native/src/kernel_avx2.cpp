@@ -7,4 +7,4 @@ constexpr int rows = 4;  // 12 sums, 3 inputs and a weight: 16 registers
 
 #include "kernel.h"
 
-const strips::Kernels strips::avx2 = {rows, strips::pack_here, strips::run_here};
+const strips::Kernels strips::avx2 = {rows, strips::pack_here, strips::run_here, strips::pool_here};

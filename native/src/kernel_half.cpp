@@ -23,8 +23,10 @@ static inline void multiply(const __fp16* w, const __fp16* x, __fp16* out, int s
   }
   UNROLL for (int r = 0; r < 8; r++) UNROLL for (int j = 0; j < 3; j++) vst1q_f16(out + r * stride + 8 * j, sum[r][j]);
 }
-static inline Vector rectify(Vector v) { return (Vector)vmaxq_f16((float16x8_t)v, vdupq_n_f16(0)); }  // NaN stays
+// NaN stays NaN in both.
+static inline Vector larger(Vector a, Vector b) { return (Vector)vmaxq_f16((float16x8_t)a, (float16x8_t)b); }
+static inline Vector rectify(Vector v) { return larger(v, Vector{}); }
 
 #include "kernel.h"
 
-const strips::Kernels strips::half = {rows, strips::pack_here, strips::run_here};
+const strips::Kernels strips::half = {rows, strips::pack_here, strips::run_here, strips::pool_here};

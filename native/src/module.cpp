@@ -46,9 +46,11 @@ void pack(Input weight, Array packed, int step) {
   strips::pack(type, step, filters, channels, weight.data(), packed.data());
 }
 
-void run(Input x, Input packed, Input bias, Array y, int first, bool across, int step, bool relu, int threads) {
+void run(Input x, Input packed, Input bias, Array y, int first, bool across, int step, bool relu, bool pool,
+         int threads) {
   check(x.ndim() == 4 && y.ndim() == 4, "maps have the shape [images, channels, height, width]");
-  check(x.shape(0) == y.shape(0) && x.shape(2) == y.shape(2) && x.shape(3) == y.shape(3), "x and y differ in size");
+  size_t by = pool ? 2 : 1;
+  check(x.shape(0) == y.shape(0) && x.shape(2) == y.shape(2) * by && x.shape(3) == y.shape(3) * by, "x and y differ in size");
   check(x.dtype() == packed.dtype() && x.dtype() == bias.dtype() && x.dtype() == y.dtype(), "arrays differ in type");
   check(bias.ndim() == 1, "the bias has one number per filter");
   check(first >= 0 && first + bias.size() <= y.shape(1), "y has too few channels");
@@ -60,11 +62,11 @@ void run(Input x, Input packed, Input bias, Array y, int first, bool across, int
   strip.height = checked_int(x.shape(2)), strip.width = checked_int(x.shape(3));
   strip.filters = checked_int(bias.size());
   check(packed.size() == strips::packed_size(strip.type, step, strip.filters, strip.channels), "packed has another size");
-  size_t area = x.shape(2) * x.shape(3), bytes = x.itemsize();
+  size_t area = y.shape(2) * y.shape(3), bytes = x.itemsize();
   strip.x = x.data(), strip.packed = packed.data(), strip.bias = bias.data();
   strip.y = static_cast<char*>(y.data()) + first * area * bytes;
   strip.y_image = ptrdiff_t(y.shape(1) * area);
-  strip.relu = relu;
+  strip.relu = relu, strip.pool = pool;
   nb::gil_scoped_release free;
   strips::run(strip, threads, [=](int items, const std::function<void(int)>& body) { strips::on_threads(threads, items, body); });
 }
@@ -78,5 +80,6 @@ NB_MODULE(_strips, m) {
         "Numbers in the packed weights.");
   m.def("pack", &pack, nb::arg("weight"), nb::arg("packed"), nb::arg("step"), "Write transformed weights into `packed`.");
   m.def("run", &run, nb::arg("x"), nb::arg("packed"), nb::arg("bias"), nb::arg("y"), nb::arg("first"), nb::arg("across"),
-        nb::arg("step"), nb::arg("relu"), nb::arg("threads"), "Write the results of a group of filters into y[:, first:].");
+        nb::arg("step"), nb::arg("relu"), nb::arg("pool"),
+        nb::arg("threads"), "Write the results of a group of filters into y[:, first:].");
 }

@@ -1,7 +1,8 @@
-// A custom operator for ONNX Runtime: lowrank::Strips(x, weight, bias[, weight, bias]) with the attribute relu.
+// A custom operator for ONNX Runtime: lowrank::Strips(x, weight, bias[, weight, bias]) with the attributes relu and pool.
 //
 // A weight of [filters, channels, 1, 3] looks across, one of [filters, channels, 3, 1] down; weights and biases are
-// constants. The results of two weights lie one behind the other along the channels. Work runs on the session's threads.
+// constants. The results of two weights lie one behind the other along the channels. With pool=1
+// the largest of each 2x2 results is kept, and a last row or column without a partner dropped; pool=2 keeps it. Work runs on the session's threads.
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -78,17 +79,22 @@ struct Kernel {
   strips::Type type;
   int step, channels = 0, filters = 0;
   bool relu;
+  int pool;  // 0: none, 1: floor, 2: ceil
   std::vector<Group> groups;
 
   Kernel(Api given, strips::Type of, const ort::Opaque* info) : api(given), type(of), step(of == strips::Type::half ? 4 : 6) {
-    int64_t value = 0;
-    api(ort::kernel_info_get_attribute_int64, info, "relu", &value);
-    relu = value != 0;
+    relu = attribute(info, "relu") != 0, pool = attribute(info, "pool");
     for (size_t input = 1; input < 5; input += 2) {
       const ort::Opaque *weight = constant(info, input), *bias = constant(info, input + 1);
       if (weight && bias) add(Tensor::of(api, weight), Tensor::of(api, bias));
     }
     if (groups.empty()) throw std::invalid_argument("the weights and biases of lowrank::Strips are constants of the graph");
+  }
+
+  int attribute(const ort::Opaque* info, const char* name) const {
+    int64_t value = 0;
+    api(ort::kernel_info_get_attribute_int64, info, name, &value);
+    return int(value);
   }
 
   const ort::Opaque* constant(const ort::Opaque* info, size_t input) const {
@@ -123,20 +129,23 @@ struct Kernel {
     api(ort::kernel_context_get_input, static_cast<const ort::Opaque*>(context), size_t(0), &value);
     Tensor x = Tensor::of(api, value);
     if (x.shape.size() != 4 || x.shape[1] != channels) throw std::invalid_argument("lowrank::Strips got maps of another shape");
-    std::vector<int64_t> shape = {x.shape[0], filters, x.shape[2], x.shape[3]};
+    int64_t by = pool ? 2 : 1, more = pool == 2 ? 1 : 0, height = x.shape[2], width = x.shape[3];
+    std::vector<int64_t> shape = {x.shape[0], filters, (height + more) / by, (width + more) / by};
     ort::Opaque* output = nullptr;
     void* y = nullptr;
     api(ort::kernel_context_get_output, context, size_t(0), static_cast<const int64_t*>(shape.data()), shape.size(), &output);
     api(ort::get_tensor_mutable_data, output, &y);
-    size_t area = size_t(shape[2]) * shape[3], bytes = type == strips::Type::half ? 2 : 4;
-    int first = 0;
+    bool odd = pool && (height % 2 || width % 2);  // then the results are pooled behind the kernel
+    size_t area = odd ? height * width : shape[2] * shape[3], bytes = type == strips::Type::half ? 2 : 4;
+    std::vector<char> whole(odd ? shape[0] * filters * area * bytes : 0);
+    char* to = odd ? whole.data() : static_cast<char*>(y);
     for (const Group& group : groups) {
-      strips::Strip strip{type, group.axis, step, int(shape[0]), channels, int(shape[2]), int(shape[3]), group.filters,
-                          x.data, group.packed.data(), group.bias.data(), static_cast<char*>(y) + first * area * bytes,
-                          ptrdiff_t(filters * area), relu};
+      strips::Strip strip{type, group.axis, step, int(shape[0]), channels, int(height), int(width), group.filters, x.data,
+                          group.packed.data(), group.bias.data(), to, ptrdiff_t(filters * area), relu, pool && !odd};
       strips::run(strip, threads(), [&](int items, const std::function<void(int)>& body) { spread(context, items, body); });
-      first += group.filters;
+      to += group.filters * area * bytes;
     }
+    if (odd) strips::pool_odd(type, int(shape[0] * filters), int(height), int(width), pool == 2, whole.data(), y);
   }
 
   static int threads() { return std::max(1u, std::thread::hardware_concurrency()); }

@@ -52,7 +52,12 @@ void pack(Type type, int step, int filters, int channels, const void* weight, vo
 
 void run(const Strip& strip, int threads, const Parallel& parallel) {
   const Kernels& found = chosen(strip.type, strip.step);
+  if (strip.pool && (strip.height % 2 || strip.width % 2)) throw std::invalid_argument("a pool takes maps of even size");
   if (strip.images && strip.filters && strip.height && strip.width) found.run(strip, threads, parallel);
+}
+
+void pool_odd(Type type, int maps, int height, int width, bool ceil, const void* x, void* y) {
+  chosen(type, 4).pool(maps, height, width, ceil, x, y);
 }
 
 }  // namespace strips

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from lowrank_cnn.deploy.engines import open_engine
 from lowrank_cnn.deploy.engines.targets import TARGETS, target_of
 from lowrank_cnn.deploy.exporting import check_place, export
 from lowrank_cnn.deploy.quantizing import quantize
+from lowrank_cnn.deploy.strips import has_strips
 from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.files import as_path, replacing
@@ -136,6 +138,9 @@ class _EngineBench:
         """Calls that run networks in an engine, by label."""
         found = {}
         for prefix, model in networks.items():
+            network = model.network if isinstance(model, Trained) else model
+            if target_of(engine).strips and not has_strips(network):
+                continue
             for precision in precisions:
                 label = f"{prefix}{engine}, {precision}"
                 self.say(label)
@@ -152,7 +157,8 @@ class _EngineBench:
         if precision == "int8":
             quantize(model, self.image, path, dynamic=())
         else:
-            export(model, path, input_size=self.image.shape[1:], precision=precision)  # type: ignore[arg-type]
+            how: Any = {"precision": precision, "strips": target_of(engine).strips}
+            export(model, path, input_size=self.image.shape[1:], **how)
         runner = open_engine(path, threads=self.threads, trusted=True)
         return lambda: runner(array)
 

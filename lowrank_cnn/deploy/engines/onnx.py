@@ -18,7 +18,7 @@ import torch
 
 from lowrank_cnn.deploy.candidates import groups_apart
 from lowrank_cnn.deploy.engines.onnx_int8 import quantize_onnx
-from lowrank_cnn.deploy.engines.onnx_strips import register_strips, use_strips
+from lowrank_cnn.deploy.engines.onnx_strips import check_strips, register_strips, use_strips
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Port, Runner
 from lowrank_cnn.system.errors import LowRankError, first_line, require
@@ -46,6 +46,7 @@ class OnnxRunner(Runner):
         try:
             self.session: Any = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime has its own family of errors, none of them public
+            check_strips(str(error))
             raise LowRankError(f"onnxruntime cannot read {path}: {first_line(error)}.") from error
         self.inputs = tuple(map(_port, self.session.get_inputs()))
         self.outputs = tuple(map(_port, self.session.get_outputs()))

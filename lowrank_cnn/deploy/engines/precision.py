@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lowrank_cnn.deploy.engines.request import ExportRequest
+from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.models.files import dtype_of
 from lowrank_cnn.system.errors import LowRankError
 
@@ -19,12 +20,30 @@ _BY_THE_ENGINE = (".xml", ".param", ".mnn")
 """Engines that lower a float32 graph to half precision themselves."""
 
 
-class InHalf(nn.Module):
-    """A network that computes in half precision, between inputs and outputs in float32."""
+class InSingle(nn.Module):
+    """A layer that computes in float32 within a network in half precision."""
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.float()).to(x.dtype)
+
+
+class InHalf(nn.Module):
+    """A network that computes in half precision, between inputs and outputs in float32.
+
+    With `linear_in_single` its linear layers compute in float32.
+    """
+
+    def __init__(self, network: nn.Module, *, linear_in_single: bool = False) -> None:
         super().__init__()
         self.network = copy.deepcopy(network).half()
+        if linear_in_single:
+            self.network = copy_with(
+                self.network, {m: InSingle(m) for m in self.network.modules() if type(m) is nn.Linear}
+            )
 
     def forward(self, *tensors: Tensor) -> Any:
         return _cast(self.network(*_cast(tensors, torch.float32, torch.float16)), torch.float16, torch.float32)
@@ -40,7 +59,10 @@ def at_precision(request: ExportRequest, suffix: str, precision: str) -> ExportR
         raise LowRankError(f"fp16 is for networks in float32, and this one is in {dtype_of(request.network)}.")
     if request.call.arguments[1]:
         raise LowRankError("fp16 is for networks whose inputs go by position: call model.half() and export that.")
-    network = request.network if suffix in _BY_THE_ENGINE else InHalf(request.network).eval()
+    if suffix in _BY_THE_ENGINE:
+        return replace(request, precision="fp16")
+    # A file with strips is for the CPU, where ONNX Runtime multiplies matrices much faster in float32.
+    network = InHalf(request.network, linear_in_single=request.strips).eval()
     return replace(request, network=network, precision="fp16")
 
 

@@ -35,7 +35,8 @@ def check_target(tiny: nn.Module, tmp_path: Path, monkeypatch) -> Callable[[str,
         if not target.installed:
             pytest.skip(f"{target.package} is not installed")
         path, limit = tmp_path / f"net{target.suffix}", 1e-4 if precision == "fp32" else 0.05
-        written = export(tiny, path, input_size=SIZE, precision=precision)  # type: ignore[arg-type]
+        how = {"precision": precision, "strips": target.strips}
+        written = export(tiny, path, input_size=SIZE, **how)  # type: ignore[arg-type]
         assert written.error is not None
         assert written.error < limit
         images = torch.randn(3, *SIZE)
@@ -45,7 +46,7 @@ def check_target(tiny: nn.Module, tmp_path: Path, monkeypatch) -> Callable[[str,
         scope = {"images": images[:1].numpy(), "torch": torch}
         monkeypatch.chdir(tmp_path)
         with torch.no_grad():
-            exec(usage(path, precision=precision), scope)
+            exec(usage(path, precision=precision, strips=target.strips), scope)
         np.testing.assert_allclose(np.asarray(scope["logits"]).reshape(1, -1), expected[:1], atol=0.05)
         return path
 
