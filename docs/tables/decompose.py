@@ -47,8 +47,8 @@ def decompose_aware() -> str:
     dense = " and ".join(f"{r['top1']:.1%} (`{r['network']}`)" for r in found["rows"] if r["way"] == "dense")
     note = (
         f"\nRelative squared error of the outputs, and top-1 without fine-tuning, on {found['test']:,} test "
-        f"images; dense: {dense}.\nScheme `{found['scheme']}`; {found['images']} training images to fit to, without "
-        "their labels.\n"
+        f"images; dense: {dense}.\nScheme `{found['scheme']}`; {found['images']} training images to fit to, "
+        "without their labels.\n"
     )
     return markdown(columns, rows) + note + source("decompose_aware.json", found["environment"])
 

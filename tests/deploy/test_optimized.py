@@ -29,7 +29,7 @@ def planned_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         return {name: Sample(1 / place, 0, 1, 3) for place, name in enumerate(things, 1)}
 
     monkeypatch.setattr("lowrank_cnn.deploy.planning.timed", measured)
-    monkeypatch.setattr("lowrank_cnn.deploy.optimizing.measure", measured)
+    monkeypatch.setattr("lowrank_cnn.deploy.forms.measure", measured)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("measured again")
 
     monkeypatch.setattr("lowrank_cnn.deploy.planning.timed", refused)
-    monkeypatch.setattr("lowrank_cnn.deploy.optimizing.measure", refused)
+    monkeypatch.setattr("lowrank_cnn.deploy.forms.measure", refused)
 
 
 def test_a_written_form_is_made_again_without_measuring(network, tmp_path: Path, request):

@@ -210,7 +210,7 @@ def last_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         return {name: Sample(1 / place, 0, 1, 3) for place, name in enumerate(things, 1)}
 
     monkeypatch.setattr("lowrank_cnn.deploy.planning.timed", measured)
-    monkeypatch.setattr("lowrank_cnn.deploy.optimizing.measure", measured)
+    monkeypatch.setattr("lowrank_cnn.deploy.forms.measure", measured)
 
 
 FIXTURE = HealthCheck.function_scoped_fixture  # which stays the same for all examples

@@ -1,0 +1,121 @@
+"""The forms that `optimize` tries, and which it leaves out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.deploy.forms import Workshop
+from lowrank_cnn.deploy.optimized import Form, Optimized
+from lowrank_cnn.deploy.planning import silent
+from lowrank_cnn.kernels.network_graph import layer_kind
+from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.system.clock import Sample
+from lowrank_cnn.system.errors import LowRankError
+
+IMAGE = torch.randn(2, 3, 30, 30, generator=torch.Generator().manual_seed(1))
+COMPILED = "folded, compiled, recorded"
+
+
+def workshop(net: nn.Module, *, budget: float = 60.0) -> Workshop:
+    return Workshop(net, (IMAGE,), False, 3, budget, silent)
+
+
+def test_what_is_fused_whole_computes_the_same_and_leaves_the_network_alone(monkeypatch: pytest.MonkeyPatch):
+    stem = [build_conv(3, 8, 3, "lr"), nn.ReLU(), nn.LocalResponseNorm(5), nn.MaxPool2d(3, 2, 1)]
+    net = nn.Sequential(*stem, nn.Conv2d(8, 8, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    before = [type(module) for module in net.modules()]
+    monkeypatch.setattr("lowrank_cnn.deploy.candidates._on_cpu", lambda layer: False)
+    fast = workshop(net).fused
+    kinds = {type(module).__name__ for module in fast.modules()}
+    assert {"FusedBlock", "FusedPool", "FusedResponseNorm"} <= kinds
+    assert not {"Conv2d", "MaxPool2d", "LocalResponseNorm"} & kinds
+    torch.testing.assert_close(fast(IMAGE), net(IMAGE), rtol=1e-4, atol=1e-5)
+    assert [type(module) for module in net.modules()] == before
+
+
+class Sums(nn.Module):
+    """A forward that decides by a value cannot be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) if x.sum() > 0 else -self.conv(x)
+
+
+def test_what_cannot_be_captured_is_not_fused():
+    with pytest.raises(LowRankError, match="nothing is fused"):
+        _ = workshop(Sums().eval()).fused
+
+
+def test_on_a_gpu_chains_are_also_tried_as_dense_convs():
+    name = "merged, compiled, recorded"
+    net = nn.Sequential(build_conv(3, 8, 3, "lr-join"), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    merged = workshop(net)._on_gpu()[name][0]()
+    assert not any(layer_kind(part) == "chain" for part in merged.modules())
+    torch.testing.assert_close(merged(IMAGE), net(IMAGE), rtol=1e-4, atol=1e-4)
+    assert name not in workshop(nn.Sequential(nn.Conv2d(3, 8, 3)).eval())._on_gpu()
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Workshop:
+    """A workshop that takes its forms for those of a GPU; its one form takes a millisecond."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    work = workshop(net)
+    work.made["fused, recorded"] = Optimized(net, Form())
+    monkeypatch.setattr(Workshop, "times", lambda self, repeats: {name: Sample(1, 1, 1, 3) for name in self.made})
+    return work
+
+
+def put_layers(monkeypatch: pytest.MonkeyPatch, ms: float) -> list[object]:
+    asked: list[object] = []
+
+    def time_layers(network: nn.Module, *inputs: Tensor) -> float:
+        asked.append(network)
+        return ms
+
+    monkeypatch.setattr("lowrank_cnn.deploy.forms.time_layers", time_layers)
+    return asked
+
+
+def test_the_compiler_is_left_out_where_its_layers_alone_take_longer(on_gpu: Workshop, monkeypatch):
+    asked = put_layers(monkeypatch, 1.3)
+    reason = on_gpu._out_of_reach(COMPILED)
+    assert reason == "not tried: its layers alone take 1.3 ms, and fused, recorded takes 1 ms"
+    assert on_gpu._out_of_reach("folded, compiled") == reason
+    assert len(asked) == 1, "layers are timed once"
+    assert not any(isinstance(part, nn.BatchNorm2d) for part in asked[0].modules())  # type: ignore[attr-defined]
+
+
+def test_the_compiler_is_tried_where_it_might_win(on_gpu: Workshop, monkeypatch):
+    put_layers(monkeypatch, 1.2)
+    assert on_gpu._out_of_reach(COMPILED) == ""
+
+
+def test_the_compiler_is_tried_where_layers_cannot_be_timed(on_gpu: Workshop, monkeypatch):
+    def fails(network: nn.Module, *inputs: Tensor) -> float:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("lowrank_cnn.deploy.forms.time_layers", fails)
+    assert on_gpu._out_of_reach(COMPILED) == ""
+
+
+@pytest.mark.parametrize("name", ["folded, recorded", "fused, compiled, recorded", "planned, recorded", "folded"])
+def test_other_forms_are_always_tried(on_gpu: Workshop, monkeypatch, name: str):
+    assert put_layers(monkeypatch, 100.0) == []
+    assert on_gpu._out_of_reach(name) == ""
+
+
+def test_no_form_is_begun_at_the_end_of_the_budget(monkeypatch: pytest.MonkeyPatch):
+    work = workshop(nn.Sequential(nn.Conv2d(3, 8, 3)).eval(), budget=10.0)
+    now = SimpleNamespace(perf_counter=lambda: work.began + 8.5)
+    monkeypatch.setattr("lowrank_cnn.deploy.forms.time", now)
+    work.attempt_in_time("folded, contiguous")
+    work.attempt_in_time("as given")
+    assert set(work.made) == {"as given"}
+    assert "used up" in work.failed["folded, contiguous"]
