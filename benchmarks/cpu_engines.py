@@ -6,12 +6,12 @@
     python -m benchmarks.cpu_engines show                               # the fastest of each, and the ratios
 
 `prepare` exports every network to every engine in fp32, fp16 and int8 through `lr.export` and `lr.quantize`,
-which compare each file with the network. A file holds a network for one image of one size. int8 is calibrated on a
-random image: that changes no time. `onnx-strips` is ONNX Runtime with the compiled strips of native/, in float alone.
-`time` opens the files by `open_engine`; torch runs beside them: eager, compiled, and as `lr.optimize` gives it. Each
-engine has a process of its own, since the threads of one spin and slow the next; its networks run in turns. The
-record holds medians and quartiles, and no row whose lower quartile lies far below its median. The thin dense network
-has the MACs of the low-rank one (`lr.thin`).
+which compare each file with the network. A file holds a network for one image of one size. int8 is calibrated on
+a random image: that changes no time. `onnx-strips` is ONNX Runtime with the compiled strips of native/, in float
+alone. `time` opens the files by `open_engine`; torch runs beside them: eager, compiled, and as `lr.optimize`
+gives it. Each engine has a process of its own, since the threads of one spin and slow the next; its networks run
+in turns. The record holds medians and quartiles, and no row whose lower quartile lies far below its median. The
+thin dense network has the MACs of the low-rank one (`lr.thin`).
 """
 
 from __future__ import annotations
