@@ -6,12 +6,19 @@ VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))$(if $(TO
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
 
-.PHONY: demo test nightly faults fuzz foreign lint types format figures notebooks docs clean
+.PHONY: demo strips wheels test nightly faults fuzz foreign lint types format figures notebooks docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lowrank demo
 
-test: $(VENV)/.dev
+# Compiled 1x3 and 3x1 convs (native/): they need a C++ compiler, and everything works without them.
+strips: $(VENV)/.strips
+
+# Wheels of the package and of its compiled part, in dist/.
+wheels: $(VENV)/.installed
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist . ./native
+
+test: $(VENV)/.dev $(VENV)/.strips
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto -m "not nightly"
 
 # What takes minutes: kernels compiled for GPUs that are not here, ILSVRC in miniature by two processes, the zoo.
@@ -57,6 +64,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) torch
 	$(PIP) --editable ".[all]"
+	@touch $@
+
+$(VENV)/.strips: $(VENV)/.installed $(wildcard native/*.* native/*/*)
+	$(PIP) --no-deps --force-reinstall ./native || echo "No C++ compiler: compiled strips are left out."
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.installed

@@ -6,9 +6,10 @@
     python -m benchmarks.cpu_engines show                               # the fastest of each, and the ratios
 
 `prepare` exports every network to every engine in fp32, fp16 and int8 through `lr.export` and `lr.quantize`,
-which compare each file with the network. A file holds a network for one image of one size. int8 is calibrated on a
-random image: that changes no time. `time` opens the files by `open_engine`; torch runs beside them, eager and
-compiled. Each engine has a process of its own, since the threads of one spin and slow the next; its networks run
+which compare each file with the network. A file holds a network for one image of one size. int8 is calibrated on
+a random image: that changes no time. `onnx-strips` is ONNX Runtime with the compiled strips of native/, in float
+alone. `time` opens the files by `open_engine`; torch runs beside them: eager, compiled, and as `lr.optimize`
+gives it. Each engine has a process of its own, since the threads of one spin and slow the next; its networks run
 in turns. The record holds medians and quartiles, and no row whose lower quartile lies far below its median. The
 thin dense network has the MACs of the low-rank one (`lr.thin`).
 """
@@ -40,8 +41,17 @@ RESULTS = Path(__file__).parent / "results" / "cpu_engines.json"
 FAMILIES = {"vgg11-gmp": "vgg11-gmp-lr", "nin": "nin-c3-lr", "resnet18": "resnet18-lr"}
 """Dense networks and their low-rank twins."""
 WAYS = ("dense", "thin", "low-rank")
-ENGINES = {"onnxruntime": ".onnx", "openvino": ".xml", "ncnn": ".param", "mnn": ".mnn", "executorch": ".pte"}
-TORCH = ("torch", "torch.compile")
+STRIPS = "onnx-strips"
+"""ONNX Runtime with the compiled strips of native/, which low-rank networks have."""
+ENGINES = {
+    "onnxruntime": ".onnx",
+    "openvino": ".xml",
+    "ncnn": ".param",
+    "mnn": ".mnn",
+    "executorch": ".pte",
+    STRIPS: ".onnx",
+}
+TORCH = ("torch", "torch.compile", "lr.optimize")
 """Timed in fp32, from the network itself."""
 PACKAGES = ("onnxruntime", "openvino", "nncf", "ncnn", "pnnx", "MNN", "executorch", "torchao", "torch")
 PRECISIONS = ("fp32", "fp16", "int8")
@@ -91,10 +101,11 @@ def write(net: nn.Module, size: tuple[int, ...], path: Path, precision: Any) -> 
     image = torch.randn(1, *size, generator=torch.Generator().manual_seed(0))
     how: dict[str, Any] = {"dynamic": (), "overwrite": True}
     try:
-        if precision == "int8":
+        if precision == "int8" and f".{STRIPS}." not in path.name:
             error = lr.quantize(net, image, path, **how).error
         else:
-            error = lr.export(net, path, example_input=image, precision=precision, **how).error
+            strips = f".{STRIPS}." in path.name
+            error = lr.export(net, path, example_input=image, precision=precision, strips=strips, **how).error
         print(f"{path.name}: off by {error:.1e}, {time.perf_counter() - start:.0f} s", flush=True)
     except LowRankError as why:
         path.with_suffix(".refused").write_text(str(why))
@@ -112,18 +123,21 @@ def runs_of(family: str, precision: str, options: argparse.Namespace) -> dict[st
         if best(rows, network=way, engine=engine, **where):
             continue
         if engine in TORCH and precision == "fp32":
-            found[f"{way}|{engine}"] = torch_run(network(family, way), image, compiled=engine != "torch")
+            found[f"{way}|{engine}"] = torch_run(network(family, way), image, engine)
         elif engine in ENGINES and (path := place(options.folder, family, way, engine, precision)).exists():
             runner = open_engine(path, threads=options.threads)
             found[f"{way}|{engine}"] = lambda r=runner: r(pixels)
     return found
 
 
-def torch_run(net: nn.Module, image: torch.Tensor, *, compiled: bool) -> Callable[[], object]:
-    """A call of the network in channels_last, eager or compiled."""
+def torch_run(net: nn.Module, image: torch.Tensor, how: str) -> Callable[[], object]:
+    """A call of the network as `lr.optimize` gives it, or in channels_last, eager or compiled."""
+    if how == "lr.optimize":
+        fast = lr.optimize(net, image, compile=False, cache=False)
+        return lambda: fast(image)
     last = torch.channels_last
     net, image = net.to(memory_format=last), image.contiguous(memory_format=last)  # type: ignore[call-overload]
-    run: Any = torch.compile(net, options={"freezing": True}, dynamic=False) if compiled else net
+    run: Any = torch.compile(net, options={"freezing": True}, dynamic=False) if how == "torch.compile" else net
     return lambda: run(image)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.deploy.blocks import Block
 from lowrank_cnn.kernels.mode import is_for_graphs
+from lowrank_cnn.kernels.strips import installed_version
 from lowrank_cnn.system.cache import JsonCache, cache_folder
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.version import __version__
@@ -84,4 +85,4 @@ def _described(x: Tensor) -> list[object]:
 @cache
 def _machine() -> str:
     known = environment()
-    return str([known[name] for name in ("torch", "triton", "cudnn", "gpu", "cpu")])
+    return str([*(known[name] for name in ("torch", "triton", "cudnn", "gpu", "cpu")), installed_version()])

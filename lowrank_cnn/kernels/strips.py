@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +32,11 @@ def available(dtype: torch.dtype) -> bool:
 def is_installed() -> bool:
     """Whether the package with the compiled code can be imported."""
     return find_spec("lowrank_strips") is not None
+
+
+def installed_version() -> str | None:
+    """The version of the package with the compiled code; None where it is not installed."""
+    return version("lowrank-strips") if is_installed() else None
 
 
 @cache

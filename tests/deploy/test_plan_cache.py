@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from lowrank_cnn.deploy import plan_cache
 from lowrank_cnn.deploy.blocks import Block, Epilogue
 from lowrank_cnn.deploy.plan_cache import Cache, block_key, network_key
 
@@ -46,3 +47,13 @@ def test_keys_tell_layers_epilogues_inputs_and_layouts_apart():
     ]
     assert len(set(keys)) == len(keys)
     assert block_key(Block("b", nn.Conv2d(3, 8, 3)), [X + 1]) == keys[0]
+
+
+def test_times_from_before_compiled_strips_were_installed_are_not_taken(monkeypatch):
+    keys = set()
+    for version in (None, "0.1.0", "0.2.0"):
+        monkeypatch.setattr(plan_cache, "installed_version", lambda found=version: found)
+        plan_cache._machine.cache_clear()
+        keys.add(block_key(Block("a", nn.Conv2d(3, 8, 3)), [X]))
+    plan_cache._machine.cache_clear()
+    assert len(keys) == 3
