@@ -10,10 +10,12 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.deploy.blocks import as_network, in_blocks
@@ -22,6 +24,7 @@ from lowrank_cnn.deploy.layers_alone import time_layers
 from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.deploy.optimized import FORMATS, Form, Optimized, OptimizeReport
 from lowrank_cnn.deploy.planning import apply_ways, objection_on, plan
+from lowrank_cnn.kernels.autotune.compile_ahead import prepare
 from lowrank_cnn.kernels.fusing import fuse_neighbours
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.kernels.network_graph import CaptureError, layer_kind
@@ -160,7 +163,10 @@ class Workshop:
         make, form = self.variants()[name]
         self.say(name)
         try:
-            variant = Optimized(make(), form, self.names).prepare(*self.inputs)
+            network = make()
+            if self.on_gpu and not form.compiled:
+                compile_kernels_of(network, form, self.inputs)
+            variant = Optimized(network, form, self.names).prepare(*self.inputs)
             reason = "" if name == GIVEN else objection_on(variant, self.model, *self.inputs)
         except LostDeviceError:
             raise
@@ -251,3 +257,10 @@ class Workshop:
                 network.set_submodule(block.name, way.eval())
         fuse_neighbours(network)
         return as_network(network, captured, folded)
+
+
+@torch.no_grad()
+def compile_kernels_of(network: nn.Module, form: Form, inputs: tuple[Tensor, ...]) -> None:
+    """Compile the kernels that a network needs on all cores; its first run would compile one after the other."""
+    with for_graphs() if form.recorded else nullcontext():
+        prepare(lambda: network(*form.laid_out(*inputs)))

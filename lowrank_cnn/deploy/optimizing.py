@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.deploy.examples import Example, by_position, unchanged
-from lowrank_cnn.deploy.forms import Workshop
-from lowrank_cnn.deploy.optimized import Optimized
+from lowrank_cnn.deploy.forms import Workshop, compile_kernels_of
+from lowrank_cnn.deploy.optimized import Form, Optimized
 from lowrank_cnn.deploy.plan_cache import Cache, network_key
 from lowrank_cnn.deploy.planning import check_ready, silent
 from lowrank_cnn.models.files import dtype_of
@@ -63,6 +63,8 @@ def optimize(
     check_repeats(repeats)
     store = Cache.open(cache)
     with unchanged(network) as restored:
+        if any(isinstance(x, Tensor) and x.is_cuda for x in inputs) and not network.training:
+            compile_kernels_of(network, Form(), inputs)
         check_ready(network, *inputs)
         key = network_key(network, inputs, compile)
         work = Workshop(network, inputs, cache, repeats, budget, say or silent, names=names)

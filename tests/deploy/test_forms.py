@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowrank_cnn.deploy.forms import Workshop
 from lowrank_cnn.deploy.optimized import Form, Optimized
 from lowrank_cnn.deploy.planning import silent
+from lowrank_cnn.kernels.mode import is_for_graphs
 from lowrank_cnn.kernels.network_graph import layer_kind
 from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.system.clock import Sample
@@ -119,3 +120,19 @@ def test_no_form_is_begun_at_the_end_of_the_budget(monkeypatch: pytest.MonkeyPat
     work.attempt_in_time("as given")
     assert set(work.made) == {"as given"}
     assert "used up" in work.failed["folded, contiguous"]
+
+
+def test_on_a_gpu_kernels_are_compiled_together_before_a_form_runs(on_gpu: Workshop, monkeypatch):
+    surveyed: list[bool] = []
+
+    def prepare(run) -> None:
+        surveyed.append(is_for_graphs())
+        assert run().shape == (2, 8, 28, 28)
+
+    monkeypatch.setattr("lowrank_cnn.deploy.forms.prepare", prepare)
+    monkeypatch.setattr(Workshop, "on_gpu", property(lambda self: True))
+    monkeypatch.setattr(Optimized, "prepare", lambda self, *inputs: self)
+    on_gpu.attempt("folded, recorded")
+    on_gpu.attempt("folded")
+    on_gpu.attempt(COMPILED)
+    assert surveyed == [True, False], "the compiler compiles for itself"
