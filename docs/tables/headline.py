@@ -28,7 +28,7 @@ AT_MOST = 0.8
 """A low-rank network of a frontier is shown if it takes at most this share of the dense time."""
 LEAST_RUNS = 4
 """A network of a frontier is shown if it was trained so often."""
-TIMES = """Time: a batch of 256 images on one NVIDIA H200 in bf16; training is one step (ms) or a whole run (s).
+TIMES = """Time: a batch of 256 images on one NVIDIA H200 in bf16; training is {training}.
 Dense: the fastest dense network we could build, through our own kernels where these are faster.
 """
 THIN_NOTE = """Thin dense: the same network with fewer filters, as fast as the low-rank one or with as many MACs.
@@ -58,7 +58,9 @@ def headline() -> str:
     groups = dict.fromkeys(line.group for line in lines)
     about = "\nTop-1: " + "; ".join(groups) + ".\n"
     columns = ["network", "MACs", "top-1", "inference", "training"]
-    note = about + TIMES + (THIN_NOTE if any(line.kind == THIN for line in lines) else "")
+    runs = any(line.training.endswith(" s") for line in lines)
+    times = TIMES.format(training="one step (ms) or a whole run (s)" if runs else "one step")
+    note = about + times + (THIN_NOTE if any(line.kind == THIN for line in lines) else "")
     return markdown(columns, rows) + note + "".join(source(name, *known) for name, known in sources.items())
 
 

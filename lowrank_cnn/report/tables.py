@@ -72,8 +72,8 @@ _SUMMARY = (
     TableColumn("top-5"),
     TableColumn("MACs", help="multiply-accumulates for one image; below, the share of the dense twin's"),
     TableColumn("parameters", help="below, the share of the dense twin's"),
-    TableColumn("CPU ms", help="milliseconds per image at the best batch; below, the share of the dense twin's"),
-    TableColumn("GPU ms", help="milliseconds per image at the best batch; below, the share of the dense twin's"),
+    TableColumn("CPU ms/image", help="at the best batch; below, the share of the dense twin's"),
+    TableColumn("GPU ms/image", help="at the best batch; below, the share of the dense twin's"),
     TableColumn("training", help="wall-clock time of a run that had the device to itself"),
 )
 _PUBLISHED = tuple(

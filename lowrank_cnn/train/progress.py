@@ -117,7 +117,8 @@ class NotebookLine(Live):
     def step(self, tally: Tally, rate: float, iteration: int) -> None:
         super().step(tally, rate, iteration)
         console = require("rich.console", extra="train", purpose="the progress line").Console
-        screen = console(file=io.StringIO(), width=_NOTEBOOK_WIDTH, force_jupyter=False)
+        options = {"force_jupyter": False, "force_terminal": False, "no_color": True}
+        screen = console(file=io.StringIO(), width=_NOTEBOOK_WIDTH, **options)
         screen.print(self.bar.get_renderable())
         self.output.update(_as_text(screen.file.getvalue().rstrip()), raw=True)
 

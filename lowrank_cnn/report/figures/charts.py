@@ -27,18 +27,21 @@ class TradeFigure:
     family: tuple[str, ...]
     error: str = "top5"
     cost: str = "macs"
+    width: int = 620
     height: int = 340
 
 
 _ILSVRC = ("vgg-ilsvrc", "googlenet-ilsvrc", "big-picture", "big-picture-augmented")
 _BOTH = ("vgg11", "googlenet")
+_LARGE = {"width": 900, "height": 560}
+"""Room for the labels of twenty networks."""
 TRADE_FIGURES = {
     "vgg": TradeFigure("VGG-11 on ILSVRC", ("vgg-ilsvrc",), ("vgg11",)),
     "places": TradeFigure("VGG-11 on Places", ("vgg-places",), ("vgg11",)),
     "googlenet": TradeFigure("GoogLeNet on ILSVRC", ("googlenet-ilsvrc",), ("googlenet",)),
     "nin": TradeFigure("Network-in-Network on CIFAR-10", ("nin-cifar10",), ("nin",), error="top1"),
-    "big-picture-macs": TradeFigure("Networks on ILSVRC: compute of all crops", _ILSVRC, _BOTH, height=520),
-    "big-picture-params": TradeFigure("Networks on ILSVRC: size", _ILSVRC, _BOTH, cost="params", height=520),
+    "big-picture-macs": TradeFigure("Networks on ILSVRC: compute of all crops", _ILSVRC, _BOTH, **_LARGE),
+    "big-picture-params": TradeFigure("Networks on ILSVRC: size", _ILSVRC, _BOTH, cost="params", **_LARGE),
 }
 
 
@@ -54,7 +57,7 @@ def trade_figure(name: str, options: FigureOptions) -> list[Spec]:
         shown = [p for p in points if figure.error in p.values and figure.cost in p.values]
         title = figure.title if data == home else f"The same networks trained here on {data}"
         spec = trade_spec(trade_chart(shown, figure.cost, figure.error, error=True))
-        specs.append({**spec, "title": title, "height": figure.height})
+        specs.append({**spec, "title": title, "width": figure.width, "height": figure.height})
     return specs
 
 
