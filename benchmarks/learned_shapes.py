@@ -7,11 +7,12 @@ Every way is trained by the same recipe, with the same seeds:
 - dense: the network as it is;
 - thin: the dense network with fewer filters in every layer;
 - strips: a fixed share of kx1, 1xk and kxk filters in every layer; points: of 1x1 and kxk filters;
-- loss: shapes learned by `learn_shapes`, their damage measured on batches; again: those, trained from scratch;
+- proximal: shapes learned by `learn_shapes`, the taps outside them shrunk after every epoch; again: those shapes,
+  trained from scratch;
+- loss: masks from the first epoch on, the damage of shapes measured on batches;
 - regrowth: as `loss`, and masked taps go on learning; energy: as `loss`, by the energy of the weights;
 - gates: filters draw their shapes by Gumbel-softmax, and learn which draws serve the loss;
-- proximal: no masks at first; taps outside each filter's best shape are shrunk after every epoch;
-- none: as `loss`, and filters may be removed.
+- none: as `proximal`, and filters may be removed.
 
 `--data stripes` makes images whose classes differ along rows alone: there the right shape is known to be 1xk, and
 `rows` in the record is the share of filters that took it.
@@ -43,7 +44,6 @@ from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.method.settling import LearnedShapes
-from lowrank_cnn.method.shape_damage import shaped_convs
 from lowrank_cnn.method.shaping import ShapedConv2d
 from lowrank_cnn.method.thinning import thin
 from lowrank_cnn.models import create_model
@@ -214,33 +214,13 @@ class ShapeBench:
         return {name: sample.ms for name, sample in measure(runs, repeats=21, cuda=images.is_cuda).items()}
 
 
-class Proximal(learning.ShapeSchedule):
-    """Shrinks the taps outside each filter's best shape, and puts masks on at the last choice."""
-
-    @torch.no_grad()
-    def __call__(self, row: Any, network: nn.Module) -> None:
-        if row.epoch >= self.last:
-            return super().__call__(row, network) if row.epoch == self.last else None
-        self.chooser.choose(network, self.target)
-        for layer in shaped_convs(network).values():
-            outside = 1 - layer.masks[layer.choice][:, None]
-            layer.weight.sub_(layer.weight * outside * (row.epoch / self.last) ** 2)
-            layer.choice.fill_(layer.starts.index(layer.form.kernel))
-        return None
-
-
 def _regrowth(bench: ShapeBench, seed: int) -> tuple[nn.Module, LearnedShapes]:
     with mock.patch.object(ShapedConv2d, "regrow", True):
-        return bench.learned(seed)
-
-
-def _proximal(bench: ShapeBench, seed: int) -> tuple[nn.Module, LearnedShapes]:
-    with mock.patch.object(learning, "ShapeSchedule", Proximal):
-        return bench.learned(seed, by="energy")
+        return bench.learned(seed, by="loss")
 
 
 def _again(bench: ShapeBench, seed: int) -> tuple[nn.Module, LearnedShapes]:
-    row = bench.book.run(lambda: bench.run("loss", seed), way="loss", seed=seed)
+    row = bench.book.run(lambda: bench.run("proximal", seed), way="proximal", seed=seed)
     shapes = LearnedShapes({name: parse_scheme(text) for name, text in row["shapes"].items()})
     return bench.trained(shapes.apply(bench.dense(seed)), seed), shapes
 
@@ -255,12 +235,12 @@ WAYS: dict[str, Callable[[ShapeBench, int], tuple[nn.Module, LearnedShapes | Non
     "thin": _thin,
     "strips": lambda bench, seed: (bench.fixed(seed, ("kx1", "1xk")), None),
     "points": lambda bench, seed: (bench.fixed(seed, ("1x1",)), None),
-    "loss": lambda bench, seed: bench.learned(seed),
+    "proximal": lambda bench, seed: bench.learned(seed, by="proximal"),
     "again": _again,
+    "loss": lambda bench, seed: bench.learned(seed, by="loss"),
     "energy": lambda bench, seed: bench.learned(seed, by="energy"),
     "gates": lambda bench, seed: bench.learned(seed, by="gates"),
     "regrowth": _regrowth,
-    "proximal": _proximal,
     "none": lambda bench, seed: bench.learned(seed, (*SHAPES, "none")),
 }
 LEARNED = tuple(WAYS)[4:]

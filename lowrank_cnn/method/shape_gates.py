@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.method.shape_choice import ShapeCosts
 from lowrank_cnn.method.shape_damage import Damage, shaped_convs, undisturbed
+from lowrank_cnn.method.shaping import ShapedConv2d
 
 START = 3.0
 """The logit that the dense kernel begins with: a filter draws it nine times of ten among four shapes."""
@@ -39,7 +40,7 @@ def learn_gates(
 
     The length does not depend on the gradient's: its scale differs by orders of magnitude between layers.
     """
-    gates = [layer.gates for layer in shaped_convs(network).values()]
+    gates = [_gates(layer) for layer in shaped_convs(network).values()]
     with undisturbed(network, keep=gates):
         for images, targets in batches:
             for gate in gates:
@@ -54,11 +55,11 @@ def learn_gates(
 def charge_gates(network: nn.Module, costs: ShapeCosts, share: float) -> None:
     """Set the price of cost, by bisection, at which draws cost this share of the dense network on average."""
     layers = shaped_convs(network)
-    each = {name: _per_filter(costs, name, layer.gates) for name, layer in layers.items()}
+    each = {name: _per_filter(costs, name, _gates(layer)) for name, layer in layers.items()}
     fixed = costs.rest + sum(costs.linear.values())
 
     def spent(price: float) -> float:
-        draws = ((layer.gates - price * each[name]).softmax(1) for name, layer in layers.items())
+        draws = ((_gates(layer) - price * each[name]).softmax(1) for name, layer in layers.items())
         return fixed / costs.dense + sum(float((p * c).sum()) for p, c in zip(draws, each.values(), strict=True))
 
     low, high = 0.0, _DEAREST
@@ -67,6 +68,11 @@ def charge_gates(network: nn.Module, costs: ShapeCosts, share: float) -> None:
         low, high = (middle, high) if spent(middle) > share else (low, middle)
     for name, layer in layers.items():
         layer.charge.copy_((high if low else 0.0) * each[name])
+
+
+def _gates(layer: ShapedConv2d) -> Tensor:
+    assert layer.gates is not None, "the layer has no gates"
+    return layer.gates
 
 
 def _per_filter(costs: ShapeCosts, name: str, like: Tensor) -> Tensor:
@@ -78,7 +84,7 @@ def damage_by_gates(network: nn.Module) -> dict[str, Damage]:
     """What a shape loses is how seldom a filter would draw it, were all shapes free."""
     found = {}
     for name, layer in shaped_convs(network).items():
-        lost = 1 - layer.gates.double().softmax(1).cpu()
+        lost = 1 - _gates(layer).double().softmax(1).cpu()
         found[name] = Damage(lost, torch.ones(len(lost), dtype=torch.float64))
     return found
 

@@ -123,6 +123,18 @@ class ShapedConv2d(nn.Module):
         return self.weight.detach()[filters, :, top : top + shape[0], left : left + shape[1]]
 
     @torch.no_grad()
+    def shrink_outside(self, share: float) -> None:
+        """Shrink the taps outside each filter's shape by a share, and use all taps again.
+
+        Of a removed filter all taps shrink.
+        """
+        outside = 1 - self.masks[self.choice] * self.kept[:, None, None]
+        self.weight.mul_(1 - share * outside[:, None])
+        self.choice.fill_(self.starts.index(self.form.kernel))
+        self.kept.fill_(True)
+        self.inputs.fill_(True)
+
+    @torch.no_grad()
     def copy_dense(self, weight: Tensor, bias: Tensor | None) -> None:
         """Start as a dense conv; taps that only other shapes have start at zero, and have to earn their place."""
         top, left = offsets(FilterGroup(*self.form.kernel, 1), self.kernel_size)

@@ -1,9 +1,9 @@
 """`learn_shapes`: train a network whose filters choose their own shapes, within a budget of MACs or time.
 
 The network starts dense. After each epoch of the first part of training, every filter takes the shape that serves
-it best at the current budget, which falls from the whole network to the target. Taps outside a shape keep their
-values, so that a filter can take another shape at the next choice. Then shapes stay as they are, and the rest of
-the run trains the filters that are left.
+it best. Taps outside a shape shrink, more after every epoch, or are dropped within a budget that falls from the
+whole network to the target; they keep their values, so that a filter can take another shape at the next choice.
+Then shapes stay as they are, and the rest of the run trains the filters that are left.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.method.selection import Where
 from lowrank_cnn.method.settling import LearnedShapes, settle
 from lowrank_cnn.method.shape_choice import ShapeChooser, ShapeCosts, check_reachable
-from lowrank_cnn.method.shape_damage import damage_by_loss
+from lowrank_cnn.method.shape_damage import Damage, damage_by_loss
 from lowrank_cnn.method.shape_gates import add_gates, charge_gates, close_gates, damage_by_gates, learn_gates
 from lowrank_cnn.method.shape_network import mac_costs, shape_network, time_costs
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, may_remove
@@ -49,7 +49,7 @@ from lowrank_cnn.train.record import Epoch, Record
 from lowrank_cnn.train.trained import carried_by, load_checkpoint
 
 SHAPES = ("kx1", "1xk", "1x1", "kxk")
-WAYS = ("loss", "energy", "gates")
+WAYS = ("proximal", "loss", "energy", "gates")
 FALLING, CHOOSING = 0.4, 0.6
 """Shares of the epochs: until the budget has fallen to the target, and until shapes stay as they are."""
 SAMPLED, _SEED = 8, 24
@@ -81,11 +81,10 @@ class ShapeSchedule:
     chooser: ShapeChooser
     target: float
     epochs: int
+    by: str = "energy"
     sample: Callable[[int, nn.Module], Iterator[tuple[Tensor, Any]]] | None = None
-    """Batches to measure the damage of shapes on, after an epoch; without them it is that by energy."""
+    """Batches after an epoch, to measure the damage of shapes on, or to move gates."""
     loss: Loss | None = None
-    gates: bool = False
-    """Whether filters draw their shapes by gates until the last choice."""
     met: list[int] = field(default_factory=list)
     """The epochs of this process."""
 
@@ -104,20 +103,35 @@ class ShapeSchedule:
         self.met.append(row.epoch)
         if row.epoch > self.last:
             return
-        damage = None
-        if self.sample is not None:
-            batches, loss = self.sample(row.epoch, network), self.loss or _cross_entropy
-            if self.gates:
-                learn_gates(network, batches, loss)
-                damage = damage_by_gates(network)
-            else:
-                damage = damage_by_loss(network, self.chooser.routes, batches, loss)
-        if self.gates:
-            charge_gates(network, self.chooser.costs, self.share_after(row.epoch))
-        self.chooser.choose(network, self.share_after(row.epoch), damage)
-        if self.gates and row.epoch == self.last:
+        if self.by == "proximal" and row.epoch < self.last:
+            self.chooser.choose(network, self.target, self._damage(row.epoch, network, self.target))
+            _shrink(network, (row.epoch / self.last) ** 2)
+        else:
+            share = self.share_after(row.epoch)
+            self.chooser.choose(network, share, self._damage(row.epoch, network, share))
+        if self.by == "gates" and row.epoch == self.last:
             close_gates(network)
         _agree(network)
+
+    def _damage(self, epoch: int, network: nn.Module, share: float) -> dict[str, Damage] | None:
+        """What shapes would lose; None for the damage by energy. Gates are moved first."""
+        if self.sample is None:
+            return None
+        batches, loss = self.sample(epoch, network), self.loss or _cross_entropy
+        if self.by != "gates":
+            return damage_by_loss(network, self.chooser.routes, batches, loss)
+        learn_gates(network, batches, loss)
+        charge_gates(network, self.chooser.costs, share)
+        return damage_by_gates(network)
+
+
+def _shrink(network: nn.Module, share: float) -> None:
+    """Shrink the taps outside the shapes that were chosen, and use all taps again."""
+    for layer in network.modules():
+        if isinstance(layer, ShapedConv2d):
+            layer.shrink_outside(share)
+        elif isinstance(layer, GatedLinear):
+            layer.inputs.fill_(True)
 
 
 def _agree(network: nn.Module) -> None:
@@ -148,7 +162,7 @@ def learn_shapes(
     resume: bool = False,
     device: str = "auto",
     callbacks: Sequence[Any] = (),
-    by: Literal["loss", "energy", "gates"] = "loss",
+    by: Literal["proximal", "loss", "energy", "gates"] = "proximal",
     **options: Any,
 ) -> Learned:
     """Train a copy of a dense network whose filters learn their shapes, within a share of its MACs or time.
@@ -163,8 +177,10 @@ def learn_shapes(
     - `multiple`: filters of one shape come in multiples of this.
     - `where`: the convs that learn, as for `convert`.
 
-    - `by`: how shapes are weighed: "loss" measures on a few batches what the loss says of each tap, "energy"
-      looks at the weights alone, and with "gates" filters draw their shapes and learn which draws serve the loss.
+    - `by`: how filters come to their shapes. "proximal" shrinks the taps outside each filter's best shape, more
+      after every epoch, and drops them at the last choice; the best shape is found by what the loss on a few
+      batches says of each tap. The others drop taps from the first epoch on: "loss" by the same measure, "energy"
+      by the squared weights. With "gates" filters draw their shapes and learn which draws serve the loss.
 
     All else goes to `fit`: `out` and `resume` for a run that survives interruptions, `callbacks`, `seed`.
     Layers whose channels are added to others keep the order of their filters: a shape there has one run of them.
@@ -191,7 +207,7 @@ def learn_shapes(
     if by == "gates":
         add_gates(shaped)
     sample = None if by == "energy" else partial(_sample, data, recipe)
-    schedule = ShapeSchedule(chooser, budget.share, recipe.epochs, sample, options.get("loss"), by == "gates")
+    schedule = ShapeSchedule(chooser, budget.share, recipe.epochs, by, sample, options.get("loss"))
     run = {**options, "out": out, "resume": resume, "device": device}
     record = fit(shaped.train(), data, recipe, callbacks=(schedule, *callbacks), **run)
     if not schedule.met and out is not None:  # the run was finished before

@@ -33,12 +33,12 @@ def test_ways_are_trained_in_turn_and_judged(learned_shapes, tmp_path: Path, cap
     assert "the same command continues" in capsys.readouterr().out
     learned_shapes.main([*common, "--ways", "thin", "again", "gates"])
     record = json.loads(out.read_text())
-    assert [row["way"] for row in record["rows"]] == ["thin", "loss", "again", "gates"]
+    assert [row["way"] for row in record["rows"]] == ["thin", "proximal", "again", "gates"]
     learned_shapes.main([*common, "--macs", "0.05", "--ways", "strips", "--out", str(tmp_path / "least.json")])
     assert "strips is left out: macs=0.05 is below" in capsys.readouterr().out
     assert record["rows"][1]["shapes"] == record["rows"][2]["shapes"]
     assert all(row["macs"] <= 0.62 for row in record["rows"])
     assert {(one["ours"], one["theirs"]) for one in record["answers"]} == {
-        ("loss", "thin"), ("again", "thin"), ("gates", "thin"),
+        ("proximal", "thin"), ("again", "thin"), ("gates", "thin"),
     }  # fmt: skip
     assert all(one["margin"] == 0.5 for one in record["answers"])

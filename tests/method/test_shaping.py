@@ -46,6 +46,20 @@ def test_a_shape_leaves_only_its_taps_and_gradients_reach_others_if_they_regrow(
     assert torch.equal(gradient, torch.ones_like(gradient))
 
 
+def test_taps_outside_the_shapes_shrink_and_all_are_used_again():
+    layer = shaped(nn.Conv2d(2, 4, 3, padding=1))
+    before = layer.weight.detach().clone()
+    layer.choice.copy_(torch.tensor([0, 0, 1, 1]))
+    layer.kept[3] = False
+    mask = layer.masks[layer.choice][:, None].expand_as(before).bool()
+    layer.shrink_outside(0.25)
+    assert torch.equal(layer.weight[:3][mask[:3]], before[:3][mask[:3]])
+    assert torch.equal(layer.weight[:3][~mask[:3]], 0.75 * before[:3][~mask[:3]])
+    assert torch.equal(layer.weight[3], 0.75 * before[3])
+    assert bool(layer.kept.all())
+    assert {layer.starts[i] for i in layer.choice.tolist()} == {(3, 3)}
+
+
 def test_a_removed_channel_is_ignored():
     layer, x = shaped(nn.Conv2d(2, 4, 3, padding=1)), torch.randn(1, 2, 5, 5).double()
     layer.inputs[1] = False

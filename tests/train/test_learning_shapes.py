@@ -80,6 +80,11 @@ def learned_on(images: Data, by: str) -> Learned:
     return learn_shapes(net, images, recipe, macs=0.345, shapes=("kx1", "1xk", "kxk"), by=by, **QUIET)
 
 
+def test_shrunk_taps_leave_rows_for_the_most_part():
+    filters = dict(learned_on(stripes(n=256), "proximal").shapes.layers["0"].shapes)
+    assert filters["1x3"] >= 6
+
+
 @pytest.mark.parametrize("by", ["energy", "gates"])
 def test_other_ways_meet_the_budget_and_leave_nothing_behind(by):
     found = learned_on(stripes(n=128), by)
@@ -102,7 +107,7 @@ def test_the_result_is_plain_and_computes_what_was_trained():
     assert measured.top1 == pytest.approx(found.record.result["top1"])
 
 
-@pytest.mark.parametrize("by", ["loss", "gates"])
+@pytest.mark.parametrize("by", ["proximal", "loss", "gates"])
 def test_a_resumed_run_learns_the_same_bits(tmp_path, by):
     def run(out: Path, **options) -> Learned:
         how = {"macs": 0.5, "epochs": 4, "by": by, "out": out}
@@ -143,7 +148,7 @@ def test_time_is_a_budget_too(tmp_path):
         ({"macs": 0.5, "shapes": ("none",)}, "needs shapes"),
         ({"macs": 0.5, "shapes": ("kx",)}, "filter shape"),
         ({"macs": 0.5, "epochs": 1}, "two epochs"),
-        ({"macs": 0.5, "by": "luck"}, "by is loss, energy, gates"),
+        ({"macs": 0.5, "by": "luck"}, "by is proximal, loss, energy, gates"),
         ({"macs": 0.5, "by": "gates", "shapes": ("kx1", "none")}, "gates remove no filters"),
     ],
 )

@@ -14,7 +14,8 @@ from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.records import CPU, GPU, NetworkResult
 from lowrank_cnn.system.text import percent, si
 
-DENSE, LOW_RANK = "dense, trained here", "low-rank, trained here"
+DENSE, LOW_RANK, LEARNED = "dense, trained here", "low-rank, trained here", "learned shapes, trained here"
+OURS = (DENSE, LOW_RANK, LEARNED)
 BASELINE, PAPER, AUGMENTED = "published, baseline", "published, low-rank", "published, more augmentation"
 KINDS = {
     BASELINE: ("square", "#c9a227"),
@@ -22,6 +23,7 @@ KINDS = {
     AUGMENTED: ("triangle-up", "#9e7bb5"),
     DENSE: ("circle", "#d55e00"),
     LOW_RANK: ("circle", "#0072b2"),
+    LEARNED: ("triangle-up", "#009e73"),
 }
 """Shape and colour of each kind of point; our own are drawn last, over the published."""
 
@@ -120,11 +122,9 @@ def trade_charts(points: Sequence[TradePoint]) -> list[dict[str, Any]]:
     found = []
     for data in dict.fromkeys(point.data for point in sorted(points, key=_published_last)):
         within = [point for point in points if point.data == data]
-        recipes = dict.fromkeys(point.protocol for point in within if point.kind in (DENSE, LOW_RANK)) or {
-            "": None
-        }
+        recipes = dict.fromkeys(point.protocol for point in within if point.kind in OURS) or {"": None}
         for recipe in recipes:
-            chosen = [p for p in within if p.kind not in (DENSE, LOW_RANK) or p.protocol == recipe]
+            chosen = [p for p in within if p.kind not in OURS or p.protocol == recipe]
             for metric in METRICS:
                 for axis in AXES:
                     shown = [p for p in chosen if metric in p.values and axis in p.values]
@@ -134,7 +134,7 @@ def trade_charts(points: Sequence[TradePoint]) -> list[dict[str, Any]]:
 
 
 def _published_last(point: TradePoint) -> bool:
-    return point.kind not in (DENSE, LOW_RANK)
+    return point.kind not in OURS
 
 
 def trade_chart(points: Sequence[TradePoint], axis: str, metric: str, *, error: bool = False) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lowrank_cnn.frontier.designs import SHAPES
 from lowrank_cnn.frontier.record import DesignRow, Frontier
-from lowrank_cnn.report.charts.trade import DENSE, LOW_RANK, TradePoint, trade_chart, trade_spec
+from lowrank_cnn.report.charts.trade import DENSE, LEARNED, LOW_RANK, TradePoint, trade_chart, trade_spec
 from lowrank_cnn.report.charts.vega import save_charts
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.statistics import mean_interval
@@ -32,5 +33,6 @@ def _point(found: Frontier, row: DesignRow) -> TradePoint:
     mean, _, high = mean_interval([run.correct / found.images for run in row.runs])
     values = {"top1": mean, "macs": float(row.macs), "params": float(row.params)}
     values |= {"batch": row.timing.ms} if row.timing else {}
-    kind = DENSE if row.dense else LOW_RANK
+    learned = row.design["scheme"].startswith(SHAPES)
+    kind = DENSE if row.dense else LEARNED if learned else LOW_RANK
     return TradePoint(row.name, kind, "", "frontier", values, {"top1": high - mean}, n=found.images)

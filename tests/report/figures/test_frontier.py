@@ -28,6 +28,14 @@ def test_every_design_is_named_and_both_kinds_are_in_the_legend(tmp_path: Path):
     assert "Mean of 2 to 3 runs" in text
 
 
+def test_networks_of_learned_shapes_have_a_colour_of_their_own(tmp_path: Path):
+    found = frontier(tmp_path, {"dense": (0.93, 1.0, 2), "lr": (0.9, 0.5, 2), "learned-run": (0.92, 0.5, 2)})
+    found.rows[2].design["scheme"] = "shapes:run/shapes.json"
+    text = draw_frontier(found, tmp_path / "f.svg").read_text()
+    assert ">learned shapes, trained here<" in text
+    assert "#009e73" in text
+
+
 def test_networks_without_a_time_are_drawn_by_their_cost(tmp_path: Path):
     found = frontier(tmp_path, {"dense": (0.93, 1.0, 2)})
     found.rows[0].timing = None
