@@ -198,11 +198,12 @@ def _resized_norm(layer: nn.Module, channels: int) -> nn.Module:
     """A copy of a batch norm, of whatever class, for other channels."""
     new = copy.deepcopy(layer)
     new.num_features = channels  # type: ignore[assignment]
-    for tensors in (new._parameters, new._buffers):
-        for name, tensor in tensors.items():
-            if tensor is not None and tensor.dim():
-                empty = tensor.new_empty(channels)
-                tensors[name] = nn.Parameter(empty) if name in new._parameters else empty
+    for name, parameter in new._parameters.items():
+        if parameter is not None:
+            new._parameters[name] = nn.Parameter(parameter.new_empty(channels))
+    for name, buffer in new._buffers.items():
+        if buffer is not None and buffer.dim():  # the number of batches has none
+            new._buffers[name] = buffer.new_empty(channels)
     return new
 
 
