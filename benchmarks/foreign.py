@@ -238,7 +238,9 @@ def main() -> None:
             if options.out:
                 packages = {name: version(name) for name in PACKAGES}
                 where = environment() | packages
-                where["commit"] = " and ".join(dict.fromkeys([*commits, where["commit"]]))  # rows of both stay
+                where["commit"] = " and ".join(
+                    dict.fromkeys([*commits, str(where["commit"])])
+                )  # rows of both stay
                 about = {"kind": "foreign", "environment": where}
                 options.out.write_text(json.dumps(about | {"rows": list(rows.values())}, indent=1) + "\n")
     lines = [(o.name, *(o.cells.get(what, "").partition(":")[0] for what in ("built", *STEPS))) for o in outcomes]

@@ -131,7 +131,7 @@ def export_command(
     written = export_source(
         source, network, path, size, example_input=inputs, overwrite=overwrite, **graph.for_export()
     )
-    counted = inputs if size is None else size
+    counted: Any = inputs if size is None else size
     macs = {"before": count(source.network, counted).macs, "after": count(network, counted).macs}
     rows = notes(network).merging
     if as_json:

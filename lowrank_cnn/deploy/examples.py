@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from lowrank_cnn.system.provenance import notes
 _SIZES = (32, 64, 28, 224, 299)
 """Heights and widths that networks commonly take, in the order in which they are tried."""
 
-Network = TypeVar("Network", bound=nn.Module)
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """An input, a tuple of all inputs by position, or a dictionary of all inputs by keyword."""
 
@@ -71,22 +70,21 @@ def by_position(model: nn.Module, example: Example) -> tuple[nn.Module, tuple[An
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[Callable[[Network], Network]]:
-    """Restore the buffers of a network after trial runs; what is yielded restores them in a result.
+def unchanged(model: nn.Module) -> Iterator[Callable[[nn.Module], None]]:
+    """Restore the buffers of a network after trial runs; the function yielded restores them in a result.
 
     A forward may change its buffers: count its calls, say, or keep what it saw.
     """
     before = {name: buffer.clone() for name, buffer in model.named_buffers() if not buffer.is_meta}
 
     @torch.no_grad()
-    def restore(network: Network) -> Network:
+    def restore(network: nn.Module) -> None:
         now = dict(model.named_buffers())
         changed = [name for name in before if name in now and not torch.equal(now[name], before[name])]
         for name, buffer in network.named_buffers() if changed else ():
             own = max((c for c in changed if f".{name}".endswith(f".{c}")), key=len, default=None)
             if own is not None and buffer.shape == before[own].shape:
                 buffer.copy_(before[own])
-        return network
 
     try:
         yield restore

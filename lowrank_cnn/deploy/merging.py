@@ -66,8 +66,10 @@ def merge(
     _check(model)
     if layer_kind(model) is not None:
         return _merged_layer(model, chains, norms, example_input)
-    with unchanged(model) as restored:
-        return restored(_merged_network(model, chains, norms, example_input))
+    with unchanged(model) as restore:
+        merged = _merged_network(model, chains, norms, example_input)
+        restore(merged)
+    return merged
 
 
 def _merged_network(model: nn.Module, chains: bool | None, norms: bool, example_input: Any) -> nn.Module:

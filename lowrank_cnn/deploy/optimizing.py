@@ -62,13 +62,14 @@ def optimize(
     network, inputs, names = by_position(model, example_input)
     check_repeats(repeats)
     store = Cache.open(cache)
-    with unchanged(network) as restored:
+    with unchanged(network) as restore:
         if any(isinstance(x, Tensor) and x.is_cuda for x in inputs) and not network.training:
             compile_kernels_of(network, Form(), inputs)
         check_ready(network, *inputs)
         key = network_key(network, inputs, compile)
         work = Workshop(network, inputs, cache, repeats, budget, say or silent, names=names)
-        best = restored(work.again(store.times(key), compile) or work.fastest(compile))
+        best = work.again(store.times(key), compile) or work.fastest(compile)
+        restore(best)
     if cache is not False and best.report.times:
         store = Cache.open(cache)  # a plan may have written its times meanwhile
         store.keep(key, {name: sample.ms for name, sample in best.report.times.items()})

@@ -67,7 +67,7 @@ def plan(
     check_repeats(repeats)
     store = Cache.open(cache)
     options: dict[str, Any] = {"candidates": candidates, "repeats": repeats, "say": say or silent}
-    with unchanged(network) as restored:
+    with unchanged(network) as restore:
         check_ready(network, *inputs)
         result = _planned(network, inputs, store, **options)
         found = notes(result).plan
@@ -75,7 +75,7 @@ def plan(
         if store.taken and not found.used and any(decision.choice != GIVEN for decision in found.decisions):
             store.blind = True
             result = _planned(network, inputs, store, **options)
-        restored(result)
+        restore(result)
     if not store.save() and say:
         say(f"measured times could not be kept in {store.entries.path}")
     if not names:

@@ -138,7 +138,7 @@ def _check_countable(model: nn.Module) -> None:
             raise LowRankError(f"{label} is scripted: count the module that it was made from.")
         if isinstance(module, nn.DataParallel):
             raise LowRankError(f"{label} is wrapped in nn.DataParallel: count its `.module`.")
-        if any(map(is_lazy, module._parameters.values())):
+        if any(parameter is not None and is_lazy(parameter) for parameter in module._parameters.values()):
             raise LowRankError(f"{label} is lazy: run the model once, so that it knows its channels.")
 
 
