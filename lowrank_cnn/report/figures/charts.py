@@ -27,21 +27,20 @@ class TradeFigure:
     family: tuple[str, ...]
     error: str = "top5"
     cost: str = "macs"
-    width: int = 620
-    height: int = 340
+    size: tuple[int, int] = (620, 340)
 
 
 _ILSVRC = ("vgg-ilsvrc", "googlenet-ilsvrc", "big-picture", "big-picture-augmented")
 _BOTH = ("vgg11", "googlenet")
-_LARGE = {"width": 900, "height": 560}
+_LARGE = (900, 560)
 """Room for the labels of twenty networks."""
 TRADE_FIGURES = {
     "vgg": TradeFigure("VGG-11 on ILSVRC", ("vgg-ilsvrc",), ("vgg11",)),
     "places": TradeFigure("VGG-11 on Places", ("vgg-places",), ("vgg11",)),
     "googlenet": TradeFigure("GoogLeNet on ILSVRC", ("googlenet-ilsvrc",), ("googlenet",)),
     "nin": TradeFigure("Network-in-Network on CIFAR-10", ("nin-cifar10",), ("nin",), error="top1"),
-    "big-picture-macs": TradeFigure("Networks on ILSVRC: compute of all crops", _ILSVRC, _BOTH, **_LARGE),
-    "big-picture-params": TradeFigure("Networks on ILSVRC: size", _ILSVRC, _BOTH, cost="params", **_LARGE),
+    "big-picture-macs": TradeFigure("Networks on ILSVRC: compute of all crops", _ILSVRC, _BOTH, size=_LARGE),
+    "big-picture-params": TradeFigure("Networks on ILSVRC: size", _ILSVRC, _BOTH, cost="params", size=_LARGE),
 }
 
 
@@ -57,7 +56,7 @@ def trade_figure(name: str, options: FigureOptions) -> list[Spec]:
         shown = [p for p in points if figure.error in p.values and figure.cost in p.values]
         title = figure.title if data == home else f"The same networks trained here on {data}"
         spec = trade_spec(trade_chart(shown, figure.cost, figure.error, error=True))
-        specs.append({**spec, "title": title, "width": figure.width, "height": figure.height})
+        specs.append({**spec, "title": title, "width": figure.size[0], "height": figure.size[1]})
     return specs
 
 
