@@ -18,6 +18,8 @@ from lowrank_cnn.paper.table import AccuracyRow, ExperimentTable
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {"gpu": None, "cpu": "some cores", "torch": "9.9", "commit": "abc", "timm": "1", "torchvision": "2"}
 TO_COME = (
+    "learned-shapes",
+    "initialisations",
     "decompose",
     "decompose-aware",
     "depth-flow",
@@ -501,3 +503,26 @@ def test_the_first_screen_takes_three_networks_of_a_frontier(blocks: ModuleType,
     assert cells(text, "`nin, lr@1.0`")[2:] == ["89.0%", "**1.00 ms**", "3.0 s"]
     assert cells(text, "`nin@0.5`, thin dense")[2:] == ["88.0%", "1.10 ms", "3.0 s"]
     assert "lr-join@" not in text  # it takes nearly as long as the dense network
+
+
+def test_learned_shapes_are_shown_by_falling_accuracy_with_what_was_decided(blocks: ModuleType, put: Put):
+    about = {"network": "nin", "width": 0.1, "data": "stripes", "recipe": {"epochs": 10}}
+    rows = [
+        {"way": way, "top1": top1, "macs": 0.5} for way, top1 in (("thin", 0.5), ("proximal", 0.6), ("thin", 0.52))
+    ]
+    answer = {"ours": "proximal", "theirs": "thin", "margin": 0.5, "verdict": "yes"}
+    put("learned_shapes_x.json", {"about": about, "rows": rows, "answers": [answer]})
+    text = blocks.TABLES["learned-shapes"]()
+    assert text.index("`proximal` |") < text.index("`thin` |")
+    assert cells(text, "`thin`") == ["`thin`", "0.500", "51.00 ± 1.41", "2"]
+    assert "`proximal` over `thin` by 0.5: yes." in text
+    assert "nin (width 0.1) on stripes, 10 epochs" in text
+
+
+def test_initialisations_are_shown_with_their_best_rates(blocks: ModuleType, put: Put):
+    row = {"init": "torch", "rate": 2.0, "mean": 90.0, "sd": 0.5, "runs": 4, "tries": 5}
+    row |= {"diverged_full": 1, "diverged_try": 2}
+    about = {"network": "nin-c3-lr", "data": "cifar10", "recipe": {"epochs": 180}}
+    put("initialisation_nin.json", {"about": about, "summary": [row]})
+    text = blocks.TABLES["initialisations"]()
+    assert cells(text, "`torch`") == ["`torch`", "x 2", "90.00 ± 0.50", "4", "1", "2 of 5"]
