@@ -53,9 +53,14 @@ class ByGroup(nn.Module):
 
 
 class GroupsApart(ByGroup):
-    """The same step by step: a runtime fuses a conv with the activation right behind it, and has its own pools."""
+    """The same step by step: a runtime fuses a conv with the activation right behind it, and has its own pools.
+
+    A residual is added behind the concatenation. Every conv has a bias of its own: runtimes take constants alone.
+    """
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if residual is not None:
+            return self.epilogue.in_order(torch.cat([conv(x) for conv in self.convs], dim=-3), residual)
         return torch.cat([self.epilogue.in_order(conv(x)) for conv in self.convs], dim=-3)
 
 
@@ -75,7 +80,7 @@ def groups_apart(model: nn.Module) -> nn.Module:
         block = block_of(captured, pattern)
         *front, last = _stages(block.layer)
         convs = _split(last) if isinstance(last, CompositeConv2d) and len(last.weights) > 1 else []
-        if convs and block.epilogue and not block.epilogue.adds:
+        if convs:
             made[pattern.name] = Staged(front, GroupsApart(convs, block.epilogue)).eval()
             patterns.append(pattern)
     return rewritten(captured, patterns, lambda pattern: made[pattern.name]).eval() if patterns else model

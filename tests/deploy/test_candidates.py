@@ -45,3 +45,24 @@ def test_groups_are_rectified_apart_and_products_become_layers():
     assert not any(isinstance(part, MatrixConv2d) for part in layers.modules())
     x = torch.randn(1, 32, 6, 6)
     torch.testing.assert_close(layers(x), planned(x), rtol=1e-4, atol=1e-5)
+
+
+class Residual(nn.Module):
+    """A low-rank layer whose result is added to its input, as in a ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = build_conv(8, 8, 3, "lr")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.conv(x) + x).relu()
+
+
+def test_groups_with_a_residual_have_constant_biases():
+    torch.manual_seed(0)
+    net, x = nn.Sequential(Residual(), build_conv(8, 6, 3, "lr")).eval(), torch.randn(2, 8, 6, 6)
+    apart = groups_apart(net)
+    torch.testing.assert_close(apart(x), net(x))
+    called = [str(node.target) for node in torch.export.export(apart, (x,)).graph.nodes]
+    assert called.count("aten.conv2d.default") == 4
+    assert not any("split" in name for name in called)  # engines want the bias of a conv as a constant
