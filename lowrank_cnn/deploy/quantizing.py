@@ -26,7 +26,7 @@ from lowrank_cnn.system.compare import difference, is_finite
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path
 from lowrank_cnn.system.provenance import notes
-from lowrank_cnn.train.evaluation import evaluate, match_classes
+from lowrank_cnn.train.evaluation import evaluate, held_out_images, match_classes
 from lowrank_cnn.train.fake_int8 import ROUNDED_LAYERS, rounded_by, rounding
 from lowrank_cnn.train.trained import Trained, carried_by
 
@@ -214,7 +214,7 @@ def _labelled(calibration: Any, trained: Trained | None) -> Data | None:
             "images with labels calibrate a trained network, which knows how they are prepared: for any other, "
             "give prepared images as a tensor."
         )
-    data = calibration if isinstance(calibration, Data) else open_data(calibration, progress=False)
+    data = calibration if isinstance(calibration, Data) else _opened(calibration, trained)
     match_classes(trained, data)
     return data
 
@@ -224,6 +224,12 @@ def _judged(data: Data | None) -> Data | None:
     if data is None or len(data.train) < 2:
         return None
     return data.holdout(min(_JUDGED, len(data.train) // 2), seed=1)
+
+
+def _opened(source: str | Path, trained: Trained) -> Data:
+    """The set as the network was trained on it: images of its size, and the test images that it has not seen."""
+    size = {"image_size": trained.size_option, "channels": trained.channels, "progress": False}
+    return held_out_images(trained, source, progress=False) or open_data(source, **size)
 
 
 def _prepared(calibration: Any, trained: Trained | None, images: int) -> Tensor:

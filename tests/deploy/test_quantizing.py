@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import lowrank_cnn as lr
 from lowrank_cnn.data import open_data
 from lowrank_cnn.deploy.engines import open_engine
 from lowrank_cnn.deploy.quantizing import Quantized, QuantizedLayer, quantize, sensitivities
@@ -135,3 +136,18 @@ def test_other_files_and_layers_are_refused(tmp_path):
         quantize(tiny(), torch.randn(4, *SIZE), tmp_path / "net.param")
     with pytest.raises(LowRankError, match="has none"):
         quantize(nn.Sequential(nn.ReLU()), torch.randn(4, *SIZE), tmp_path / "net.onnx")
+
+
+def test_photographs_of_many_sizes_calibrate_at_the_size_of_training(tmp_path):
+    image, photos = pytest.importorskip("PIL.Image"), tmp_path / "photos"
+    pytest.importorskip("onnxruntime")
+    for name, shade in (("dark", 20), ("bright", 200)):
+        (photos / name).mkdir(parents=True)
+        for number in range(10):
+            image.new("RGB", (14 + number, 20), (shade + number, shade, 90)).save(photos / name / f"{number}.png")
+    net = tiny()
+    net[-1] = nn.Linear(8, 2)
+    data = open_data(photos, image_size=12, val_split=0.3)
+    lr.fit(net, data, lr.get_recipe("digits", batch_size=4, epochs=1, crop=None, pad=0), progress=False)
+    found = lr.quantize(net, photos, tmp_path / "net.onnx")
+    assert found.images == len(data.test) == 6  # those that training held out
