@@ -33,7 +33,7 @@ def _ways(name: str, found: dict[str, Any]) -> str:
     verdicts = [
         f"`{one['ours']}` over `{one['theirs']}` by {one['margin']:g}: {one['verdict']}" for one in decided
     ]
-    told = f"\nDecided of the questions asked before the runs: {'; '.join(verdicts) or 'none'}.\n"
+    told = f"\nBy the margins written down before the runs: {'; '.join(verdicts) or 'nothing is decided'}.\n"
     return title + table + told + source(name, found["environment"])
 
 

@@ -19,8 +19,9 @@ def records() -> str:
 
 
 def _purpose(name: str) -> str:
-    """The first sentence of the benchmark that writes a record of this name."""
-    places = ROOT / "benchmarks" / f"{name}.py", ROOT / "benchmarks" / name / "__init__.py"
-    script = next((place for place in places if place.exists()), None)
+    """The first sentence of the benchmark that writes a record of this name, or one that begins with its name."""
+    names = [name, name.rpartition("_")[0]]
+    places = [place for one in names for place in (f"{one}.py", f"{one}/__init__.py")]
+    script = next((path for place in places if (path := ROOT / "benchmarks" / place).is_file()), None)
     text = ast.get_docstring(ast.parse(script.read_text())) if script else ""
     return (text or "").partition("\n")[0].rstrip(".")
