@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from lowrank_cnn.data import open_data
 from lowrank_cnn.deploy.engines import open_engine
+from lowrank_cnn.kernels.strips import available
 from lowrank_cnn.system.errors import LowRankError
 
 SMALL = ("--width", "0.1", "--input", "3x30x30")
@@ -18,6 +20,13 @@ def test_a_target_gets_a_directory_with_a_card(output_of, tmp_path):
     assert sorted(file.name for file in (tmp_path / "phone").iterdir()) == ["nin-c3-lr.ts", "nin-c3-lr.ts.md"]
     assert 'torch.jit.load("nin-c3-lr.ts")' in text
     assert "fp16" in (tmp_path / "phone" / "nin-c3-lr.ts.md").read_text()
+
+
+@pytest.mark.skipif(not available(torch.float32), reason="lowrank-strips is not built: `make strips`")
+def test_strips_are_a_target_and_the_snippet_registers_their_library(output_of, tmp_path):
+    text = output_of("export", "nin-c3-lr", "-o", tmp_path / "server", "--to", "onnx-strips", *SMALL)
+    assert "register_custom_ops_library" in text
+    assert "strips" in open_engine(tmp_path / "server" / "nin-c3-lr.onnx").metadata
 
 
 def test_int8_prints_the_accuracy_before_and_after(output_of, tmp_path, monkeypatch):
@@ -36,6 +45,8 @@ def test_int8_prints_the_accuracy_before_and_after(output_of, tmp_path, monkeypa
     ("arguments", "words"),
     [
         (["nin", "-o", "phone", "--to", "tensorrt"], "trtexec"),
+        (["nin", "-o", "net.onnx", "--strips", "--int8"], "give --int8 or --strips"),
+        (["nin", "-o", "net.pt2", "--strips"], "run in ONNX Runtime"),
         (["nin", "-o", "phone", "--to", "onx"], "did you mean onnx"),
         (["nin"], "say once where to write"),
         (["nin", "net.onnx", "--int8"], "give --calibrate"),
