@@ -13,7 +13,13 @@ from typing import Any
 
 from lowrank_cnn.report.fields import items, text
 from lowrank_cnn.report.records import Records, Run, SkippedFile, TimedNetwork
-from lowrank_cnn.report.timing_record import read_cpu_speed, read_gpu_speed, read_timing, read_timings
+from lowrank_cnn.report.timing_record import (
+    read_cpu_speed,
+    read_gpu_models,
+    read_gpu_speed,
+    read_timing,
+    read_timings,
+)
 from lowrank_cnn.report.training_record import read_training
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import UnreadableError, read_json
@@ -115,6 +121,7 @@ READERS: dict[str, Reader] = {
     "timing": read_timing,
     "timings": read_timings,
     "gpu-speed": read_gpu_speed,
+    "gpu-models": read_gpu_models,
     "cpu-speed": read_cpu_speed,
     "reproduction": _nothing,
     "search": _nothing,

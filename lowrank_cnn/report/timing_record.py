@@ -83,6 +83,25 @@ def read_gpu_speed(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwo
                 yield _benchmarked(network, GPU, way, int(batch), ms, run, path)
 
 
+def read_gpu_models(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwork]:
+    """The inference times of `benchmarks.gpu_models`: a network dense, low-rank and thin, by several ways."""
+    for run in map(mapping, items(values.get("runs"))):
+        for row in map(mapping, items(run.get("rows"))):
+            model, _, scheme = (text(row.get("row")) or "").rpartition(":")[2].partition("/")
+            macs = {kind: whole(cost) for kind, cost in mapping(row.get("macs")).items()}
+            names = {"dense": model, "low-rank": f"{model}, {scheme}", "thin": f"{model}, thin as {scheme}"}
+            for mode, batch in (("inference", 256), ("batch1", 1)):
+                for way, measured in mapping(mapping(row.get(mode)).get("ms")).items():
+                    kind, _, runtime = way.partition(", ")
+                    ms = number(mapping(measured).get("ms"))
+                    if not ms or kind not in names:
+                        continue
+                    network = NetworkId(names[kind], image=(3, 224, 224), base=None if kind == "dense" else model)
+                    dense = {"macs": cost} if (cost := macs.get("dense")) else None
+                    timing = TimedNetwork(str(path), network, GPU, runtime, batch, ms, macs.get(kind), None, ())
+                    yield replace(timing, dense=dense, environment=mapping(run.get("environment")))
+
+
 def read_cpu_speed(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetwork]:
     """The times of `benchmarks.cpu_speed`: networks and their dense twins by batch, each at its fastest."""
     for run in map(mapping, items(values.get("batches"))):

@@ -40,6 +40,16 @@ def test_our_own_benchmarks_are_read():
     assert 2.5e9 < (timing.macs or 0) < 2.53e9
 
 
+def test_the_record_of_todays_networks_is_read():
+    records = read_records([Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_models.json"])
+    assert records.skipped == []
+    found = {(timing.network.name, timing.runtime, timing.batch): timing for timing in records.timings}
+    low, dense = found["resnet18, lr", "optimize", 256], found["resnet18", "torch.compile", 256]
+    assert (low.network.base, low.dense, low.hardware) == ("resnet18", {"macs": dense.macs}, "NVIDIA H200")
+    assert low.ms < dense.ms
+    assert ("resnet18, thin as lr", "optimize", 1) in found
+
+
 def test_a_timing_is_known_by_its_fields_too():
     assert len(read_record({k: v for k, v in TIMING.items() if k != "kind"}, HERE)) == 2
 
