@@ -104,8 +104,8 @@ def write(net: nn.Module, size: tuple[int, ...], path: Path, precision: Any) -> 
         if precision == "int8" and f".{STRIPS}." not in path.name:
             error = lr.quantize(net, image, path, **how).error
         else:
-            strips = f".{STRIPS}." in path.name
-            error = lr.export(net, path, example_input=image, precision=precision, strips=strips, **how).error
+            how |= {"precision": precision, "strips": f".{STRIPS}." in path.name}
+            error = lr.export(net, path, example_input=image, **how).error
         print(f"{path.name}: off by {error:.1e}, {time.perf_counter() - start:.0f} s", flush=True)
     except LowRankError as why:
         path.with_suffix(".refused").write_text(str(why))

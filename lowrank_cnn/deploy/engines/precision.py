@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lowrank_cnn.deploy.candidates import groups_apart
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.models.files import dtype_of
@@ -61,8 +62,9 @@ def at_precision(request: ExportRequest, suffix: str, precision: str) -> ExportR
         raise LowRankError("fp16 is for networks whose inputs go by position: call model.half() and export that.")
     if suffix in _BY_THE_ENGINE:
         return replace(request, precision="fp16")
+    # The groups of composites are taken apart first: a graph with casts in it is not captured again.
     # A file with strips is for the CPU, where ONNX Runtime multiplies matrices much faster in float32.
-    network = InHalf(request.network, linear_in_single=request.strips).eval()
+    network = InHalf(groups_apart(request.network), linear_in_single=request.strips).eval()
     return replace(request, network=network, precision="fp16")
 
 
