@@ -167,7 +167,8 @@ struct Runner {
   }
 
   // Where a tile or a group begins. The last one overlaps the one before it where the map is not a multiple of its
-  // size: it computes some results once more, and needs no parts of vectors.
+  // size: it computes some results once more, and needs no parts of vectors. Tiles round differently, so those results
+  // are left to the tile before.
   int tile_start(int tile) const { return std::max(0, std::min(tile * step, along - step)); }
   int group_start(int group) const { return std::max(0, std::min(group * lanes, beside - lanes)); }
 
@@ -241,14 +242,15 @@ struct Runner {
       Vector made[step];
       transform_out(m, i, bias, made);
       int top = tile_start(tile), left = group_start(group), high = std::min(step, s.height - top) / by;
+      int known = (tile * step - top) / by;
       Number* to = map + size_t(top / by) * width + left / by;
       if (s.pool) {
-        for (int r = 0; r < high; r++) {
+        for (int r = known; r < high; r++) {
           Vector pooled = larger_neighbours(larger(made[2 * r], made[2 * r + 1]), std::make_integer_sequence<int, lanes>());
           std::memcpy(to + r * width, &pooled, sizeof(Number) * std::min(lanes / 2, width - left / 2));
         }
       } else {
-        for (int r = 0; r < high; r++) store_at_most(to + r * width, made[r], width - left);
+        for (int r = known; r < high; r++) store_at_most(to + r * width, made[r], width - left);
       }
       if (++group == groups) group = 0, tile++;
     }
@@ -296,13 +298,14 @@ struct Runner {
     int width = s.width / by;
     for (int i = 0; i < count;) {
       int group = (first + i) / tiles, tile = (first + i) % tiles, here = std::min(count - i, tiles - tile);
-      int top = group_start(group), left = tile_start(tile) / by, high = std::min(lanes, s.height - top) / by;
+      int top = group_start(group), left = tile * step / by, high = std::min(lanes, s.height - top) / by;
       int end = std::min(tile_start(tile + here - 1) + step, s.width) / by;
       for (int t = 0; t < here; t++) {
         Vector made[step];
         transform_out(m, i + t, bias, made);
-        Number* to = stage + (tile_start(tile + t) / by - left) * lanes;
-        for (int f = 0; f < step / by; f++) store(to + f * lanes, s.pool ? larger(made[2 * f], made[2 * f + 1]) : made[f]);
+        int start = tile_start(tile + t), known = ((tile + t) * step - start) / by;
+        Number* to = stage + (start / by - left) * lanes;
+        for (int f = known; f < step / by; f++) store(to + f * lanes, s.pool ? larger(made[2 * f], made[2 * f + 1]) : made[f]);
       }
       for (int j = left; j < end; j += lanes) {
         int column = std::max(left, std::min(j, end - lanes));
