@@ -126,4 +126,4 @@ def _best(rows: list[dict[str, Any]], *wanted: object) -> dict[str, Any] | None:
 
 
 def _cell(row: dict[str, Any] | None) -> str:
-    return "" if row is None else f"{row['ms']:.1f} ({row['low']:.1f} to {row['high']:.1f}) {row['engine']}"
+    return "" if row is None else f"{row['ms']:.1f} ({row['low']:.1f}-{row['high']:.1f}) {row['engine']}"

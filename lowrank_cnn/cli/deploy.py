@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Batch = Annotated[int, typer.Option(min=1, help="Images per batch.")]
 Budget = Annotated[float, typer.Option(help="Seconds after which no further form is tried.")]
 Repeats = Annotated[int, typer.Option(help="Runs per median.")]
+Tries = Annotated[int, typer.Option("--repeats", help="Runs per median of each way that is tried.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; by default all cores.")]
 
 
@@ -85,7 +86,7 @@ def plan_command(
     threads: Threads = None,
     compile_: Annotated[bool, typer.Option("--compile", help="Try torch.compile too.")] = False,
     cache: Annotated[bool, typer.Option(help="Keep measured times for the next plan.")] = True,
-    repeats: Repeats = 11,
+    repeats: Tries = 11,
     budget: Budget = 30.0,
     twin: Annotated[
         bool, typer.Option(help="Compare with the dense network; with --engine, thinned to the same MACs.")

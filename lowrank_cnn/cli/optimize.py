@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from lowrank_cnn.cli.convert import export_source
-from lowrank_cnn.cli.deploy import Batch, Budget, Repeats, Threads, print_variants
+from lowrank_cnn.cli.deploy import Batch, Budget, Threads, Tries, print_variants
 from lowrank_cnn.cli.options import Device, Inputs, Json, Model, Scheme, SourceOptions, grouped
 from lowrank_cnn.cli.show import console, print_json, status_line
 from lowrank_cnn.system.errors import LowRankError
@@ -28,7 +28,7 @@ def optimize_command(
     threads: Threads = None,
     compile_: Annotated[bool, typer.Option("--compile", help="Try torch.compile too.")] = False,
     cache: Annotated[bool, typer.Option(help="Keep measured times for the next time.")] = True,
-    repeats: Repeats = 11,
+    repeats: Tries = 11,
     budget: Budget = 30.0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
     as_json: Json = False,
