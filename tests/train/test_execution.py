@@ -125,7 +125,9 @@ def test_a_compiled_run_is_the_run_without(driver, monkeypatch):
     assert other.result["loss"] == pytest.approx(one.result["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["nin-c3-lr", "vgg11-gmp-lr-join", "googlenet-lr"])
+@pytest.mark.parametrize(
+    "name", ["nin-c3-lr", "vgg11-gmp-lr-join", pytest.param("googlenet-lr", marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("fused", [False, True])
 def test_our_layers_have_no_graph_break(name, fused):
     from lowrank_cnn.kernels.fusing import fuse

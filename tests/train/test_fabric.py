@@ -100,7 +100,7 @@ def assert_close(one: dict, other: dict) -> None:
 
 
 @several
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_of_which_one_died_give_the_weights_of_one(driver, program, tmp_path):
     process = program("processes", tmp_path / "two", 12, launcher=TWO)
     process.communicate(timeout=120)

@@ -164,7 +164,7 @@ def test_the_budget_falls_to_its_target():
     assert (shares[0], shares[4], schedule.last) == (1.0, 0.4, 6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without it")
 def test_two_processes_learn_the_same_shapes(driver, program, tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
