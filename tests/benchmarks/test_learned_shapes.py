@@ -13,7 +13,6 @@ def learned_shapes(benchmark_module):
     return benchmark_module("learned_shapes")
 
 
-@pytest.mark.nightly
 def test_ways_are_trained_in_turn_and_judged(learned_shapes, tmp_path: Path, capsys):
     out = tmp_path / "shapes.json"
     common = ["--data", "digits", "--limit", "32", "--network", "nin", "--width", "0.05", "--recipe", "digits"]
