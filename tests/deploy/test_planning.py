@@ -119,7 +119,7 @@ def test_a_way_that_gives_something_else_is_not_chosen(network: nn.Module, image
     broken = {**wrong, "broken": lambda block: nn.Flatten(start_dim=7)}
     planned = plan(network, image, cache=False, repeats=3, candidates=broken)
     assert all(set(row.times) == {"as given", "quick"} for row in notes(planned).plan.decisions)
-    assert all(set(row.failed) == {"wrong", "broken"} for row in notes(planned).plan.decisions)
+    assert all({"wrong", "broken"} <= set(row.failed) for row in notes(planned).plan.decisions)
     assert "another result" in str(notes(planned).plan)
 
 
