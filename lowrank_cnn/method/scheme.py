@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from lowrank_cnn.method.scheme_rules import LARGEST, NONE, SHAPE, check_scheme
+from lowrank_cnn.method.scheme_rules import LARGEST, NONE, SHAPE, SchemeFields, check_scheme
 from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
 from lowrank_cnn.system.errors import LowRankError, nearest
 
 
 @dataclass(frozen=True)
-class Scheme:
+class Scheme(SchemeFields):
     """How a dense convolution is replaced. Build one with `parse_scheme`.
 
     - `shapes`: the basis filters' shapes, in terms of the dense k_h x k_w ("kx1", "1xk", "kxk", "5x1"), each with
@@ -40,14 +40,6 @@ class Scheme:
     >>> print(*scheme.stages((3, 3), 64), sep=" -> ")
     3x1,32 + 1x3,32 -> 1x1,64
     """
-
-    name: str
-    shapes: tuple[tuple[str, Fraction], ...] = ()
-    m: int | float | None = None
-    to: float | None = None
-    inputs: int | None = None
-    multiple: int | None = None
-    channel_groups: int = 1
 
     def __post_init__(self) -> None:
         check_scheme(self)

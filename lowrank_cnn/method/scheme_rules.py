@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from lowrank_cnn.system.errors import LowRankError, nearest
-
-if TYPE_CHECKING:
-    from lowrank_cnn.method.scheme import Scheme
 
 NAMES = ("dense", "separable", "lr", "lr-join", "mixture", "channel", "cp", "embed", "exact", "learned")
 NONE = "none"
@@ -27,7 +24,20 @@ _JOINS: dict[str, tuple[float | None, ...]] = {
 """What `to` may be: a mixture has a join or none, an embedding one to any share, the others none."""
 
 
-def check_scheme(scheme: Scheme) -> None:
+@dataclass(frozen=True)
+class SchemeFields:
+    """What a scheme is made of; `Scheme` says what each field means."""
+
+    name: str
+    shapes: tuple[tuple[str, Fraction], ...] = ()
+    m: int | float | None = None
+    to: float | None = None
+    inputs: int | None = None
+    multiple: int | None = None
+    channel_groups: int = 1
+
+
+def check_scheme(scheme: SchemeFields) -> None:
     """Refuse a scheme that no layer could be built by, in one sentence."""
     if scheme.name not in NAMES:
         raise LowRankError(f"there is no scheme {scheme.name!r}; {nearest(str(scheme.name), NAMES)}")
