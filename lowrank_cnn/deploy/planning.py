@@ -203,6 +203,7 @@ class _Planner:
     say: Callable[[str], None]
     decisions: dict[str, Decision] = field(default_factory=dict)
     ways: dict[str, nn.Module] = field(default_factory=dict)
+    left_out: dict[str, dict[str, str]] = field(default_factory=dict)
     as_laid_out: bool = False
 
     def run(self, *inputs: Tensor) -> None:
@@ -243,19 +244,22 @@ class _Planner:
 
     def _as_before(self, block: Block, inputs: tuple[Tensor, ...]) -> _Found | None:
         """The way that an earlier plan chose, made and compared again; None where it is unknown or fails now."""
-        times = self.store.times(block_key(block, inputs))
+        key = block_key(block, inputs)
+        times = self.store.times(key)
         if times is None or GIVEN not in times or not times.keys() <= self.candidates.keys():
             return None
         choice = _choice(times)
         wanted = {name: make for name, make in self.candidates.items() if name in (GIVEN, choice)}
         ways, failed = _ways(block, inputs, wanted, self.as_laid_out)
-        return (ways, failed, times) if choice in ways else None
+        return (ways, self.left_out.get(key, {}) | failed, times) if choice in ways else None
 
     def _measured(self, block: Block, inputs: tuple[Tensor, ...]) -> _Found:
         """Every way that applies, with its time, which is kept for the next plan."""
         ways, failed = _ways(block, inputs, self.candidates, self.as_laid_out)
         times = {name: sample.ms for name, sample in timed(ways, inputs, self.repeats).items()}
-        self.store.keep(block_key(block, inputs), times)
+        key = block_key(block, inputs)
+        self.store.keep(key, times)
+        self.left_out[key] = failed  # a block that is alike leaves out the same
         return ways, failed, times
 
     def settled(self, given: nn.Module, *inputs: Tensor) -> list[Decision]:
