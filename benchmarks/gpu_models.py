@@ -5,11 +5,11 @@
 Everything of ours is measured through the public calls: `lr.optimize` for inference and `lr.fit` for training.
 The rivals are dense: torch.compile with freezing, replayed as a CUDA graph, and `fit` with the compiler and
 without our kernels. The thinner dense network goes through `optimize` and `fit` as well, which give it the faster
-of our kernels and the compiler's. Images are 224 x 224 in bf16, channels_last. All ways of one row are timed in
+of our kernels and the compiler's. Its channels are rounded to multiples of 16, nearest to equal MACs, and of 64,
+which kernels prefer. Images are 224 x 224 in bf16, channels_last. All ways of one row are timed in
 turns in one process, and each call pays for copying its input, as a user's would.
 
-Child processes first run every row side by side to fill the compilers' caches on disk; what they measure is thrown
-away. Then each row is measured by one process alone on the device. The record is written after each way, so that a
+Each row is measured by a process of its own, alone on the device. The record is written after each way, so that a
 run that is killed keeps what it has measured.
 """
 
@@ -18,10 +18,8 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -67,9 +65,6 @@ def main() -> None:
         return
     began = time.monotonic()
     rows = [row for row in ROWS if any(fnmatch(row, f"*{asked}") for asked in options.only.split(","))]
-    if options.prepare:
-        _run_side_by_side(rows, options)
-        print(f"compilers' caches filled in {time.monotonic() - began:.0f} s", flush=True)
     run: dict[str, Any] = {"environment": environment(), "rows": []}
     before = earlier_runs(options.out, KIND)
     for row in rows:
@@ -87,37 +82,20 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--modes", default="inference,batch1,training")
     made.add_argument("--repeats", type=int, default=21)
     made.add_argument("--limit", type=float, default=240, help="seconds for one row")
-    made.add_argument("--no-prepare", dest="prepare", action="store_false", help="caches are filled already")
+    made.add_argument("--thin", default="16,64", help="multiples of the thin networks' channels")
     made.add_argument("--child", default="", help=argparse.SUPPRESS)
     return made.parse_args()
 
 
-def _run_side_by_side(rows: list[str], options: argparse.Namespace) -> None:
-    """Fill the caches of Triton and Inductor; choices measured in a crowd go to a scratch folder."""
-    with tempfile.TemporaryDirectory() as scratch:
-        children = [
-            _started(row, options, f"{scratch}/{index}", modes=mode)
-            for index, row in enumerate(rows)
-            for mode in options.modes.split(",")
-        ]
-        for child in children:
-            try:
-                child.communicate(timeout=options.limit)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.communicate()
-
-
-def _started(row: str, options: argparse.Namespace, cache: str | None, modes: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.gpu_models", "--child", row, "--modes", modes]
-    command += ["--repeats", str(options.repeats)]
-    extra = {"LOWRANK_CACHE": cache} if cache else {}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **extra})
+def _started(row: str, options: argparse.Namespace) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu_models", "--child", row, "--modes", options.modes]
+    command += ["--repeats", str(options.repeats), "--thin", options.thin]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def _measured(row: str, options: argparse.Namespace) -> Iterator[Found]:
     """What a process of its own has measured so far, after each way; at the end also why it stopped early."""
-    child = _started(row, options, os.environ.get("LOWRANK_CACHE"), options.modes)
+    child = _started(row, options)
     began, timer = time.monotonic(), threading.Timer(options.limit, child.kill)
     timer.start()
     found: Found = {"row": row}
@@ -141,11 +119,15 @@ def _measure_row(row: str, options: argparse.Namespace, tell: Callable[[Found], 
     low = lr.convert(dense, scheme)
     macs = {"dense": lr.count(dense, SIZE).macs, "low-rank": lr.count(low, SIZE).macs}
     networks = {"dense": dense, "low-rank": low}
-    try:
-        networks["thin"] = lr.thin(dense, macs=macs["low-rank"] / macs["dense"], input_size=SIZE)
-        macs["thin"] = lr.count(networks["thin"], SIZE).macs
-    except lr.LowRankError as error:
-        print(f"no thin rival: {error}", file=sys.stderr)
+    share = macs["low-rank"] / macs["dense"]
+    for multiple in map(int, filter(None, options.thin.split(","))):
+        try:
+            thin = lr.thin(dense, macs=share, input_size=SIZE, multiple=multiple)
+        except lr.LowRankError as error:
+            print(f"no thin rival: {error}", file=sys.stderr)
+            continue
+        kind = "thin" if multiple == 16 else f"thin in {multiple}s"
+        networks[kind], macs[kind] = thin, lr.count(thin, SIZE).macs
     found: Found = {"row": row, "macs": macs}
     parts: dict[str, Callable[[], Iterator[Found]]] = {
         "inference": lambda: _inference(networks, 256, options.repeats),

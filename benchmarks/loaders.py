@@ -198,6 +198,8 @@ def measure(full: Path, shrunk: Path, arguments: argparse.Namespace) -> Iterator
     print(f"{arguments.network} alone: {alone} images/s", flush=True)
     rows, refused = {}, {}
     for name, make in ways(full, shrunk, arguments):
+        if arguments.ways and name not in arguments.ways:
+            continue
         try:
             rows[name] = measure_way(make, update, alone, arguments)
         except LowRankError as error:
@@ -226,6 +228,7 @@ def measure_way(
 def parse() -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     made = parser(__doc__, "loaders.json")
+    made.add_argument("--ways", nargs="*", help="only these, by name: 'held as bytes'")
     made.add_argument("--images", type=int, default=16384)
     made.add_argument("--photographs", type=int, default=64, help="different ones among the images")
     made.add_argument("--batch", type=int, default=256)

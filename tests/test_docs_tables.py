@@ -465,8 +465,10 @@ def test_loaders_show_how_long_a_gpu_waits(blocks: ModuleType, put: Put) -> None
 
 
 def test_the_first_screen_shows_thin_dense_as_soon_as_it_is_recorded(blocks: ModuleType, put: Put):
-    times = {"dense, torch.compile": 3.0, "dense, optimize": 2.0, "low-rank, optimize": 1.0, "thin, optimize": 1.5}
-    row = {"row": "lowrank:vgg11-gmp/lr", "macs": {"dense": 7 * 10**9, "low-rank": 2 * 10**9, "thin": 2 * 10**9}}
+    times = {"dense, torch.compile": 3.0, "dense, optimize": 2.0, "low-rank, optimize": 1.0, "thin, optimize": 1.9}
+    times["thin in 64s, optimize"] = 1.5
+    macs = {"dense": 7 * 10**9, "low-rank": 2 * 10**9, "thin": 3 * 10**9, "thin in 64s": 2 * 10**9}
+    row = {"row": "lowrank:vgg11-gmp/lr", "macs": macs}
     row["inference"] = {"ms": {way: {"ms": ms} for way, ms in times.items()}}
     put("gpu_models.json", {"runs": [{"environment": ENVIRONMENT, "rows": [row]}]})
     speed = {"network": "nin-c3-lr", "batch": 256, "ms": 1.0, "dense_ms": 4.0, "tricks_ratio": 0.5}

@@ -184,7 +184,8 @@ def _of_today(name: str, sources: dict[str, Any]) -> Iterator[Line]:
             label = f"{network}-{scheme}" if kind == LOW_RANK else network
             top1 = _accuracy(label)[1] if network in PAPER and kind != THIN else None
             training = f"{step:.2f} ms" if step else "not measured"
-            yield Line(group, kind, label, row["macs"][key], top1, time, training)
+            macs = gpu_models.macs(row, "inference", f"{key}, optimize")
+            yield Line(group, kind, label, macs, top1, time, training)
 
 
 def draw(path: Path) -> None:

@@ -80,6 +80,23 @@ class Moves:
         return Moves(*(send(getattr(self, field.name), device) for field in fields(self)))
 
 
+@dataclass(frozen=True)
+class ByteScale:
+    """How images that are held as bytes become what the network sees: less the mean, over the deviation.
+
+    Of each image `pad` pixels at every border are padding, which is zero afterwards.
+    """
+
+    mean: Tensor
+    std: Tensor
+    pad: int
+    dtype: torch.dtype
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Bytes [..., C] as floats, padding included."""
+        return ((images.float() - self.mean) / self.std).to(self.dtype)
+
+
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device, through pinned memory to a GPU, so that Python does not wait for it."""
     pinned = tensor.pin_memory() if device.type == "cuda" else tensor
@@ -105,8 +122,16 @@ def alternating(rows: Tensor, *, images: int, seed: int, epoch: int) -> Tensor:
     return coins[rows] ^ bool(epoch % 2)
 
 
-def apply_moves(images: Tensor, rows: Tensor, moves: Moves, *, window: tuple[int, int], cutout: int = 0) -> Tensor:
-    """Gather `rows` of padded images [N, H, W, C], each cropped, mirrored and cut, as [n, h, w, C].
+def apply_moves(
+    images: Tensor,
+    rows: Tensor,
+    moves: Moves,
+    *,
+    window: tuple[int, int],
+    cutout: int = 0,
+    scale: ByteScale | None = None,
+) -> Tensor:
+    """Gather `rows` of padded images [N, H, W, C], each cropped, mirrored, scaled and cut, as [n, h, w, C].
 
     One pass, by a kernel on a GPU and else by indexing with coordinates: no image is visited by Python.
     """
@@ -114,12 +139,22 @@ def apply_moves(images: Tensor, rows: Tensor, moves: Moves, *, window: tuple[int
         from lowrank_cnn.kernels.crop import launch_crop
 
         places = (moves.top, moves.left, moves.mirror, moves.cut_y, moves.cut_x)
-        return launch_crop(images, rows, *places, window=window, cutout=cutout)
+        scaling = (scale.mean, scale.std) if scale else None
+        kind, pad = (scale.dtype, scale.pad) if scale else (images.dtype, 0)
+        return launch_crop(
+            images, rows, *places, window=window, cutout=cutout, scaling=scaling, pad=pad, dtype=kind
+        )
     ys = torch.arange(window[0], device=images.device)
     xs = torch.arange(window[1], device=images.device)
     across = torch.where(moves.mirror[:, None], window[1] - 1 - xs, xs)
     source_y, source_x = moves.top[:, None] + ys, moves.left[:, None] + across
     out = images[rows[:, None, None], source_y[:, :, None], source_x[:, None, :]]
+    out = scale(out) if scale else out
+    if scale and scale.pad:
+        height, width = images.shape[1:3]
+        inside_y = (source_y >= scale.pad) & (source_y < height - scale.pad)
+        inside_x = (source_x >= scale.pad) & (source_x < width - scale.pad)
+        out.masked_fill_(~(inside_y[:, :, None] & inside_x[:, None, :])[..., None], 0)
     return out.masked_fill_(_holes(moves, window, cutout)[..., None], 0) if cutout else out
 
 

@@ -41,9 +41,13 @@ class Standardize:
     std: Tensor
 
     def __call__(self, images: Tensor) -> Tensor:
-        if images.shape[1] != len(self.mean):
-            raise LowRankError(f"images of {images.shape[1]} channels do not fit a mean of {len(self.mean)}.")
+        self.check(images.shape[1])
         return (images.float() - self.mean[:, None, None]) / self.std[:, None, None]
+
+    def check(self, channels: int) -> None:
+        """Refuse images that have another number of channels."""
+        if channels != len(self.mean):
+            raise LowRankError(f"images of {channels} channels do not fit a mean of {len(self.mean)}.")
 
     def to(self, device: torch.device | str) -> Standardize:
         return Standardize(self.mean.to(device), self.std.to(device))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowrank_cnn.data.augment import (
     Augment,
-    Moves,
+    ByteScale,
     alternating,
     apply_moves,
     centre_crop,
@@ -177,9 +177,9 @@ class ResidentLoader:
         self.device = torch.device(device)
         self._window = augment.window(*split.size[1:], train=train)
         self._preprocess, self._dtype = (preprocess.to(self.device) if preprocess else to_unit), dtype
-        self._holds_bytes = holds_bytes(split, preprocess, augment, dtype)
+        as_bytes = holds_bytes(split, preprocess, augment, dtype)
+        self._scale = self._byte_scale(preprocess, split.channels) if as_bytes else None
         self._images = self._hold(split.images)
-        self._inside = self._hold(torch.ones_like(split.images[:1, :1])) if self._holds_bytes else None
         self._labels = split.labels.to(self.device)
 
     def __len__(self) -> int:
@@ -188,50 +188,41 @@ class ResidentLoader:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         return self._augmented(epoch, start) if self.train else self._in_order(start)
 
+    def _byte_scale(self, preprocess: Preprocess | None, channels: int) -> ByteScale:
+        mean, std = torch.zeros(1), torch.full((1,), 255.0)
+        if isinstance(preprocess, Standardize):
+            preprocess.check(channels)
+            mean, std = preprocess.mean, preprocess.std
+        pad = self.augment.pad if self.train else 0
+        return ByteScale(mean.to(self.device), std.to(self.device), pad, self._dtype)
+
     @torch.no_grad()
     def _hold(self, images: Tensor) -> Tensor:
         """All images as [N, H, W, C] on the device, padded for training or cropped for evaluation.
 
-        They are preprocessed, or bytes that `_ready` preprocesses.
+        They are preprocessed, or bytes that are scaled with each crop.
         """
         pad = self.augment.pad if self.train else 0
         height, width = scaled(images.shape[2], images.shape[3], self.augment.resize)
         inner = (height, width) if self.train else self._window
         shape = (len(images), inner[0] + 2 * pad, inner[1] + 2 * pad, images.shape[1])
-        dtype = torch.uint8 if self._holds_bytes else self._dtype
+        dtype = torch.uint8 if self._scale else self._dtype
         held = torch.zeros(shape, dtype=dtype, device=self.device)
         for first in range(0, len(images), _PREPARE_IMAGES):
             part = slice(first, first + _PREPARE_IMAGES)
             done = images[part].to(self.device)
-            if not self._holds_bytes:
+            if not self._scale:
                 done = resize_shorter(self._preprocess(done), self.augment.resize)
             held[part, pad : pad + inner[0], pad : pad + inner[1]] = centre_crop(done, inner).permute(0, 2, 3, 1)
         return held
-
-    @torch.no_grad()
-    def _ready(self, images: Tensor) -> Tensor:
-        """Images [n, H, W, C] as the network sees them."""
-        if not self._holds_bytes:
-            return images
-        return self._preprocess(images.permute(0, 3, 1, 2)).to(self._dtype).permute(0, 2, 3, 1)
-
-    def _moved(self, rows: Tensor, moves: Moves) -> Tensor:
-        """These rows cropped, mirrored and cut; padding and cutouts are zero after preprocessing."""
-        options = {"window": self._window, "cutout": self.augment.cutout}
-        if self._inside is None:
-            return apply_moves(self._images, rows, moves, **options)
-        images = self._ready(apply_moves(self._images, rows, moves, window=self._window))
-        if not (self.augment.pad or self.augment.cutout):
-            return images
-        shown = apply_moves(self._inside, torch.zeros_like(rows), moves, **options)
-        return images.masked_fill(shown == 0, 0)
 
     def _in_order(self, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         for first in range(start * self.batch_size, len(self._labels), self.batch_size):
             count = min(self.batch_size, len(self._labels) - first)
             mine = slice(first + count * self.rank // self.world, first + count * (self.rank + 1) // self.world)
             if mine.stop > mine.start:
-                yield self._batch(self._ready(self._images[mine])), self._labels[mine]
+                images = self._images[mine]
+                yield self._batch(self._scale(images) if self._scale else images), self._labels[mine]
 
     def _augmented(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         draw = generator("epoch", self.seed, epoch)
@@ -243,10 +234,11 @@ class ResidentLoader:
             moves = replace(moves, mirror=turned)
         mine = self._mine(start)
         rows, moves = send(order[mine], self.device), moves[mine].to(self.device)
+        options = {"window": self._window, "cutout": self.augment.cutout, "scale": self._scale}
         local = self.batch_size // self.world
         for first in range(0, len(rows), self._chunk(local)):
             part = slice(first, first + self._chunk(local))
-            images = self._moved(rows[part], moves[part])
+            images = apply_moves(self._images, rows[part], moves[part], **options)
             labels = self._labels[rows[part]]
             yield from zip(self._batch(images).split(local), labels.split(local), strict=True)
 

@@ -37,6 +37,8 @@ LAST = "channels_last"
 Make = Callable[[], nn.Module]
 RESERVED = 0.2
 """No form is begun when less than this share of the budget is left."""
+FOR_COMPILING = 0.5
+"""The compiler is called around our kernels only with this share left: it takes a third of the budget."""
 CLEARLY_FASTER = 0.8
 """A form below this share of the layers alone is not reached by a compiler that calls the same layers."""
 
@@ -151,7 +153,8 @@ class Workshop:
 
     def attempt_in_time(self, name: str) -> None:
         """Make a form while the budget lasts; some of it is left for comparing and timing."""
-        if name != GIVEN and self.left <= RESERVED * self.budget:
+        needed = FOR_COMPILING if name.startswith("fused, compiled") else RESERVED
+        if name != GIVEN and self.left <= needed * self.budget:
             self.failed[name] = f"not tried: the budget of {self.budget:g} s was used up"
         else:
             self.attempt(name)

@@ -89,7 +89,8 @@ def read_gpu_models(values: Mapping[str, Any], path: Path) -> Iterator[TimedNetw
         for row in map(mapping, items(run.get("rows"))):
             model, _, scheme = (text(row.get("row")) or "").rpartition(":")[2].partition("/")
             macs = {kind: whole(cost) for kind, cost in mapping(row.get("macs")).items()}
-            names = {"dense": model, "low-rank": f"{model}, {scheme}", "thin": f"{model}, thin as {scheme}"}
+            names = {"dense": model, "low-rank": f"{model}, {scheme}"}
+            names |= {kind: f"{model}, {kind} as {scheme}" for kind in macs if kind.startswith("thin")}
             for mode, batch in (("inference", 256), ("batch1", 1)):
                 for way, measured in mapping(mapping(row.get(mode)).get("ms")).items():
                     kind, _, runtime = way.partition(", ")

@@ -117,9 +117,13 @@ def random_like(value: Any, *, seed: int | None = None) -> Any:
     """Random numbers with the mean and deviation of an input. Values that are not floating-point tensors stay."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
-    numbers = torch.Generator().manual_seed(value.numel() if seed is None else seed)
-    drawn = torch.randn(value.shape, generator=numbers, dtype=torch.float64)
-    spread = float(value.double().std()) if value.numel() > 1 else 1.0
+    place = (
+        value.device if value.is_cuda else torch.device("cpu")
+    )  # a CPU takes a second for a batch of 256 photos
+    numbers = torch.Generator(place).manual_seed(value.numel() if seed is None else seed)
+    drawn = torch.randn(value.shape, generator=numbers, dtype=torch.float64, device=place)
+    exact = value.to(place).double()
+    spread = float(exact.std()) if value.numel() > 1 else 1.0
     spread = spread if 0 < spread < float("inf") else 1.0
-    shifted = float(value.double().mean()) + spread * drawn
+    shifted = float(exact.mean()) + spread * drawn
     return torch.empty_like(value).copy_(shifted)

@@ -37,7 +37,7 @@ def test_a_row_that_takes_too_long_or_fails_keeps_its_ways(
     gpu_models: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     out = tmp_path / "gpu_models.json"
-    monkeypatch.setattr(sys, "argv", ["gpu_models", "--no-prepare", "--limit", "1", "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", ["gpu_models", "--limit", "1", "--out", str(out)])
     gpu_models.main()
     (run,) = json.loads(out.read_text())["runs"]
     assert [row["row"] for row in run["rows"]] == ["quick/lr", "slow/lr", "quick-broken/lr"]

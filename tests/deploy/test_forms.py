@@ -122,6 +122,17 @@ def test_no_form_is_begun_at_the_end_of_the_budget(monkeypatch: pytest.MonkeyPat
     assert "used up" in work.failed["folded, contiguous"]
 
 
+def test_our_kernels_are_compiled_around_only_while_half_of_the_budget_is_left(on_gpu: Workshop, monkeypatch):
+    now = SimpleNamespace(perf_counter=lambda: on_gpu.began + 0.6 * on_gpu.budget)
+    monkeypatch.setattr("lowrank_cnn.deploy.forms.time", now)
+    tried: list[str] = []
+    monkeypatch.setattr(Workshop, "attempt", lambda self, name: tried.append(name))
+    for name in ("fused, compiled, recorded", "folded, compiled, recorded"):
+        on_gpu.attempt_in_time(name)
+    assert tried == ["folded, compiled, recorded"]
+    assert "used up" in on_gpu.failed["fused, compiled, recorded"]
+
+
 def test_on_a_gpu_kernels_are_compiled_together_before_a_form_runs(on_gpu: Workshop, monkeypatch):
     surveyed: list[bool] = []
 
