@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -93,7 +94,9 @@ class WorkerPool(Generic[Job, Result]):
 
     def _begin(self, job: Job) -> Future[Result]:
         if self.processes > 1:
-            return self._started().submit(_do, job)
+            executor = self._started()
+            with _without_interrupts():  # processes that start here inherit that: Ctrl-C is for this one alone
+                return executor.submit(_do, job)
         done: Future[Result] = Future()
         try:
             done.set_result(self.do(job))
@@ -114,6 +117,19 @@ class WorkerPool(Generic[Job, Result]):
         return self._executor
 
 
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Let Ctrl-C wait until the block ends, where the system can."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _outcome(future: Future[Result]) -> Result | LowRankError:
     try:
         return future.result()
@@ -129,9 +145,6 @@ def _outcome(future: Future[Result]) -> Result | LowRankError:
 def _set_up(do: Callable[[Any], Any], ended: Connection, threads: int) -> None:
     """Prepare a process of the pool: it ends with the one that started it, and never measures kernels."""
     threading.Thread(target=_leave_with, args=(ended,), daemon=True).start()
-    if hasattr(os, "setpgid"):
-        with contextlib.suppress(OSError):
-            os.setpgid(0, 0)  # Ctrl-C is for the first process, which then ends the others
     torch.set_num_threads(threads)
     # Kernels are chosen by time, and a device that is shared has no times to choose by.
     os.environ.setdefault("LOWRANK_KERNELS", "off")
