@@ -10,7 +10,8 @@ diverges where its loss is not finite, or where it ends no better than chance. T
 `lowrank_cnn/frontier/questions.json`.
 
 The record is written after every run; started again, the command trains what is missing. `--budget 300` begins no
-run that would not end within 300 seconds. `--epochs` shortens full runs and tries alike.
+run that would not end within 300 seconds. `--epochs` shortens full runs and tries alike. `--processes 4` trains
+four networks at a time on the device.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from typing import Any
 import torch
 
 from benchmarks.common import parser
-from benchmarks.run_book import BudgetSpent, RunBook, kept_answers, paired_answers
+from benchmarks.run_book import BudgetSpent, Key, Row, RunBook, kept_answers, paired_answers, timed
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.frontier.answering import read_questions
-from lowrank_cnn.frontier.training import free_memory, right_answers
+from lowrank_cnn.frontier.training import free_memory
 from lowrank_cnn.method.init import INITIALISATIONS
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.text import text_table
@@ -35,6 +36,7 @@ from lowrank_cnn.train import Recipe, fit, get_recipe
 from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.inputs import augmentation, input_size
 from lowrank_cnn.train.settings import parse_settings
+from lowrank_cnn.train.side_by_side import WorkerPool
 
 KIND = "initialisation"
 TRY, FULL = "try", "full"
@@ -56,7 +58,12 @@ class InitBench:
     device: str
     width: float = 1.0
 
-    def run(self, init: str, rate: float, seed: int, *, full: bool) -> dict[str, Any]:
+    def __call__(self, key: Key) -> Row:
+        """The row of one run, in values that JSON can hold."""
+        full = key["phase"] == FULL
+        return timed(lambda: self.run(key["init"], key["rate"], key["seed"], full=full))
+
+    def run(self, init: str, rate: float, seed: int, *, full: bool) -> Row:
         """The accuracy of one run, and whether it diverged."""
         data = self.data if full else self.held_out
         recipe = self.recipe if full else shortened(self.recipe, max(1, round(SHORT * self.recipe.epochs)))
@@ -66,10 +73,11 @@ class InitBench:
         made = {"num_classes": len(data.classes), "in_channels": channels, "image_size": side, "init": init}
         network = create_model(self.network, **made, width=self.width, **recipe.network())
         try:
-            fit(network, data, recipe, seed=seed, device=self.device, progress=False, compile=False)
+            record = fit(network, data, recipe, seed=seed, device=self.device, progress=False, compile=False)
         except NotFiniteError:
             return {"top1": None, "diverged": True}
-        row = kept_answers(right_answers(network, data, recipe.precision))
+        assert record.right is not None
+        row = kept_answers(record.right)
         free_memory()
         return {**row, "diverged": row["top1"] <= CHANCE / len(data.classes)}
 
@@ -91,30 +99,38 @@ def best_rate(rows: Sequence[dict[str, Any]]) -> float:
 
 def train_all(bench: InitBench, book: RunBook, options: argparse.Namespace) -> None:
     """All tries, then the first seed of all initialisations, then the second."""
+    tries = [
+        {"phase": TRY, "init": init, "rate": rate, "seed": TUNING_SEED + place}
+        for place in range(options.tries)
+        for rate in options.rates
+        for init in options.inits
+    ]
     try:
-        for place in range(options.tries):
-            for rate in options.rates:
-                for init in options.inits:
-                    _one(bench, book, init, rate, TUNING_SEED + place, TRY)
-        for seed in range(1, options.seeds + 1):
-            for init in options.inits:
-                tries = [row for row in book.rows if (row["init"], row["phase"]) == (init, TRY)]
-                _one(bench, book, init, best_rate(tries), seed, FULL)
+        with WorkerPool(bench, options.processes) as pool:
+            book.make(pool, tries)
+            best = {init: best_rate(_rows_of(book, init, TRY)) for init in options.inits}
+            seeds = range(1, options.seeds + 1)
+            book.make(
+                pool,
+                [
+                    {"phase": FULL, "init": init, "rate": best[init], "seed": seed}
+                    for seed in seeds
+                    for init in options.inits
+                ],
+            )
     except BudgetSpent:
         print(f"The budget of {options.budget:.0f} s is spent: the same command continues.")
 
 
-def _one(bench: InitBench, book: RunBook, init: str, rate: float, seed: int, phase: str) -> None:
-    key = {"phase": phase, "init": init, "rate": rate, "seed": seed}
-    book.run(lambda: bench.run(init, rate, seed, full=phase == FULL), **key)
+def _rows_of(book: RunBook, init: str, phase: str) -> list[Row]:
+    return [row for row in book.rows if (row["init"], row["phase"]) == (init, phase)]
 
 
 def judged(book: RunBook) -> list[dict[str, Any]]:
     """The questions that were written down before the runs: is composite better than each, or worse?"""
     asked = read_questions()["initialisation"]
     runs = {
-        init: [row for row in book.rows if (row["init"], row["phase"]) == (init, FULL) and row["top1"] is not None]
-        for init in INITIALISATIONS
+        init: [row for row in _rows_of(book, init, FULL) if row["top1"] is not None] for init in INITIALISATIONS
     }
     others = [init for init in INITIALISATIONS if init != "composite"]
     pairs = [pair for init in others for pair in (("composite", init), (init, "composite"))]
@@ -125,8 +141,7 @@ def summary(book: RunBook) -> list[dict[str, Any]]:
     """For each initialisation: its best rate, its accuracies, and how many runs diverged of how many."""
     found = []
     for init in dict.fromkeys(row["init"] for row in book.rows):
-        rows = [row for row in book.rows if row["init"] == init]
-        tries, full = ([row for row in rows if row["phase"] == phase] for phase in (TRY, FULL))
+        tries, full = _rows_of(book, init, TRY), _rows_of(book, init, FULL)
         shares = [100 * row["top1"] for row in full if not row["diverged"]]
         values = {"init": init, "rate": best_rate(tries) if tries else None, "runs": len(full)}
         values |= {"mean": fmean(shares) if shares else None, "sd": stdev(shares) if len(shares) > 1 else None}
@@ -179,6 +194,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     made.add_argument("--limit", type=int, help="images of each split")
     made.add_argument("--image-size", type=int, help="bring images to this square")
     made.add_argument("--device", default="auto")
+    made.add_argument("--processes", type=int, default=1, help="trainings at a time on the device")
     made.add_argument("--budget", type=float, default=float("inf"), help="seconds")
     return made.parse_args(arguments)
 

@@ -18,16 +18,19 @@ Every way is trained by the same recipe, with the same seeds:
 `rows` in the record is the share of filters that took it.
 
 The record is written after every run; started again, the command trains what is missing. `--budget 300` begins no
-run that would not end within 300 seconds. `--time` also times the networks of the first seed through `optimize`.
+run that would not end within 300 seconds. `--processes 4` trains four networks at a time on the device. `--time`
+then times the networks of the first seed through `optimize`, one by one and alone.
 At the end it answers the questions of `lowrank_cnn/frontier/questions.json`: does a learned way beat every rival?
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from statistics import mean, stdev
 from typing import Any
 from unittest import mock
@@ -36,10 +39,11 @@ import torch
 from torch import nn
 
 from benchmarks.common import parser
-from benchmarks.run_book import BudgetSpent, RunBook, kept_answers, paired_answers
-from lowrank_cnn.data import Data, ResidentSplit, open_data
+from benchmarks.run_book import BudgetSpent, Key, Row, RunBook, kept_answers, paired_answers, timed
+from benchmarks.stripes import rows_share, stripes
+from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.frontier.answering import read_questions
-from lowrank_cnn.frontier.training import free_memory, right_answers
+from lowrank_cnn.frontier.training import free_memory
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
@@ -52,11 +56,31 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import text_table
 from lowrank_cnn.train import Recipe, fit, get_recipe
 from lowrank_cnn.train import learning_shapes as learning
+from lowrank_cnn.train.fabric import resolve_device
 from lowrank_cnn.train.inputs import augmentation, input_size
+from lowrank_cnn.train.record import Record
 from lowrank_cnn.train.settings import parse_settings
+from lowrank_cnn.train.side_by_side import WorkerPool
 
 SHAPES = ("kx1", "1xk", "1x1", "kxk")
 KIND = "learned-shapes"
+FIXED = {"strips": ("kx1", "1xk"), "points": ("1x1",)}
+"""Fixed shares: the filters beside kxk ones."""
+LEARNING: dict[str, dict[str, Any]] = {
+    "proximal": {"by": "proximal"},
+    "loss": {"by": "loss"},
+    "energy": {"by": "energy"},
+    "gates": {"by": "gates"},
+    "regrowth": {"by": "loss"},
+    "none": {"shapes": (*SHAPES, "none")},
+}
+"""What `learn_shapes` is asked for."""
+WAYS = ("dense", "thin", *FIXED, "proximal", "again", "loss", "energy", "gates", "regrowth", "none")
+LEARNED = WAYS[4:]
+NEEDS = {"again": ("proximal",)}
+"""Ways that need the result of others."""
+PARTS = 64
+"""Shares of kxk filters are multiples of one in so many."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -70,6 +94,8 @@ def main(arguments: list[str] | None = None) -> None:
     book = RunBook(options.out, KIND, {**about, "recipe": recipe.to_dict(), "data": data.name}, options.budget)
     bench = ShapeBench(data, recipe, options, book)
     _train_all(bench)
+    if options.time:
+        bench.time_all()
     answers = judged(book)
     book.save(answers=answers)
     print(_table(book.rows), _answer_table(answers), sep="\n\n")
@@ -78,15 +104,22 @@ def main(arguments: list[str] | None = None) -> None:
 def _train_all(bench: ShapeBench) -> None:
     """The first seed of every way, then the second. A way that the budget of MACs rules out is left out."""
     book, options = bench.book, bench.options
-    ways = list(options.ways)
+    left_out: set[str] = set()
+    ways = list(dict.fromkeys(one for way in options.ways for one in (*NEEDS.get(way, ()), way)))
+
+    def ready(key: Key) -> bool:
+        needed = ({"way": way, "seed": key["seed"]} for way in NEEDS.get(key["way"], ()))
+        return key["way"] not in left_out and all(book.find(**one) is not None for one in needed)
+
+    def failed(key: Key, error: LowRankError) -> None:
+        if key["way"] not in left_out:
+            left_out.add(key["way"])
+            print(f"{key['way']} is left out: {error}", flush=True)
+
+    keys = [{"way": way, "seed": seed} for seed in range(options.seeds) for way in ways]
     try:
-        for seed in range(options.seeds):
-            for way in list(ways):
-                try:
-                    book.run(lambda way=way, seed=seed: bench.run(way, seed), way=way, seed=seed)
-                except LowRankError as error:
-                    ways.remove(way)
-                    print(f"{way} is left out: {error}", flush=True)
+        with WorkerPool(bench, options.processes) as pool:
+            book.make(pool, keys, ready=ready, failed=failed)
     except BudgetSpent:
         print(f"The budget of {options.budget:.0f} s is spent: the same command continues.")
 
@@ -105,33 +138,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     made.add_argument("--seeds", type=int, default=4)
     made.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     made.add_argument("--device", default="auto")
+    made.add_argument("--processes", type=int, default=1, help="trainings at a time on the device")
     made.add_argument("--time", action="store_true")
     made.add_argument("--budget", type=float, default=float("inf"), help="seconds")
     return made.parse_args(arguments)
-
-
-def stripes(count: int, *, side: int = 16, noise: float = 160.0) -> Data:
-    """Images whose rows are square waves that begin anywhere, under noise; the class is the length of the wave.
-
-    Rows do not depend on each other, so that only taps along a row tell classes apart.
-    """
-
-    def split(seed: int) -> ResidentSplit:
-        draw = torch.Generator().manual_seed(seed)
-        labels = torch.arange(count) % 4
-        places = torch.randint(0, 24, (count, side, 1), generator=draw) + torch.arange(side)
-        waves = (places // (1 + labels)[:, None, None] % 2).float()[:, None]
-        images = 64 + 128 * waves + noise * torch.randn(waves.shape, generator=draw)
-        return ResidentSplit.of(images.clamp(0, 255).to(torch.uint8), labels)
-
-    return Data("stripes", ("1", "2", "3", "4"), split(0), split(1))
-
-
-def rows_share(shapes: LearnedShapes) -> float:
-    """The share of filters that are wider than high."""
-    groups = [(shape.split("x"), n) for scheme in shapes.convs.values() for shape, n in scheme.shapes]
-    spatial = [(int(w) > int(h), n) for (h, w), n in groups if (h, w) != ("1", "1")]
-    return float(sum(n for wide, n in spatial if wide) / max(1, sum(n for _, n in spatial)))
 
 
 def judged(book: RunBook) -> list[dict[str, Any]]:
@@ -146,104 +156,111 @@ class ShapeBench:
     """Trains one way after the other on one set of images."""
 
     def __init__(self, data: Data, recipe: Recipe, options: argparse.Namespace, book: RunBook) -> None:
-        self.data, self.recipe, self.options, self.book = data, recipe, options, book
+        self.data, self.options, self.book = data, options, book
+        self.recipe = replace(recipe, evaluate_every=recipe.epochs)  # the test images are used once, at the end
         self.size = input_size(data.test, augmentation(recipe))
         self.how: dict[str, Any] = {"progress": False, "device": options.device, "compile": False}
+
+    def __call__(self, key: Key) -> Row:
+        """The row of one run, in values that JSON can hold."""
+        return timed(lambda: self.run(key["way"], key["seed"]))
 
     def dense(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         made = {"num_classes": len(self.data.classes), "in_channels": self.size[0], "image_size": self.size[1]}
         return create_model(self.options.network, **made, width=self.options.width, **self.recipe.network())
 
-    def run(self, way: str, seed: int) -> dict[str, Any]:
-        """The result of one run, in values that JSON can hold."""
-        network, shapes = WAYS[way](self, seed)
-        right = right_answers(network, self.data, self.recipe.precision)
+    def run(self, way: str, seed: int) -> Row:
+        """The result of one run."""
+        if way in LEARNING:
+            with mock.patch.object(ShapedConv2d, "regrow", way == "regrowth"):
+                network, shapes, record = self.learned(seed, **LEARNING[way])
+        else:
+            network, shapes = self.built(way, seed)
+            record = fit(network, self.data, self.recipe, seed=seed, **self.how)
+        assert record.right is not None
         cost = count(network, self.size)
         row = {
-            **kept_answers(right),
+            **kept_answers(record.right),
             "macs": cost.macs / count(self.dense(seed), self.size).macs,
             "params": cost.params,
             "shapes": shapes.to_dict()["learned_shapes"] if shapes else None,
             **({"rows": rows_share(shapes)} if shapes and self.data.name == "stripes" else {}),
-            **({"ms": self.ms(network)} if self.options.time and seed == 0 else {}),
         }
         free_memory()
         return row
 
-    def trained(self, network: nn.Module, seed: int) -> nn.Module:
-        fit(network, self.data, self.recipe, seed=seed, **self.how)
-        return network
+    def built(self, way: str, seed: int) -> tuple[nn.Module, LearnedShapes | None]:
+        """A network of given shapes, with fresh weights. `again` has the shapes that `proximal` learned."""
+        dense = self.dense(seed)
+        if way == "dense":
+            return dense, None
+        if way == "thin":
+            return thin(dense, macs=self.options.macs, input_size=self.size, multiple=1), None
+        if way in FIXED:
+            scheme = self.fixed(FIXED[way])
+            return convert(dense, scheme, allow_costlier=True), None
+        if self.book.find(way="proximal", seed=seed) is None:
+            self.book.reload()  # it was trained by another process
+        found = self.book.find(way="proximal", seed=seed)
+        assert found is not None
+        shapes = LearnedShapes({name: parse_scheme(text) for name, text in found["shapes"].items()})
+        return shapes.apply(dense), shapes
 
     def learned(
         self, seed: int, shapes: tuple[str, ...] = SHAPES, **options: Any
-    ) -> tuple[nn.Module, LearnedShapes]:
+    ) -> tuple[nn.Module, LearnedShapes, Record]:
         found = learning.learn_shapes(
             self.dense(seed), self.data, self.recipe, macs=self.options.macs, shapes=shapes, seed=seed,
             multiple=self.options.multiple, **options, **self.how,
         )  # fmt: skip
-        return found.network, found.shapes
+        return found.network, found.shapes, found.record
 
-    def fixed(self, seed: int, strips: tuple[str, ...]) -> nn.Module:
-        """The share of kxk filters, the same in every layer, that meets the budget."""
-        dense = self.dense(seed)
-        target, best = self.options.macs * count(dense, self.size).macs, None
-        for part in range(65):
-            shapes = tuple((shape, Fraction(64 - part, len(strips))) for shape in strips if part < 64)
-            shapes += (("kxk", Fraction(part)),) if part else ()
-            torch.manual_seed(seed)
-            network = convert(dense, Scheme("mixture", shapes), allow_costlier=True)
-            if count(network, self.size).macs <= target:
-                best = network
-        if best is None:
+    @cache  # noqa: B019
+    def fixed(self, strips: tuple[str, ...]) -> Scheme:
+        """The largest share of kxk filters, the same in every layer, that meets the budget."""
+
+        def scheme(part: int) -> Scheme:
+            shapes = tuple((shape, Fraction(PARTS - part, len(strips))) for shape in strips if part < PARTS)
+            return Scheme("mixture", shapes + ((("kxk", Fraction(part)),) if part else ()))
+
+        with torch.device("meta"):
+            dense = self.dense(0)
+            target = self.options.macs * count(dense, self.size).macs
+
+            def too_costly(part: int) -> bool:
+                network = convert(dense, scheme(part), allow_costlier=True)
+                return count(network, self.size).macs > target
+
+            first = bisect_left(range(PARTS + 1), True, key=too_costly)
+        if not first:
             raise LowRankError(f"macs={self.options.macs:g} is below what filters of {', '.join(strips)} cost.")
-        return self.trained(best, seed)
+        return scheme(first - 1)
 
-    def ms(self, network: nn.Module) -> dict[str, float]:
-        """Milliseconds of a batch through `optimize`, beside the dense network in turns."""
+    def time_all(self) -> None:
+        """Milliseconds of the networks of the first seed through `optimize`, beside the dense one in turns."""
         from lowrank_cnn.deploy.optimizing import optimize
 
-        device = next(network.parameters()).device
+        device = torch.device(resolve_device(self.options.device))
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         images = torch.randn(256 if device.type == "cuda" else 1, *self.size, device=device, dtype=dtype)
         images = images.contiguous(memory_format=torch.channels_last)
-        runs = {}
-        for name, one in {"ours": network, "dense": self.dense(0)}.items():
-            fast = optimize(copy.deepcopy(one).to(device, dtype).eval(), images)
-            runs[name] = lambda fast=fast: fast(images)
-        return {name: sample.ms for name, sample in measure(runs, repeats=21, cuda=images.is_cuda).items()}
 
+        def fast(network: nn.Module) -> Callable[[], Any]:
+            optimized = optimize(network.to(device, dtype).eval(), images)
+            return lambda: optimized(images)
 
-def _regrowth(bench: ShapeBench, seed: int) -> tuple[nn.Module, LearnedShapes]:
-    with mock.patch.object(ShapedConv2d, "regrow", True):
-        return bench.learned(seed, by="loss")
-
-
-def _again(bench: ShapeBench, seed: int) -> tuple[nn.Module, LearnedShapes]:
-    row = bench.book.run(lambda: bench.run("proximal", seed), way="proximal", seed=seed)
-    shapes = LearnedShapes({name: parse_scheme(text) for name, text in row["shapes"].items()})
-    return bench.trained(shapes.apply(bench.dense(seed)), seed), shapes
-
-
-def _thin(bench: ShapeBench, seed: int) -> tuple[nn.Module, None]:
-    network = thin(bench.dense(seed), macs=bench.options.macs, input_size=bench.size, multiple=1)
-    return bench.trained(network, seed), None
-
-
-WAYS: dict[str, Callable[[ShapeBench, int], tuple[nn.Module, LearnedShapes | None]]] = {
-    "dense": lambda bench, seed: (bench.trained(bench.dense(seed), seed), None),
-    "thin": _thin,
-    "strips": lambda bench, seed: (bench.fixed(seed, ("kx1", "1xk")), None),
-    "points": lambda bench, seed: (bench.fixed(seed, ("1x1",)), None),
-    "proximal": lambda bench, seed: bench.learned(seed, by="proximal"),
-    "again": _again,
-    "loss": lambda bench, seed: bench.learned(seed, by="loss"),
-    "energy": lambda bench, seed: bench.learned(seed, by="energy"),
-    "gates": lambda bench, seed: bench.learned(seed, by="gates"),
-    "regrowth": _regrowth,
-    "none": lambda bench, seed: bench.learned(seed, (*SHAPES, "none")),
-}
-LEARNED = tuple(WAYS)[4:]
+        dense = fast(self.dense(0))
+        for row in [row for row in self.book.rows if row["seed"] == 0 and "ms" not in row]:
+            if row["shapes"]:
+                shapes = LearnedShapes({name: parse_scheme(text) for name, text in row["shapes"].items()})
+                network = shapes.apply(self.dense(0))
+            else:
+                network, _ = self.built(row["way"], 0)
+            times = measure({"ours": fast(network), "dense": dense}, repeats=21, cuda=images.is_cuda)
+            row["ms"] = {name: sample.ms for name, sample in times.items()}
+            self.book.save()
+            print(f"{row['way']}: {row['ms']['ours']:.3f} ms, dense {row['ms']['dense']:.3f} ms", flush=True)
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

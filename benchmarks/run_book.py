@@ -1,4 +1,7 @@
-"""The record of many training runs: written after each run, continued by the next start, within a time budget."""
+"""The record of many training runs: written after each run, continued by the next start, within a time budget.
+
+Runs are made one after the other, or by several processes side by side. Either way this process writes the record.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import base64
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,16 @@ from torch import Tensor
 from benchmarks.common import write_record
 from lowrank_cnn.frontier.record import pack, unpack
 from lowrank_cnn.frontier.resampling import RESAMPLES, compare
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.statistics import holm
 from lowrank_cnn.system.text import duration
+from lowrank_cnn.train.side_by_side import WorkerPool
 
 YES, NO, OPEN = "yes", "no", "undecided"
+KEYS = ("phase", "way", "init", "rate", "seed")
+"""The names that keys are made of."""
+Key = dict[str, Any]
+Row = dict[str, Any]
 
 
 class BudgetSpent(Exception):
@@ -42,6 +51,10 @@ class RunBook:
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        self.reload()
+
+    def reload(self) -> None:
+        """Read the rows on disk: another process may have added some."""
         if not self.path.exists():
             return
         known = json.loads(self.path.read_text())
@@ -54,22 +67,45 @@ class RunBook:
         """The row of a key, if it was run."""
         return next((row for row in self.rows if all(row.get(k) == v for k, v in key.items())), None)
 
-    def run(self, make: Callable[[], Mapping[str, Any]], **key: Any) -> dict[str, Any]:
-        """The row of a key: the one in the record, or what `make` gives, written at once."""
-        known = self.find(**key)
-        if known is not None:
-            return known
-        spent = time.monotonic() - self.began
-        if spent + self._expected(key) > self.budget:
+    def make(
+        self,
+        pool: WorkerPool[Key, Row],
+        keys: Iterable[Key],
+        *,
+        ready: Callable[[Key], bool] = lambda _: True,
+        failed: Callable[[Key, LowRankError], None] | None = None,
+    ) -> None:
+        """Make the runs of these keys that are missing; each row is written as soon as the rows before it are.
+
+        A key waits until it is `ready`. `failed` is told of a run that cannot be made; without it that is raised.
+        Raises `BudgetSpent` where the next run would not end in time.
+        """
+        refused: list[Key] = []
+
+        def may_begin(key: Key) -> bool:
+            if time.monotonic() - self.began + self._expected(key) <= self.budget:
+                return True
+            refused.append(key)
+            return False
+
+        missing = [key for key in keys if self.find(**key) is None]
+        for key, made in pool.results(missing, ready=ready, may_begin=may_begin):
+            if not isinstance(made, LowRankError):
+                self.add({**key, **made})
+            elif failed is None:
+                raise made
+            else:
+                failed(key, made)
+        if refused:
             raise BudgetSpent
-        start = time.monotonic()
-        row = {**key, **make()}
-        row["wall"] = round(time.monotonic() - start, 2)
+
+    def add(self, row: Row) -> None:
+        """Write a new row and tell of it."""
         self.rows.append(row)
         self.save()
-        shown = " ".join(map(str, key.values()))
-        print(f"[{duration(spent + row['wall'])}] {shown}: {_told(row)} in {duration(row['wall'])}", flush=True)
-        return row
+        shown = " ".join(str(value) for name, value in row.items() if name in KEYS)
+        spent = duration(time.monotonic() - self.began)
+        print(f"[{spent}] {shown}: {_told(row)} in {duration(row['wall'])}", flush=True)
 
     def _expected(self, key: Mapping[str, Any]) -> float:
         """The longest run of the same way (the first value of the key), else the longest of all."""
@@ -79,6 +115,12 @@ class RunBook:
 
     def save(self, **more: Any) -> None:
         write_record(self.path, self.kind, about=dict(self.about), **more, rows=self.rows, by_line="rows")
+
+
+def timed(make: Callable[[], Row]) -> Row:
+    """A row with the seconds that it took: the `wall` of a run."""
+    start = time.monotonic()
+    return {**make(), "wall": round(time.monotonic() - start, 2)}
 
 
 def _told(row: Mapping[str, Any]) -> str:

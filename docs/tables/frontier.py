@@ -61,12 +61,12 @@ def _line(found: Frontier, row: DesignRow) -> list[object]:
     from lowrank_cnn.system.text import si
 
     mean, low, high = mean_interval([100 * run.correct / found.images for run in row.runs])
-    seconds = sorted(run.seconds for run in row.runs)
+    seconds = "" if row.seconds is None else f"{row.seconds:.1f}"
     times = [f"{row.timing.ms:.3f}", f"{row.timing.ratio:.2f}"] if row.timing else ["", ""]
     accuracy = f"{mean:.2f} ({low:.2f} to {high:.2f})" if len(row.runs) > 1 else f"{mean:.2f}"
     name = f"`{row.name}`" + (f", {row.design['matched']}" if row.design["matched"] else "")
     cost = [si(row.macs), si(row.params), *times]
-    return [name, *cost, accuracy, len(row.runs), f"{seconds[len(seconds) // 2]:.1f}"]
+    return [name, *cost, accuracy, len(row.runs), seconds]
 
 
 def _answer(one: dict[str, Any]) -> list[object]:

@@ -146,11 +146,11 @@ def _of_frontier(found: Frontier, sources: dict[str, Any]) -> Iterator[Line]:
     for row, kind in ((dense, DENSE), (best, LOW_RANK), (rival, THIN)):
         if row is not None:
             about = f"{family} on {data} (mean of {len(row.runs)} seeds)"
-            seconds = sorted(run.seconds for run in row.runs)[len(row.runs) // 2]
+            seconds = "" if row.seconds is None else f"{row.seconds:.1f} s"
             name = family if row.dense else f"{family}, {row.name}"
             name = f"{name}@{row.design['width']:g}" if kind == THIN else name
             assert row.timing is not None
-            yield Line(about, kind, name, row.macs, _mean(found, row), row.timing.ms, f"{seconds:.1f} s")
+            yield Line(about, kind, name, row.macs, _mean(found, row), row.timing.ms, seconds)
     for known in found.environments:
         _add(sources, f"{frontier.FOLDER}/{found.folder.name}/{RECORD}", known)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, median_high, stdev
+from statistics import mean, stdev
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -55,6 +55,9 @@ class PlanOptions:
     teacher: Annotated[
         str, typer.Option(help="A design that teaches all others (distillation), such as dense@1.5.")
     ] = ""
+    processes: Annotated[
+        int, typer.Option(min=1, help="Trainings at a time on the device; their seconds are then not recorded.")
+    ] = 1
     budget: Annotated[float, typer.Option(help="Start no new run after this many seconds.")] = float("inf")
 
     def plan(self) -> FrontierPlan:
@@ -175,5 +178,5 @@ def _line(found: Frontier, row: DesignRow) -> tuple[object, ...]:
     accuracy = f"{mean(shares):.2f}" if shares else ""
     accuracy += f" ± {stdev(shares):.2f}" if len(shares) > 1 else ""
     ms = ("", "") if row.timing is None else (f"{row.timing.ms:.3f}", f"{row.timing.ratio:.2f}")
-    took = f"{median_high(run.seconds for run in row.runs):.1f}" if row.runs else ""
+    took = "" if row.seconds is None else f"{row.seconds:.1f}"
     return row.name, si(row.macs), si(row.params), *ms, accuracy, len(shares), took

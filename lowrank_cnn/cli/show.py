@@ -62,8 +62,11 @@ def continued_by_same_command() -> Iterator[None]:
     try:
         with may_end_process():
             yield
-    except Interrupted as stopped:
-        stopped.args = ("Stopped and saved: the same command continues from here.",)
+    except KeyboardInterrupt as stopped:
+        told = "Stopped and saved: the same command continues from here."
+        if not isinstance(stopped, Interrupted):  # outside a training run of this process
+            raise Interrupted(told) from stopped
+        stopped.args = (told,)
         raise
 
 

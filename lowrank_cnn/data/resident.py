@@ -109,6 +109,11 @@ class ResidentSplit:
         channels, height, width = images.shape[1:]
         return cls(lambda: decoded, (channels, height, width))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Decoded images and labels, for another process; as arrays, since shared memory can be scarce."""
+        arrays = self.images.numpy(), self.labels.numpy()
+        return _unpickled, (*arrays, self.problems, self.fingerprint)
+
     @property
     def fingerprint(self) -> str:
         """From the files if there are any, else from the pixels."""
@@ -151,6 +156,12 @@ class ResidentSplit:
             return Decoded(self.images[index], self.labels[index], self.problems, describe)
 
         return ResidentSplit(chosen, self.size, lambda: fingerprint_of_subset(self.fingerprint, index))
+
+
+def _unpickled(images: Any, labels: Any, problems: Problems, fingerprint: str) -> ResidentSplit:
+    split = ResidentSplit.of(images, labels, problems)
+    split._fingerprint = lambda: fingerprint
+    return split
 
 
 class ResidentLoader:

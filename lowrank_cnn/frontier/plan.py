@@ -21,6 +21,8 @@ class FrontierPlan:
     - `batch`: images in a batch to time inference with; 0 times nothing. `repeats`: runs that a median is of.
     - `base`: the width of the family's own network that counts as 1: below 1 for a miniature.
     - `teacher`: a design, `dense@1.5` say, that is trained first and that all others then learn from as well.
+    - `processes`: trainings at a time on the device. Networks are timed alone, before; how long a training takes
+      is recorded only with one process.
     - `budget`: seconds after which nothing new is begun.
     """
 
@@ -36,14 +38,15 @@ class FrontierPlan:
     repeats: int = 21
     base: float = 1.0
     teacher: str = ""
+    processes: int = 1
     budget: float = float("inf")
 
     def __post_init__(self) -> None:
         for name in (*self.widen, *self.match):
             if name not in MATCHES:
                 raise LowRankError(f"networks are matched by {' or '.join(MATCHES)}, not {name!r}.")
-        if self.seeds < 0 or self.tries < 1 or self.batch < 0:
-            raise LowRankError("seeds and batch are 0 or more, and tries at least 1.")
+        if self.seeds < 0 or self.batch < 0 or min(self.tries, self.processes) < 1:
+            raise LowRankError("seeds and batch are 0 or more, and tries and processes at least 1.")
         if self.teacher:
             find_design(self.teacher)
         if any(not 0 < rate < 1000 for rate in self.rates):

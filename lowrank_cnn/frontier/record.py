@@ -11,6 +11,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -34,17 +35,20 @@ class SeedRun:
     """One trained network: its seed, how many answers were right, and where they are.
 
     `seconds` are those of training without compiling, by the median speed of its epochs; `wall` is everything.
+    A run that shared the device, with `processes` of them at a time, has no seconds and no speed: they would not
+    be comparable.
     """
 
     seed: int
     correct: int
     row: int
     sha256: str
-    seconds: float
+    seconds: float | None
     wall: float
-    images_per_second: float
+    images_per_second: float | None
     train_accuracy: float
     environment: int
+    processes: int = 1
 
 
 @dataclass
@@ -97,6 +101,19 @@ class DesignRow:
     def dense(self) -> bool:
         return self.design["scheme"] == "dense"
 
+    @property
+    def seconds(self) -> float | None:
+        """The median seconds of the trainings that had the device alone; None where there was none."""
+        alone = [run.seconds for run in self.runs if run.seconds is not None]
+        return median_high(alone) if alone else None
+
+    def tried(self, rate: float) -> RateTry:
+        """The tries of a factor of the learning rate, as yet without any where it is a new one."""
+        known = next((one for one in self.tries if one.rate == rate), None)
+        if known is None:
+            self.tries.append(known := RateTry(rate))
+        return known
+
     def run_of(self, seed: int) -> SeedRun | None:
         return next((run for run in self.runs if run.seed == seed), None)
 
@@ -142,14 +159,14 @@ class Frontier:
             self.environments.append(known)
         return same[0] if same else len(self.environments) - 1
 
-    def add_answers(self, right: Tensor) -> tuple[int, str]:
-        """Append a row of right and wrong answers, on disk before this returns: its number and its checksum.
+    def add_answers(self, packed: bytes) -> tuple[int, str]:
+        """Append a row of packed answers, on disk before this returns: its number and its checksum.
 
         Rows behind those that the record knows were left by a process that was killed, and are written over.
         """
-        if len(right) != self.images:
-            raise LowRankError(f"{len(right)} answers are not those of {self.images} test images.")
-        row, packed = sum(len(r.runs) for r in self.rows), pack(right)
+        if len(packed) != self.bytes_per_run:
+            raise LowRankError(f"{len(packed)} bytes are not the answers for {self.images} test images.")
+        row = sum(len(r.runs) for r in self.rows)
         path = self.folder / ANSWERS
         path.touch()
         with path.open("r+b") as file:

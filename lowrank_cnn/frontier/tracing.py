@@ -7,8 +7,8 @@ then every design is tuned by the same tries, then all are trained with the firs
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -25,21 +25,19 @@ from lowrank_cnn.frontier.designs import (
     width_of_macs,
 )
 from lowrank_cnn.frontier.plan import FrontierPlan
-from lowrank_cnn.frontier.record import DesignRow, Frontier, RateTry, SeedRun, open_frontier
+from lowrank_cnn.frontier.record import DesignRow, Frontier, SeedRun, open_frontier
 from lowrank_cnn.frontier.timing import DesignClock, width_of_time
-from lowrank_cnn.frontier.training import DesignTrainer
+from lowrank_cnn.frontier.training import DesignRun, DesignTrainer, RunMaker, RunOutcome
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.lock import locked
 from lowrank_cnn.system.text import duration
 from lowrank_cnn.train import get_recipe
 from lowrank_cnn.train.fabric import resolve_device, resolve_precision
-from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.inputs import augmentation, input_size
-from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.side_by_side import WorkerPool
 
-HELD_OUT = 0.1
-"""The share of training images that settings are tried on."""
-TUNING_SEED, TEACHER_SEED = 1000, 2000
-"""Seeds of tries begin at the first, apart from those of runs."""
+TUNING_SEED = 1000
+"""Seeds of tries begin here, apart from those of runs."""
 
 Say = Callable[[str], None]
 
@@ -75,7 +73,9 @@ def trace_frontier(
     }
     with locked(Path(out)):
         found = open_frontier(Path(out), about, len(data.test))
-        Tracer(found, builder, data, resolved, place, plan, say).run()
+        maker = RunMaker(DesignTrainer(builder, data, resolved, place), plan.teacher, Path(out))
+        with WorkerPool(maker, plan.processes) as pool:
+            Tracer(found, maker, pool, plan, say).run()
     return found
 
 
@@ -88,10 +88,8 @@ class Tracer:
     """Carries a plan out, one step at a time, saving after each."""
 
     found: Frontier
-    builder: Builder
-    data: Data
-    recipe: Recipe
-    device: str
+    maker: RunMaker
+    pool: WorkerPool[DesignRun, RunOutcome]
     plan: FrontierPlan
     say: Say
     began: float = field(default_factory=time.monotonic)
@@ -113,6 +111,10 @@ class Tracer:
             self._train()
         except BudgetSpent:
             self.say(f"The time is over ({self.plan.budget:.0f} s): the same command goes on from here.")
+
+    @property
+    def builder(self) -> Builder:
+        return self.maker.trainer.builder
 
     def add(self, design: Design) -> DesignRow:
         """A design in the record, counted and timed; one that is there already stays as it is."""
@@ -136,7 +138,11 @@ class Tracer:
         """Made when first needed: it holds the dense network in its fastest form."""
         if self._clock is None:
             self._clock = DesignClock(
-                self.builder, torch.device(self.device), self.plan.batch, self.plan.compile, self.plan.repeats
+                self.builder,
+                torch.device(self.maker.trainer.device),
+                self.plan.batch,
+                self.plan.compile,
+                self.plan.repeats,
             )
         return self._clock
 
@@ -182,103 +188,109 @@ class Tracer:
 
     def _tune(self) -> None:
         """Every design by the same factors of the learning rate, on images held out of training."""
-        if not self.plan.rates or all(row.runs for row in self._rows()):
+        # Runs belong together: later seeds are trained at the rate of the first.
+        rows = [row for row in self._rows() if not row.runs]
+        if not self.plan.rates or not rows:
             return
-        data = self.data.holdout(round(HELD_OUT * len(self.data.train)), 0)
-        trainer = self._trainer(data)
-        for design in self.designs:
-            row = self.found.row(design.name)
-            assert row is not None
-            if row.runs:  # they belong together: later seeds are trained at the rate of the first
-                continue
-            for rate in self.plan.rates:
-                self._try(trainer, design, row, rate)
-            best = max(row.tries, key=lambda one: sum(one.accuracies) / len(one.accuracies))
-            row.rate = best.rate
+        designs = {design.name: design for design in self.designs}
+        jobs = [
+            DesignRun(designs[row.name], TUNING_SEED + place, rate, held_out=True)
+            for row in rows
+            for rate in self.plan.rates
+            for place in range(len(row.tried(rate).accuracies), self.plan.tries)
+        ]
+        for job, outcome in self._results(jobs):
+            row = self._row(job.design)
+            accuracy = outcome.correct / outcome.images
+            row.tried(job.rate).accuracies.append(accuracy)
             self.found.save()
-
-    def _try(self, trainer: DesignTrainer, design: Design, row: DesignRow, rate: float) -> None:
-        known = next((one for one in row.tries if one.rate == rate), None) or RateTry(rate)
-        for place in range(len(known.accuracies), self.plan.tries):
-            self._check_budget()
-            try:
-                outcome = trainer.train(design, TUNING_SEED + place, rate=rate)
-                accuracy = float(outcome.right.double().mean())
-            except NotFiniteError:
-                accuracy = 0.0
-            known.accuracies.append(accuracy)
-            row.tries = [one for one in row.tries if one.rate != rate] + [known]
-            self.found.save()
-            self.say(f"{design.name}, {rate:g} times the rate: {100 * accuracy:.2f}% of the images held out")
+            self.say(
+                f"{job.design.name}, {job.rate:g} times the rate: {100 * accuracy:.2f}% of the images held out"
+            )
+        for row in rows:
+            tries = [one for one in row.tries if one.accuracies]
+            row.rate = max(tries, key=lambda one: sum(one.accuracies) / len(one.accuracies)).rate
+        self.found.save()
 
     def _train(self) -> None:
-        if not (left := self._left()):
+        jobs, walls = self._left(), []
+        for job, outcome in self._results(jobs):
+            walls.append(outcome.wall)
+            line = self._keep(job, outcome)
+            rest = sum(walls) / len(walls) * (len(jobs) - len(walls)) / self.plan.processes
+            self.say(f"{len(walls)}/{len(jobs)}  {line}; {duration(rest)} left")
+
+    def _results(self, jobs: list[DesignRun]) -> Iterator[tuple[DesignRun, RunOutcome]]:
+        """The outcomes of runs, as long as the time lasts; a teacher is trained before."""
+        if not jobs:
             return
-        trainer = self._trainer(self.data)
-        walls: list[float] = []
-        for number, (seed, design) in enumerate(left):
+        if self.plan.teacher:
             self._check_budget()
-            line = self._train_one(trainer, design, seed, walls)
-            rest = sum(walls) / len(walls) * (len(left) - number - 1)
-            self.say(f"{number + 1}/{len(left)}  {line}; {duration(rest)} left")
+            taught = self.maker.teach(held_out=jobs[0].held_out)
+            self.say(f"The teacher, {self.plan.teacher}: {100 * taught.result['top1']:.2f}%")
+        done = 0
+        for job, outcome in self.pool.results(jobs, may_begin=lambda _: not self._spent):
+            if isinstance(outcome, LowRankError):
+                raise outcome
+            yield job, outcome
+            done += 1
+        if done < len(jobs):
+            raise BudgetSpent
 
-    def _left(self) -> list[tuple[int, Design]]:
+    def _left(self) -> list[DesignRun]:
         """Runs that are not done, the first seed of all designs first."""
-        pairs = [(seed, design) for seed in range(1, self.plan.seeds + 1) for design in self.designs]
-        return [(seed, design) for seed, design in pairs if not self._done(design, seed)]
+        rows = self._rows()
+        return [
+            DesignRun(design, seed, row.rate)
+            for seed in range(1, self.plan.seeds + 1)
+            for design, row in zip(self.designs, rows, strict=True)
+            if row.run_of(seed) is None and seed not in row.failed
+        ]
 
-    def _done(self, design: Design, seed: int) -> bool:
-        row = self.found.row(design.name)
-        return row is not None and (row.run_of(seed) is not None or seed in row.failed)
-
-    def _trainer(self, data: Data) -> DesignTrainer:
-        """What trains designs on these images; a teacher learns from these alone."""
-        trainer = DesignTrainer(self.builder, data, self.recipe, self.device)
-        if not self.plan.teacher:
-            return trainer
-        self._check_budget()
-        taught = trainer.train(find_design(self.plan.teacher), TEACHER_SEED)
-        share = 100 * float(taught.right.double().mean())
-        self.say(f"The teacher, {self.plan.teacher}: {share:.2f}% in {taught.wall:.1f} s")
-        return replace(trainer, teacher=taught.network)
-
-    def _train_one(self, trainer: DesignTrainer, design: Design, seed: int, walls: list[float]) -> str:
+    def _row(self, design: Design) -> DesignRow:
         row = self.found.row(design.name)
         assert row is not None
-        began = time.monotonic()
-        try:
-            outcome = trainer.train(design, seed, rate=row.rate)
-        except NotFiniteError:
-            row.failed.append(seed)
+        return row
+
+    def _keep(self, job: DesignRun, outcome: RunOutcome) -> str:
+        """Write a run into the record; a sentence about it."""
+        row, told = self._row(job.design), f"{job.design.name} seed {job.seed}"
+        if outcome.right is None:
+            row.failed.append(job.seed)
             self.found.save()
-            walls.append(time.monotonic() - began)
-            return f"{design.name} seed {seed}: the loss was not finite"
-        walls.append(outcome.wall)
-        result, history = outcome.record.result, outcome.record.history
+            return f"{told}: the loss was not finite"
+        alone, speed = self.plan.processes == 1, outcome.images_per_second
         environment = self.found.here()
         place, checksum = self.found.add_answers(outcome.right)
-        speed = result["images_per_second"]
         run = SeedRun(
-            seed=seed,
-            correct=int(outcome.right.sum()),
+            seed=job.seed,
+            correct=outcome.correct,
             row=place,
             sha256=checksum,
-            seconds=self._steady_seconds(speed),
+            seconds=self._steady_seconds(speed) if alone else None,
             wall=outcome.wall,
-            images_per_second=speed,
-            train_accuracy=history[-1]["train_accuracy"] if history else 0.0,
+            images_per_second=speed if alone else None,
+            train_accuracy=outcome.train_accuracy,
             environment=environment,
+            processes=self.plan.processes,
         )
         row.runs.append(run)
         self.found.save()
         share = f"{100 * run.correct / self.found.images:.2f}%"
-        return f"{design.name} seed {seed}: {share} in {run.seconds:.1f} s, {run.wall:.1f} s with compiling"
+        if run.seconds is None:
+            return f"{told}: {share} in {run.wall:.1f} s beside others"
+        return f"{told}: {share} in {run.seconds:.1f} s, {run.wall:.1f} s with compiling"
 
     def _steady_seconds(self, speed: float) -> float:
         """Seconds of all epochs at the median speed: the first epoch also compiles."""
-        images = len(self.data.train) // self.recipe.batch_size * self.recipe.batch_size
-        return self.recipe.epochs * images / speed if speed else 0.0
+        recipe = self.maker.trainer.recipe
+        images = len(self.maker.trainer.data.train) // recipe.batch_size * recipe.batch_size
+        return recipe.epochs * images / speed if speed else 0.0
+
+    @property
+    def _spent(self) -> bool:
+        return time.monotonic() - self.began > self.plan.budget
 
     def _check_budget(self) -> None:
-        if time.monotonic() - self.began > self.plan.budget:
+        if self._spent:
             raise BudgetSpent

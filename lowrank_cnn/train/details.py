@@ -35,13 +35,15 @@ class EvaluationDetails:
 
     `confusion` [true class, predicted class] counts images. `bins` [BINS, 3] holds for each bin of the highest
     probability the number of images, the sum of these probabilities and the number of right answers. `worst` are
-    the wrong images of the largest loss, the largest first.
+    the wrong images of the largest loss, the largest first. `right` tells of each image, in the order of the set,
+    whether its answer was right. Several processes together have neither of the two.
     """
 
     classes: tuple[str, ...]
     confusion: Tensor
     bins: Tensor
     worst: tuple[WrongImage, ...] = ()
+    right: Tensor | None = None
 
     def per_class(self) -> list[dict[str, Any]]:
         """For each class the number of its images, and the share that was recognised; None where it has none."""
@@ -100,13 +102,15 @@ class DetailsCollector:
         self.bins = torch.zeros(BINS, 3, dtype=torch.float64, device=device)
         self.worst = torch.zeros(0, 5, dtype=torch.float64, device=device)
         """Rows of loss, place in the set, true class, predicted class and its probability."""
+        self.right: list[Tensor] = []
         self.seen = 0
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Count a batch; images come in the order of the set."""
         probabilities = logits.float().softmax(1)
         confidence, predicted = probabilities.max(1)
-        right = (predicted == labels).double()
+        self.right.append(predicted == labels)
+        right = self.right[-1].double()
         places = labels * len(self.classes) + predicted
         self.confusion += torch.bincount(places, minlength=len(self.confusion))
         bins = (confidence * BINS).long().clamp(0, BINS - 1)
@@ -125,11 +129,12 @@ class DetailsCollector:
     def details(
         self, describe: Callable[[int], str] | None, add_up: Callable[[Tensor], Tensor] = Tensor.clone
     ) -> EvaluationDetails:
-        """All that was gathered; `describe` tells where an image comes from, None leaves the worst images out."""
+        """All that was gathered; `describe` tells where an image comes from, None leaves single images out."""
         number = len(self.classes)
         confusion = add_up(self.confusion).round().long().view(number, number).cpu()
         worst = self._worst_images(describe) if describe else ()
-        return EvaluationDetails(self.classes, confusion, add_up(self.bins).cpu(), worst)
+        right = torch.cat(self.right).cpu() if describe and self.right else None
+        return EvaluationDetails(self.classes, confusion, add_up(self.bins).cpu(), worst, right)
 
     def _worst_images(self, describe: Callable[[int], str]) -> tuple[WrongImage, ...]:
         return tuple(

@@ -208,6 +208,7 @@ def _run(trainer: Trainer, shown: Progress, log: Sequence[str]) -> None:
                 trainer.progress = showing.enter_context(_progress(trainer, shown, log))
             evaluation = trainer.run()
             trainer.record.result = _result(trainer, evaluation)
+            trainer.record.right = evaluation.details.right if evaluation.details else None
             trainer.progress.result(trainer.record.result)
     except BaseException as error:
         # The reason matters more than a record that cannot be written, on a full disk say.

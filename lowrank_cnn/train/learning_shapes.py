@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowrank_cnn.data import Data, make_loader
+from lowrank_cnn.data.types import generator
 from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.channel_order import free_routes
 from lowrank_cnn.method.counting import count
@@ -219,13 +219,19 @@ def _sample(data: Data, recipe: Recipe, epoch: int, network: nn.Module) -> Itera
     """A few batches of training images, others after each epoch, prepared as those that the network trains on."""
     card = carried_by(network)
     device = next(network.parameters()).device
-    how: dict[str, Any] = {"train": True, "device": device, "seed": _SEED + epoch}
-    preprocess = card.preprocess if card else None
+    # Of these images alone a loader is made: one of all images would send the whole set to the device each time.
+    order = torch.randperm(len(data.train), generator=generator("shapes", _SEED, epoch))
     loader = make_loader(
-        data.train, batch_size=recipe.batch_size, preprocess=preprocess, augment=augmentation(recipe), **how
+        data.train.subset(order[: SAMPLED * recipe.batch_size]),
+        batch_size=recipe.batch_size,
+        preprocess=card.preprocess if card else None,
+        augment=augmentation(recipe),
+        train=True,
+        device=device,
+        seed=_SEED + epoch,
     )
     before = generator_states(device)
-    yield from islice(loader.epoch(0), SAMPLED)
+    yield from loader.epoch(0)
     restore_generators(before, device)
 
 

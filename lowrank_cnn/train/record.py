@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import UnreadableError, as_path, read_json, write_json
@@ -22,6 +24,8 @@ SCHEMA = 1
 KIND = "training"
 LATER = {"begun_from", "execution"}
 """Fields that older records lack."""
+NOT_WRITTEN = {"right", "sealed"}
+"""Fields that the file does not have."""
 STATUSES = ("running", "interrupted", "failed", "finished")
 
 
@@ -53,7 +57,9 @@ class Record:
     images, `data["val_split"]` the share of them that was taken for testing.
     `begun_from` names the trained weights that the network had before the run; empty where it had none.
     `execution` says how steps ran, compiled or not and as a CUDA graph or not; empty before the first.
-    `sealed` says whether the file that the record was read from had a checksum; it is not written.
+    `right` tells of each test image, in the order of the set, whether the answer of the trained network was right;
+    None for several processes, for other tasks, and in a record that was read from a file.
+    `sealed` says whether the file that the record was read from had a checksum; it is not written either.
     """
 
     model: dict[str, Any]
@@ -73,6 +79,7 @@ class Record:
     execution: dict[str, Any] = field(default_factory=dict)
     kind: str = KIND
     schema: int = SCHEMA
+    right: Tensor | None = field(default=None, compare=False, repr=False)
     sealed: bool = field(default=True, compare=False)
 
     def _repr_html_(self) -> str:
@@ -90,8 +97,7 @@ class Record:
 
     def save(self, path: Path) -> None:
         """Write the record with its checksum, in one move."""
-        values = dataclasses.asdict(self)
-        del values["sealed"]
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in NOT_WRITTEN}
         write_json(path, sealed(values))
 
 
@@ -117,7 +123,7 @@ def _checked(stored: object, path: Path) -> Record:
     values = unsealed(stored)
     if values.get("schema") != SCHEMA:
         raise LowRankError(f"{path} has schema {values.get('schema')}; this version reads schema {SCHEMA}.")
-    known = {f.name for f in dataclasses.fields(Record)} - {"sealed"}
+    known = {f.name for f in dataclasses.fields(Record)} - NOT_WRITTEN
     wrong = sorted((values.keys() ^ known) - (LATER - values.keys()))
     if wrong:
         raise LowRankError(f"{path} is not a record of this version: {', '.join(wrong)} missing or unknown.")

@@ -84,6 +84,7 @@ class Trainer:
         self.progress, self.per_epoch = Progress(), len(inputs.train)
         self.saved_at = self.epoch_began = time.monotonic()
         self.step_start: StepStart | None = None
+        self.tested: Evaluation | LossEvaluation | None = None
 
     @property
     def position(self) -> Position:
@@ -103,7 +104,7 @@ class Trainer:
                 self._finish_epoch()
             self.save()
         copy_into(self.step.weights, self.step.averages)
-        evaluation = self._evaluate(self.inputs.test, details=True)
+        evaluation = self.tested or self._evaluate(self.inputs.test, details=True)
         self.state.share_problems()
         return evaluation
 
@@ -183,8 +184,11 @@ class Trainer:
         """Evaluate on the watched images, if this epoch is to be evaluated, and remember the best weights."""
         if done % self.recipe.evaluate_every and done < self.recipe.epochs:
             return None
+        # The last evaluation is the result, unless a callback may still change the weights.
+        last = done == self.recipe.epochs and self.inputs.watch is self.inputs.test and not self.callbacks
         with self.step.averaged():
-            found = self._evaluate(self.inputs.watch)
+            found = self._evaluate(self.inputs.watch, details=last)
+            self.tested = found if last else None
             if not self.position.best_epoch or found.rank > self.position.best_accuracy:
                 self.position.best_epoch, self.position.best_accuracy = done, found.rank
                 self.state.hold_best()

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import pickle
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from lowrank_cnn.data import open_data
+from lowrank_cnn.method.converting import convert
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.train import get_recipe
 
 
 @pytest.fixture(scope="module")
@@ -13,22 +22,15 @@ def learned_shapes(benchmark_module):
     return benchmark_module("learned_shapes")
 
 
+SMALL = shlex.split(
+    "--data digits --limit 32 --network nin --width 0.05 --recipe digits --set epochs=2 --set batch_size=16 "
+    "--set crop=16 --macs 0.6 --multiple 1 --device cpu --seeds 1"
+)
+
+
 def test_ways_are_trained_in_turn_and_judged(learned_shapes, tmp_path: Path, capsys):
     out = tmp_path / "shapes.json"
-    common = ["--data", "digits", "--limit", "32", "--network", "nin", "--width", "0.05", "--recipe", "digits"]
-    common += [
-        "--set",
-        "epochs=2",
-        "--set",
-        "batch_size=16",
-        "--set",
-        "crop=16",
-        "--macs",
-        "0.6",
-        "--multiple",
-        "1",
-    ]
-    common += ["--device", "cpu", "--seeds", "1", "--out", str(out)]
+    common = [*SMALL, "--out", str(out)]
     learned_shapes.main([*common, "--budget", "0", "--ways", "thin"])
     assert "the same command continues" in capsys.readouterr().out
     learned_shapes.main([*common, "--ways", "thin", "again", "gates"])
@@ -42,3 +44,43 @@ def test_ways_are_trained_in_turn_and_judged(learned_shapes, tmp_path: Path, cap
         ("proximal", "thin"), ("again", "thin"), ("gates", "thin"),
     }  # fmt: skip
     assert all(one["margin"] == 0.5 for one in record["answers"])
+
+
+@pytest.fixture
+def bench(learned_shapes, tmp_path: Path):
+    options = learned_shapes._options([*SMALL, "--out", str(tmp_path / "shapes.json")])
+    recipe = get_recipe("digits", epochs=2, batch_size=16, crop=16)
+    book = learned_shapes.RunBook(options.out, learned_shapes.KIND, {})
+    return learned_shapes.ShapeBench(open_data("digits", limit=32, progress=False), recipe, options, book)
+
+
+def test_a_fixed_share_is_the_largest_within_the_budget(learned_shapes, bench):
+    dense = count(bench.dense(0), bench.size).macs
+    for strips in learned_shapes.FIXED.values():
+        found = bench.fixed(strips)
+        parts = dict(found.shapes)["kxk"]
+        more = (*((shape, n * (63 - parts) / (64 - parts)) for shape, n in found.shapes[:-1]), ("kxk", parts + 1))
+        costs = [
+            count(convert(bench.dense(0), scheme, allow_costlier=True), bench.size).macs / dense
+            for scheme in (found, dataclasses.replace(found, shapes=more))
+        ]
+        assert costs[0] <= 0.6 < costs[1]
+
+
+def test_a_run_in_another_process_finds_the_same(bench):
+    copy = pickle.loads(pickle.dumps(bench))
+    ours, theirs = bench({"way": "points", "seed": 1}), copy({"way": "points", "seed": 1})
+    assert {**ours, "wall": 0} == {**theirs, "wall": 0}
+
+
+def test_networks_are_timed_once_from_their_shapes(learned_shapes, bench, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lowrank_cnn.deploy.optimizing.optimize", lambda network, images: network)
+    monkeypatch.setattr(
+        learned_shapes,
+        "measure",
+        lambda runs, **_: {name: SimpleNamespace(ms=2.0) for name in runs if runs[name]() is not None},
+    )
+    bench.book.add({"way": "proximal", "seed": 0, **bench({"way": "proximal", "seed": 0})})
+    bench.book.add({"way": "thin", "seed": 0, "top1": 0.5, "wall": 1.0, "shapes": None, "ms": {"ours": 1.0}})
+    bench.time_all()
+    assert [row["ms"] for row in bench.book.rows] == [{"ours": 2.0, "dense": 2.0}, {"ours": 1.0}]

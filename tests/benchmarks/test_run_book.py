@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train.side_by_side import WorkerPool
+
 
 @pytest.fixture(scope="module")
 def run_book(benchmark_module):
@@ -17,16 +20,18 @@ def run_book(benchmark_module):
 def test_a_run_is_made_once_and_kept_at_once(run_book, tmp_path: Path):
     path, made = tmp_path / "runs.json", []
 
-    def make() -> dict:
-        made.append(1)
-        return {"top1": 0.5}
+    def make(key: dict) -> dict:
+        kept = json.loads(path.read_text())["rows"] if path.exists() else []
+        made.append((key["way"], len(kept)))
+        return run_book.timed(lambda: {"top1": 0.5})
 
     book = run_book.RunBook(path, "kind", {"width": 1})
-    book.run(make, way="thin", seed=0)
-    assert [row["way"] for row in json.loads(path.read_text())["rows"]] == ["thin"]
+    keys = [{"way": way, "seed": 0} for way in ("thin", "strips")]
+    book.make(WorkerPool(make), keys)
     again = run_book.RunBook(path, "kind", {"width": 1})
-    assert again.run(make, way="thin", seed=0)["top1"] == 0.5
-    assert len(made) == 1
+    again.make(WorkerPool(make), keys)
+    assert made == [("thin", 0), ("strips", 1)]
+    assert [row["way"] for row in again.rows] == ["thin", "strips"]
     with pytest.raises(SystemExit, match="other settings"):
         run_book.RunBook(path, "kind", {"width": 2})
 
@@ -34,10 +39,24 @@ def test_a_run_is_made_once_and_kept_at_once(run_book, tmp_path: Path):
 def test_no_run_begins_that_would_not_end_in_time(run_book, tmp_path: Path):
     book = run_book.RunBook(tmp_path / "runs.json", "kind", {}, budget=10.0)
     book.rows = [{"way": "slow", "seed": 0, "top1": 0.5, "wall": 30.0}, {"way": "quick", "top1": 0.5, "wall": 0.1}]
-    book.run(lambda: {"top1": 0.5}, way="quick", seed=1)
+    pool = WorkerPool(lambda _: {"top1": 0.5, "wall": 0.1})
+    book.make(pool, [{"way": "quick", "seed": 1}])
     for way in ("slow", "unknown"):
         with pytest.raises(run_book.BudgetSpent):
-            book.run(lambda: {"top1": 0.5}, way=way, seed=1)
+            book.make(pool, [{"way": way, "seed": 1}])
+    assert len(book.rows) == 3
+
+
+def test_a_run_that_cannot_be_made_is_told_of(run_book, tmp_path: Path):
+    def make(key: dict) -> dict:
+        raise LowRankError(f"{key['way']} cannot be made.")
+
+    book, failed = run_book.RunBook(tmp_path / "runs.json", "kind", {}), []
+    keys = [{"way": "thin", "seed": 0}]
+    book.make(WorkerPool(make), keys, failed=lambda key, error: failed.append((key, str(error))))
+    assert failed == [(keys[0], "thin cannot be made.")]
+    with pytest.raises(LowRankError, match="thin cannot be made"):
+        book.make(WorkerPool(make), keys)
 
 
 def test_answers_survive_the_record(run_book):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -34,6 +36,14 @@ def loader(split: ResidentSplit, *, train: bool, **options: object) -> ResidentL
 
 def joined(batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat([images for images, _ in batches]), torch.cat([labels for _, labels in batches])
+
+
+def test_a_split_reaches_another_process_whole(split: ResidentSplit) -> None:
+    part = split.subset(torch.tensor([3, 5, 2]))
+    copy = pickle.loads(pickle.dumps(part))
+    assert torch.equal(copy.images, part.images)
+    assert torch.equal(copy.labels, part.labels)
+    assert copy.fingerprint == part.fingerprint
 
 
 def test_training_shows_whole_batches_without_repeats(split: ResidentSplit) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowrank_cnn.data import Data, ResidentSplit
-from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, SeedRun
+from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, SeedRun, pack
 
 IMAGES = 1003
 
@@ -44,7 +44,7 @@ def make_frontier(tmp_path: Path) -> Callable[..., Frontier]:
             found.rows.append(row)
             for seed in range(1, runs + 1):
                 right = hard + 0.05 * torch.randn(IMAGES, generator=draw) < share
-                place, checksum = found.add_answers(right)
+                place, checksum = found.add_answers(pack(right))
                 row.runs.append(SeedRun(seed, int(right.sum()), place, checksum, 3.0, 4.0, 1e4, 0.9, found.here()))
         found.save()
         return found

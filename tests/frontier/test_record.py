@@ -43,9 +43,20 @@ def test_answers_that_were_changed_on_disk_are_refused(make_frontier: Callable[.
 
 def test_answers_of_a_run_that_never_came_into_the_record_are_written_over(make_frontier: Callable[..., Frontier]):
     found = make_frontier(TWO)
-    lost = torch.ones(found.images, dtype=torch.bool)
+    lost = pack(torch.ones(found.images, dtype=torch.bool))
     assert found.add_answers(lost) == found.add_answers(lost)
     assert (found.folder / ANSWERS).stat().st_size == 6 * found.bytes_per_run
+    with pytest.raises(LowRankError, match="not the answers for 1003 test images"):
+        found.add_answers(lost[1:])
+
+
+def test_seconds_are_those_of_runs_that_had_the_device_alone(make_frontier: Callable[..., Frontier]):
+    row = make_frontier(TWO).rows[0]
+    assert row.seconds == 3.0
+    row.runs[0].seconds, row.runs[1].seconds = None, 7.0
+    assert row.seconds == 7.0
+    row.runs[1].seconds = None
+    assert row.seconds is None
 
 
 def test_a_folder_of_another_frontier_is_refused(make_frontier: Callable[..., Frontier]):

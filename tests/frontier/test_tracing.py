@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from lowrank_cnn.data import Data
 from lowrank_cnn.frontier import timing, training
 from lowrank_cnn.frontier.designs import Design
 from lowrank_cnn.frontier.plan import FrontierPlan
-from lowrank_cnn.frontier.record import RECORD, DesignTime, load_frontier
+from lowrank_cnn.frontier.record import ANSWERS, RECORD, DesignTime, load_frontier
 from lowrank_cnn.frontier.tracing import trace_frontier
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.failure import NotFiniteError
@@ -43,7 +44,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         right = torch.arange(len(self.data.test)) % 4 != (seed if rate == 1 else 0)
         record = SimpleNamespace(result={"images_per_second": 64.0}, history=[{"train_accuracy": 0.5}])
         taught.append(self.teacher)
-        return training.TrainedDesign(record, right, 2.0, torch.nn.Identity())  # type: ignore[arg-type]
+        return training.TrainedDesign(record, right, 2.0)  # type: ignore[arg-type]
 
     def time(self: timing.DesignClock, design: Design) -> DesignTime:
         done.append((design.name, "timed"))
@@ -144,14 +145,18 @@ def test_settings_are_tried_alike_on_images_held_out(tmp_path: Path, squares: Da
 
 
 def test_a_teacher_is_trained_first_and_teaches_dense_networks_too(tmp_path: Path, squares: Data, made_up: list):
-    plan = FrontierPlan(("lr",), match=(), seeds=1, batch=0, teacher="dense@1.5")
-    trace_frontier("airbench", squares, tmp_path, plan, settings=SMALL, device="cpu", say=quiet)
-    assert made_up == [("dense@1.5", 2000, 1.0), ("dense", 1, 1.0), ("lr", 1, 1.0)]
-    assert [type(teacher).__name__ for teacher in taught] == ["NoneType", "Identity", "Identity"]
+    plan = FrontierPlan(("lr",), match=(), seeds=1, batch=0, base=0.25, teacher="dense@0.5")
+    how = {"settings": SMALL, "device": "cpu", "say": quiet}
+    trace_frontier("airbench", squares, tmp_path, plan, **how)
+    assert made_up == [("dense", 1, 1.0), ("lr", 1, 1.0)]
+    [network] = {teacher.network for teacher in taught}  # type: ignore[attr-defined]
+    trace_frontier("airbench", squares, tmp_path, dataclasses.replace(plan, seeds=2), **how)
+    later = taught[-1].network  # type: ignore[attr-defined]
+    assert later is not network
+    for name, value in later.state_dict().items():  # the teacher of the first runs
+        assert torch.equal(value, network.state_dict()[name]), name
     with pytest.raises(LowRankError, match="another teacher"):
-        trace_frontier(
-            "airbench", squares, tmp_path, FrontierPlan(batch=0), settings=SMALL, device="cpu", say=quiet
-        )
+        trace_frontier("airbench", squares, tmp_path, FrontierPlan(batch=0, base=0.25), **how)
 
 
 def test_a_run_whose_loss_is_not_finite_is_kept_in_mind(tmp_path: Path, squares: Data, made_up: list):
@@ -183,3 +188,21 @@ def test_another_recipe_is_refused_in_the_same_folder(tmp_path: Path, squares: D
 def test_a_family_that_is_not_there_is_refused(tmp_path: Path, squares: Data):
     with pytest.raises(LowRankError, match="no family 'airbensh'; did you mean airbench"):
         trace_frontier("airbensh", squares, tmp_path)
+
+
+def test_runs_side_by_side_find_what_runs_alone_find(tmp_path: Path, squares: Data):
+    plan = FrontierPlan(("lr",), match=(), seeds=2, batch=0, base=0.25, rates=(0.5, 1.0))
+    how = {"settings": SMALL, "device": "cpu"}
+    lines: list[str] = []
+    beside = dataclasses.replace(plan, processes=2)
+    both = trace_frontier("airbench", squares, tmp_path / "both", beside, say=lines.append, **how)
+    alone = trace_frontier("airbench", squares, tmp_path / "alone", plan, say=quiet, **how)
+    assert (tmp_path / "both" / ANSWERS).read_bytes() == (tmp_path / "alone" / ANSWERS).read_bytes()
+    for ours, theirs in zip(both.rows, alone.rows, strict=True):
+        assert (ours.rate, ours.tries) == (theirs.rate, theirs.tries)
+        assert [run.sha256 for run in ours.runs] == [run.sha256 for run in theirs.runs]
+        assert [(run.seconds, run.processes) for run in ours.runs] == [(None, 2)] * 2
+        assert all(run.seconds and run.processes == 1 for run in theirs.runs)
+    assert lines[-1].startswith("4/4  lr seed 2: ")
+    assert "beside others" in lines[-1]
+    assert load_frontier(both.folder).rows == both.rows

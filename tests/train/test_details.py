@@ -35,6 +35,12 @@ def test_counts(details: EvaluationDetails) -> None:
     ]
 
 
+def test_right_answers_are_in_the_order_of_the_set(details: EvaluationDetails) -> None:
+    assert details.right is not None
+    assert details.right.tolist() == [True, False, False, False, True, True, True]
+    assert DetailsCollector(CLASSES, torch.device("cpu")).details(None).right is None
+
+
 def test_confused_pairs_are_sorted(details: EvaluationDetails) -> None:
     assert details.most_confused() == [
         {"true": "cat", "predicted": "dog", "n": 2, "share": 0.4},

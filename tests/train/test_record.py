@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.record import Record, load_record
+from lowrank_cnn.train.record import NOT_WRITTEN, Record, load_record
 
 
 def sample() -> Record:
@@ -20,7 +20,8 @@ def sample() -> Record:
 def stored() -> dict:
     """As records were stored before they were sealed."""
     values = dataclasses.asdict(sample())
-    del values["sealed"]
+    for name in NOT_WRITTEN:
+        del values[name]
     return values
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
+import lowrank_cnn as lr
 from lowrank_cnn.train import Interrupted, load_record
 from lowrank_cnn.train.failure import StopRequest
 from lowrank_cnn.train.trainer import Trainer
@@ -39,6 +41,35 @@ def test_epochs_are_evaluated_as_often_as_the_recipe_says(driver):
     recipe = dataclasses.replace(driver.PLAIN, epochs=5, evaluate_every=2)
     _, record = driver.train(None, recipe)
     assert [row["accuracy"] is not None for row in record.history] == [False, True, False, True, True]
+
+
+@pytest.mark.parametrize(("changes", "tests"), [({"evaluate_every": 3}, 1), ({}, 3), ({"holdout": 0.2}, 4)])
+def test_the_last_weights_are_tested_once(driver, monkeypatch, changes: dict, tests: int):
+    """An average of the weights is what is tested, and which answers were right is known."""
+    evaluate, found = Trainer._evaluate, []
+
+    def counted(self: Trainer, loader, *, details: bool = False):
+        result = evaluate(self, loader, details=details)
+        found.append(result.top1)
+        return result
+
+    monkeypatch.setattr(Trainer, "_evaluate", counted)
+    network, record = driver.train(None, dataclasses.replace(driver.PLAIN, ema=0.9, **changes))
+    assert len(found) == tests
+    assert record.result["top1"] == found[-1] == pytest.approx(float(record.right.double().mean()))
+    assert lr.evaluate(network, driver.tiny_data(), progress=False, device="cpu").top1 == pytest.approx(
+        record.result["top1"]
+    )
+
+
+def test_callbacks_see_the_network_before_it_is_tested(driver):
+    def spoil(_, network: torch.nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.zero_()
+
+    _, record = driver.train(None, driver.PLAIN, callbacks=[spoil])
+    assert record.result["loss"] == pytest.approx(math.log(len(record.data["classes"])), abs=1e-4)
 
 
 def test_accuracy_that_levels_off_ends_the_run(driver):
