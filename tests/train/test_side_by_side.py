@@ -77,8 +77,13 @@ def test_processes_end_with_the_one_that_started_them(how: signal.Signals):
         "        print(next(order)[1][1], next(order)[1][1], flush=True)\n"
         "        next(order)\n"
     )
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, "-c", code], text=True, start_new_session=True, **streams)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     assert process.stdout is not None
     others = [int(number) for number in process.stdout.readline().split()]
     if how == signal.SIGINT:
