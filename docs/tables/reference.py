@@ -29,7 +29,7 @@ def _command(name: str) -> str:
     command: Any = load_command(name)
     summary, _, rest = inspect.cleandoc(command.help or "").partition("\n\n")
     text, _, examples = rest.partition("Examples:")
-    shown = "\n".join(line.strip() for line in examples.splitlines() if line.strip())
+    shown = "\n".join(line.strip() for line in re.sub(r" \\\n +", " ", examples).splitlines() if line.strip())
     about = " ".join(f"{summary} {text}".split())
     rows = [_row(parameter) for parameter in command.params if parameter.name != "help"]
     table = markdown(["option", "<default", "<meaning"], rows)

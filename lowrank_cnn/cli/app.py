@@ -6,6 +6,9 @@ answer at once.
 
 from __future__ import annotations
 
+import inspect
+import re
+import textwrap
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated, Any
@@ -20,6 +23,7 @@ from lowrank_cnn.system.version import __version__
 
 BAD_INPUT = 2
 _SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+_EXAMPLE_WIDTH = 74
 _EPILOG = "Try: [bold]lowrank demo[/], [bold]lowrank models[/], [bold]lowrank count vgg11-gmp-lr[/]."
 
 
@@ -88,10 +92,26 @@ def load_command(name: str) -> TyperCommand:
     entry = COMMANDS[name]
     function = getattr(import_module(f"lowrank_cnn.cli.{entry.module}"), f"{name}_command")
     app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
-    app.command(name, context_settings=_SETTINGS)(function)
+    app.command(name, help=help_text(function.__doc__ or ""), context_settings=_SETTINGS)(function)
     command = typer.main.get_command(app)
     assert isinstance(command, TyperCommand)
     return command
+
+
+def help_text(docstring: str) -> str:
+    """Let paragraphs flow to the width of the terminal, and break long examples as a shell reads them."""
+    flowing = [
+        "\n".join(map(_example, part.splitlines())) if part.startswith(" ") else " ".join(part.split())
+        for part in inspect.cleandoc(docstring).split("\n\n")
+    ]
+    return "\n\n".join(flowing)
+
+
+def _example(line: str) -> str:
+    whole = re.sub(r" (?!-)", "\0", line.strip())  # an option and its value stay together
+    options = {"initial_indent": "  ", "subsequent_indent": "      "}
+    broken = textwrap.wrap(whole, _EXAMPLE_WIDTH, break_on_hyphens=False, break_long_words=False, **options)
+    return " \\\n".join(broken).replace("\0", " ")
 
 
 def _print_version(asked: bool) -> None:

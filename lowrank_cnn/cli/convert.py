@@ -35,7 +35,7 @@ Macs = Annotated[float | None, typer.Option(help="Keep at most this share of the
 Params = Annotated[float | None, typer.Option(help="Keep at most this share of the parameters.")]
 Latency = Annotated[float | None, typer.Option(help="Keep at most this share of the time, measured here.")]
 Costlier = Annotated[bool, typer.Option("--allow-costlier", help="Also rewrite layers that do not get cheaper.")]
-Out = Annotated[Path | None, typer.Option(help="Write the network: .safetensors, .onnx or .pt2.")]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="Write the network: .safetensors, .onnx or .pt2.")]
 IMAGES = 128
 """Images that `--images` uses: more change little."""
 

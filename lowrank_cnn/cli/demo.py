@@ -35,7 +35,9 @@ class TwinResult:
 
 
 def demo_command(
-    out: Annotated[Path, typer.Option(help="Directory of the two runs and the report.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory of the two runs and the report.")] = Path(
+        "runs/demo"
+    ),
     epochs: Annotated[int | None, typer.Option(help="Train this many epochs instead of the recipe's.")] = None,
     device: Device = "auto",
     limit: Limit = None,

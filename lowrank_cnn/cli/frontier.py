@@ -73,7 +73,9 @@ class PlanOptions:
 @grouped
 def frontier_command(
     family: Annotated[str, typer.Argument(help="airbench, nin, vgg11 or resnet18.")],
-    out: Annotated[Path, typer.Option(help="Folder of record and picture; finished runs are not repeated.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder of record and picture; finished runs are not repeated.")
+    ],
     networks: PlanOptions,
     data: Annotated[str | None, typer.Option(help="The images; without them, show what is finished.")] = None,
     recipe: Annotated[str | None, typer.Option(help="Another recipe than the family's.")] = None,

@@ -19,7 +19,7 @@ from lowrank_cnn.system.text import si
 @grouped
 def optimize_command(
     model: Model,
-    out: Annotated[Path, typer.Option("-o", "--out", help="A file ending in .safetensors, .onnx, .pt2 or .ts.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="A file ending in .safetensors, .onnx, .pt2 or .ts.")],
     named: SourceOptions,
     scheme: Scheme = None,
     example: Inputs = None,

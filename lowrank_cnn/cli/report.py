@@ -21,7 +21,7 @@ def report_command(
     runs: Annotated[
         list[Path] | None, typer.Argument(help="Folders or files of records; by default the folder runs.")
     ] = None,
-    out: Annotated[Path, typer.Option("-o", "--out", help="The page to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
     as_json: Json = False,
 ) -> None:
     """Write one HTML page about training runs and timings.
@@ -54,7 +54,7 @@ def report_command(
 def figure_command(
     name: Annotated[str | None, typer.Argument(help="Which figure; without a name, all are listed.")] = None,
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="The file to write: .svg, .pdf or .png; else NAME.svg.")
+        Path | None, typer.Option("--out", "-o", help="The file to write: .svg, .pdf or .png; else NAME.svg.")
     ] = None,
     runs: Runs = None,
     model: Annotated[

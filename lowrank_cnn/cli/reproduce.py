@@ -41,7 +41,9 @@ MEASURES = {"top1": "top-1", "top5": "top-5", "overfit": "over-fitting"}
 
 def reproduce_command(
     experiment: Annotated[str, typer.Argument(help="cifar10, tiny-imagenet, ilsvrc or places.")],
-    out: Annotated[Path, typer.Option(help="Directory of the runs; finished runs are not repeated.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Directory of the runs; finished runs are not repeated.")
+    ],
     data: Annotated[str | None, typer.Option(help="The images, named as for `lowrank train`.")] = None,
     table: Annotated[bool, typer.Option("--table", help="Only print the table of finished runs.")] = False,
     parts: Annotated[list[str] | None, typer.Option("--part", help="Only this part; repeatable.")] = None,

@@ -35,12 +35,13 @@ errors = SafeConsole(stderr=True, highlight=False)
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table: the first column and those headed `<name` are left-aligned, the others right-aligned."""
     # Text objects, because rich would read markup in names of files and classes.
-    table = Table(title=Text(printable(title), "bold"), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 0))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0))
     for index, heading in enumerate(columns):
         left = index == 0 or heading.startswith("<")
         table.add_column(heading.lstrip("<"), justify="left" if left else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text("" if value is None else printable(str(value))) for value in row))
+    console.print(Text(printable(title), "bold"))  # apart: as the table's own it would wrap at the table's width
     console.print(table)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 DEFAULT = "default"
 """The trained weights that timm and torchvision choose themselves."""
 
+_NAMED = ("timm:", "torchvision:")
 Size = tuple[int, ...]
 
 
@@ -80,6 +82,8 @@ def find_model(
     if not is_path(text):
         return _ours(text, pretrained, _given({"scheme": scheme, **options}))
     source = _others(text, pretrained, into, _given(options), classes)
+    if text.startswith(_NAMED) or text.partition(":")[0].endswith(".py"):
+        note(source.network, name=source.name)
     return source.converted(scheme) if scheme else source
 
 
@@ -286,13 +290,16 @@ def _from_file(path: Path, function: str, classes: int | None) -> Source:
 
 
 def _function_of(path: Path, function: str) -> Callable[..., Any]:
-    """Run the user's own file, as they asked, for one of its functions."""
+    """Run the user's own file as `python FILE` would, with imports of its neighbours, for one of its functions."""
     if not path.is_file():
         raise LowRankError(f"there is no file {path}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(f"file_of_the_user_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module, loader = importlib.util.module_from_spec(spec), spec.loader
+    sys.modules[module.__name__] = module  # where dataclasses look for the types they name
     _called(lambda: loader.exec_module(module), str(path))
     make = getattr(module, function, None)
     if not callable(make):

@@ -132,7 +132,9 @@ class RunOptions:
     seed: Annotated[
         int, typer.Option(help="Seed of weights, data order, and dropout.", rich_help_panel=TRAINING)
     ] = 0
-    out: Annotated[Path | None, typer.Option(help="Directory for checkpoints and the record.")] = None
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory for checkpoints and the record.")] = (
+        None
+    )
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")] = False
     device: Device = "auto"
     teacher: Annotated[

@@ -15,6 +15,8 @@ from lowrank_cnn.system.cache import cached_tensors, tensor_key
 from lowrank_cnn.system.errors import LowRankError, nearest
 
 _CHUNK = 4096
+_VALUES_AT_ONCE = 2**23
+"""Values that the statistics hold in double precision: 64 MiB, or one image."""
 _MIN_NORM = 1e-8
 _MOST_VALUES = 2**14  # the matrix has the square of this many entries, in double precision
 
@@ -59,7 +61,8 @@ class Standardize:
     def fit(cls, split: Split) -> Standardize:
         """The statistics of a split: of all its images in memory, or of a sample where it is streamed."""
         count, total, squares = 0, torch.zeros(()), torch.zeros(())
-        for images in split.pixels():
+        # Sums of whole numbers are exact in double precision, however the images are divided.
+        for images in (part for chunk in split.pixels() for part in chunk.split(_few(chunk))):
             values = images.transpose(0, 1).flatten(1).double()
             count, total, squares = (
                 count + values.shape[1],
@@ -189,6 +192,11 @@ def _zca(images: Tensor, scale: float, epsilon: float, device: torch.device) -> 
     inverse = (values.clamp(min=0) + max(epsilon, float(floor))).rsqrt()
     matrix = (vectors * inverse) @ vectors.T
     return {"mean": mean.float().cpu(), "matrix": matrix.float().cpu()}
+
+
+def _few(images: Tensor) -> int:
+    """How many of these images to take at once."""
+    return max(1, _VALUES_AT_ONCE // max(1, images[:1].numel()))
 
 
 def _precise(device: torch.device) -> torch.dtype:

@@ -24,7 +24,7 @@ from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.selection import check_module
-from lowrank_cnn.models.network import Network
+from lowrank_cnn.models.rebuild import name_of
 from lowrank_cnn.models.twins import dense_twin
 from lowrank_cnn.system.clock import CudaMarks, Marks, Sample, measure, torch_threads
 from lowrank_cnn.system.errors import LowRankError
@@ -247,10 +247,17 @@ def _timing(
 ) -> Timing:
     types = {name: type(module).__name__ for name, module in model.named_modules()}
     layers = _layers(runner.layers(), runner.macs(), types, runner.shape[0])
-    name = str(model.config["name"]) if isinstance(model, Network) else type(model).__name__
     whole = runner.shape[0] * count(model, runner.shape[1:]).macs
     return Timing(
-        name, runner.shape, runtime, device, torch.get_num_threads(), whole, total, layers, pearson(layers)
+        name_of(model),
+        runner.shape,
+        runtime,
+        device,
+        torch.get_num_threads(),
+        whole,
+        total,
+        layers,
+        pearson(layers),
     )
 
 

@@ -17,6 +17,7 @@ from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.models.families import build_network
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.system.version import __version__
 
 
@@ -64,15 +65,24 @@ def rewrite_again(model: nn.Module, conversion: Mapping[str, object]) -> nn.Modu
     return rewrite(model, schemes) if schemes else model
 
 
+def name_of(model: nn.Module) -> str:
+    """A name for people: that of one of our networks, what the user called another, or its class.
+
+    >>> name_of(build_network("nin")), name_of(nn.Sequential())
+    ('nin', 'Sequential')
+    """
+    return str(model.config["name"]) if isinstance(model, Network) else notes(model).name or type(model).__name__
+
+
 def run_entry(model: nn.Module) -> dict[str, Any]:
     """What the record of a run says about its network: a name for people, and what `rebuild` needs."""
-    found = describe(model)
+    found, name = describe(model), name_of(model)
     config, changed = found["model"], found["conversion"]["changed"]
     if not changed:
-        return config or {"name": found["class"]}
+        return config or {"name": name, "class": found["class"]}
     schemes = dict.fromkeys(str(row["scheme"]).partition("(")[0] for row in changed)
-    name = config["name"] if config else found["class"]
-    return {"name": "+".join((name, *schemes)), "config": config, "class": found["class"], **_only(found)}
+    told = {"name": "+".join((name, *schemes)), "base": name, "config": config, "class": found["class"]}
+    return told | _only(found)
 
 
 def entry_description(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +90,11 @@ def entry_description(entry: Mapping[str, Any]) -> dict[str, Any]:
     if "conversion" in entry:
         return {"model": entry.get("config"), "class": entry.get("class"), "conversion": entry["conversion"]}
     ours = "num_classes" in entry
-    return {"model": dict(entry) if ours else None, "class": entry.get("name"), "conversion": {"changed": []}}
+    return {
+        "model": dict(entry) if ours else None,
+        "class": entry.get("class", entry.get("name")),
+        "conversion": {"changed": []},
+    }
 
 
 def _only(found: Mapping[str, Any]) -> dict[str, Any]:

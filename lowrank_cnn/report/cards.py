@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowrank_cnn.paper.claims import COMPARABLE
-from lowrank_cnn.report.comparing import is_twin, twin_id
+from lowrank_cnn.report.comparing import is_twin
 from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.gathering import comparable
 from lowrank_cnn.report.records import CPU, GPU, NetworkResult
@@ -71,7 +71,7 @@ def _card(title: str, result: NetworkResult) -> Card:
     return Card(
         title=title,
         network=result.label,
-        twin=twin_id(result.network).label,
+        twin=result.twin,
         data=f"{data_label(result.data)}, {result.recipe}",
         gained=f"{points(gap)} points",
         accuracy=f"{percent(result.top1)} top-1",

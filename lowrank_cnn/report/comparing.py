@@ -75,7 +75,8 @@ def _compared(
     theirs = twin.settings if twin else entry.settings
     otherwise = tuple(words for name, words in OWN.items() if theirs.get(name) != entry.settings.get(name))
     reach = _half_width(entry, twin, *spreads[entry.data, entry.recipe]) if twin else None
-    return replace(entry, ratios=_ratios(entry, twin), otherwise=otherwise, gap_half_width=reach)
+    found = {"twin": twin.label if twin else "", "otherwise": otherwise, "gap_half_width": reach}
+    return replace(entry, ratios=_ratios(entry, twin), **found)
 
 
 def _half_width(entry: NetworkResult, twin: NetworkResult, deviation: float | None, freedom: int) -> float | None:

@@ -12,13 +12,17 @@ from typing import Any
 from lowrank_cnn.models import list_models
 from lowrank_cnn.report.comparing import compare_all, identity
 from lowrank_cnn.report.records import NetworkResult, Records, Run, TimedNetwork
+from lowrank_cnn.system.text import si
 
 _PHRASES: dict[str, Callable[[str], str]] = {
-    "epochs": lambda value: f"{value} epochs",
+    "epochs": lambda value: f"{value} epoch" + "s" * (value != "1"),
     "norm": lambda value: "no norm" if value == "None" else f"{value} norm",
     "pool": lambda value: "max pool" if value == "None" else f"{value} pool",
     "begun_from": lambda value: f"begun from {value}",
     "init": lambda value: f"{value} init",
+    "image": str,
+    "params": lambda value: f"{value} parameters",
+    "macs": lambda value: f"{value} MACs",
 }
 """Settings that read better as a phrase than as name=value."""
 _ALWAYS = ("begun_from",)
@@ -134,9 +138,27 @@ def _told_apart(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
     groups: dict[tuple[str, ...], list[NetworkResult]] = {}
     for entry in entries:
         groups.setdefault((entry.network.label, entry.data, entry.recipe), []).append(entry)
-    found = {key: variants([entry.settings for entry in alike]) for key, alike in groups.items()}
+    found = {key: _distinct(alike) for key, alike in groups.items()}
     told = {key: iter(words) for key, words in found.items()}
     return [replace(e, variant=next(told[e.network.label, e.data, e.recipe])) for e in entries]
+
+
+def _distinct(alike: Sequence[NetworkResult]) -> list[str]:
+    """What tells entries of one name apart: their settings, and what else it takes."""
+    facts = [_facts(entry) for entry in alike]
+    words: list[str] = []
+    for shown in range(4):
+        told = [entry.settings | dict(known[:shown]) for entry, known in zip(alike, facts, strict=True)]
+        words = variants(told)
+        if len(set(words)) == len(words):
+            break
+    return words
+
+
+def _facts(entry: NetworkResult) -> list[tuple[str, str]]:
+    """The image size and the cost: networks that are not ours may share a name, that of their class."""
+    size = "x".join(map(str, entry.network.image[-2:]))
+    return [("image", f"{size} pixels"), ("params", si(entry.params or 0)), ("macs", si(entry.macs or 0))]
 
 
 def variants(alike: Sequence[Mapping[str, str]]) -> list[str]:
@@ -144,11 +166,14 @@ def variants(alike: Sequence[Mapping[str, str]]) -> list[str]:
     names = dict.fromkeys(name for settings in alike for name in settings)
     values = {name: {settings.get(name) for settings in alike} for name in names}
     differ = [name for name in names if name in _ALWAYS or len(values[name]) > 1]
-    return [", ".join(_phrase(name, s[name]) for name in differ if name in s) for s in alike]
+    return [", ".join(filter(None, (_phrase(name, s[name]) for name in differ if name in s))) for s in alike]
 
 
 def _phrase(name: str, value: str) -> str:
-    return _PHRASES[name](value) if name in _PHRASES else f"{name}={value}"
+    """A setting in words; nothing for one that was not set."""
+    if name in _PHRASES:
+        return _PHRASES[name](value)
+    return "" if value == "None" else f"{name}={value}"
 
 
 def _natural(value: str) -> tuple[str | int, ...]:

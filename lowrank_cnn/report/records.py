@@ -140,6 +140,8 @@ class NetworkResult:
     """What sets it apart from others of the same network, data and recipe."""
     ratios: dict[str, float] = field(default_factory=dict, hash=False)
     """Shares of the dense twin's MACs, parameters and times; `top1` is the difference in percentage points."""
+    twin: str = ""
+    """The label of the dense network that it is compared with; empty where none was trained."""
     otherwise: tuple[str, ...] = ()
     """How the twin was trained otherwise, in words."""
     gap_half_width: float | None = None

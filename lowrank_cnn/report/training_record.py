@@ -107,7 +107,7 @@ def read_network(model: object, image: object) -> NetworkId:
     name, values = text(told.get("name")), _config(told)
     if name is None:
         raise LowRankError("it names no network.")
-    base = text(values.get("name")) or text(told.get("class")) if "conversion" in told else None
+    base = text(values.get("name")) or text(first(told, "base", "class")) if "conversion" in told else None
     scheme, stride = text(values.get("scheme")), whole(values.get("stride"))
     return NetworkId(
         name,

@@ -23,6 +23,7 @@ _ATTRIBUTE = "_lowrank"
 class Notes:
     """What is known of a module; a field that nobody wrote has its default.
 
+    - `name`: what the user calls a network that is not ours, `torchvision:resnet18` say.
     - `input_size`: (channels, height, width) of the images that the network takes.
     - `begun_from`: the file, run or data set that its trained weights come from; empty where it has none.
     - `training_card`: recipe, data and preprocessing of the run that trained it.
@@ -41,6 +42,7 @@ class Notes:
     (3, 30, 30)
     """
 
+    name: str = ""
     input_size: tuple[int, ...] | None = None
     begun_from: str = ""
     training_card: TrainingCard | None = None
@@ -71,6 +73,7 @@ def notes(module: nn.Module) -> Notes:
 def note(
     module: nn.Module,
     *,
+    name: str | None = None,
     input_size: tuple[int, ...] | None = None,
     begun_from: str | None = None,
     training_card: TrainingCard | None = None,
@@ -85,7 +88,7 @@ def note(
     entries: tuple[str, ...] | None = None,
 ) -> None:
     """Write what is known of a module; fields that are not given keep their values."""
-    given = {name: value for name, value in locals().items() if name != "module" and value is not None}
+    given = {key: value for key, value in locals().items() if key != "module" and value is not None}
     module.__dict__[_ATTRIBUTE] = replace(notes(module), **given)
 
 

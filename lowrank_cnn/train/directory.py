@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowrank_cnn.models.rebuild import entry_description
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import clear_temporaries, set_aside, write_json
 from lowrank_cnn.system.lock import locked
@@ -139,9 +140,11 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
     """The identity of a run: each fact by the words that name it."""
     model, data = about["model"], about["data"]
+    ours = entry_description(model)["model"] is not None
+    named = ("name", "base", "class")  # the name of another network may change with its file
     return {
-        "network": model["name"],
-        **{f"network's {field}": value for field, value in model.items() if field != "name"},
+        "network": model["name"] if ours else model.get("class", model["name"]),
+        **{f"network's {field}": value for field, value in model.items() if field not in named},
         "data set": data["name"],
         "classes": list(data["classes"]),
         "number of training images": data["train"],

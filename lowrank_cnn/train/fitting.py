@@ -25,6 +25,7 @@ from lowrank_cnn.train.execution import Compile
 from lowrank_cnn.train.fabric import add_up, batch_norm_over_all, launch
 from lowrank_cnn.train.failure import told_out_of_memory
 from lowrank_cnn.train.fake_int8 import ranges_of, trained_in_int8
+from lowrank_cnn.train.inputs import augmentation, input_size
 from lowrank_cnn.train.job import ExecutionOptions, Extras, Job
 from lowrank_cnn.train.loggers import Logged, check_loggers
 from lowrank_cnn.train.memory_check import check_memory
@@ -137,10 +138,13 @@ def _train(job: Job, saved: Checkpoint | None, *, log: Sequence[str], checkpoint
     seed_generators(job.seed, fabric.global_rank)
     model.to(fabric.device)
     with told_out_of_memory(recipe.batch_size, fabric.device), batch_norm_over_all(fabric, model, shown.say):
+        seen = input_size(job.data.test, augmentation(recipe))
+        check_memory(
+            model, job.data, recipe, seen, fabric.device
+        )  # before images are prepared, which takes memory
         inputs = job.inputs(saved)
         classes = None if job.extras.loss else len(job.data.classes)
         check_fits(model, inputs.size, classes, fabric.device, output=recipe.output)
-        check_memory(model, job.data, recipe, inputs.size, fabric.device)
         if recipe.whiten_first:
             whiten_first_layer(model, inputs.train, add_up=partial(add_up, fabric))
         for sentence in dropout_remarks(model, recipe, inputs.size):

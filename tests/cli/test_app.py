@@ -85,6 +85,32 @@ def test_help_of_every_command_is_shown_without_torch():
     assert done.stdout.endswith("\n{0} 0 False False\n"), done.stdout[-300:] + done.stderr
 
 
+def test_help_flows_and_long_examples_can_be_copied():
+    docstring = """Do it.
+
+    A paragraph
+    in two lines.
+
+    Examples:
+
+      lowrank train nin --data photos --scheme "learned(kx1, 1xk, 1x1, kxk)" --macs 0.4 --out runs/shapes
+      lowrank train nin
+    """
+    summary, paragraph, title, examples = app.help_text(docstring).split("\n\n")
+    assert (summary, paragraph, title) == ("Do it.", "A paragraph in two lines.", "Examples:")
+    assert examples.splitlines() == [
+        '  lowrank train nin --data photos --scheme "learned(kx1, 1xk, 1x1, kxk)" \\',
+        "      --macs 0.4 --out runs/shapes",
+        "  lowrank train nin",
+    ]
+
+
+@pytest.mark.parametrize("name", app.COMMANDS)
+def test_where_there_is_out_there_is_o(name: str):
+    options = [option.opts for option in app.load_command(name).params if "--out" in option.opts]
+    assert all("-o" in names for names in options)
+
+
 def test_alone_it_shows_what_it_can_do(capsys):
     assert app.run([]) == 0
     shown = capsys.readouterr().out
@@ -93,7 +119,7 @@ def test_alone_it_shows_what_it_can_do(capsys):
 
 @pytest.mark.parametrize("name", app.COMMANDS)
 def test_help_begins_with_the_line_of_the_list_and_has_examples(name: str):
-    first, *rest = inspect.cleandoc(app.load_command(name).help or "").splitlines()
+    first, *rest = inspect.cleandoc((app.load_command(name).help or "").replace(" \\\n", "")).splitlines()
     assert first == app.COMMANDS[name].summary
     assert sum(line.startswith(f"  lowrank {name}") for line in rest) >= 2
     assert not any(line.startswith("  ") and not line.startswith(f"  lowrank {name}") for line in rest)

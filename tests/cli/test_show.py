@@ -23,6 +23,11 @@ def test_tables_align_numbers_to_the_right_and_show_markup_as_it_is(capsys):
     assert " b    12345" in lines
 
 
+def test_a_title_is_as_wide_as_the_terminal_and_not_as_its_table(capsys):
+    print_table("Each class, the worst first", ("n",), [(1,)])
+    assert capsys.readouterr().out.splitlines()[0] == "Each class, the worst first"
+
+
 def test_json_is_plain(capsys):
     print_json({"a": [1, 2]})
     assert json.loads(capsys.readouterr().out) == {"a": [1, 2]}

@@ -130,6 +130,18 @@ def test_standardised_images_have_no_mean_and_unit_deviation(split: ResidentSpli
     assert torch.allclose(ready.std((0, 2, 3)), torch.ones(3), atol=1e-3)
 
 
+def test_statistics_take_a_few_images_at_once_and_stay_the_same(
+    split: ResidentSplit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Standardize.fit(split)
+    monkeypatch.setattr(preprocess, "_VALUES_AT_ONCE", 3 * split.images[0].numel())
+    assert preprocess._few(split.images) == 3
+    assert preprocess._few(torch.zeros(2, 3, 3000, 4000, dtype=torch.uint8)) == 1
+    parts = Standardize.fit(split)
+    assert torch.equal(whole.mean, parts.mean)
+    assert torch.equal(whole.std, parts.std)
+
+
 def test_a_channel_without_variance_stays_finite() -> None:
     split = ResidentSplit.of(torch.full((4, 1, 2, 2), 9, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64))
     assert torch.equal(Standardize.fit(split)(split.images), torch.zeros(4, 1, 2, 2))

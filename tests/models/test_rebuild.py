@@ -13,6 +13,7 @@ from lowrank_cnn.method.decomposing import decompose
 from lowrank_cnn.models import create_model
 from lowrank_cnn.models.rebuild import describe, entry_description, rebuild, run_entry, with_classes
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import note
 
 
 def through_json(value):
@@ -61,10 +62,20 @@ def test_a_network_of_others_is_rewritten_or_taken_as_it_is():
     assert rebuild(entry_description(run_entry(plain)), into=plain) is plain
 
 
+def test_a_network_of_others_keeps_the_name_that_its_user_gave_it():
+    net = own()
+    note(net, name="own.py:net")
+    entry = through_json(run_entry(net))
+    assert entry == {"name": "own.py:net", "class": "Sequential"}
+    assert entry_description(entry)["class"] == "Sequential"
+    low_rank = through_json(run_entry(convert(net, "lr")))
+    assert (low_rank["name"], low_rank["base"], low_rank["class"]) == ("own.py:net+lr", "own.py:net", "Sequential")
+
+
 def test_a_config_of_another_library_is_not_taken_for_ours():
     net = own()
     net.config = {"name": "nin", "hidden": object()}
-    assert run_entry(net) == {"name": "Sequential"}
+    assert run_entry(net) == {"name": "Sequential", "class": "Sequential"}
     assert describe(net)["model"] is None
 
 

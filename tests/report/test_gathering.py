@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from lowrank_cnn.report.gathering import comparable, gather
+from lowrank_cnn.report.charts.trade import our_point, trade_chart
+from lowrank_cnn.report.gathering import comparable, gather, variants
 from lowrank_cnn.report.reading import read_record
 from lowrank_cnn.report.records import NetworkResult, Records
 
@@ -80,6 +81,30 @@ def test_runs_with_other_settings_are_kept_apart_and_say_so():
     assert set(found) == {"nin, torch init", "nin, composite init"}
     found = entries_of(run("nin", 0.9, recipe={"epochs": 104}), run("nin", 0.8, recipe={"epochs": 56}))
     assert list(found) == ["nin, 56 epochs", "nin, 104 epochs"]
+
+
+def foreign(top1: float, params: int, **more) -> dict:
+    values = run("Sequential", top1, **more)
+    return {**values, "model": {"name": "Sequential"}, "result": {**values["result"], "params": params}}
+
+
+def test_networks_of_one_class_are_told_apart_by_their_cost():
+    labels = [entry.label for entry in gathered(foreign(0.5, 1000), foreign(0.7, 2000))]
+    assert labels == ["Sequential, 1.00k parameters", "Sequential, 2.00k parameters"]
+
+
+def test_the_twin_is_named_with_its_settings():
+    short, long = {"epochs": 1}, {"epochs": 3}
+    runs = [run("nin", 0.5, recipe=short), run("nin", 0.8, recipe=long), run("nin-c3-lr", 0.4, recipe=short)]
+    found = {entry.label: entry for entry in gathered(*runs)}
+    assert found["nin-c3-lr"].twin == "nin, 1 epoch"
+    points = [our_point(entry) for entry in found.values()]
+    (arrow,) = trade_chart(points, "macs", "top1")["arrows"]
+    assert (arrow["y"], arrow["y2"]) == (0.5, 0.4)
+
+
+def test_a_setting_that_was_not_set_is_not_named():
+    assert variants([{"dropout": "None"}, {"dropout": "0.2"}]) == ["", "dropout=0.2"]
 
 
 def test_a_twin_that_was_not_trained_is_counted_on_the_crops_of_the_run():

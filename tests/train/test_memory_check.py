@@ -10,7 +10,7 @@ from torch import nn
 
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train import Recipe, fit, memory_check
+from lowrank_cnn.train import Recipe, fit, inputs, memory_check
 from lowrank_cnn.train.memory_check import check_memory, free_memory, map_bytes
 
 CPU = torch.device("cpu")
@@ -41,6 +41,10 @@ def test_what_cannot_fit_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(memory_check, "free_memory", lambda _: 2**20)
     recipe = Recipe(batch_size=16, epochs=1)
     sentence = r"images of 64x64 take about .* GiB are free: .*--image-size 64"
+    with pytest.raises(LowRankError, match=sentence):
+        fit(net(), photographs(16, 64), recipe, progress=False, device="cpu")
+    # Before the images are prepared, which takes memory itself.
+    monkeypatch.setattr(inputs, "fit_preprocess", lambda *_, **__: pytest.fail("prepared"))
     with pytest.raises(LowRankError, match=sentence):
         fit(net(), photographs(16, 64), recipe, progress=False, device="cpu")
     check_memory(net(), photographs(16, 8), recipe, (3, 8, 8), CPU)

@@ -221,6 +221,16 @@ def test_going_on_with_another_network_names_what_differs():
         check_same_run(before, now)
 
 
+def test_a_file_of_the_user_may_be_renamed_between_the_parts_of_a_run():
+    data = {"name": "tiny", "classes": ["a"], "train": 4, "test": 2, "image": [1, 8, 8]}
+    models = ({"name": "old.py:net", "class": "Net"}, {"name": "new.py:net", "class": "Net"}, {"name": "Net"})
+    first, renamed, of_python = ({"model": model, "data": data, "seed": 0} for model in models)
+    check_same_run(first, renamed)
+    check_same_run(of_python, first)
+    with pytest.raises(LowRankError, match="with the network Net, and cannot go on with Other"):
+        check_same_run(first, {**first, "model": {"name": "old.py:net", "class": "Other"}})
+
+
 @pytest.mark.parametrize("content", ["", "{", '{"kind": "training", "schema": 1}'])
 def test_a_damaged_record_does_not_block_a_run_whose_checkpoints_are_whole(driver, tmp_path, capsys, content):
     whole, first = driver.train(tmp_path, epochs=2)

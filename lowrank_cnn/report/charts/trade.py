@@ -9,7 +9,7 @@ from typing import Any
 
 from lowrank_cnn.paper.published import MAIN_TABLES, Published, rows
 from lowrank_cnn.report.charts.vega import LABEL_LAYER, Spec, filled, label_rows, template
-from lowrank_cnn.report.comparing import is_twin, twin_id
+from lowrank_cnn.report.comparing import is_twin
 from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.records import CPU, GPU, NetworkResult
 from lowrank_cnn.system.text import percent, si
@@ -64,9 +64,8 @@ class TradePoint:
     details: tuple[tuple[str, str], ...] = ()
     n: int | None = None
     """The number of test images, if known."""
-    network: str = ""
-    twin: str | None = None
-    """The dense network that it is compared with, by its name and options."""
+    twin: str = ""
+    """The label of the dense network that it is compared with."""
 
 
 def trade_points(results: Sequence[NetworkResult]) -> list[TradePoint]:
@@ -82,7 +81,6 @@ def our_point(result: NetworkResult) -> TradePoint:
         measured[device] = timing.ms_per_image if timing else None
     values = {name: float(value) for name, value in measured.items() if value is not None}
     errors = {"top1": result.top1_spread} if result.top1_spread is not None else {}
-    twin = None if is_twin(result) else twin_id(result.network).label
     return TradePoint(
         label=result.label,
         kind=DENSE if is_twin(result) else LOW_RANK,
@@ -92,8 +90,7 @@ def our_point(result: NetworkResult) -> TradePoint:
         errors=errors,
         details=tuple(_details(result)),
         n=result.n,
-        network=result.network.label,
-        twin=twin,
+        twin=result.twin,
     )
 
 
@@ -181,8 +178,8 @@ def _row(point: TradePoint, axis: str, metric: str, *, error: bool) -> dict[str,
 def _arrows(points: Sequence[TradePoint], marks: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
     """From each dense network that was trained here to the low-rank ones that it is compared with."""
     both = list(zip(points, marks, strict=True))
-    dense = {(p.network, p.protocol): mark for p, mark in both if p.kind == DENSE}
-    pairs = [(dense.get((p.twin or "", p.protocol)), mark) for p, mark in both if p.kind == LOW_RANK]
+    dense = {(p.label, p.protocol): mark for p, mark in both if p.kind == DENSE}
+    pairs = [(dense.get((p.twin, p.protocol)), mark) for p, mark in both if p.kind == LOW_RANK]
     return [{"x": a["x"], "y": a["y"], "x2": b["x"], "y2": b["y"]} for a, b in pairs if a]
 
 

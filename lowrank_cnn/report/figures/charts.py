@@ -69,7 +69,9 @@ def _ours(figure: TradeFigure, options: FigureOptions) -> dict[str, list[TradePo
             found.setdefault(data_label(result.data), []).append(our_point(result))
     for data, points in found.items():
         if len({point.protocol for point in points}) > 1:
-            found[data] = [replace(p, label=f"{p.label} ({p.protocol})") for p in points]
+            found[data] = [
+                replace(p, label=f"{p.label} ({p.protocol})", twin=f"{p.twin} ({p.protocol})") for p in points
+            ]
     return found
 
 
