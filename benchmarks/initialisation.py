@@ -134,7 +134,8 @@ def judged(book: RunBook) -> list[dict[str, Any]]:
     }
     others = [init for init in INITIALISATIONS if init != "composite"]
     pairs = [pair for init in others for pair in (("composite", init), (init, "composite"))]
-    return paired_answers(pairs, runs, margin=asked["margin"], alpha=asked["alpha"])
+    how = {"margin": asked["margin"], "alpha": asked["alpha"], "least_runs": asked["seeds"]}
+    return paired_answers(pairs, runs, **how)
 
 
 def summary(book: RunBook) -> list[dict[str, Any]]:

@@ -149,7 +149,8 @@ def judged(book: RunBook) -> list[dict[str, Any]]:
     asked = read_questions()["learned_shapes"]
     runs = {way: [row for row in book.rows if row["way"] == way] for way in WAYS}
     pairs = [(way, rival) for way in LEARNED for rival in asked["rivals"]]
-    return paired_answers(pairs, runs, margin=asked["better_by"], alpha=asked["alpha"])
+    how = {"margin": asked["better_by"], "alpha": asked["alpha"], "least_runs": asked["seeds"]}
+    return paired_answers(pairs, runs, **how)
 
 
 class ShapeBench:

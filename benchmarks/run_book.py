@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import write_record
+from lowrank_cnn.frontier.answering import EARLY, NO, OPEN, YES
 from lowrank_cnn.frontier.record import pack, unpack
 from lowrank_cnn.frontier.resampling import RESAMPLES, compare
 from lowrank_cnn.system.errors import LowRankError
@@ -25,7 +26,6 @@ from lowrank_cnn.system.statistics import holm
 from lowrank_cnn.system.text import duration
 from lowrank_cnn.train.side_by_side import WorkerPool
 
-YES, NO, OPEN = "yes", "no", "undecided"
 KEYS = ("phase", "way", "init", "rate", "seed")
 """The names that keys are made of."""
 Key = dict[str, Any]
@@ -144,12 +144,13 @@ def paired_answers(
     *,
     margin: float,
     alpha: float,
+    least_runs: int = 1,
     resamples: int = RESAMPLES,
 ) -> list[dict[str, Any]]:
     """For each pair (ours, theirs): is ours better by the margin? Intervals resample seeds and images.
 
     Verdicts follow Holm's correction over all pairs: yes where p is below alpha, no where the interval lies below
-    the margin.
+    the margin. With fewer than `least_runs` of either there is none yet.
     """
     both = [(a, b) for a, b in pairs if runs.get(a) and runs.get(b)]
     how = {"margin": margin, "alpha": alpha, "resamples": resamples}
@@ -157,6 +158,7 @@ def paired_answers(
     found = []
     for (ours, theirs), gap, p in zip(both, gaps, holm([gap.p for gap in gaps]), strict=True):
         verdict = YES if p < alpha else NO if gap.high < margin else OPEN
+        verdict = EARLY if min(len(runs[ours]), len(runs[theirs])) < least_runs else verdict
         values = {"gap": gap.points, "low": gap.low, "high": gap.high, "p": gap.p, "corrected": p}
         found.append({"ours": ours, "theirs": theirs, "margin": margin, **values, "verdict": verdict})
     return found

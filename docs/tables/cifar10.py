@@ -8,7 +8,7 @@ from typing import Any
 
 from tables.form import RESULTS, markdown, source
 
-ONCE = "Mean ± standard deviation over seeds; 50,000 images to train on, the test set met once, at the end."
+ONCE = "Mean ± standard deviation over seeds; 50,000 images to train on, the test set used once, at the end."
 
 
 def cifar10_paper() -> str:

@@ -29,7 +29,7 @@ def _ways(name: str, found: dict[str, Any]) -> str:
     width = f" (width {about['width']:g})" if about["width"] != 1 else ""
     title = f"**{about['network']}{width} on {about['data']}, {about['recipe']['epochs']} epochs**\n\n"
     table = markdown(["way", "of the MACs", "top-1 %", "runs"], [_line(way, ways[way]) for way in order])
-    decided = [one for one in found.get("answers", []) if one["verdict"] != "undecided"]
+    decided = [one for one in found.get("answers", []) if one["verdict"] in ("yes", "no")]
     verdicts = [
         f"`{one['ours']}` over `{one['theirs']}` by {one['margin']:g}: {one['verdict']}" for one in decided
     ]

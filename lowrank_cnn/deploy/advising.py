@@ -289,7 +289,7 @@ def _advice(
         MIXED: "Take low-rank filters in the layers listed as such, and make all layers thinner.",
     }[best.name]
     device = torch.cuda.get_device_name(bench.example.device) if bench.example.is_cuda else "cpu"
-    kind = bench.example.dtype if bench.precision == "fp32" else bench.precision
+    kind = str(bench.example.dtype).removeprefix("torch.") if bench.precision == "fp32" else bench.precision
     verdict = f"{says} Measured on {device} in {bench.engine}, {kind}: {others}."
     network = forms[best.name][1]
     return Advice(verdict, best.name, network, layers, tuple(f for f, _ in forms.values()), device, bench.engine)

@@ -48,7 +48,7 @@ def variants_of(conv: nn.Conv2d) -> dict[str, nn.Module]:
 
 def layer_advice(name: str, ms: Mapping[str, float], damage: Mapping[str, Damage] | None) -> LayerAdvice:
     """The form that is faster with as many MACs or, where damage is known, that loses less in as much time."""
-    told = f"strips take {ms['strips'] / ms['dense']:.2f} of its time, as many MACs of a thinner conv "
+    told = f"strips take {ms['strips'] / ms['dense']:.2f} of its time, a thinner conv with as many MACs "
     told += f"{ms['thin'] / ms['dense']:.2f}"
     faster = LOW_RANK if ms["strips"] < CLEARLY * ms["thin"] else THINNER
     row = LayerAdvice(name, ms["dense"], ms["strips"], ms["thin"], None, None, faster, told)

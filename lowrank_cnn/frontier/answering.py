@@ -16,7 +16,7 @@ from lowrank_cnn.system.statistics import holm
 
 QUESTIONS = Path(__file__).with_name("questions.json")
 BETTER, FASTER = "better", "faster"
-YES, NO, OPEN, EARLY = "yes", "no", "undecided", "too few runs"
+YES, NO, OPEN, EARLY, UNEQUAL = "yes", "no", "undecided", "too few runs", "tuned unequally"
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def answer(
     """Every question that a record can answer, corrected for all of them together.
 
     A verdict is yes where the corrected p is below alpha, no where the interval lies below the margin, and
-    undecided else. With fewer runs than were registered there is none yet. The controls are dense networks of the
-    record: the thinnest that takes at least as long.
+    undecided else. With fewer runs than were registered there is none yet, and none where one side had other tries
+    of the learning rate. The controls are dense networks of the record: the thinnest that takes at least as long.
     """
     questions = questions or read_questions()
     asked = question_set(found, questions)
@@ -81,7 +81,10 @@ def answer(
             control = _control(found, factor * row.timing.ratio)
             if control is not None:
                 answers.append(_compared(found, question, margin, row, control, questions["alpha"], resamples))
-    return _corrected(answers, questions["alpha"], asked.get("seeds", 1))
+    return [
+        replace(one, corrected=p, verdict=_verdict(found, one, p, questions["alpha"], asked.get("seeds", 1)))
+        for one, p in zip(answers, holm([one.p for one in answers]), strict=True)
+    ]
 
 
 def _control(found: Frontier, least: float) -> DesignRow | None:
@@ -113,15 +116,18 @@ def _compared(
     )
 
 
-def _corrected(answers: list[Answer], alpha: float, least_runs: int) -> list[Answer]:
-    judged = []
-    for one, p in zip(answers, holm([one.p for one in answers]), strict=True):
-        verdict = YES if p < alpha else NO if one.high < one.margin else OPEN
-        verdict = (
-            EARLY if min(one.runs) < least_runs else verdict
-        )  # looking early and often finds what is not there
-        judged.append(replace(one, corrected=p, verdict=verdict))
-    return judged
+def _verdict(found: Frontier, one: Answer, p: float, alpha: float, least_runs: int) -> str:
+    if _tries(found, one.design) != _tries(found, one.control):
+        return UNEQUAL
+    if min(one.runs) < least_runs:
+        return EARLY  # looking early and often finds what is not there
+    return YES if p < alpha else NO if one.high < one.margin else OPEN
+
+
+def _tries(found: Frontier, name: str) -> set[tuple[float, int]]:
+    """The factors of the learning rate that a design was tried with, and how often."""
+    row = found.row(name)
+    return {(one.rate, len(one.accuracies)) for one in row.tries if one.accuracies} if row else set()
 
 
 def add_answers(found: Frontier, *, resamples: int = RESAMPLES) -> list[Answer]:

@@ -64,12 +64,12 @@ _SMALL = (
 
 _ONE_RUN = (
     "One run of each network: the learning rate is divided when accuracy on the 2% of training images held out "
-    "levels off, and the run goes on; the validation set is met once, at the end, one centre crop per image."
+    "levels off, and the run goes on; the validation set is used once, at the end, one centre crop per image."
 )
 
 _BY_HAND = (
     "The learning rate is divided after the same epochs in all networks, set by hand near where accuracy on "
-    "held-out training images had levelled off for nin and nin-c3; the test set is met once, at the end."
+    "held-out training images had levelled off for nin and nin-c3; the test set is used once, at the end."
 )
 
 CLASSES = {"cifar10": 10}

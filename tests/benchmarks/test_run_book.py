@@ -74,5 +74,7 @@ def test_pairs_are_judged_together(run_book):
     pairs = [("best", "good"), ("good", "best"), ("best", "absent"), ("good", "good")]
     better, worse, same = run_book.paired_answers(pairs, runs, margin=0.5, alpha=0.01, resamples=2000)
     assert (better["verdict"], worse["verdict"], same["verdict"]) == ("yes", "no", "undecided")
+    early = run_book.paired_answers(pairs, runs, margin=0.5, alpha=0.01, least_runs=5, resamples=100)
+    assert {one["verdict"] for one in early} == {"too few runs"}
     assert better["corrected"] == pytest.approx(3 * better["p"])
     assert better["low"] < better["gap"] < better["high"]

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from lowrank_cnn.frontier.answering import EARLY, NO, YES, add_answers, answer, read_questions
+from lowrank_cnn.frontier.answering import EARLY, NO, UNEQUAL, YES, add_answers, answer, read_questions
 from lowrank_cnn.frontier.designs import CANDIDATES, FAMILIES, LEARNED
-from lowrank_cnn.frontier.record import Frontier, load_frontier
+from lowrank_cnn.frontier.record import Frontier, RateTry, load_frontier
 
 
 def test_the_questions_name_families_and_designs_that_exist():
@@ -39,6 +39,15 @@ def test_what_loses_is_said(make_frontier: Callable[..., Frontier]):
 def test_there_is_no_verdict_before_the_registered_number_of_runs(make_frontier: Callable[..., Frontier]):
     found = make_frontier({"dense": (0.93, 1.0, 32), "dense@0.5": (0.9, 0.5, 32), "lr": (0.7, 0.5, 31)})
     assert {one.verdict for one in answer(found, resamples=500)} == {EARLY}
+
+
+def test_there_is_no_verdict_where_one_side_was_tuned_more(make_frontier: Callable[..., Frontier]):
+    found = make_frontier({"dense": (0.93, 1.0, 32), "dense@0.5": (0.9, 0.5, 32), "lr": (0.7, 0.5, 32)})
+    tries = [RateTry(0.5, [0.8]), RateTry(1.0, [0.9])]
+    for rows, verdict in ((found.rows[2:], UNEQUAL), (found.rows, NO)):
+        for row in rows:
+            row.tries = tries
+        assert {one.verdict for one in answer(found, resamples=500)} == {verdict}
 
 
 def test_what_was_not_asked_is_not_judged(make_frontier: Callable[..., Frontier]):

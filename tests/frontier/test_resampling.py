@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lowrank_cnn.frontier.resampling import compare, resampled_gaps
+from lowrank_cnn.system.statistics import student_t
 
 
 def answers(runs: int, share: float, seed: int, *, noise: float = 0.1) -> torch.Tensor:
@@ -55,3 +56,27 @@ def test_a_gap_that_is_there_is_found_and_one_that_is_not_is_not():
 def test_runs_of_one_seed_alone_can_be_compared():
     gap = compare(answers(1, 0.95, 1), answers(1, 0.9, 2), margin=0.0, alpha=0.01)
     assert gap.low < gap.points < gap.high
+
+
+@pytest.mark.parametrize("runs", [4, 16])
+def test_a_gap_of_nothing_is_seldom_found(runs: int):
+    """Few runs do not tell how much runs differ: a plain bootstrap of four claims a gap too often."""
+    trials, alpha = 120, 0.1
+    gaps = [
+        compare(answers(runs, 0.9, 2 * n), answers(runs, 0.9, 2 * n + 1), margin=0.0, alpha=alpha, resamples=300)
+        for n in range(trials)
+    ]
+    assert sum(gap.p < alpha for gap in gaps) <= 1.5 * alpha * trials
+    assert sum(not gap.low < 0 < gap.high for gap in gaps) <= 1.5 * alpha * trials
+
+
+def test_the_spread_of_seeds_is_that_of_students_t():
+    """Where images add nothing: a gap of two designs whose runs differ, and whose images are all alike."""
+    share = torch.tensor([0.2, 0.4, 0.5, 0.9, 0.6])
+    ours = torch.arange(1000) < 1000 * share[:, None]
+    gaps = resampled_gaps(
+        ours.repeat_interleave(1000, 1), ours[:1].repeat_interleave(1000, 1), resamples=40000, seed=0
+    )
+    found = (torch.quantile(gaps, 0.975) - torch.quantile(gaps, 0.025)) / 2
+    reach = student_t(0.975, 4) * 100 * float(share.std()) / 5**0.5
+    assert float(found) == pytest.approx(reach, rel=0.12)
