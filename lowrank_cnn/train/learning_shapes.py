@@ -26,6 +26,7 @@ from lowrank_cnn.data.types import generator
 from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.channel_order import free_routes
 from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.method.selection import Where
 from lowrank_cnn.method.settling import LearnedShapes, settle
@@ -261,7 +262,7 @@ def _costs(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise LowRankError("times are measured by one process: start with one, and go on with several by resume.")
     place = resolve_device(device)
-    costs = time_costs(shaped.to(place), model.to(place), size)
+    costs = time_costs(shaped.to(place), copy_with(model).to(place), size)
     if known is not None:
         known.parent.mkdir(parents=True, exist_ok=True)
         write_json(known, costs.to_dict())

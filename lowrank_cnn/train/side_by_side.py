@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import threading
 from collections import deque
@@ -18,6 +19,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -41,6 +44,7 @@ class WorkerPool(Generic[Job, Result]):
     do: Callable[[Job], Result]
     processes: int = 1
     _executor: ProcessPoolExecutor | None = field(default=None, init=False)
+    _folder: TemporaryDirectory[str] | None = field(default=None, init=False)
     _alive: Connection | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -58,6 +62,9 @@ class WorkerPool(Generic[Job, Result]):
             self._executor.shutdown(wait=True, cancel_futures=True)
             self._alive.close()
             self._executor = self._alive = None
+        if self._folder:
+            self._folder.cleanup()
+            self._folder = None
 
     def results(
         self,
@@ -108,11 +115,16 @@ class WorkerPool(Generic[Job, Result]):
         if self._executor is None:
             ended, self._alive = Pipe(duplex=False)
             threads = max(1, torch.get_num_threads() // self.processes)
+            # Through a file: a pipe would let this process wait for each of the others to import torch first.
+            self._folder = TemporaryDirectory(prefix="lowrank-")
+            copy = Path(self._folder.name) / "do.pickle"
+            with copy.open("wb") as file:
+                pickle.dump(self.do, file)
             self._executor = ProcessPoolExecutor(
                 self.processes,
                 mp_context=get_context("spawn"),  # a forked process cannot use CUDA
                 initializer=_set_up,
-                initargs=(self.do, ended, threads),
+                initargs=(copy, ended, threads),
             )
         return self._executor
 
@@ -142,13 +154,14 @@ def _outcome(future: Future[Result]) -> Result | LowRankError:
         ) from error
 
 
-def _set_up(do: Callable[[Any], Any], ended: Connection, threads: int) -> None:
+def _set_up(copy: Path, ended: Connection, threads: int) -> None:
     """Prepare a process of the pool: it ends with the one that started it, and never measures kernels."""
     threading.Thread(target=_leave_with, args=(ended,), daemon=True).start()
     torch.set_num_threads(threads)
     # Kernels are chosen by time, and a device that is shared has no times to choose by.
     os.environ.setdefault("LOWRANK_KERNELS", "off")
-    _worker[:] = [do]
+    with copy.open("rb") as file:
+        _worker[:] = [pickle.load(file)]
 
 
 def _leave_with(ended: Connection) -> None:

@@ -190,8 +190,9 @@ def test_a_family_that_is_not_there_is_refused(tmp_path: Path, squares: Data):
         trace_frontier("airbensh", squares, tmp_path)
 
 
+@pytest.mark.nightly
 def test_runs_side_by_side_find_what_runs_alone_find(tmp_path: Path, squares: Data):
-    plan = FrontierPlan(("lr",), match=(), seeds=2, batch=0, base=0.25, rates=(0.5, 1.0))
+    plan = FrontierPlan(("lr",), match=(), seeds=1, batch=0, base=0.25, rates=(0.5, 1.0))
     how = {"settings": SMALL, "device": "cpu"}
     lines: list[str] = []
     beside = dataclasses.replace(plan, processes=2)
@@ -201,8 +202,8 @@ def test_runs_side_by_side_find_what_runs_alone_find(tmp_path: Path, squares: Da
     for ours, theirs in zip(both.rows, alone.rows, strict=True):
         assert (ours.rate, ours.tries) == (theirs.rate, theirs.tries)
         assert [run.sha256 for run in ours.runs] == [run.sha256 for run in theirs.runs]
-        assert [(run.seconds, run.processes) for run in ours.runs] == [(None, 2)] * 2
+        assert [(run.seconds, run.processes) for run in ours.runs] == [(None, 2)]
         assert all(run.seconds and run.processes == 1 for run in theirs.runs)
-    assert lines[-1].startswith("4/4  lr seed 2: ")
+    assert lines[-1].startswith("2/2  lr seed 1: ")
     assert "beside others" in lines[-1]
     assert load_frontier(both.folder).rows == both.rows

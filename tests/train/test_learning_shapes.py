@@ -13,7 +13,8 @@ import lowrank_cnn as lr
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.settling import has_learned
-from lowrank_cnn.train import Recipe
+from lowrank_cnn.method.shape_network import time_costs
+from lowrank_cnn.train import Recipe, learning_shapes
 from lowrank_cnn.train.learning_shapes import Learned, ShapeSchedule, learn_shapes
 from lowrank_cnn.train.trained import load_checkpoint
 
@@ -131,10 +132,18 @@ def test_a_resumed_run_learns_the_same_bits(tmp_path, by):
     assert str(lr.load_shapes(tmp_path / "whole" / "shapes.json")) == str(whole.shapes)
 
 
-def test_time_is_a_budget_too(tmp_path):
-    found = learn_shapes(small_net(), stripes(), RECIPE, latency=0.95, epochs=2, out=tmp_path, **QUIET)
+def test_time_is_a_budget_too(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    model, timed = small_net(), []
+
+    def keeping(shaped: nn.Module, dense: nn.Module, size: tuple[int, ...]):
+        timed.append(dense)
+        return time_costs(shaped, dense, size)
+
+    monkeypatch.setattr(learning_shapes, "time_costs", keeping)
+    found = learn_shapes(model, stripes(), RECIPE, latency=0.95, epochs=2, out=tmp_path, **QUIET)
     assert (tmp_path / "shape_costs.json").exists()
     assert found.macs < 1
+    assert timed[0] is not model  # that would move the user's model to the device
 
 
 @pytest.mark.parametrize(

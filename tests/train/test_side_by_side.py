@@ -65,7 +65,7 @@ def test_a_process_that_is_killed_is_reported_in_one_sentence():
             list(pool.results([("die", 0), ("a", 0)]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_processes_end_with_the_one_that_started_them(how: signal.Signals):
