@@ -55,7 +55,7 @@ def resampled_gaps(ours: Tensor, theirs: Tensor, *, resamples: int, seed: int) -
     noise = torch.randn(resamples, len(answers), generator=draw, dtype=torch.float64)
     shares = answers.mean(1) + (noise * values.clamp(min=0).sqrt()) @ vectors.T
     one, other = shares.split([len(ours), len(theirs)], dim=1)
-    return 100 * (_over_seeds(one, draw) - _over_seeds(other, draw))
+    return (100 * (_over_seeds(one, draw) - _over_seeds(other, draw))).clamp(-100, 100)
 
 
 def _over_seeds(shares: Tensor, draw: torch.Generator) -> Tensor:

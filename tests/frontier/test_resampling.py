@@ -53,6 +53,11 @@ def test_a_gap_that_is_there_is_found_and_one_that_is_not_is_not():
     assert better.points == pytest.approx(10, abs=2.5)
 
 
+def test_two_runs_of_each_say_next_to_nothing_and_no_nonsense():
+    gap = compare(answers(2, 0.95, 1), answers(2, 0.9, 2), margin=0.0, alpha=0.01)
+    assert -100 <= gap.low < -10 < 10 < gap.high <= 100
+
+
 def test_runs_of_one_seed_alone_can_be_compared():
     gap = compare(answers(1, 0.95, 1), answers(1, 0.9, 2), margin=0.0, alpha=0.01)
     assert gap.low < gap.points < gap.high
