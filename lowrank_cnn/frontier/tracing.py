@@ -7,7 +7,7 @@ then every design is tuned by the same tries, then all are trained with the firs
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,7 +108,7 @@ class Tracer:
             for row in [row for row in self._rows() if not row.dense]:
                 self._match(row)
             self._tune()
-            self._train()
+            self._run_all(self._left(), self._keep)
         except BudgetSpent:
             self.say(f"The time is over ({self.plan.budget:.0f} s): the same command goes on from here.")
 
@@ -199,42 +199,28 @@ class Tracer:
             for rate in self.plan.rates
             for place in range(len(row.tried(rate).accuracies), self.plan.tries)
         ]
-        for job, outcome in self._results(jobs):
-            row = self._row(job.design)
-            accuracy = outcome.correct / outcome.images
-            row.tried(job.rate).accuracies.append(accuracy)
-            self.found.save()
-            self.say(
-                f"{job.design.name}, {job.rate:g} times the rate: {100 * accuracy:.2f}% of the images held out"
-            )
+        self._run_all(jobs, self._keep_try)
         for row in rows:
             tries = [one for one in row.tries if one.accuracies]
             row.rate = max(tries, key=lambda one: sum(one.accuracies) / len(one.accuracies)).rate
         self.found.save()
 
-    def _train(self) -> None:
-        jobs, walls = self._left(), []
-        for job, outcome in self._results(jobs):
-            walls.append(outcome.wall)
-            line = self._keep(job, outcome)
-            rest = sum(walls) / len(walls) * (len(jobs) - len(walls)) / self.plan.processes
-            self.say(f"{len(walls)}/{len(jobs)}  {line}; {duration(rest)} left")
-
-    def _results(self, jobs: list[DesignRun]) -> Iterator[tuple[DesignRun, RunOutcome]]:
-        """The outcomes of runs, as long as the time lasts; a teacher is trained before."""
+    def _run_all(self, jobs: list[DesignRun], keep: Callable[[DesignRun, RunOutcome], str]) -> None:
+        """Make runs as long as the time lasts, keep each, and tell how it went; a teacher is trained before."""
         if not jobs:
             return
         if self.plan.teacher:
             self._check_budget()
             taught = self.maker.teach(held_out=jobs[0].held_out)
             self.say(f"The teacher, {self.plan.teacher}: {100 * taught.result['top1']:.2f}%")
-        done = 0
+        walls: list[float] = []
         for job, outcome in self.pool.results(jobs, may_begin=lambda _: not self._spent):
             if isinstance(outcome, LowRankError):
                 raise outcome
-            yield job, outcome
-            done += 1
-        if done < len(jobs):
+            walls.append(outcome.wall)
+            rest = sum(walls) / len(walls) * (len(jobs) - len(walls)) / self.plan.processes
+            self.say(f"{len(walls)}/{len(jobs)}  {keep(job, outcome)}; {duration(rest)} left")
+        if len(walls) < len(jobs):
             raise BudgetSpent
 
     def _left(self) -> list[DesignRun]:
@@ -251,6 +237,13 @@ class Tracer:
         row = self.found.row(design.name)
         assert row is not None
         return row
+
+    def _keep_try(self, job: DesignRun, outcome: RunOutcome) -> str:
+        """Write a try into the record; a sentence about it."""
+        accuracy = outcome.correct / outcome.images
+        self._row(job.design).tried(job.rate).accuracies.append(accuracy)
+        self.found.save()
+        return f"{job.design.name}, {job.rate:g} times the rate: {100 * accuracy:.2f}% of the images held out"
 
     def _keep(self, job: DesignRun, outcome: RunOutcome) -> str:
         """Write a run into the record; a sentence about it."""
