@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import json
 
-from lowrank_cnn.cli.show import console, first_process, print_json, print_table, status_line
+import pytest
+
+from lowrank_cnn.cli.show import (
+    console,
+    continued_by_same_command,
+    first_process,
+    print_json,
+    print_table,
+    status_line,
+)
+from lowrank_cnn.train import Interrupted
 
 
 def test_names_do_not_control_the_terminal(capsys):
@@ -43,3 +53,10 @@ def test_the_status_line_escapes_names_too(capsys):
     with status_line() as shown:
         shown("\x1b[2Jnet")("layer 1")
     assert "\x1b[2J" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupted])
+def test_ctrl_c_says_how_to_continue(error: type[KeyboardInterrupt]):
+    """Between two runs of this process, or while other processes train, it is a plain KeyboardInterrupt."""
+    with pytest.raises(Interrupted, match="the same command continues from here"), continued_by_same_command():
+        raise error
