@@ -250,6 +250,7 @@ def _chart(group: str, lines: list[Line]) -> dict[str, Any]:
     x = {"field": "ms", "type": "quantitative", "title": "milliseconds for 256 images", "scale": {"domain": times}}
     x["axis"] = {"tickCount": 6}
     y = {"field": "top1", "type": "quantitative", "title": "top-1, %", "scale": {"domain": shares}}
+    y["axis"] = {"titlePadding": 14}  # fonts of a browser are wider than the one that is measured here
     kinds = [kind for kind in (DENSE, LOW_RANK, THIN) if kind in {line.kind for line in lines}]
     shapes = {"domain": kinds, "range": ["circle", "square", "diamond"][: len(kinds)]}
     colours = {"domain": kinds, "range": ["#d55e00", "#0072b2", "#6a6a6a"][: len(kinds)]}
