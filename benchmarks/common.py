@@ -23,6 +23,25 @@ def parser(text: str | None, out: str) -> argparse.ArgumentParser:
     return made
 
 
+def training_parser(
+    text: str | None, out: str, *, network: str, recipe: str, seeds: int
+) -> argparse.ArgumentParser:
+    """A parser with the options of benchmarks that train one network many times, and their defaults."""
+    made = parser(text, out)
+    made.add_argument("--data", required=True)
+    made.add_argument("--network", default=network)
+    made.add_argument("--width", type=float, default=1.0)
+    made.add_argument("--recipe", default=recipe)
+    made.add_argument("--set", dest="settings", action="append", default=[], help="field=value of the recipe")
+    made.add_argument("--seeds", type=int, default=seeds, help="full runs of each")
+    made.add_argument("--limit", type=int, help="images of each split")
+    made.add_argument("--image-size", type=int, help="bring images to this square")
+    made.add_argument("--device", default="auto")
+    made.add_argument("--processes", type=int, default=1, help="trainings at a time on the device")
+    made.add_argument("--budget", type=float, default=float("inf"), help="seconds")
+    return made
+
+
 def write_record(path: Path, kind: str, *, by_line: str = "", **values: Any) -> None:
     """A record of one run, with what it was measured with unless it says so itself; the file is always whole.
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import parser
+from benchmarks.common import training_parser
 from benchmarks.run_book import BudgetSpent, Key, Row, RunBook, kept_answers, paired_answers, timed
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.frontier.answering import read_questions
@@ -181,22 +181,12 @@ def _line(row: dict[str, Any]) -> tuple[object, ...]:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     asked = read_questions()["initialisation"]
-    made = parser(__doc__, "initialisation.json")
-    made.add_argument("--data", required=True)
-    made.add_argument("--network", default="nin-c3-lr")
-    made.add_argument("--width", type=float, default=1.0)
-    made.add_argument("--recipe", default="nin-paper")
-    made.add_argument("--set", dest="settings", action="append", default=[], help="field=value of the recipe")
+    names = {"network": "nin-c3-lr", "recipe": "nin-paper"}
+    made = training_parser(__doc__, "initialisation.json", **names, seeds=asked["seeds"])
     made.add_argument("--inits", nargs="+", choices=list(INITIALISATIONS), default=list(INITIALISATIONS))
     made.add_argument("--rates", type=float, nargs="+", default=asked["rates"], help="factors of the recipe's")
     made.add_argument("--tries", type=int, default=asked["tries"], help="seeds of each rate")
-    made.add_argument("--seeds", type=int, default=asked["seeds"], help="full runs of each")
     made.add_argument("--epochs", type=int, help="of a full run")
-    made.add_argument("--limit", type=int, help="images of each split")
-    made.add_argument("--image-size", type=int, help="bring images to this square")
-    made.add_argument("--device", default="auto")
-    made.add_argument("--processes", type=int, default=1, help="trainings at a time on the device")
-    made.add_argument("--budget", type=float, default=float("inf"), help="seconds")
     return made.parse_args(arguments)
 
 

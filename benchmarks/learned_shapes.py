@@ -38,7 +38,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from benchmarks.common import parser
+from benchmarks.common import training_parser
 from benchmarks.run_book import BudgetSpent, Key, Row, RunBook, kept_answers, paired_answers, timed
 from benchmarks.stripes import rows_share, stripes
 from lowrank_cnn.data import Data, open_data
@@ -125,22 +125,11 @@ def _train_all(bench: ShapeBench) -> None:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, "learned_shapes.json")
-    made.add_argument("--data", required=True)
-    made.add_argument("--network", default="nin")
-    made.add_argument("--width", type=float, default=1.0)
-    made.add_argument("--recipe", default="modern")
-    made.add_argument("--set", dest="settings", action="append", default=[], help="field=value of the recipe")
+    made = training_parser(__doc__, "learned_shapes.json", network="nin", recipe="modern", seeds=4)
     made.add_argument("--macs", type=float, default=0.4)
     made.add_argument("--multiple", type=int, default=8)
-    made.add_argument("--limit", type=int, help="images of each split")
-    made.add_argument("--image-size", type=int, help="bring images to this square")
-    made.add_argument("--seeds", type=int, default=4)
     made.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    made.add_argument("--device", default="auto")
-    made.add_argument("--processes", type=int, default=1, help="trainings at a time on the device")
     made.add_argument("--time", action="store_true")
-    made.add_argument("--budget", type=float, default=float("inf"), help="seconds")
     return made.parse_args(arguments)
 
 

@@ -507,6 +507,34 @@ def test_the_first_screen_takes_three_networks_of_a_frontier(blocks: ModuleType,
     assert "lr-join@" not in text  # it takes nearly as long as the dense network
 
 
+def test_timed_networks_take_their_accuracies_from_one_frontier(blocks: ModuleType, put: Put, tmp_path: Path):
+    times = {"dense, torch.compile": 3.0, "dense, optimize": 2.0, "low-rank, optimize": 1.0, "thin, optimize": 1.5}
+    row = {"row": "torchvision:resnet18/lr", "macs": {"dense": 10**9, "low-rank": 4 * 10**8, "thin": 5 * 10**8}}
+    row["inference"] = {"ms": {way: {"ms": ms} for way, ms in times.items()}}
+    put("gpu_models.json", {"runs": [{"environment": ENVIRONMENT, "rows": [row]}]})
+    speed = {"batch": 256, "ms": 1.0, "dense_ms": 4.0}
+    names = ("nin-c3-lr", "vgg11-gmp-lr", "vgg11-gmp-lr-join")
+    rows = [{**speed, "network": name, "mode": mode} for name in names for mode in ("inference", "training")]
+    put("gpu_speed.json", {"runs": [{"environment": ENVIRONMENT, "rows": rows}]})
+    for folder, known in (("cifar10", ("nin", "nin-c3-lr")), ("tiny-imagenet", ("vgg11-gmp", *names[1:]))):
+        table = [{"part": "paper", "network": name, "top1": [0.5]} for name in known]
+        put(f"{folder}/table.json", {"rows": table})
+    found = empty_frontier(tmp_path, "resnet18")
+    for scheme, width, macs, correct in (("dense", 1.0, 100, 900), ("lr", 1.0, 40, 890), ("dense", 0.7, 55, 880)):
+        name = scheme if width == 1 else f"{scheme}@{width}"
+        runs = [SeedRun(seed, correct, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in range(1, 5)]
+        design = {"name": name, "scheme": scheme, "width": width, "matched": ""}
+        found.rows.append(DesignRow(design, macs, 10, None, runs=runs))
+        found.save()
+        tops = {kind: cells(blocks.TABLES["headline"](), f"`resnet18{kind}")[2] for kind in ("`, dense", "-lr`")}
+        whole = width != 1
+        assert tops == ({"`, dense": "90.0%", "-lr`": "89.0%"} if whole else dict.fromkeys(tops, "not trained"))
+    text = blocks.TABLES["headline"]()
+    assert cells(text, "`resnet18`, thin dense")[2:] == ["88.0%", "1.50 ms", "not measured"]
+    assert "(mean of 4 seeds; timed at 224x224)" in text
+    assert "was not trained" not in text
+
+
 def test_learned_shapes_are_shown_by_falling_accuracy_with_what_was_decided(blocks: ModuleType, put: Put):
     about = {"network": "nin", "width": 0.1, "data": "stripes", "recipe": {"epochs": 10}}
     rows = [

@@ -17,15 +17,20 @@ from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
 
 DENSE, LOW_RANK, THIN = "dense", "low-rank", "thin dense"
+KEYS = {DENSE: "dense", LOW_RANK: "low-rank", THIN: "thin"}
+"""The names of the three kinds in `gpu_models.json`."""
 PAPER = {"nin": ("nin-c3-lr",), "vgg11-gmp": ("vgg11-gmp-lr", "vgg11-gmp-lr-join")}
 PAPER_SETS = {
     "nin": "NiN on CIFAR-10 (three seeds)",
     "vgg11-gmp": "VGG-11 on 100 classes of Tiny-ImageNet (56x56 pixels, two seeds; timed at 224x224)",
 }
-FAMILY = {"nin": "nin", "vgg11-gmp": "vgg11"}
+FAMILY = {"nin": "nin", "vgg11-gmp": "vgg11", "resnet18": "resnet18"}
+"""Families of `lowrank frontier`, by the name of their dense network."""
 TODAY = ("lowrank:vgg11-gmp/lr", "torchvision:resnet18/lr")
 AT_MOST = 0.8
 """A low-rank network of a frontier is shown if it takes at most this share of the dense time."""
+ALIKE = 0.1
+"""A thin network of a frontier stands for the timed one if their shares of the MACs differ by at most this."""
 LEAST_RUNS = 4
 """A network of a frontier is shown if it was trained so often."""
 TIMES = """Time: a batch of 256 images on one NVIDIA H200 in bf16; training is {training}.
@@ -80,9 +85,12 @@ def _lines() -> tuple[list[Line], dict[str, list[dict[str, Any]]]]:
     """The networks in the order of the table, and the environments of each record."""
     sources: dict[str, list[dict[str, Any]]] = {}
     found = [load_frontier(path.parent) for path in sorted((form.RESULTS / frontier.FOLDER).glob(f"*/{RECORD}"))]
-    trios = [line for one in found for line in _of_frontier(one, sources)]
+    today = {name: list(_of_today(name, found, sources)) for name in TODAY}
+    filled = {
+        FAMILY[lines[0].name] for lines in today.values() if lines and lines[-1].kind == THIN and lines[-1].top1
+    }
+    trios = [line for one in found if one.about["family"] not in filled for line in _of_frontier(one, sources)]
     asked = {line.name for line in trios if line.kind == DENSE}
-    today = {name: list(_of_today(name, sources)) for name in TODAY}
     timed = {lines[0].name for lines in today.values() if lines}
     left = [dense for dense in PAPER if FAMILY[dense] not in asked and dense not in timed]
     paper = [line for dense in left for line in _of_paper(dense, sources)]
@@ -163,8 +171,31 @@ def _ratio(row: DesignRow) -> float:
     return row.timing.ratio if row.timing else 0.0
 
 
-def _of_today(name: str, sources: dict[str, Any]) -> Iterator[Line]:
-    """A network of `gpu_models.json`, dense, low-rank and thin, through `optimize` and `fit` in turns."""
+def _trained(
+    found: list[Frontier], network: str, scheme: str, share: float
+) -> dict[str, tuple[Frontier, DesignRow]]:
+    """The dense, the low-rank and the thin network of a frontier, by kind; nothing where one of them is missing.
+
+    `share` is that of the thin network's MACs. Accuracies of different recipes would not be comparable.
+    """
+    for one in found:
+        if one.about["family"] != FAMILY.get(network):
+            continue
+        rows = [row for row in one.rows if len(row.runs) >= LEAST_RUNS]
+        dense = next((row for row in rows if row.dense and row.design["width"] == 1), None)
+        low_rank = next((row for row in rows if row.name == scheme), None)
+        thin = [row for row in rows if row.dense and dense and abs(row.macs / dense.macs - share) <= ALIKE]
+        if dense and low_rank and thin:
+            rival = min(thin, key=lambda row: abs(row.macs / dense.macs - share))
+            return {kind: (one, row) for kind, row in ((DENSE, dense), (LOW_RANK, low_rank), (THIN, rival))}
+    return {}
+
+
+def _of_today(name: str, found: list[Frontier], sources: dict[str, Any]) -> Iterator[Line]:
+    """A network of `gpu_models.json`, dense, low-rank and thin, through `optimize` and `fit` in turns.
+
+    Accuracies are those of a frontier that has all three, else the paper's part of our runs.
+    """
     if not form.recorded(gpu_models.FILE):
         return
     times = {
@@ -178,14 +209,22 @@ def _of_today(name: str, sources: dict[str, Any]) -> Iterator[Line]:
     network, scheme = name.partition(":")[2].split("/")
     trained = times["training"].get(name, ({}, {}))[1]
     group = PAPER_SETS.get(network, f"{network} was not trained (1000 classes, 224x224)")
-    for kind, key in ((DENSE, "dense"), (LOW_RANK, "low-rank"), (THIN, "thin")):
-        if time := gpu_models.milliseconds(row, "inference", f"{key}, optimize"):
+    times_of = {key: gpu_models.milliseconds(row, "inference", f"{key}, optimize") for key in KEYS.values()}
+    macs = {key: gpu_models.macs(row, "inference", f"{key}, optimize") for key, ms in times_of.items() if ms}
+    accuracies = _trained(found, network, scheme, macs["thin"] / macs["dense"]) if "thin" in macs else {}
+    if accuracies:
+        one, best = accuracies[LOW_RANK]
+        group = f"{network} on {one.about['data']['name']} (mean of {len(best.runs)} seeds; timed at 224x224)"
+        for known in one.environments:
+            _add(sources, f"{frontier.FOLDER}/{one.folder.name}/{RECORD}", known)
+    for kind, key in KEYS.items():
+        if time := times_of[key]:
             step = gpu_models.milliseconds(trained, "training", f"{key}, fit")
             label = f"{network}-{scheme}" if kind == LOW_RANK else network
-            top1 = _accuracy(label)[1] if network in PAPER and kind != THIN else None
+            top1 = _accuracy(label)[1] if network in PAPER and kind != THIN and not accuracies else None
+            top1 = _mean(*accuracies[kind]) if accuracies else top1
             training = f"{step:.2f} ms" if step else "not measured"
-            macs = gpu_models.macs(row, "inference", f"{key}, optimize")
-            yield Line(group, kind, label, macs, top1, time, training)
+            yield Line(group, kind, label, macs[key], top1, time, training)
 
 
 def draw(path: Path) -> None:
@@ -211,6 +250,7 @@ def _chart(group: str, lines: list[Line]) -> dict[str, Any]:
     x = {"field": "ms", "type": "quantitative", "title": "milliseconds for 256 images", "scale": {"domain": times}}
     x["axis"] = {"tickCount": 6}
     y = {"field": "top1", "type": "quantitative", "title": "top-1, %", "scale": {"domain": shares}}
+    y["axis"] = {"titlePadding": 14}  # fonts of a browser are wider than the one that is measured here
     kinds = [kind for kind in (DENSE, LOW_RANK, THIN) if kind in {line.kind for line in lines}]
     shapes = {"domain": kinds, "range": ["circle", "square", "diamond"][: len(kinds)]}
     colours = {"domain": kinds, "range": ["#d55e00", "#0072b2", "#6a6a6a"][: len(kinds)]}

@@ -102,7 +102,8 @@ ValSplit = Annotated[
 ClassNames = Annotated[
     Path | None,
     typer.Option(
-        help="File with a class folder and the name to show for it in each line.", rich_help_panel=IMAGES
+        help="File with a class folder, a tab or comma, and the name to show for it in each line.",
+        rich_help_panel=IMAGES,
     ),
 ]
 Channels = Annotated[

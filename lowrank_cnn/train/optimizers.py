@@ -108,16 +108,29 @@ def layer_factors(names: Iterable[str], decay: float) -> dict[str, float]:
     return {name: decay ** (len(order) - 1 - order[layer]) for name, layer in layers.items()}
 
 
+BACKBONE = "backbone"
+"""In place of a pattern: everything before the last layer."""
+
+
 def freeze(network: nn.Module, patterns: str) -> list[nn.Module]:
     """Freeze the parameters whose names match (`features.*, stem.*`); the modules with no other parameters.
 
-    Batch norms among these modules are to stay in evaluation mode, or their statistics would go on changing.
+    `backbone` stands for everything before the last layer. Batch norms among these modules are to stay in
+    evaluation mode, or their statistics would go on changing.
     """
     wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
-    matched = {name for name, _ in network.named_parameters() for pattern in wanted if fnmatch(name, pattern)}
+    names = [name for name, _ in network.named_parameters()]
+    matched = {name for name in names for pattern in wanted if fnmatch(name, pattern)}
+    if BACKBONE in wanted:
+        last = next(name for name, p in reversed(list(network.named_parameters())) if p.ndim > 1).rpartition(".")[
+            0
+        ]
+        matched |= {name for name in names if name.rpartition(".")[0] != last}
     if wanted and not matched:
-        known = ", ".join(name for name, _ in list(network.named_parameters())[:3])
+        known = ", ".join(names[:3])
         raise LowRankError(f"freeze={patterns!r} matches no parameter of the network, such as {known}.")
+    if names and len(matched) == len(names):
+        raise LowRankError(f"freeze={patterns!r} leaves nothing to train: freeze=backbone spares the last layer.")
     for name, parameter in network.named_parameters():
         if name in matched:
             parameter.requires_grad_(False)

@@ -82,7 +82,8 @@ class Recipe:
 
     - `optimizer`: sgd, adamw (`momentum` and `beta2` are its betas) or muon (biases and norms by sgd).
     - `layer_decay`: each layer's learning rate is that of the layer behind it times this, for fine-tuning.
-    - `freeze`: names of parameters that are not trained, as patterns parted by commas (`features.*`).
+    - `freeze`: names of parameters that are not trained, as patterns parted by commas (`features.*`);
+      `backbone` is everything before the last layer.
     - `accumulate`: a batch is computed in so many parts, which takes less memory; batch norm sees one part.
     - `early_stop`: stop after so many evaluations without a gain on held-out images; 0 never stops early.
     - `class_weights`: balanced lets rare classes count as much as frequent ones.

@@ -65,6 +65,26 @@ def own(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def two_inputs(tmp_path: Path) -> Path:
+    """A file with a network of two inputs, and functions that give these."""
+    path = tmp_path / "two.py"
+    path.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Two(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.conv, self.norm, self.linear = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(5, 4)\n"
+        "    def forward(self, image, text):\n"
+        "        return {'maps': self.norm(self.conv(image)), 'words': self.linear(text)}\n"
+        "def net(): return Two()\n"
+        "def inputs(): return torch.randn(2, 3, 8, 8), torch.randn(2, 5)\n"
+        "def named(): return dict(zip(('image', 'text'), inputs()))\n"
+    )
+    return path
+
+
+@pytest.fixture
 def train_small(lowrank: Callable[..., Result]) -> Callable[..., Result]:
     """A run of a small network."""
     return partial(lowrank, "train", "nin-c3-lr", "--data", "squares", *SMALL_RUN)

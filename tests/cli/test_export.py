@@ -60,26 +60,6 @@ def test_mistakes_are_one_sentence(arguments, words, lowrank, tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture
-def two_inputs(tmp_path):
-    """A file with a network of two inputs, and functions that give these."""
-    path = tmp_path / "two.py"
-    path.write_text(
-        "import torch\n"
-        "from torch import nn\n"
-        "class Two(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.conv, self.norm, self.linear = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(5, 4)\n"
-        "    def forward(self, image, text):\n"
-        "        return {'maps': self.norm(self.conv(image)), 'words': self.linear(text)}\n"
-        "def net(): return Two()\n"
-        "def inputs(): return torch.randn(2, 3, 8, 8), torch.randn(2, 5)\n"
-        "def named(): return dict(zip(('image', 'text'), inputs()))\n"
-    )
-    return path
-
-
 @pytest.mark.parametrize("example", ["inputs", "named"])
 def test_networks_of_several_inputs_are_exported_on_an_example(output_of, two_inputs, tmp_path, example):
     file, given = tmp_path / "net.onnx", f"{two_inputs}:{example}"

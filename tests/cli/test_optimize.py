@@ -23,21 +23,10 @@ def test_optimize_writes_what_it_found(output_of, own, tmp_path):
         output_of("optimize", f"{own}:net", "-o", file, "--input", "3x9x7")
 
 
-def test_a_network_of_several_inputs_is_optimised_on_an_example(output_of, tmp_path):
-    path, file = tmp_path / "two.py", tmp_path / "fast.onnx"
-    path.write_text(
-        "import torch\n"
-        "from torch import nn\n"
-        "class Two(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.conv = nn.Conv2d(3, 4, 3)\n"
-        "    def forward(self, image, scale): return self.conv(image) * scale\n"
-        "def net(): return Two()\n"
-        "def named(): return {'image': torch.randn(1, 3, 8, 8), 'scale': torch.rand(1, 4, 1, 1)}\n"
-    )
-    options = ("--example", f"{path}:named", "--repeats", "3", "--budget", "5", "--no-cache", "--json")
-    found = json.loads(output_of("optimize", f"{path}:net", "-o", file, *options))
-    assert found["input"] == [[1, 3, 8, 8], [1, 4, 1, 1]]
+def test_a_network_of_several_inputs_is_optimised_on_an_example(output_of, two_inputs, tmp_path):
+    file = tmp_path / "fast.onnx"
+    options = ("--example", f"{two_inputs}:named", "--repeats", "3", "--budget", "5", "--no-cache", "--json")
+    found = json.loads(output_of("optimize", f"{two_inputs}:net", "-o", file, *options))
+    assert found["input"] == [[2, 3, 8, 8], [2, 5]]
     assert {time["runs"] for time in found["times"].values()} == {3}
     assert file.is_file()

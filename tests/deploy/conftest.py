@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.system.errors import LowRankError
 
 PINS = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
@@ -23,3 +25,21 @@ def pytest_runtest_call() -> Generator[None, object, object]:
         if PINNED or "built for another torch" not in str(error):
             raise
         pytest.skip(str(error))
+
+
+class LowRankResidual(nn.Module):
+    """A low-rank layer whose result is added to its input, as in a ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = build_conv(8, 8, 3, "lr")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.conv(x) + x).relu()
+
+
+@pytest.fixture
+def residual() -> nn.Module:
+    """A low-rank layer of 8 channels with a residual, always with the same weights."""
+    torch.manual_seed(0)
+    return LowRankResidual().eval()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Recipe, fit
 from lowrank_cnn.train.optimizers import Optimizer, freeze, layer_factors, orthogonal
@@ -130,7 +131,18 @@ def test_frozen_layers_stay_and_so_do_their_statistics(driver) -> None:
     assert changed == {"6.weight", "6.bias"}
 
 
+def test_the_backbone_is_all_but_the_last_layer() -> None:
+    for name, last in (("nin-c3-lr", "features.classes"), ("resnet18", "classes"), ("vgg11-gmp", "head.fc8")):
+        with torch.device("meta"):
+            network = create_model(name, width=0.1)
+        freeze(network, "backbone")
+        trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
+        assert trained == {f"{last}.weight", f"{last}.bias"}
+
+
 def test_what_cannot_be_frozen_or_trained(driver) -> None:
+    with pytest.raises(LowRankError, match=r"freeze='\*' leaves nothing to train: freeze=backbone"):
+        freeze(net(), "*")
     with pytest.raises(LowRankError, match=r"freeze='stem.\*' matches no parameter.*such as 0.weight"):
         freeze(net(), "stem.*")
     network = driver.tiny_net().requires_grad_(False)

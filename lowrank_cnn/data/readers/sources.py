@@ -40,10 +40,12 @@ def open_source(source: str | Path, options: ReadOptions) -> Data:
     found = _find(source, options)
     if isinstance(found, Data):
         return with_limit(found, options)
-    if options.class_names is not None:
+    if options.test is not None:
+        found = _tested_elsewhere(found, options)
+    if options.class_names is not None:  # last: classes are matched by the names of their folders
         path = Path(options.class_names)
         found = replace(found, classes=renamed(found.classes, read_class_names(path), path))
-    return _tested_elsewhere(found, options) if options.test is not None else _splits(found, options)
+    return _splits(found, options)
 
 
 def _find(source: str | Path, options: ReadOptions) -> Data | LabelledImages:
@@ -121,7 +123,7 @@ def _no_images(path: Path) -> str:
     )
 
 
-def _tested_elsewhere(found: LabelledImages, options: ReadOptions) -> Data:
+def _tested_elsewhere(found: LabelledImages, options: ReadOptions) -> LabelledImages:
     """Train on one source and test on another, whose classes are matched by name."""
     assert options.test is not None
     other = _find(options.test, options)
@@ -139,8 +141,7 @@ def _tested_elsewhere(found: LabelledImages, options: ReadOptions) -> Data:
     store: Any = replace(tested, labels=labels)  # type: ignore[type-var]
     unknown = sorted(set(other.classes) - set(found.classes))
     problems.add_all(("class unknown in train", name) for name in unknown)
-    joined = replace(found, test=store, problems={**found.problems, "test": problems})
-    return _splits(joined, options)
+    return replace(found, test=store, problems={**found.problems, "test": problems})
 
 
 def _by_name(labels: Tensor, theirs: Sequence[str], ours: Sequence[str]) -> Tensor:

@@ -103,9 +103,12 @@ def test_a_table_of_paths_and_labels(flat: Path) -> None:
     assert data.test.problems.examples == {"no such file": ["gone.png"]}
 
 
-def test_class_names_to_show(flat: Path, tmp_path: Path) -> None:
+def test_class_names_to_show(flat: Path, tmp_path: Path, photo: Photo, write_folder: WriteFolder) -> None:
     (tmp_path / "names.txt").write_text("ant\tthe ant\nbee, the bee\n")
     assert open_data(flat, class_names=tmp_path / "names.txt").classes == ("the ant", "the bee")
+    write_folder(tmp_path / "other", {"bee/0.png": photo(1)})
+    data = open_data(flat, class_names=tmp_path / "names.txt", test=tmp_path / "other")
+    assert (data.classes, data.test.labels.tolist()) == (("the ant", "the bee"), [1])
 
 
 def test_camera_photos_come_to_the_default_size(tmp_path: Path, photo: Photo, write_folder: WriteFolder) -> None:

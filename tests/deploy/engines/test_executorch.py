@@ -11,7 +11,6 @@ from torch import nn
 
 from lowrank_cnn.deploy.engines.executorch import ExecuTorchRunner
 from lowrank_cnn.deploy.quantizing import quantize
-from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.system.errors import LowRankError
 
 
@@ -32,17 +31,8 @@ def test_a_runtime_built_for_another_torch_is_named():
         runner._run_image([np.zeros((3, 4, 4), np.float32)])
 
 
-def test_strips_with_a_residual_run_in_int8(tmp_path: Path):
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = build_conv(8, 8, 3, "lr")
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.conv(x) + x).relu()
-
+def test_strips_with_a_residual_run_in_int8(tmp_path: Path, residual: nn.Module):
     pytest.importorskip("executorch")
-    torch.manual_seed(0)
-    found = quantize(Residual().eval(), torch.randn(4, 8, 6, 6), tmp_path / "net.pte", dynamic=())
+    found = quantize(residual, torch.randn(4, 8, 6, 6), tmp_path / "net.pte", dynamic=())
     assert found.error is not None
     assert found.error < 0.1
