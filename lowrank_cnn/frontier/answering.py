@@ -17,6 +17,7 @@ from lowrank_cnn.system.statistics import holm
 QUESTIONS = Path(__file__).with_name("questions.json")
 BETTER, FASTER = "better", "faster"
 YES, NO, OPEN, EARLY, UNEQUAL = "yes", "no", "undecided", "too few runs", "tuned unequally"
+DIVERGED = "some runs diverged"
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,9 @@ def answer(
     """Every question that a record can answer, corrected for all of them together.
 
     A verdict is yes where the corrected p is below alpha, no where the interval lies below the margin, and
-    undecided else. With fewer runs than were registered there is none yet, and none where one side had other tries
-    of the learning rate. The controls are dense networks of the record: the thinnest that takes at least as long.
+    undecided else. There is none yet with fewer runs than were registered, none where one side had other tries of
+    the learning rate, and none where runs diverged: the others alone would look better than the design is. The
+    controls are dense networks of the record: the thinnest that takes at least as long.
     """
     questions = questions or read_questions()
     asked = question_set(found, questions)
@@ -119,6 +121,8 @@ def _compared(
 def _verdict(found: Frontier, one: Answer, p: float, alpha: float, least_runs: int) -> str:
     if _tries(found, one.design) != _tries(found, one.control):
         return UNEQUAL
+    if any(row.failed for row in found.rows if row.name in (one.design, one.control)):
+        return DIVERGED
     if min(one.runs) < least_runs:
         return EARLY  # looking early and often finds what is not there
     return YES if p < alpha else NO if one.high < one.margin else OPEN

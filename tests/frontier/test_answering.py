@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lowrank_cnn.frontier.answering import EARLY, NO, UNEQUAL, YES, add_answers, answer, read_questions
+from lowrank_cnn.frontier.answering import DIVERGED, EARLY, NO, UNEQUAL, YES, add_answers, answer, read_questions
 from lowrank_cnn.frontier.designs import CANDIDATES, FAMILIES, LEARNED
 from lowrank_cnn.frontier.record import Frontier, RateTry, load_frontier
 
@@ -48,6 +48,12 @@ def test_there_is_no_verdict_where_one_side_was_tuned_more(make_frontier: Callab
         for row in rows:
             row.tries = tries
         assert {one.verdict for one in answer(found, resamples=500)} == {verdict}
+
+
+def test_there_is_no_verdict_where_runs_diverged(make_frontier: Callable[..., Frontier]):
+    found = make_frontier({"dense": (0.93, 1.0, 32), "dense@0.5": (0.9, 0.5, 32), "lr": (0.7, 0.5, 32)})
+    found.rows[2].failed = [33]
+    assert {one.verdict for one in answer(found, resamples=500)} == {DIVERGED}
 
 
 def test_what_was_not_asked_is_not_judged(make_frontier: Callable[..., Frontier]):
