@@ -118,7 +118,7 @@ def export_command(
       lowrank export runs/photos -o net.int8.onnx --int8 --calibrate photos
       lowrank export model.py:make net.onnx --example model.py:inputs
     """
-    from lowrank_cnn.cli.source import find_example
+    from lowrank_cnn.cli.user_file import find_example
     from lowrank_cnn.method.counting import count
 
     path, graph = _place(path, out, to, model), graph.for_target(to)

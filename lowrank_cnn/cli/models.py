@@ -63,7 +63,8 @@ def count_command(
       lowrank count torchvision:resnet18 --scheme lr
       lowrank count model.py:make --example model.py:inputs
     """
-    from lowrank_cnn.cli.source import find_example, find_model, is_ours, parse_size
+    from lowrank_cnn.cli.source import find_model, is_ours, parse_size
+    from lowrank_cnn.cli.user_file import find_example
     from lowrank_cnn.method.counting import count
 
     asked = parse_size(input_text)

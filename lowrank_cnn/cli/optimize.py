@@ -47,7 +47,7 @@ def optimize_command(
     import torch
     from torch.utils._pytree import tree_leaves, tree_map_only
 
-    from lowrank_cnn.cli.source import find_example
+    from lowrank_cnn.cli.user_file import find_example
     from lowrank_cnn.deploy import optimize
     from lowrank_cnn.models.files import dtype_of
     from lowrank_cnn.system.clock import torch_threads

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lowrank_cnn.cli.user_file import called, function_of
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.models import create_model, list_models
-from lowrank_cnn.system.errors import LowRankError, first_line, nearest, require
+from lowrank_cnn.system.errors import LowRankError, nearest, require
 from lowrank_cnn.system.provenance import note, notes
 
 if TYPE_CHECKING:
@@ -211,6 +210,11 @@ def is_path(text: str) -> bool:
     return ":" in text or bool(Path(text).suffix) or Path(text).exists()
 
 
+def is_weights(text: str) -> bool:
+    """Whether a text names trained weights of ours: a run, a file or a repository on the Hub."""
+    return text.startswith("hf-hub:") or Path(text).exists()
+
+
 def is_ours(text: str) -> bool:
     """Whether a text names one of our networks; a run's directory of that name comes first."""
     return text in list_models() and not Path(text).exists()
@@ -223,7 +227,7 @@ def _from_timm(name: str, pretrained: str | None, classes: int | None) -> Source
         raise LowRankError(f"timm has no network {name!r}; {nearest(name, known)}")
     chosen = f"{name}.{pretrained}" if pretrained not in (None, DEFAULT) else name
     options = _given({"num_classes": classes})  # timm keeps the trained weights of all other layers
-    network = _called(
+    network = called(
         lambda: timm.create_model(chosen, pretrained=pretrained is not None, **options), f"timm:{chosen}"
     )
     config = getattr(network, "pretrained_cfg", None) or getattr(network, "default_cfg", {})
@@ -243,7 +247,7 @@ def _from_torchvision(name: str, pretrained: str | None, classes: int | None) ->
     weights = pretrained.upper() if pretrained == DEFAULT else pretrained
 
     def build(**more: Any) -> nn.Module:
-        return _called(lambda: models.get_model(name, **more, **options), f"torchvision:{name}")
+        return called(lambda: models.get_model(name, **more, **options), f"torchvision:{name}")
 
     if classes is None:
         return Source(f"torchvision:{name}", build(weights=weights), (3, 224, 224))
@@ -270,46 +274,12 @@ def _with_new_head(source: Source, pretrained: str | None, classes: int | None) 
     )
 
 
-def find_example(text: str) -> Any:
-    """The inputs that a function of the user's file gives: a tensor, a tuple, or a dictionary of keywords."""
-    path, colon, function = text.rpartition(":")
-    if not colon or not path.endswith(".py"):
-        raise LowRankError(f"--example names a function that gives the inputs, as path.py:function, not {text!r}.")
-    return _called(_function_of(Path(path), function), text)
-
-
 def _from_file(path: Path, function: str, classes: int | None) -> Source:
     """Call a function of the user's file, with `num_classes` if it takes that, for its network."""
-    make = _function_of(path, function)
+    make = function_of(path, function)
     takes = inspect.signature(make).parameters
     options = {"num_classes": classes} if classes is not None and "num_classes" in takes else {}
-    network = _called(lambda: make(**options), f"{path}:{function}")
+    network = called(lambda: make(**options), f"{path}:{function}")
     if not isinstance(network, nn.Module):
         raise LowRankError(f"{path}:{function} is to give an nn.Module, but gives {network!r:.60}.")
     return Source(f"{path.name}:{function}", network, notes(network).input_size)
-
-
-def _function_of(path: Path, function: str) -> Callable[..., Any]:
-    """Run the user's own file as `python FILE` would, with imports of its neighbours, for one of its functions."""
-    if not path.is_file():
-        raise LowRankError(f"there is no file {path}.")
-    if (folder := str(path.resolve().parent)) not in sys.path:
-        sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(f"file_of_the_user_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module, loader = importlib.util.module_from_spec(spec), spec.loader
-    sys.modules[module.__name__] = module  # where dataclasses look for the types they name
-    _called(lambda: loader.exec_module(module), str(path))
-    make = getattr(module, function, None)
-    if not callable(make):
-        raise LowRankError(f"{path} has no function {function!r}.")
-    return make
-
-
-def _called(make: Callable[[], Any], what: str) -> Any:
-    """What a function that is not ours gives, or its error in a sentence."""
-    try:
-        return make()
-    except Exception as error:
-        raise LowRankError(f"{what} does not run: {type(error).__name__}: {first_line(error)}") from error

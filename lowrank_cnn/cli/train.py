@@ -230,7 +230,7 @@ def train_command(
       lowrank train vgg11-gmp --data photos --shapes runs/shapes/shapes.json --out runs/again
       lowrank train runs/photos --data photos --quantize int8 --lr 0.001 --epochs 5 --out runs/int8
     """
-    from lowrank_cnn.cli.source import build_for, check_model
+    from lowrank_cnn.cli.source import build_for, check_model, is_weights
     from lowrank_cnn.train.determinism import seed_generators
     from lowrank_cnn.train.failure import may_end_process
     from lowrank_cnn.train.opening import as_network_wants
@@ -244,12 +244,12 @@ def train_command(
     found = reading()
     seed_generators(run.seed)
     source = build_for(found, model, into=network.into, **building)
-    wish = {"input_size": source.input_size, "sized": images.image_size is not None}
-    found = as_network_wants(found, source.network, recipe, reading, **wish)
+    wish = {"input_size": source.input_size, "sized": images.image_size is not None, "tuned": is_weights(model)}
+    wanted = as_network_wants(found, source.network, recipe, reading, **wish)
     if not as_json:
-        _print_start(found, recipe, run.out, source.remark)
+        _print_start(wanted, recipe, run.out, source.remark, tuned=wanted is not found and is_weights(model))
     with may_end_process():
-        record = train(source.network.train(), found, recipe, progress=not as_json, **run.for_fit())
+        record = train(source.network.train(), wanted, recipe, progress=not as_json, **run.for_fit())
     _print_result(record, run.out, as_json)
     if run.out and not as_json and first_process():
         hint = _next_command(record, run.out, data, network.into or model, images.class_names)
@@ -275,7 +275,7 @@ def _told(recipe: Recipe) -> str:
     return "  ".join([recipe.name, *(text for text in told if not text.startswith("name="))])
 
 
-def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str) -> None:
+def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str, *, tuned: bool) -> None:
     if not first_process():
         return
     console.print(f"Recipe: {_told(recipe)} (the record has every field)", markup=False)
@@ -288,6 +288,8 @@ def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str) -> N
         console.print("Images of this size train slowly: --image-size 224 brings them to 224x224.")
     if data.details.get("sized_by"):
         console.print("Images are resized to the size that the network is for; --image-size sets another.")
+    if tuned and data.train.size:
+        console.print("Images are as large as those that the network was trained on; --image-size sets another.")
     if remark:
         console.print(remark, markup=False)
     print_problems(data)

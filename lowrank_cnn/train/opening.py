@@ -45,17 +45,21 @@ def as_network_wants(
     *,
     input_size: tuple[int, ...] | None = None,
     sized: bool = False,
+    tuned: bool = False,
 ) -> Data:
     """The images in the channels that a network takes and, where large or of many sizes, in the size it is for.
 
-    `reading` opens them anew. `sized` says that the user has chosen a size.
+    `reading` opens them anew. `sized` says that the user has chosen a size. A network that is `tuned`, from
+    trained weights of ours, gets all images in the size that it was trained on.
     """
     wanted: dict[str, Any] = {}
     channels, size = channels_of(network), input_size or notes(network).input_size
     if channels in (1, 3) and channels != images.test.channels:
         wanted["channels"] = channels
     free = not sized and recipe.crop is None and recipe.resize is None
-    if free and size and any(_is_large(split.size) for split in (images.train, images.test)):
+    if free and size and tuned and any(split.size != tuple(size) for split in (images.train, images.test)):
+        wanted["image_size"] = tuple(size[1:])
+    elif free and size and any(_is_large(split.size) for split in (images.train, images.test)):
         wanted["default_size"] = tuple(size[1:])
     return reading(**wanted) if wanted else images
 

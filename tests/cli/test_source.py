@@ -149,17 +149,3 @@ def test_tensors_of_equal_shape_are_copied_and_the_others_named():
     assert copy_equal_shapes(trained, network) == ["3.bias", "3.weight"]
     assert network[0].weight.equal(trained[0].weight)
     assert network[3].out_channels == 9
-
-
-def test_a_file_runs_as_a_script_with_its_neighbours_and_dataclasses(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "neighbour_of_model.py").write_text("FILTERS = 8\n")
-    (tmp_path / "model.py").write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "from neighbour_of_model import FILTERS\n"
-        "from torch import nn\n@dataclass\nclass Options:\n    filters: int = FILTERS\n"
-        "def make():\n    return nn.Conv2d(3, Options().filters, 3)\n"
-    )
-    source = find_model(f"{tmp_path}/model.py:make")
-    assert source.network.out_channels == 8
-    assert notes(source.network).name == "model.py:make"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.data import open_data
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.provenance import note
 from lowrank_cnn.train import Recipe, fit
-from lowrank_cnn.train.opening import channels_of, open_for
+from lowrank_cnn.train.opening import as_network_wants, channels_of, open_for
 
 
 @pytest.fixture
@@ -38,6 +40,18 @@ def test_a_path_is_trained_on_as_the_network_wants_it(photos: Path) -> None:
     assert record.data["image"] == [3, 10, 12]
     assert (record.data["train"], record.data["test"]) == (16, 4)
     assert record.data["sized_by"] == "network"
+
+
+def test_a_network_that_is_tuned_gets_the_size_that_it_was_trained_on(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for number in range(10):
+        (folder := tmp_path / "ab"[number % 2]).mkdir(exist_ok=True)
+        image.new("RGB", (20, 20), (number, 0, 0)).save(folder / f"{number}.png")
+    reading = partial(open_data, tmp_path)
+    for tuned, sized, side in ((False, False, 20), (True, True, 20), (True, False, 12)):
+        options = {"input_size": (3, 12, 12), "sized": sized, "tuned": tuned}
+        data = as_network_wants(reading(), colour_net(), Recipe(), reading, **options)
+        assert data.train.size == (3, side, side)
 
 
 def test_a_crop_of_the_recipe_decides_the_size(photos: Path) -> None:
