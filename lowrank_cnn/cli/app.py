@@ -109,9 +109,14 @@ def help_text(docstring: str) -> str:
 
 def _example(line: str) -> str:
     whole = re.sub(r" (?!-)", "\0", line.strip())  # an option and its value stay together
-    options = {"initial_indent": "  ", "subsequent_indent": "      "}
-    broken = textwrap.wrap(whole, _EXAMPLE_WIDTH, break_on_hyphens=False, break_long_words=False, **options)
-    return " \\\n".join(broken).replace("\0", " ")
+    wrapper = textwrap.TextWrapper(
+        _EXAMPLE_WIDTH,
+        initial_indent="  ",
+        subsequent_indent="      ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    return " \\\n".join(wrapper.wrap(whole)).replace("\0", " ")
 
 
 def _print_version(asked: bool) -> None:
