@@ -180,7 +180,9 @@ def time_families(options: argparse.Namespace) -> None:
 
 def beside_others(work: Callable[[], Any]) -> tuple[Any, float]:
     """What `work` gives, and how many cores other processes used meanwhile."""
-    psutil.wait_procs(psutil.Process().children(recursive=True), timeout=30)  # OpenVINO starts one that reports use
+    psutil.wait_procs(
+        psutil.Process().children(recursive=True), timeout=30
+    )  # OpenVINO starts one that reports use
     start, before = time.perf_counter(), spent_by_others()
     found = work()
     seconds = sum(spent - before.get(pid, 0.0) for pid, spent in spent_by_others().items())
