@@ -48,10 +48,10 @@ method = Runtime.get().load_program({file}).load_method("forward")
 logits = method.execute([{given}])[0]"""
 _PROGRAM = """import torch; {made}
 network = torch.export.load({file}).module()
-logits = network({called})"""
+with torch.no_grad(): logits = network({called})"""
 _SCRIPT = """import torch; {made}
 network = torch.jit.load({file})
-logits = network({given})"""
+with torch.no_grad(): logits = network({given})"""
 _IN_SINGLE = "; net.opt.use_fp16_packed = net.opt.use_fp16_storage = net.opt.use_fp16_arithmetic = False"
 """ncnn computes in half precision wherever it can, unless it is told not to."""
 
