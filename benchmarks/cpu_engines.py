@@ -10,8 +10,8 @@ which compare each file with the network. A file holds a network for one image o
 a random image: that changes no time. `onnx-strips` is ONNX Runtime with the compiled strips of native/, in float
 alone. `time` opens the files by `open_engine`; torch runs beside them: eager, compiled, and as `lr.optimize`
 gives it. Each engine has a process of its own, since the threads of one spin and slow the next; its networks run
-in turns. The record holds medians and quartiles, and no row whose lower quartile lies far below its median. The
-thin dense network has the MACs of the low-rank one (`lr.thin`).
+in turns. The record holds medians and quartiles. Rows are refused for one reason alone, whatever their times are:
+that other processes used the CPU meanwhile. The thin dense network has the MACs of the low-rank one (`lr.thin`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -57,8 +59,8 @@ PACKAGES = ("onnxruntime", "openvino", "nncf", "ncnn", "pnnx", "MNN", "executorc
 PRECISIONS = ("fp32", "fp16", "int8")
 REST, WARM = 0.05, 2
 """Before each timed run: seconds for threads to fall asleep, then runs that are not timed."""
-MOST_SPREAD = 0.15
-"""From the lower quartile to the median, as a share of it: with more, half of the runs were disturbed."""
+MOST_OTHERS = 0.03
+"""Cores that other processes may use while networks are timed; a row tells how many they used."""
 
 
 def network(family: str, way: str) -> nn.Module:
@@ -159,20 +161,38 @@ def time_families(options: argparse.Namespace) -> None:
                 runs = runs_of(family, precision, options)
                 if not runs:
                     continue
-                samples = measure(runs, repeats=options.repeats, budget=options.budget, rest=REST, warm=WARM)
+                how = {"repeats": options.repeats, "budget": options.budget, "rest": REST, "warm": WARM}
+                samples, others = beside_others(partial(measure, runs, **how))
+            if others > MOST_OTHERS:
+                print(f"not recorded: {family} {precision}, others used {others:.2f} cores", flush=True)
+                continue
+            where = {"family": family, "precision": precision, "threads": options.threads}
             rows = []
             for key, sample in samples.items():
-                if sample.ms - sample.low > MOST_SPREAD * sample.ms:
-                    print(f"not recorded, disturbed: {family} {precision} {key}, {sample}", flush=True)
-                    continue
                 way, engine = key.split("|")
-                where = {"family": family, "precision": precision, "threads": options.threads}
-                rows.append({**where, "network": way, "engine": engine, "macs": macs[way], **asdict(sample)})
+                rows.append({**where, "network": way, "engine": engine, "macs": macs[way]})
+                rows[-1] |= {**asdict(sample), "others": round(others, 3)}
             add(options.out, rows)
             for row in sorted(rows, key=lambda row: row["ms"]):
-                print(
-                    f"{family:10} {precision} {row['network']:9} {row['engine']:14} {row['ms']:8.2f}", flush=True
-                )
+                told = f"{row['ms']:8.2f} ({row['low']:.2f}-{row['high']:.2f})"
+                print(f"{family:10} {precision} {row['network']:9} {row['engine']:14} {told}", flush=True)
+
+
+def beside_others(work: Callable[[], Any]) -> tuple[Any, float]:
+    """What `work` gives, and how many cores other processes used meanwhile."""
+    psutil.wait_procs(
+        psutil.Process().children(recursive=True), timeout=30
+    )  # OpenVINO starts one that reports use
+    start, before = time.perf_counter(), spent_by_others()
+    found = work()
+    seconds = sum(spent - before.get(pid, 0.0) for pid, spent in spent_by_others().items())
+    return found, seconds / (time.perf_counter() - start)
+
+
+def spent_by_others() -> dict[int, float]:
+    """Seconds on the CPU of every other process."""
+    found = {each.pid: each.info["cpu_times"] for each in psutil.process_iter(["cpu_times"])}
+    return {pid: sum(times[:2]) for pid, times in found.items() if times and pid != psutil.Process().pid}
 
 
 def recorded(path: Path) -> list[dict[str, Any]]:

@@ -27,9 +27,10 @@ class GraphOptions:
 
     fp16: Annotated[bool, typer.Option("--fp16", help="Compute in half precision.")] = False
     int8: Annotated[bool, typer.Option("--int8", help="Quantise to int8; needs --calibrate.")] = False
-    calibrate: Annotated[str | None, typer.Option(help="Images with labels for --int8: a folder or data set.")] = (
-        None
-    )
+    calibrate: Annotated[
+        str | None,
+        typer.Option(help="For --int8: a folder or data set; or path.py:function, which gives prepared images."),
+    ] = None
     merged: Annotated[bool, typer.Option("--merge", help="Fold batch norms into the layers before them.")] = False
     chains: Annotated[
         bool, typer.Option("--merge-chains", help="Merge basis + join and separable pairs into dense convs too.")
@@ -187,13 +188,23 @@ def _export_int8(
 
     if calibrate is None:
         raise LowRankError("--int8 needs images to set the ranges of activations: give --calibrate DATA.")
-    if source.trained is None or size is None:
-        raise LowRankError("--int8 is for a trained network: give a run, an exported file, or --pretrained.")
-    found = quantize(replace(source.trained, network=network), calibrate, path, overwrite=overwrite)
+    if size is None:
+        raise LowRankError("--int8 is for networks of one image: give --input in place of --example.")
+    if ".py:" in calibrate:
+        found = quantize(network, _images_of(calibrate), path, input_size=size, overwrite=overwrite)
+    elif source.trained is not None:
+        found = quantize(replace(source.trained, network=network), calibrate, path, overwrite=overwrite)
+    else:
+        raise LowRankError(
+            "--int8 with a data set is for a trained network (a run, an exported file, --pretrained): for others "
+            "give --calibrate path.py:function, which gives prepared images."
+        )
     if as_json:
         return print_json(found.to_dict())
     console.print(f" {found.path}: {si(found.bytes)}B.", markup=False)
-    told = f"top-1 {found.before:.2%} before, {found.after:.2%} in int8, on {found.images:,} test images"
+    told = "accuracy not measured: the images have no labels"
+    if found.before is not None:
+        told = f"top-1 {found.before:.2%} before, {found.after:.2%} in int8, on {found.images:,} test images"
     console.print(f" {told}.", markup=False)
     kept = ", ".join(found.in_float) or "none"
     console.print(f" Layers that stay in float: {kept}.", markup=False)
@@ -201,14 +212,28 @@ def _export_int8(
     return _print_usage(path, source.name, macs=macs, error=found.error, precision="int8", accuracy=told)
 
 
+def _images_of(calibrate: str) -> torch.Tensor:
+    """The prepared images that a function of the user's file gives."""
+    import torch
+
+    from lowrank_cnn.cli.source import find_example
+
+    images = find_example(calibrate)
+    if not isinstance(images, torch.Tensor):
+        raise LowRankError(f"{calibrate} is to give images as a tensor [N, C, H, W], not {type(images).__name__}.")
+    return images
+
+
 def _print_usage(path: Path, name: str, **about: Any) -> None:
     """Write the card beside the file, and print how to run it."""
     from lowrank_cnn.deploy.engines import open_engine
-    from lowrank_cnn.deploy.engines.cards import snippet, write_card
+    from lowrank_cnn.deploy.engines.cards import write_card
+    from lowrank_cnn.deploy.engines.targets import usage
 
     card = write_card(path, name, **about)
     console.print(f" {card} says what it takes. To run it:", markup=False)
-    for line in snippet(path, open_engine(path, trusted=True), about["precision"]).splitlines():
+    runner = open_engine(path, trusted=True)
+    for line in usage(runner, path, precision=about["precision"]).splitlines():
         console.print(f"   {line}", markup=False, soft_wrap=True)
 
 

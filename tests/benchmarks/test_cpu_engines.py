@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 
@@ -39,3 +44,15 @@ def test_the_interval_counts_images_that_only_one_answers():
     assert found["loss"] == pytest.approx(1.0)
     assert found["low"] < 1.0 < found["high"]
     assert 0.3 < found["low"] < 0.5
+
+
+def test_work_of_other_processes_is_counted():
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        found, others = cpu_engines.beside_others(lambda: time.sleep(0.5) or "result")
+        busy.kill()
+    assert found == "result"
+    assert others > 0.2
+
+
+def test_the_work_of_this_process_is_not_counted():
+    assert os.getpid() not in cpu_engines.spent_by_others()

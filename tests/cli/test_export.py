@@ -18,7 +18,9 @@ SMALL = ("--width", "0.1", "--input", "3x30x30")
 def test_a_target_gets_a_directory_with_a_card(output_of, tmp_path):
     text = output_of("export", "nin-c3-lr", "-o", tmp_path / "phone", "--to", "torchscript", "--fp16", *SMALL)
     assert sorted(file.name for file in (tmp_path / "phone").iterdir()) == ["nin-c3-lr.ts", "nin-c3-lr.ts.md"]
-    assert 'torch.jit.load("nin-c3-lr.ts")' in text
+    scope: dict[str, object] = {}
+    exec("\n".join(line[3:] for line in text.splitlines() if line.startswith("   ")), scope)  # as it is printed
+    assert tuple(scope["logits"].shape) == (1, 10)
     assert "fp16" in (tmp_path / "phone" / "nin-c3-lr.ts.md").read_text()
 
 
@@ -50,7 +52,8 @@ def test_int8_prints_the_accuracy_before_and_after(output_of, tmp_path, monkeypa
         (["nin", "-o", "phone", "--to", "onx"], "did you mean onnx"),
         (["nin"], "say once where to write"),
         (["nin", "net.onnx", "--int8"], "give --calibrate"),
-        (["nin", "net.onnx", "--int8", "--calibrate", "digits"], "for a trained network"),
+        (["nin", "net.onnx", "--int8", "--calibrate", "digits"], "give --calibrate path.py:function"),
+        (["nin", "-o", "phone", "--to", "litert"], "onnx2tf"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, words, lowrank, tmp_path, monkeypatch):
@@ -58,6 +61,24 @@ def test_mistakes_are_one_sentence(arguments, words, lowrank, tmp_path, monkeypa
     done = lowrank("export", *arguments)
     assert words in str(done.exception)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_network_of_ones_own_is_calibrated_on_images_of_a_function(output_of, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def net(): return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))\n"
+        "def images(): return torch.randn(8, 3, 8, 8)\n"
+        "def words(): return 'no images'\n"
+    )
+    how = (f"{own}:net", "-o", tmp_path / "net.onnx", "--int8", "--input", "3x8x8", "--calibrate")
+    with pytest.raises(LowRankError, match="images as a tensor"):
+        output_of("export", *how, f"{own}:words")
+    text = output_of("export", *how, f"{own}:images")
+    assert "accuracy not measured" in text
+    assert "Layers that stay in float:" in text
+    assert open_engine(tmp_path / "net.onnx").metadata["precision"] == "int8"
 
 
 @pytest.mark.parametrize("example", ["inputs", "named"])

@@ -24,15 +24,9 @@ def write_card(
     lines += [f"- differs from the network in torch by {error:.1e} of the largest output at most"] if error else []
     lines += [f"- {accuracy}"] if accuracy else []
     lines += _preparation(runner)
-    lines += ["", "```python", snippet(path, runner, precision), "```", ""]
+    lines += ["", "```python", usage(runner, path.name, precision=precision), "```", ""]
     write_atomically(card, "\n".join(lines).encode())
     return card
-
-
-def snippet(path: Path, runner: Runner, precision: str) -> str:
-    """Three lines that run the file."""
-    names = {"input_name": runner.inputs[0].name, "output_name": runner.outputs[0].name}
-    return usage(path, precision=precision, strips="strips" in runner.metadata, **names)
 
 
 def _preparation(runner: Runner) -> list[str]:

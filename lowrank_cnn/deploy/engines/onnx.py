@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from numpy import ndarray
 
 _DTYPES = {"float": "float32", "double": "float64"}
+_BFLOAT16_OPSET, _FP16_OPSET = 22, 18
+"""The first with convs in bfloat16; the last whose average pools ONNX Runtime has in half precision on Arm."""
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
@@ -67,7 +69,7 @@ def write_onnx(folder: Path, stem: str, request: ExportRequest) -> Path:
     names: Any = {"input_names": request.call.names, "output_names": request.outputs}
     # The optimiser folds batch norms of bfloat16 into weights of float32, which no engine takes beside bfloat16.
     half = any(tensor.dtype == torch.bfloat16 for tensor in request.call.tensors.values())
-    opset = 22 if half and request.opset is None else request.opset  # the first with convolutions in bfloat16
+    opset = request.opset or (_BFLOAT16_OPSET if half else _FP16_OPSET if request.precision == "fp16" else None)
     with _quiet():
         try:
             onnx: Any = torch.onnx.export(

@@ -31,6 +31,7 @@ class ProgramRunner(Runner):
         self.module = _in_evaluation(program)
         specs = [spec.arg for spec in program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT]
         self._leaves, self._structure = specs, program.call_spec.in_spec
+        self.keywords = tuple(tree_unflatten(range(len(specs)), self._structure)[1])  # type: ignore[arg-type]
         known = [spec.name for spec in specs if not isinstance(spec, ConstantArgument)]
         self.inputs = ports_from(self.metadata.get("inputs")) or tuple(Port(name, ()) for name in known)
         self.outputs = ports_from(self.metadata.get("outputs"))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowrank_cnn.deploy.engines.runner import Port, Runner
 from lowrank_cnn.system.errors import LowRankError, nearest
 
 
 @dataclass(frozen=True)
 class Target:
-    """A program that runs networks: the suffix of its files, the package it needs, and how to run `{file}`."""
+    """A program that runs networks: the suffix of its files, the package it needs, and how to run one."""
 
     suffix: str
     package: str
@@ -25,30 +27,33 @@ class Target:
         return importlib.util.find_spec(self.package) is not None
 
 
-_ONNX = """import onnxruntime
-session = onnxruntime.InferenceSession("{file}")
-logits = session.run(None, {{"{input}": images}})[0]"""
-_STRIPS = """import lowrank_strips, onnxruntime
+_ONNX = """import numpy, onnxruntime; {made}
+session = onnxruntime.InferenceSession({file})
+logits = session.run(None, {{{named}}})[0]"""
+_STRIPS = """import numpy, lowrank_strips, onnxruntime; {made}
 options = onnxruntime.SessionOptions(); options.register_custom_ops_library(lowrank_strips.onnxruntime_library())
-logits = onnxruntime.InferenceSession("{file}", options).run(None, {{"{input}": images}})[0]"""
-_OPENVINO = """import openvino
-network = openvino.compile_model("{file}", "CPU", {{"INFERENCE_PRECISION_HINT": "{hint}"}})
-logits = network(images)[0]"""
-_NCNN = """import ncnn
-net = ncnn.Net(); net.load_param("{file}"); net.load_model("{stem}.ncnn.bin")
-run = net.create_extractor(); run.input("in0", ncnn.Mat(images[0])); logits = run.extract("out0")[1]"""
-_MNN = """import MNN.nn, MNN.expr as F
-network = MNN.nn.load_module_from_file("{file}", ["{input}"], ["{output}"])
-x = F.placeholder(images.shape, F.NCHW); x.write(images); logits = network.forward([x])[0].read()"""
-_EXECUTORCH = """from executorch.runtime import Runtime
-method = Runtime.get().load_program("{file}").load_method("forward")
-logits = method.execute([torch.from_numpy(images[:1])])[0]"""
-_PROGRAM = """import torch
-network = torch.export.load("{file}").module()
-logits = network(torch.from_numpy(images))"""
-_SCRIPT = """import torch
-network = torch.jit.load("{file}")
-logits = network(torch.from_numpy(images))"""
+logits = onnxruntime.InferenceSession({file}, options).run(None, {{{named}}})[0]"""
+_OPENVINO = """import numpy, openvino; {made}
+network = openvino.compile_model({file}, "CPU", {{"INFERENCE_PRECISION_HINT": "{hint}"}})
+logits = network([{given}])[0]"""
+_NCNN = """import numpy, ncnn; {made}; net = ncnn.Net(){single}
+net.load_param({file}); net.load_model({weights})
+run = net.create_extractor(); {fed}; logits = run.extract("out0")[1]"""
+_MNN = """import numpy, MNN.nn, MNN.expr as F; {made}
+run = MNN.nn.create_runtime_manager(({{"precision": "{mode}"}},)); \
+network = MNN.nn.load_module_from_file({file}, [{names}], ["{output}"], runtime_manager=run)
+logits = F.convert(network.forward([F.const(x, x.shape, F.NCHW) for x in [{given}]])[0], F.NCHW).read()"""
+_EXECUTORCH = """import torch; from executorch.runtime import Runtime; {made}
+method = Runtime.get().load_program({file}).load_method("forward")
+logits = method.execute([{given}])[0]"""
+_PROGRAM = """import torch; {made}
+network = torch.export.load({file}).module()
+with torch.no_grad(): logits = network({called})"""
+_SCRIPT = """import torch; {made}
+network = torch.jit.load({file})
+with torch.no_grad(): logits = network({given})"""
+_IN_SINGLE = "; net.opt.use_fp16_packed = net.opt.use_fp16_storage = net.opt.use_fp16_arithmetic = False"
+"""ncnn computes in half precision wherever it can, unless it is told not to."""
 
 TARGETS = {
     "onnx": Target(".onnx", "onnxruntime", _ONNX, int8=True),
@@ -76,17 +81,50 @@ def target_of(name: str) -> Target:
     raise LowRankError(_ELSEWHERE.get(name) or f"there is no target {name!r}; {nearest(name, TARGETS)}")
 
 
-def usage(
-    path: Path,
-    *,
-    precision: str = "fp32",
-    strips: bool = False,
-    input_name: str = "image",
-    output_name: str = "output",
-) -> str:
-    """Three lines of Python that run a file in its own engine."""
-    known = TARGETS.values()
-    target = next(target for target in known if (target.suffix, target.strips) == (path.suffix, strips))
-    hint = "f16" if precision == "fp16" else "f32"
-    names = {"file": path.name, "stem": path.stem, "input": input_name, "output": output_name}
-    return target.usage.format(hint=hint, **names)
+def usage(runner: Runner, path: str | Path, *, precision: str = "fp32") -> str:
+    """Three lines of Python that run a file by itself, on random numbers in place of prepared images."""
+    target = _target_of_file(runner, Path(path))
+    torch_runs = target.package in ("torch", "executorch")
+    ports = runner.inputs
+    variables = ["images"] if len(ports) == 1 else [f"input{place}" for place in range(len(ports))]
+    made = "; ".join(
+        f"{v} = {_random(port, in_torch=torch_runs)}" for v, port in zip(variables, ports, strict=True)
+    )
+    pairs = list(zip(variables, (port.name for port in ports), strict=True))
+    keywords = getattr(runner, "keywords", ())
+    half = precision == "fp16"
+    return target.usage.format(
+        made=made,
+        file=_quoted(path),
+        weights=_quoted(Path(path).with_suffix(".ncnn.bin")),
+        given=", ".join(variables),
+        named=", ".join(f"{_quoted(name)}: {variable}" for variable, name in pairs),
+        names=", ".join(_quoted(name) for _, name in pairs),
+        called=", ".join(f"{name}={variable}" if name in keywords else variable for variable, name in pairs),
+        fed="; ".join(f'run.input("in{n}", ncnn.Mat({variable}[0]))' for n, variable in enumerate(variables)),
+        output=runner.outputs[0].name,
+        hint="f16" if half else "f32",
+        mode="low" if half else "high",
+        single="" if half else _IN_SINGLE,
+    )
+
+
+def _target_of_file(runner: Runner, path: Path) -> Target:
+    strips = "strips" in runner.metadata
+    return next(each for each in TARGETS.values() if (each.suffix, each.strips) == (path.suffix, strips))
+
+
+def _random(port: Port, *, in_torch: bool) -> str:
+    """An array or tensor of one image, in Python."""
+    sizes = [size if isinstance(size, int) else 224 if axis > 1 else 1 for axis, size in enumerate(port.shape)]
+    shape = ", ".join(map(str, sizes))
+    if in_torch:
+        kind = f", dtype=torch.{port.dtype}" if port.dtype != "float32" else ""
+        return f"torch.rand({shape}{kind})" if "float" in port.dtype else f"torch.zeros({shape}{kind})"
+    if "float" in port.array_dtype:
+        return f'numpy.random.rand({shape}).astype("{port.array_dtype}")'
+    return f'numpy.zeros(({shape},), "{port.array_dtype}")'
+
+
+def _quoted(text: str | Path) -> str:
+    return json.dumps(str(text), ensure_ascii=False)

@@ -83,3 +83,10 @@ def test_a_damaged_file_and_an_unknown_opset_are_refused(tmp_path: Path):
 def test_a_global_max_pool_is_written(tmp_path: Path):
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveMaxPool2d(1), nn.Flatten())
     assert (export(net, tmp_path / "net.onnx", input_size=(3, 9, 8)).error or 0) < 1e-5
+
+
+def test_average_pools_run_in_half_precision(tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AvgPool2d(3, stride=1), nn.Flatten(), nn.Linear(8 * 16, 2)).eval()
+    written = export(net, tmp_path / "net.onnx", input_size=(3, 8, 8), precision="fp16")
+    assert written.error is not None
+    assert written.error < 0.01
