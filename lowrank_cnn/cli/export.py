@@ -216,9 +216,9 @@ def _images_of(calibrate: str) -> torch.Tensor:
     """The prepared images that a function of the user's file gives."""
     import torch
 
-    from lowrank_cnn.cli.source import find_example
+    from lowrank_cnn.cli.user_file import find_example
 
-    images = find_example(calibrate)
+    images = find_example(calibrate, option="--calibrate")
     if not isinstance(images, torch.Tensor):
         raise LowRankError(f"{calibrate} is to give images as a tensor [N, C, H, W], not {type(images).__name__}.")
     return images

@@ -11,11 +11,11 @@ from typing import Any
 from lowrank_cnn.system.errors import LowRankError, first_line
 
 
-def find_example(text: str) -> Any:
+def find_example(text: str, *, option: str = "--example") -> Any:
     """The inputs that a function of the user's file gives: a tensor, a tuple, or a dictionary of keywords."""
     path, colon, function = text.rpartition(":")
     if not colon or not path.endswith(".py"):
-        raise LowRankError(f"--example names a function that gives the inputs, as path.py:function, not {text!r}.")
+        raise LowRankError(f"{option} names a function that gives the inputs, as path.py:function, not {text!r}.")
     return called(function_of(Path(path), function), text)
 
 
