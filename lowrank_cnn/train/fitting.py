@@ -35,7 +35,7 @@ from lowrank_cnn.train.progress import Lines, Progress, moving_line
 from lowrank_cnn.train.recipe import Recipe, changed
 from lowrank_cnn.train.recipes import get_recipe
 from lowrank_cnn.train.record import Record
-from lowrank_cnn.train.remarks import dropout_remarks, remarks
+from lowrank_cnn.train.remarks import dropout_remarks, precision_remarks, remarks
 from lowrank_cnn.train.score import Evaluation, LossEvaluation, check_fits
 from lowrank_cnn.train.short_runs import whiten_first_layer
 from lowrank_cnn.train.step import put_back
@@ -119,7 +119,7 @@ def fit(
     with held, repeatable(deterministic, processes=fabric.world_size):
         if resume and (done := job.finished()):
             return done
-        for sentence in remarks(model, recipe):
+        for sentence in [*remarks(model, recipe), *precision_remarks(precision, fabric.device)]:
             shown.say(sentence)
         return _train(job, job.saved(resume=resume), log=names, checkpoint_every=checkpoint_every)
 

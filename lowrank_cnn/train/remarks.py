@@ -38,6 +38,13 @@ def remarks(model: nn.Module, recipe: Recipe) -> list[str]:
     return said
 
 
+def precision_remarks(precision: str, device: torch.device) -> list[str]:
+    """A warning where half precision is chosen on a CPU, most of which only emulate it."""
+    if device.type != "cpu" or precision not in ("bf16", "fp16"):
+        return []
+    return [f"{precision} trains many times slower than fp32 on most CPUs (--precision fp32)."]
+
+
 def dropout_remarks(model: nn.Module, recipe: Recipe, size: Sequence[int]) -> list[str]:
     """A warning where dropout stands before batch norm: evaluation then uses statistics that do not fit."""
     found = dropout_before_batch_norm(model, size, rate=recipe.dropout)

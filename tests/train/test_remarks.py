@@ -7,7 +7,12 @@ from torch import nn
 
 from lowrank_cnn.models import create_model
 from lowrank_cnn.train import fit, get_recipe
-from lowrank_cnn.train.remarks import dropout_before_batch_norm, dropout_remarks, remarks
+from lowrank_cnn.train.remarks import (
+    dropout_before_batch_norm,
+    dropout_remarks,
+    precision_remarks,
+    remarks,
+)
 
 
 def test_drops_that_a_run_does_not_reach_are_said():
@@ -74,3 +79,9 @@ def test_fit_says_so(driver, capsys):
     )
     fit(network, driver.tiny_data(), driver.PLAIN, epochs=1, device="cpu")
     assert "Dropout '1' stands before batch norm '2'" in capsys.readouterr().out
+
+
+def test_half_precision_on_a_cpu_is_said_to_be_slow():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [bool(precision_remarks(name, cpu)) for name in ("fp32", "bf16", "fp16")] == [False, True, True]
+    assert precision_remarks("fp16", gpu) == []
