@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, SeedRun
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.models import create_model
 from lowrank_cnn.paper.table import AccuracyRow, ExperimentTable
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -556,3 +559,20 @@ def test_initialisations_are_shown_with_their_best_rates(blocks: ModuleType, put
     put("initialisation_nin.json", {"about": about, "summary": [row]})
     text = blocks.TABLES["initialisations"]()
     assert cells(text, "`torch`") == ["`torch`", "x 2", "90.00 ± 0.50", "4", "1", "2 of 5"]
+
+
+@pytest.mark.usefixtures("blocks")
+def test_networks_are_timed_at_the_size_that_the_pages_name():
+    """The record tells operations per second, and so the MACs of the network that was timed."""
+    sizes = importlib.import_module("tables.gpu").SIZES
+    side = int(re.findall(r"NiN (\d+)x", sizes)[0])
+    macs = count(create_model("nin-c3-lr"), (3, side, side)).macs
+    rows = [
+        row
+        for run in json.loads((ROOT / "benchmarks/results/gpu_speed.json").read_text())["runs"]
+        for row in run["rows"]
+    ]
+    timed = [row for row in rows if (row["network"], row["mode"]) == ("nin-c3-lr", "inference")]
+    assert timed
+    for row in timed:
+        assert row["tflops"] * 1e9 * row["ms"] / row["batch"] / 2 == pytest.approx(macs, rel=1e-3)

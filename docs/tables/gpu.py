@@ -7,7 +7,7 @@ from typing import Any
 from tables.form import NOT_MEASURED, markdown, record, source
 
 BATCH = 256
-SIZES = "224x224 (NiN 32x32)"
+SIZES = "224x224 (NiN 30x30)"
 COLUMNS = ["network", "MAC ratio", "time ratio", "with our kernels", "ms", "fastest dense ms", "TFLOP/s", "floor"]
 
 Run = dict[str, Any]

@@ -21,7 +21,7 @@ KEYS = {DENSE: "dense", LOW_RANK: "low-rank", THIN: "thin"}
 """The names of the three kinds in `gpu_models.json`."""
 PAPER = {"nin": ("nin-c3-lr",), "vgg11-gmp": ("vgg11-gmp-lr", "vgg11-gmp-lr-join")}
 PAPER_SETS = {
-    "nin": "NiN on CIFAR-10 (three seeds)",
+    "nin": "NiN on CIFAR-10 (crops of 30x30, three seeds)",
     "vgg11-gmp": "VGG-11 on 100 classes of Tiny-ImageNet (56x56 pixels, two seeds; timed at 224x224)",
 }
 FAMILY = {"nin": "nin", "vgg11-gmp": "vgg11", "resnet18": "resnet18"}
@@ -136,8 +136,7 @@ def _accuracy(name: str) -> tuple[int, float]:
     top1 = next(row["top1"] for row in rows if (row["part"], row["network"]) == ("paper", name))
     with torch.device("meta"):
         network = create_model(name)
-    size = (3, 32, 32) if name.startswith("nin") else network.input_size
-    return count(network, size).macs, 100 * sum(top1) / len(top1)
+    return count(network, network.input_size).macs, 100 * sum(top1) / len(top1)
 
 
 def _of_frontier(found: Frontier, sources: dict[str, Any]) -> Iterator[Line]:
