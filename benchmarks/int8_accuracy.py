@@ -23,8 +23,8 @@ from benchmarks.cpu_engines import recorded, versions
 from lowrank_cnn.data import Data, make_loader, open_data
 from lowrank_cnn.models.rebuild import run_entry
 from lowrank_cnn.system.environment import environment
-from lowrank_cnn.system.files import write_json
-from lowrank_cnn.train.trained import Trained
+from lowrank_cnn.system.files import read_json, write_json
+from lowrank_cnn.train.trained import Trained, load_checkpoint
 
 RESULTS = Path(__file__).parent / "results" / "int8_accuracy.json"
 SHIPPED = ("nin", "nin-c3-lr")
@@ -65,13 +65,13 @@ def measured(name: str, trained: Trained, data: Data, engine: str) -> dict[str, 
         found = lr.quantize(trained, data, path, test=BATCH)
         network = lr.load(path)
         figures = paired(correct(trained.network.eval(), trained, data), correct(network, trained, data))
-    return {"network": name, "engine": engine, "in_float": list(found.in_float), **figures}
+    how = {"recipe": trained.recipe.name, "epochs": trained.recipe.epochs, "quantize": trained.recipe.quantize}
+    return {"network": name, "engine": engine, "trained": how, "in_float": list(found.in_float), **figures}
 
 
 def add(path: Path, row: dict[str, Any]) -> None:
-    """Put a row into the record, in place of an earlier one of the same network and engine."""
-    kept = recorded(path)
-    kept = [old for old in kept if (old["network"], old["engine"]) != (row["network"], row["engine"])]
+    """Put a row into the record, in place of an earlier one of the same network, training and engine."""
+    kept = [old for old in recorded(path) if any(old[key] != row[key] for key in ("network", "engine", "trained"))]
     write_json(path, {"environment": environment(), "versions": versions(), "rows": [*kept, row]})
 
 
@@ -84,10 +84,12 @@ def main() -> None:
     options = parser.parse_args()
     data = open_data(options.data, progress=False)
     for name in options.model:
-        trained = lr.load_pretrained(name, "cifar10") if name in SHIPPED else lr.load_checkpoint(name)
+        trained = lr.load_pretrained(name, "cifar10") if name in SHIPPED else load_checkpoint(name)
+        images = None if name in SHIPPED else read_json(Path(name) / "record.json")["data"]["train"]
         name = name if name in SHIPPED else run_entry(trained.network)["name"]
         for engine in options.engines:
             row = measured(name, trained, data, engine)
+            row["trained"] |= {} if images is None else {"images": images}
             add(options.out, row)
             print(
                 f"{name} {engine}: {row['before']:.2%} to {row['after']:.2%}, {row['loss']:+.2f} points",

@@ -71,6 +71,7 @@ def int8_accuracy() -> str:
     rows: list[list[object]] = [
         [
             f"`{row['network']}`",
+            _training(row["trained"]),
             row["engine"],
             f"{row['n']:,}",
             f"{row['before']:.2%}",
@@ -80,8 +81,15 @@ def int8_accuracy() -> str:
         ]
         for row in found["rows"]
     ]
-    columns = ["network", "<engine", "images", "float32", "int8", "points lost (95%)", "<layers in float"]
+    columns = ["network", "<trained", "<engine", "images", "float32", "int8", "points lost (95%)", "<in float"]
     return markdown(columns, rows) + source("int8_accuracy.json", found["environment"])
+
+
+def _training(how: dict[str, Any]) -> str:
+    """How a network was trained, in a few words."""
+    images = f", {how['images']:,} images" if "images" in how else ""
+    rounded = "" if how["quantize"] == "none" else f", with {how['quantize']} layers"
+    return f"{how['recipe']}, {how['epochs']} epoch{'s' * (how['epochs'] > 1)}{images}{rounded}"
 
 
 def aims() -> str:

@@ -112,7 +112,11 @@ def write_ncnn(folder: Path, stem: str, request: ExportRequest) -> Path:
     found, weights = folder / "traced.ncnn.param", folder / "traced.ncnn.bin"
     ignored = [line for line in done.stderr.splitlines() if line.startswith("ignore ")]
     if done.returncode or not found.is_file() or ignored:
-        why = ignored[0].split()[1] + " is not in ncnn" if ignored else f"pnnx ends with {done.returncode}"
+        why = (
+            ignored[0].split()[1] + " is not in ncnn"
+            if ignored
+            else f"pnnx fails on it (exit code {done.returncode})"
+        )
         raise LowRankError(f"the network cannot be written for ncnn: {why}.")
     found.replace(path)
     weights.replace(path.with_suffix(".ncnn.bin"))

@@ -82,7 +82,7 @@ def write_onnx(folder: Path, stem: str, request: ExportRequest) -> Path:
             )
         except Exception as error:  # an operator that ONNX lacks, or an opset that torch does not write
             name = type(request.network).__name__
-            raise LowRankError(f"{name} cannot be written as ONNX: {first_line(error)}.") from error
+            raise LowRankError(f"{name} cannot be written as ONNX: {first_line(_first_cause(error))}.") from error
     found = onnx.model.opset_imports[""]
     if opset is not None and found != opset:
         raise LowRankError(f"torch writes this network for opset {found}, and not for {opset}.")
@@ -96,6 +96,11 @@ def write_onnx(folder: Path, stem: str, request: ExportRequest) -> Path:
     if request.precision == "int8":
         quantize_onnx(path, request)
     return path
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """The error that the others were raised from: the exporter's own gives general advice alone."""
+    return error if error.__cause__ is None else _first_cause(error.__cause__)
 
 
 def _without_global_max_pools(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

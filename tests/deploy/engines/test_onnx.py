@@ -90,3 +90,13 @@ def test_average_pools_run_in_half_precision(tmp_path):
     written = export(net, tmp_path / "net.onnx", input_size=(3, 8, 8), precision="fp16")
     assert written.error is not None
     assert written.error < 0.01
+
+
+def test_an_operation_that_onnx_lacks_is_named(tmp_path):
+    class Spectrum(nn.Module):
+        def forward(self, x):
+            return torch.linalg.svd(x)[1]
+
+    with pytest.raises(LowRankError, match=r"Spectrum cannot be written as ONNX: No ONNX .*svd"):
+        export(Spectrum(), tmp_path / "net.onnx", example_input=torch.randn(2, 3, 4, 4))
+    assert not list(tmp_path.iterdir())
