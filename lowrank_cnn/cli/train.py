@@ -268,8 +268,9 @@ def _next_command(record: Record, out: Path, data: str, source: str, names: Path
 def _told(recipe: Recipe) -> str:
     """The name, the usual settings, and every field that has not the default of all recipes."""
     from lowrank_cnn.train.recipe import Recipe
+    from lowrank_cnn.train.schedule import warmup_epochs
 
-    values, defaults = recipe.to_dict(), Recipe().to_dict()
+    values, defaults = recipe.to_dict() | {"warmup": warmup_epochs(recipe)}, Recipe().to_dict()
     shown = {"batch_size", "epochs", "lr", "optimizer", "schedule"}
     told = [f"{field}={value}" for field, value in values.items() if field in shown or value != defaults[field]]
     return "  ".join([recipe.name, *(text for text in told if not text.startswith("name="))])

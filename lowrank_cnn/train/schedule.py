@@ -16,12 +16,14 @@ Verdict = Literal["go", "drop", "stop"]
 _STATE = ("best", "waited", "gained", "drops")
 
 
-def learning_rate(recipe: Recipe, iteration: int, *, per_epoch: int, drops: int = 0) -> float:
-    """The learning rate of one iteration, counted from 0, after `drops` divisions by the drop factor.
+def warmup_epochs(recipe: Recipe) -> float:
+    """Epochs of the warm-up: a fifth of a short run at most."""
+    return min(recipe.warmup, recipe.epochs / 5)
 
-    A warm-up takes a fifth of a short run at most.
-    """
-    warmup = round(min(recipe.warmup, recipe.epochs / 5) * per_epoch)
+
+def learning_rate(recipe: Recipe, iteration: int, *, per_epoch: int, drops: int = 0) -> float:
+    """The learning rate of one iteration, counted from 0, after `drops` divisions by the drop factor."""
+    warmup = round(warmup_epochs(recipe) * per_epoch)
     total = recipe.epochs * per_epoch
     rises = warmup and recipe.schedule != "triangle"  # which has its own rise
     ramp = min(1.0, (iteration + 1) / warmup) if rises else 1.0

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowrank_cnn.cli.train import _told
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.deploy.engines.onnx import node_macs
 from lowrank_cnn.models import create_model
@@ -330,3 +331,8 @@ def test_a_directory_in_use_is_refused_before_images_are_read(train_small, tmp_p
     train_small("--out", tmp_path)
     monkeypatch.setattr("lowrank_cnn.data.open_data", int)  # which would refuse the name
     assert "--resume" in str(train_small("--out", tmp_path).exception)
+
+
+def test_the_printed_warm_up_is_that_of_the_run():
+    assert "warmup=0.4 " in f"{_told(get_recipe('modern', epochs=2))} "
+    assert "warmup=5.0 " in f"{_told(get_recipe('modern', epochs=40))} "
