@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,14 +75,15 @@ def _quantized(model: Any, request: ExportRequest) -> Any:
     nncf.set_log_level(logging.ERROR)
     images = [tuple(tensor.numpy() for tensor in sample) for sample in request.calibration or ()]
     kept = list(filter(request.is_in_float, (node.get_friendly_name() for node in model.get_ops())))
-    made = nncf.quantize(
-        model,
-        nncf.Dataset(images, list),
-        subset_size=len(images),
-        preset=nncf.QuantizationPreset.MIXED,  # unsigned activations behind a ReLU
-        ignored_scope=nncf.IgnoredScope(names=kept, validate=False),
-        advanced_parameters=_as_trained(nncf) if request.ranges else None,
-    )
+    with redirect_stdout(StringIO()):  # its progress bars would stand in the output of --json
+        made = nncf.quantize(
+            model,
+            nncf.Dataset(images, list),
+            subset_size=len(images),
+            preset=nncf.QuantizationPreset.MIXED,  # unsigned activations behind a ReLU
+            ignored_scope=nncf.IgnoredScope(names=kept, validate=False),
+            advanced_parameters=_as_trained(nncf) if request.ranges else None,
+        )
     _set_ranges(made, request)
     return made
 

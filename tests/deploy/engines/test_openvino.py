@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 from lowrank_cnn.deploy.engines import open_engine
 from lowrank_cnn.deploy.exporting import export
+from lowrank_cnn.deploy.quantizing import quantize
 from lowrank_cnn.system.errors import LowRankError
 
 
@@ -27,3 +29,9 @@ def test_a_damaged_file_is_refused(tmp_path):
     (tmp_path / "net.xml").write_text("<net")
     with pytest.raises(LowRankError, match="openvino cannot read"):
         open_engine(tmp_path / "net.xml")
+
+
+def test_quantising_prints_nothing(tiny, tmp_path, capsys):
+    pytest.importorskip("nncf")
+    quantize(tiny, torch.randn(4, 3, 12, 12), tmp_path / "net.xml")
+    assert capsys.readouterr().out == ""
