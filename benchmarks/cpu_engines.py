@@ -178,11 +178,12 @@ def time_families(options: argparse.Namespace) -> None:
                 print(f"{family:10} {precision} {row['network']:9} {row['engine']:14} {told}", flush=True)
 
 
-def beside_others(work: Callable[[], Any]) -> tuple[Any, float]:
-    """What `work` gives, and how many cores other processes used meanwhile."""
-    psutil.wait_procs(
-        psutil.Process().children(recursive=True), timeout=30
-    )  # OpenVINO starts one that reports use
+def beside_others(work: Callable[[], Any], *, patience: float = 30.0) -> tuple[Any, float]:
+    """What `work` gives, and how many cores other processes used meanwhile.
+
+    Processes that this one has started may end first, for so many seconds: OpenVINO starts one that reports use.
+    """
+    psutil.wait_procs(psutil.Process().children(recursive=True), timeout=patience)
     start, before = time.perf_counter(), spent_by_others()
     found = work()
     seconds = sum(spent - before.get(pid, 0.0) for pid, spent in spent_by_others().items())

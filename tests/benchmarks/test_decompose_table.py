@@ -30,7 +30,7 @@ TINY = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_way_is_trained_and_seeds_are_merged(table, tmp_path, capsys):
     first = table(*TINY, "--seed", "0", "--test", out="0.json")
     ways = [(row["way"], row["epochs"]) for row in first["rows"]]

@@ -65,6 +65,7 @@ def test_auxiliary_heads_are_not_the_last_layers(depth_flow):
     assert any("branch3" in site for site in row["dead"])
 
 
+@pytest.mark.nightly
 def test_a_run_can_be_examined(depth_flow, tmp_path, monkeypatch):
     torch.manual_seed(0)
     net = create_model("nin-c3-lr", num_classes=10, in_channels=1, width=0.0625, norm="batch")
