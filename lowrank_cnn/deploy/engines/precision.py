@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -35,16 +36,14 @@ class InSingle(nn.Module):
 class InHalf(nn.Module):
     """A network that computes in half precision, between inputs and outputs in float32.
 
-    With `linear_in_single` its linear layers compute in float32.
+    The layers that `in_single` names compute in float32.
     """
 
-    def __init__(self, network: nn.Module, *, linear_in_single: bool = False) -> None:
+    def __init__(self, network: nn.Module, in_single: Callable[[nn.Module], bool] = lambda _: False) -> None:
         super().__init__()
-        self.network = copy.deepcopy(network).half()
-        if linear_in_single:
-            self.network = copy_with(
-                self.network, {m: InSingle(m) for m in self.network.modules() if type(m) is nn.Linear}
-            )
+        whole = copy.deepcopy(network).half()
+        single = {part: InSingle(part) for part in whole.modules() if in_single(part)}
+        self.network = copy_with(whole, single) if single else whole
 
     def forward(self, *tensors: Tensor) -> Any:
         return _cast(self.network(*_cast(tensors, torch.float32, torch.float16)), torch.float16, torch.float32)
@@ -62,10 +61,26 @@ def at_precision(request: ExportRequest, suffix: str, precision: str) -> ExportR
         raise LowRankError("fp16 is for networks whose inputs go by position: call model.half() and export that.")
     if suffix in _BY_THE_ENGINE:
         return replace(request, precision="fp16")
+
+    def in_single(part: nn.Module) -> bool:
+        if suffix != ".onnx":
+            return False
+        # A file with strips is for the CPU, where ONNX Runtime multiplies matrices much faster in float32.
+        return _has_groups(part) or (request.strips and type(part) is nn.Linear)
+
     # The groups of composites are taken apart first: a graph with casts in it is not captured again.
-    # A file with strips is for the CPU, where ONNX Runtime multiplies matrices much faster in float32.
-    network = InHalf(groups_apart(request.network), linear_in_single=request.strips).eval()
+    network = InHalf(groups_apart(request.network), in_single).eval()
     return replace(request, network=network, precision="fp16")
+
+
+def _has_groups(part: nn.Module) -> bool:
+    """Whether a conv has groups of channels: on Arm ONNX Runtime 1.31 computes these wrongly in half precision.
+
+    It computes a conv right that has as many groups as channels, before and after.
+    """
+    if not isinstance(part, nn.Conv2d):
+        return False
+    return part.groups > 1 and not part.groups == part.in_channels == part.out_channels
 
 
 def _cast(values: Any, before: torch.dtype, after: torch.dtype) -> Any:

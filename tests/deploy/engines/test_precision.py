@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from lowrank_cnn.deploy.engines.precision import InHalf, at_precision
 from lowrank_cnn.deploy.exporting import export, request_for, stored_of
@@ -28,10 +29,20 @@ def test_half_precision_is_for_float32_networks(tiny, tmp_path):
 
 def test_linear_layers_can_stay_in_float32(tiny):
     images = torch.randn(2, 3, 12, 12)
-    half = InHalf(tiny, linear_in_single=True)
+    half = InHalf(tiny, lambda part: type(part) is nn.Linear)
     assert {str(parameter.dtype) for parameter in half.parameters()} == {"torch.float16", "torch.float32"}
-    assert half.network[-1].layer.weight.dtype == torch.float32
+    assert half.network.get_submodule("7.layer").weight.dtype == torch.float32
     torch.testing.assert_close(half(images), tiny(images), atol=0.01, rtol=0.01)
+
+
+@pytest.mark.parametrize(("groups", "filters"), [(2, 8), (8, 8), (8, 16)])
+def test_convs_with_groups_of_channels_are_right_in_half_precision(tmp_path, groups, filters):
+    conv = nn.Conv2d(8, filters, 3, padding=1, groups=groups)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), conv, nn.Flatten(), nn.LazyLinear(5)).eval()
+    net(torch.randn(1, 3, 12, 12))
+    found = export(net, tmp_path / "net.onnx", input_size=(3, 12, 12), precision="fp16")
+    assert found.error is not None
+    assert found.error < 0.02
 
 
 def test_groups_have_constant_biases_in_half_precision_too(tiny):
