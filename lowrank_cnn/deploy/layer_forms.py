@@ -18,7 +18,7 @@ LOW_RANK, THINNER = "low-rank", "thinner"
 CLEARLY = 0.97
 """Times that differ by less than this are called equal: then thinner is advised, which is simpler."""
 LIKED = 16
-"""Engines run multiples of this many filters faster than one fewer."""
+"""Kernels of most engines are made for multiples of this many filters."""
 
 
 @dataclass(frozen=True)
