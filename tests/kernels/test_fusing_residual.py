@@ -105,21 +105,32 @@ def test_the_copy_computes_the_same(scheme):
     assert all(torch.allclose(net.state_dict()[name], value) for name, value in moved.items())
 
 
-@pytest.mark.parametrize("kind", [nn.ReLU, nn.SiLU, nn.GELU, lambda: nn.LeakyReLU(0.1)])
-def test_the_kernels_compute_the_same(kind):
-    pytest.importorskip("triton")
-    net = convert(network(activation=kind()), "lr").to(DEVICE).train()
-    exact, x = copy.deepcopy(net).double(), images()
+def assert_the_kernels_compute_the_same(net: nn.Module) -> None:
+    """Compare the fused copy, run by the kernels in float32, with the network in float64.
+
+    On a GPU float32 products keep ten bits. Inputs of ReLUs then change their signs and gradients appear or vanish, in
+    torch's own layers as in the kernels: there the bound is three times what torch's layers are off.
+    """
+    net = net.to(DEVICE).train()
+    exact, rival, x = copy.deepcopy(net).double(), copy.deepcopy(net), images(64 if DEVICE == "cuda" else 2)
     right = results(exact, exact, x.double())
     twin = fuse(net)
     with forced("on"):
-        y, *gradients = results(twin, net, x)
-    # On a GPU, float32 products have ten bits: inputs of ReLUs change their signs, and gradients appear or vanish.
-    assert distance(y, right[0]) <= (1e-3 if DEVICE == "cuda" else 1e-5)
-    for found, exact_gradient in zip(gradients, right[1:], strict=True):
-        assert distance(found, exact_gradient) <= (8e-2 if DEVICE == "cuda" else 1e-4)
+        found = results(twin, net, x)
+    bounds = [1e-5] + [1e-4] * (len(right) - 1)
+    if DEVICE == "cuda":
+        with forced("off"):
+            worst = max(map(distance, results(rival, rival, x), right))
+        bounds = [1e-3] + [max(2e-2, 3 * worst)] * (len(right) - 1)
+    assert all(off <= bound for off, bound in zip(map(distance, found, right), bounds, strict=True))
     for name, value in exact.named_buffers():
         assert torch.allclose(dict(net.named_buffers())[name].double(), value.double(), rtol=5e-3, atol=1e-3), name
+
+
+@pytest.mark.parametrize("kind", [nn.ReLU, nn.SiLU, nn.GELU, lambda: nn.LeakyReLU(0.1)])
+def test_the_kernels_compute_the_same(kind):
+    pytest.importorskip("triton")
+    assert_the_kernels_compute_the_same(convert(network(activation=kind()), "lr"))
 
 
 def test_the_kernels_pass_through_the_compiler():
@@ -201,11 +212,4 @@ def test_a_sum_after_the_activation_is_fused():
 
 def test_the_kernels_add_after_the_activation():
     pytest.importorskip("triton")
-    net = convert(darknet(), "lr").to(DEVICE).train()
-    exact, x = copy.deepcopy(net).double(), images()
-    right = results(exact, exact, x.double())
-    twin = fuse(net)
-    with forced("on"):
-        found = results(twin, net, x)
-    for a, b in zip(found, right, strict=True):
-        assert torch.linalg.vector_norm(a - b) <= 2e-2 * torch.linalg.vector_norm(b)
+    assert_the_kernels_compute_the_same(convert(darknet(), "lr"))
