@@ -43,7 +43,9 @@ def _record(found: Frontier) -> Iterator[str]:
     columns = ["design", "MACs", "parameters", "ms", "of dense", "top-1 %", "runs", "s a run"]
     rows = [row for row in found.rows if row.runs]
     yield markdown(columns, [_line(found, row) for row in sorted(rows, key=_order)])
-    yield "\nMean and 95% interval over seeds; seconds are those of training, without compiling.\n"
+    batches = sorted({row.timing.batch for row in rows if row.timing})
+    clock = f"Times are of {batches[0]} images, each in turns with the dense network. " if batches else ""
+    yield f"\n{clock}Mean and 95% interval over seeds; seconds are those of training, without compiling.\n"
     if found.answers:
         yield "\n"
         columns = ["question", "<control", "time", "gap in points", "p, corrected", "<verdict"]
@@ -62,7 +64,7 @@ def _line(found: Frontier, row: DesignRow) -> list[object]:
 
     mean, low, high = mean_interval([100 * run.correct / found.images for run in row.runs])
     seconds = "" if row.seconds is None else f"{row.seconds:.1f}"
-    times = [f"{row.timing.ms:.3f}", f"{row.timing.ratio:.2f}"] if row.timing else ["", ""]
+    times = [f"{found.ms(row):.3f}", f"{row.timing.ratio:.2f}"] if row.timing else ["", ""]
     accuracy = f"{mean:.2f} ({low:.2f} to {high:.2f})" if len(row.runs) > 1 else f"{mean:.2f}"
     name = f"`{row.name}`" + (f", {row.design['matched']}" if row.design["matched"] else "")
     cost = [si(row.macs), si(row.params), *times]

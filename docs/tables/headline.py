@@ -12,7 +12,8 @@ import torch
 from tables import form, frontier, gpu_models
 from tables.form import ROOT, markdown, record, source
 
-from lowrank_cnn.frontier.record import RECORD, DesignRow, Frontier, load_frontier
+from lowrank_cnn.frontier.answering import control_of
+from lowrank_cnn.frontier.record import DENSE_NAME, RECORD, DesignRow, Frontier, load_frontier
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
 
@@ -27,8 +28,6 @@ PAPER_SETS = {
 FAMILY = {"nin": "nin", "vgg11-gmp": "vgg11", "resnet18": "resnet18"}
 """Families of `lowrank frontier`, by the name of their dense network."""
 TODAY = ("lowrank:vgg11-gmp/lr", "torchvision:resnet18/lr")
-AT_MOST = 0.8
-"""A low-rank network of a frontier is shown if it takes at most this share of the dense time."""
 ALIKE = 0.1
 """A thin network of a frontier stands for the timed one if their shares of the MACs differ by at most this."""
 LEAST_RUNS = 4
@@ -140,24 +139,26 @@ def _accuracy(name: str) -> tuple[int, float]:
 
 
 def _of_frontier(found: Frontier, sources: dict[str, Any]) -> Iterator[Line]:
-    """The dense network, the most accurate low-rank one that is clearly faster, and thin dense of equal time."""
+    """The dense network, the low-rank one that does best against thin dense of its time, and that thin network."""
     rows = [row for row in found.rows if len(row.runs) >= LEAST_RUNS and row.timing]
-    dense = next((row for row in rows if row.dense and row.design["width"] == 1), None)
-    faster = [row for row in rows if not row.dense and row.timing and row.timing.ratio <= AT_MOST]
-    if dense is None or not faster:
-        return
-    best = max(faster, key=lambda row: _mean(found, row))
+    dense = next((row for row in rows if row.name == DENSE_NAME), None)
     thin = [row for row in rows if row.dense and row is not dense]
-    rival = min(thin, key=lambda row: abs(_ratio(row) - _ratio(best)), default=None)
+    faster = [row for row in rows if not row.dense and _ratio(row) < 1]
+    if dense is None:
+        return
+    rivals = {row.name: control_of(found, _ratio(row)) for row in faster}
+    faster = [row for row in faster if rivals[row.name] in thin]
+    if not faster:
+        return
+    best = max(faster, key=lambda row: _mean(found, row) - _mean(found, rivals[row.name]))
+    rival = rivals[best.name]
     family, data = found.about["family"], found.about["data"]["name"]
+    least = min(len(row.runs) for row in (dense, best, rival))
+    about = f"{family} on {data} (mean of at least {least} seeds)"
     for row, kind in ((dense, DENSE), (best, LOW_RANK), (rival, THIN)):
-        if row is not None:
-            about = f"{family} on {data} (mean of {len(row.runs)} seeds)"
-            seconds = "" if row.seconds is None else f"{row.seconds:.1f} s"
-            name = family if row.dense else f"{family}, {row.name}"
-            name = f"{name}@{row.design['width']:g}" if kind == THIN else name
-            assert row.timing is not None
-            yield Line(about, kind, name, row.macs, _mean(found, row), row.timing.ms, seconds)
+        seconds = "" if row.seconds is None else f"{row.seconds:.1f} s"
+        name = family if row is dense else f"{family}, {row.name}"
+        yield Line(about, kind, name, row.macs, _mean(found, row), found.ms(row) or 0.0, seconds)
     for known in found.environments:
         _add(sources, f"{frontier.FOLDER}/{found.folder.name}/{RECORD}", known)
 
@@ -181,7 +182,7 @@ def _trained(
         if one.about["family"] != FAMILY.get(network):
             continue
         rows = [row for row in one.rows if len(row.runs) >= LEAST_RUNS]
-        dense = next((row for row in rows if row.dense and row.design["width"] == 1), None)
+        dense = next((row for row in rows if row.name == DENSE_NAME), None)
         low_rank = next((row for row in rows if row.name == scheme), None)
         thin = [row for row in rows if row.dense and dense and abs(row.macs / dense.macs - share) <= ALIKE]
         if dense and low_rank and thin:

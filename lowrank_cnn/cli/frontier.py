@@ -167,7 +167,7 @@ def _entry(found: Frontier, row: DesignRow) -> dict[str, object]:
         "dense": row.dense,
         "macs": row.macs,
         "params": row.params,
-        "ms": timing.ms if timing else None,
+        "ms": found.ms(row),
         "of_dense": timing.ratio if timing else None,
         "accuracies": [run.correct / found.images for run in row.runs],
         "seconds": [run.seconds for run in row.runs],
@@ -179,6 +179,6 @@ def _line(found: Frontier, row: DesignRow) -> tuple[object, ...]:
     shares = [100 * run.correct / found.images for run in row.runs]
     accuracy = f"{mean(shares):.2f}" if shares else ""
     accuracy += f" ± {stdev(shares):.2f}" if len(shares) > 1 else ""
-    ms = ("", "") if row.timing is None else (f"{row.timing.ms:.3f}", f"{row.timing.ratio:.2f}")
+    ms = ("", "") if row.timing is None else (f"{found.ms(row):.3f}", f"{row.timing.ratio:.2f}")
     took = "" if row.seconds is None else f"{row.seconds:.1f}"
     return row.name, si(row.macs), si(row.params), *ms, accuracy, len(shares), took

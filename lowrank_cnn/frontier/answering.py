@@ -64,7 +64,7 @@ def answer(
     A verdict is yes where the corrected p is below alpha, no where the interval lies below the margin, and
     undecided else. There is none yet with fewer runs than were registered, none where one side had other tries of
     the learning rate, and none where runs diverged: the others alone would look better than the design is. The
-    controls are dense networks of the record: the thinnest that takes at least as long.
+    controls are dense networks of the record: the largest of those that take no longer than one of equal time.
     """
     questions = questions or read_questions()
     asked = question_set(found, questions)
@@ -80,7 +80,7 @@ def answer(
             (BETTER, asked["better_by"], 1 - tolerance),
             (FASTER, -asked["loss"], 1 / share),
         ):
-            control = _control(found, factor * row.timing.ratio)
+            control = control_of(found, factor * row.timing.ratio)
             if control is not None:
                 answers.append(_compared(found, question, margin, row, control, questions["alpha"], resamples))
     return [
@@ -89,10 +89,17 @@ def answer(
     ]
 
 
-def _control(found: Frontier, least: float) -> DesignRow | None:
-    """The dense network of the least time that is at least this share of the full one's."""
-    dense = [row for row in found.rows if row.dense and row.runs and row.timing and row.timing.ratio >= least]
-    return min(dense, key=lambda row: row.timing.ratio if row.timing else 0.0, default=None)
+def control_of(found: Frontier, least: float) -> DesignRow | None:
+    """The strongest dense network of a time: the first that takes at least this share, or a larger one in less.
+
+    More filters may take less time: GPUs like some widths better than others.
+    """
+    times = {row.name: row.timing.ratio for row in found.rows if row.dense and row.runs and row.timing}
+    longest = min((time for time in times.values() if time >= least), default=None)
+    if longest is None:
+        return None
+    in_time = [row for row in found.rows if times.get(row.name, longest + 1) <= longest]
+    return max(in_time, key=lambda row: row.macs)
 
 
 def _compared(

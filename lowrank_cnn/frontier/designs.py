@@ -28,8 +28,8 @@ from lowrank_cnn.models.airbench import PatchConv2d
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.system.errors import LowRankError, nearest
 
-MULTIPLE = 16
-"""Widths are such that every layer has a multiple of so many filters."""
+MULTIPLE, COARSE = 16, 64
+"""Widths are such that every layer has a multiple of so many filters; in 64s GPUs run dense layers fastest."""
 STEP = 1 / 32
 """Widths that are searched for are multiples of this."""
 SHAPES, LEARNED = "shapes:", "learned"
@@ -72,6 +72,7 @@ class Design:
       least half of the most filters).
     - `between`: a batch norm and a ReLU stand between the halves of a separable pair.
     - `branches`: strips train beside a 1x1 conv and the identity, which are folded into them afterwards.
+    - `multiple`: every layer has a multiple of so many filters.
     - `last`: the last stage has so many times the filters of the dense network.
     - `matched`: what its width was chosen by: "macs" or "time", and of which design.
     """
@@ -84,6 +85,7 @@ class Design:
     branches: bool = False
     last: float = 1.0
     matched: str = ""
+    multiple: int = MULTIPLE
 
     @property
     def dense(self) -> bool:
@@ -96,8 +98,10 @@ class Design:
 
 DENSE = Design("dense")
 """The family's own network, which all times are compared with."""
-CONTROLS = {design.name: design for design in (DENSE, Design("dense-2x", last=2.0))}
-"""Dense networks: thin ones are `dense` at a width."""
+DENSE_64S = Design("dense-64s", multiple=COARSE)
+"""Thin networks that a GPU likes: at a width of 1 it is `dense` itself."""
+CONTROLS = {design.name: design for design in (DENSE, DENSE_64S, Design("dense-2x", last=2.0))}
+"""Dense networks: thin ones are `dense` or `dense-64s` at a width."""
 CANDIDATES: dict[str, Design] = {
     design.name: design
     for design in (
@@ -194,7 +198,7 @@ class Builder:
             own = dict.fromkeys(self.family.kept, 1.0)
             if design.last != 1:
                 own |= dict.fromkeys(last_stage(dense, self.size), design.last * design.width)
-            network = thin(dense, width=design.width, input_size=self.size, multiple=MULTIPLE, layers=own)
+            network = thin(dense, width=design.width, input_size=self.size, multiple=design.multiple, layers=own)
         if design.scheme.startswith(SHAPES):
             if design.width != 1:
                 raise LowRankError(f"{design.name} has the widths that were learned, and no others.")

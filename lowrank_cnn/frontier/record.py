@@ -26,6 +26,8 @@ from lowrank_cnn.train.recipe import Recipe
 
 KIND, SCHEMA = "frontier", 1
 RECORD, ANSWERS = "frontier.json", "answers.bits"
+DENSE_NAME = "dense"
+"""The family's own network, which all others are timed beside."""
 ABOUT = ("family", "network", "recipe", "data", "precision", "device", "teacher")
 """What all runs of a frontier share: going on with another is refused."""
 
@@ -99,7 +101,7 @@ class DesignRow:
 
     @property
     def dense(self) -> bool:
-        return self.design["scheme"] == "dense"
+        return self.design["scheme"] == DENSE_NAME
 
     @property
     def seconds(self) -> float | None:
@@ -136,6 +138,25 @@ class Frontier:
 
     def row(self, name: str) -> DesignRow | None:
         return next((row for row in self.rows if row.name == name), None)
+
+    def ms(self, row: DesignRow) -> float | None:
+        """Milliseconds of a row on one clock: its share of the dense network's time, as that stands in the record.
+
+        Rows may have been timed on different days, each in turns with the dense network.
+        """
+        dense = next((one.timing for one in self.rows if one.name == DENSE_NAME and one.timing), None)
+        if row.timing is None:
+            return None
+        return row.timing.ms if dense is None else row.timing.ratio * dense.ms
+
+    def check_batch(self, batch: int) -> None:
+        """Times of batches of different sizes do not belong into one record."""
+        known = next((row.timing.batch for row in self.rows if row.timing), batch)
+        if batch and known != batch:
+            raise LowRankError(
+                f"{self.folder} holds times of batches of {known} images, not {batch}: say --batch {known}, "
+                "or choose another --out."
+            )
 
     def save(self) -> None:
         """Write the record with its checksum, in one move."""

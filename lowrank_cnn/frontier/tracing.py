@@ -16,6 +16,7 @@ import torch
 from lowrank_cnn.data import Data
 from lowrank_cnn.frontier.designs import (
     DENSE,
+    DENSE_64S,
     Builder,
     Design,
     at_width,
@@ -98,6 +99,7 @@ class Tracer:
 
     def run(self) -> None:
         candidates = [find_design(text) for text in self.plan.designs]
+        self.found.check_batch(self.plan.batch)
         try:
             self.add(DENSE)
             for width in self.plan.widths:
@@ -164,19 +166,21 @@ class Tracer:
     def _match(self, row: DesignRow) -> None:
         """The thin dense networks that a low-rank one has to beat: of its MACs, and of its time.
 
-        Where it costs as much as the dense network, that one is its rival.
+        On a GPU those of its time are in 64s of filters, which run faster there. Where it costs as much as the
+        dense network, that one is its rival.
         """
         dense = self.found.row(DENSE.name)
         assert dense is not None
         if "macs" in self.plan.match and row.macs < dense.macs:
-            self._add_control(width_of_macs(self.builder, DENSE, row.macs), f"macs of {row.name}")
+            width = width_of_macs(self.builder, DENSE, row.macs)
+            self._add_control(at_width(DENSE, min(width, 1.0), f"macs of {row.name}"))
         if "time" in self.plan.match and row.timing and row.timing.ratio < 1:
-            width = width_of_time(self._times(DENSE), row.timing.ratio)
-            self._add_control(width, f"time of {row.name}")
+            thin = DENSE_64S if self.found.about["device"] == "cuda" else DENSE
+            width = width_of_time({1.0: 1.0, **self._times(thin)}, row.timing.ratio)
+            self._add_control(at_width(thin, min(width, 1.0), f"time of {row.name}"))
 
-    def _add_control(self, width: float, matched: str) -> None:
+    def _add_control(self, design: Design) -> None:
         """A thin dense network, unless one of the same filters is there under another width."""
-        design = at_width(DENSE, min(width, 1.0), matched)
         cost = self.builder.count(design)
         if not any(row.dense and (row.macs, row.params) == (cost.macs, cost.params) for row in self._rows()):
             self.add(design)

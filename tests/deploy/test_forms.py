@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.forms import Workshop
+from lowrank_cnn.deploy.forms import Workshop, best_form
 from lowrank_cnn.deploy.optimized import Form, Optimized
 from lowrank_cnn.deploy.planning import silent
 from lowrank_cnn.kernels.mode import is_for_graphs
@@ -23,6 +23,12 @@ COMPILED = "folded, compiled, recorded"
 
 def workshop(net: nn.Module, *, budget: float = 60.0) -> Workshop:
     return Workshop(net, (IMAGE,), False, 3, budget, silent)
+
+
+@pytest.mark.parametrize(("plan", "best"), [(1.0, "fused, recorded"), (0.9, "planned, recorded")])
+def test_a_plan_is_taken_where_it_is_clearly_faster(plan: float, best: str):
+    assert best_form({"as given": 3.0, "fused, recorded": 1.005, "planned, recorded": plan}) == best
+    assert best_form({"as given": 3.0, "planned, contiguous": plan}) == "planned, contiguous"
 
 
 def test_what_is_fused_whole_computes_the_same_and_leaves_the_network_alone(monkeypatch: pytest.MonkeyPatch):

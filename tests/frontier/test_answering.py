@@ -31,6 +31,14 @@ def test_a_design_is_held_against_the_thin_network_that_takes_as_long(make_front
     assert better.runs == (32, 32)
 
 
+def test_a_larger_dense_network_that_takes_less_time_is_the_rival(make_frontier: Callable[..., Frontier]):
+    thin = {"dense@0.7": (0.8, 0.5, 32), "dense-64s@0.7": (0.85, 0.45, 32)}
+    found = make_frontier({"dense": (0.93, 1.0, 32), **thin, "lr": (0.7, 0.5, 32)})
+    found.rows[2].macs = 600_000
+    better, _ = answer(found, resamples=500)
+    assert better.control == "dense-64s@0.7"
+
+
 def test_what_loses_is_said(make_frontier: Callable[..., Frontier]):
     found = make_frontier({"dense": (0.93, 1.0, 32), "dense@0.5": (0.9, 0.5, 32), "lr": (0.7, 0.5, 32)})
     assert [one.verdict for one in answer(found, resamples=2000)] == [NO, NO]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowrank_cnn.data import Data
-from lowrank_cnn.frontier import timing, training
+from lowrank_cnn.frontier import timing, tracing, training
 from lowrank_cnn.frontier.designs import Design
 from lowrank_cnn.frontier.plan import FrontierPlan
 from lowrank_cnn.frontier.record import ANSWERS, RECORD, DesignTime, load_frontier
@@ -100,6 +100,23 @@ def test_controls_are_thin_dense_networks_of_equal_macs_and_equal_time(
     assert macs.macs == pytest.approx(low_rank.macs, rel=0.15)
     assert time.timing is not None
     assert time.timing.ratio == pytest.approx(0.5, rel=0.06)  # a width of 0.71
+
+
+def test_on_a_gpu_controls_of_equal_time_are_in_64s(tmp_path: Path, squares: Data, made_up: list, monkeypatch):
+    opened = tracing.open_frontier
+    monkeypatch.setattr(tracing, "open_frontier", lambda at, about, n: opened(at, {**about, "device": "cuda"}, n))
+    plan = FrontierPlan(("lr",), match=("time",), seeds=0)
+    found = trace_frontier("airbench", squares, tmp_path, plan, settings=SMALL, device="cpu", say=quiet)
+    control = next(row for row in found.rows if row.design["matched"] == "time of lr")
+    assert (control.name, control.design["multiple"]) == ("dense-64s@0.71875", 64)
+
+
+def test_times_of_other_batches_are_refused(tmp_path: Path, squares: Data, made_up: list):
+    how = {"settings": SMALL, "device": "cpu", "say": quiet}
+    trace_frontier("airbench", squares, tmp_path, FrontierPlan(match=(), seeds=0, batch=8), **how)
+    with pytest.raises(LowRankError, match="holds times of batches of 8 images, not 16: say --batch 8"):
+        trace_frontier("airbench", squares, tmp_path, FrontierPlan(match=(), seeds=0, batch=16), **how)
+    trace_frontier("airbench", squares, tmp_path, FrontierPlan(match=(), seeds=0, batch=0), **how)
 
 
 def test_a_design_is_widened_to_the_dense_networks_cost(tmp_path: Path, squares: Data, made_up: list):

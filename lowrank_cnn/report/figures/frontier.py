@@ -32,7 +32,7 @@ def draw_frontier(found: Frontier, out: str | Path) -> Path:
 def _point(found: Frontier, row: DesignRow) -> TradePoint:
     mean, _, high = mean_interval([run.correct / found.images for run in row.runs])
     values = {"top1": mean, "macs": float(row.macs), "params": float(row.params)}
-    values |= {"batch": row.timing.ms} if row.timing else {}
+    values |= {} if (ms := found.ms(row)) is None else {"batch": ms}
     learned = row.design["scheme"].startswith(SHAPES)
     kind = DENSE if row.dense else LEARNED if learned else LOW_RANK
     return TradePoint(row.name, kind, "", "frontier", values, {"top1": high - mean}, n=found.images)
