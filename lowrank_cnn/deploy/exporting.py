@@ -31,6 +31,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from lowrank_cnn.deploy.block_planner import objection_on
 from lowrank_cnn.deploy.candidates import in_layers
 from lowrank_cnn.deploy.engines import ENGINES, check_trusted, engine_of, open_engine
 from lowrank_cnn.deploy.engines.precision import Precision, at_precision
@@ -39,7 +40,6 @@ from lowrank_cnn.deploy.metadata import PreparedNetwork, attach_metadata, metada
 from lowrank_cnn.deploy.optimized import Optimized
 from lowrank_cnn.deploy.optimizing import reoptimize
 from lowrank_cnn.deploy.parity import checked_outputs, parity
-from lowrank_cnn.deploy.planning import objection_on
 from lowrank_cnn.deploy.runtime import EngineModel
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.selection import check_module
