@@ -108,8 +108,8 @@ def test_the_copy_computes_the_same(scheme):
 def assert_the_kernels_compute_the_same(net: nn.Module) -> None:
     """Compare the fused copy, run by the kernels in float32, with the network in float64.
 
-    On a GPU float32 products keep ten bits, so some inputs of ReLUs change their sign and gradients appear or vanish,
-    in torch's own layers as in the kernels. There the bound is three times the error of torch's layers.
+    On a GPU float32 products keep ten bits: inputs of ReLUs change their sign, and gradients appear or vanish, in
+    torch's own layers as in the kernels. There the bound is three times the error of torch's layers.
     """
     net = net.to(DEVICE).train()
     exact, rival, x = copy.deepcopy(net).double(), copy.deepcopy(net), images(64 if DEVICE == "cuda" else 2)
