@@ -18,12 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.deploy.block_planner import objection_on
 from lowrank_cnn.deploy.blocks import as_network, in_blocks
 from lowrank_cnn.deploy.candidates import fused
 from lowrank_cnn.deploy.layers_alone import time_layers
 from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.deploy.optimized import FORMATS, Form, Optimized, OptimizeReport
-from lowrank_cnn.deploy.planning import apply_ways, objection_on, plan
+from lowrank_cnn.deploy.planning import apply_ways, plan
 from lowrank_cnn.kernels.autotune.compile_ahead import prepare
 from lowrank_cnn.kernels.fusing import fuse_neighbours
 from lowrank_cnn.kernels.mode import for_graphs

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from lowrank_cnn.data import Data, make_loader, open_data
 from lowrank_cnn.data.types import stratified
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.exporting import check_place, load, request_for, stored_of, write_request
+from lowrank_cnn.deploy.export_request import request_for
+from lowrank_cnn.deploy.exporting import check_place, load, stored_of, write_request
 from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.system.compare import difference, is_finite
 from lowrank_cnn.system.errors import LowRankError

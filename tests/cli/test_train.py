@@ -153,12 +153,6 @@ def test_json_is_all_that_is_printed(train_small):
     assert figures["macs"] > 0
 
 
-def test_every_field_of_the_recipe_can_be_set(train_small, tmp_path):
-    train_small("--lr", "0.02", "--set", "momentum=0.5", "--set", "label-smoothing=0.2", "--out", tmp_path)
-    recipe = load_record(tmp_path).recipe
-    assert (recipe["lr"], recipe["momentum"], recipe["label_smoothing"]) == (0.02, 0.5, 0.2)
-
-
 def test_the_network_takes_its_options_and_the_shape_of_the_data(train_small, tmp_path):
     train_small("--scheme", "dense", "--norm", "none", "--set", "pool=average", "--out", tmp_path)
     model = load_record(tmp_path).model

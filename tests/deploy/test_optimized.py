@@ -28,7 +28,7 @@ def planned_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(things: Mapping[str, object], *_: object, **__: object) -> dict[str, Sample]:
         return {name: Sample(1 / place, 0, 1, 3) for place, name in enumerate(things, 1)}
 
-    monkeypatch.setattr("lowrank_cnn.deploy.planning.timed", measured)
+    monkeypatch.setattr("lowrank_cnn.deploy.block_planner.measure", measured)
     monkeypatch.setattr("lowrank_cnn.deploy.forms.measure", measured)
 
 
@@ -43,7 +43,7 @@ def without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("lowrank_cnn.deploy.planning.timed", refused)
+    monkeypatch.setattr("lowrank_cnn.deploy.block_planner.measure", refused)
     monkeypatch.setattr("lowrank_cnn.deploy.forms.measure", refused)
 
 

@@ -16,7 +16,6 @@ from lowrank_cnn.kernels.activation import activate
 from lowrank_cnn.method.building import FactoredConv2d, build_conv
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.cache import JsonCache
-from lowrank_cnn.system.clock import Sample
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
 
@@ -103,36 +102,11 @@ def test_a_plan_keeps_the_outputs_and_the_callers_network(network: nn.Module, im
     assert whole.startswith("whole network: ")
 
 
-def test_the_fastest_way_is_chosen(network: nn.Module, image: torch.Tensor):
-    slow = plan(network, image, cache=False, repeats=3, candidates=SLOW)
-    assert {row.choice for row in notes(slow).plan.decisions} == {"quick"}
-
-
 def test_what_was_given_is_returned_where_nothing_is_gained(network: nn.Module, image: torch.Tensor):
     planned = plan(network, image, cache=False, repeats=3, candidates=WORSE)
     assert not notes(planned).plan.used
     assert {row.choice for row in notes(planned).plan.decisions} == {"as given"}
     assert str(planned) == str(network)
-
-
-def test_blocks_that_are_alike_say_the_same_about_what_was_left_out(image: torch.Tensor, monkeypatch):
-    conv = [nn.Conv2d(3, 3, 1), nn.ReLU(), nn.Conv2d(3, 3, 1), nn.ReLU()]
-    ways = {**SLOW, "broken": lambda block: nn.Flatten(start_dim=7)}
-    gained = {"as given": Sample(2, 2, 2, 3), "quick": Sample(1, 1, 1, 3), "planned": Sample(1, 1, 1, 3)}
-    monkeypatch.setattr(
-        "lowrank_cnn.deploy.planning.timed", lambda runs, *_: {name: gained[name] for name in runs}
-    )
-    planned = plan(nn.Sequential(*conv).eval(), image, cache=False, repeats=3, candidates=ways)
-    assert [set(row.failed) for row in notes(planned).plan.decisions] == [{"broken"}, {"broken"}]
-
-
-def test_a_way_that_gives_something_else_is_not_chosen(network: nn.Module, image: torch.Tensor):
-    wrong = {**SLOW, "wrong": lambda block: BlockAsGiven(block.layer, Epilogue("silu"))}
-    broken = {**wrong, "broken": lambda block: nn.Flatten(start_dim=7)}
-    planned = plan(network, image, cache=False, repeats=3, candidates=broken)
-    assert all(set(row.times) == {"as given", "quick"} for row in notes(planned).plan.decisions)
-    assert all(set(row.failed) == {"wrong", "broken"} for row in notes(planned).plan.decisions)
-    assert "another result" in str(notes(planned).plan)
 
 
 def kept(path: Path) -> JsonCache:
@@ -245,36 +219,6 @@ def test_a_network_that_cannot_be_captured_is_left_alone_and_says_so(image: torc
     assert not found.used
     assert "cannot be traced" in found.reason
     assert str(found).startswith("not planned: ")
-
-
-class Flat(nn.Module):
-    """Views its maps as vectors, which maps in another memory format do not allow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.fc = nn.Conv2d(3, 32, 3, padding=1), nn.Linear(32 * 900, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.conv(x)
-        return self.fc(y.view(y.size(0), -1))
-
-
-class Reordered(nn.Module):
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        self.layer = block.layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x).contiguous(memory_format=torch.channels_last)
-
-
-def test_a_choice_that_stops_the_rest_of_the_network_is_taken_back(image: torch.Tensor):
-    net = Flat().eval()
-    planned = plan(net, image, cache=False, repeats=3, candidates={"as given": Slow, "reordered": Reordered})
-    torch.testing.assert_close(planned(image), net(image))
-    (row,) = notes(planned).plan.decisions
-    assert row.choice == "as given"
-    assert "memory format" in row.failed["reordered"]
 
 
 @pytest.mark.parametrize("hook", ["register_forward_hook", "register_full_backward_pre_hook"])

@@ -209,7 +209,7 @@ def last_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(things: Mapping[str, object], *_: object, **__: object) -> dict[str, Sample]:
         return {name: Sample(1 / place, 0, 1, 3) for place, name in enumerate(things, 1)}
 
-    monkeypatch.setattr("lowrank_cnn.deploy.planning.timed", measured)
+    monkeypatch.setattr("lowrank_cnn.deploy.block_planner.measure", measured)
     monkeypatch.setattr("lowrank_cnn.deploy.forms.measure", measured)
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lowrank_cnn.deploy.engines.precision import InHalf, at_precision
-from lowrank_cnn.deploy.exporting import export, request_for, stored_of
+from lowrank_cnn.deploy.export_request import request_for
+from lowrank_cnn.deploy.exporting import export, stored_of
 from lowrank_cnn.system.errors import LowRankError
 
 
