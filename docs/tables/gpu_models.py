@@ -18,7 +18,8 @@ TRAINING = {"dense, optimize": "dense, fit", "thin, optimize": "thin, fit", "low
 
 
 NOTE = """Milliseconds, 224x224, bf16; in brackets the ratio to dense by the compiler. Thin: the dense network of
-about the same MACs, its channels in multiples of 16 or of 64, whichever was faster of those measured. Compiler:
+about the same MACs, its channels in multiples of 16 or of 64, whichever was faster of those measured; `a beside b`
+is from another run, in which low rank took b. Compiler:
 torch.compile with freezing as a CUDA graph, none of our kernels. Ours: `lr.optimize` or `lr.fit`, which take the
 faster of our kernels and the compiler's. One process per row; inference: medians of calls in turns; training:
 steps of the fastest epoch of three. Of several runs the table shows the one whose compiler was fastest.
@@ -52,12 +53,30 @@ def _table(mode: str) -> str:
         ratio = f"{row['macs']['low-rank'] / row['macs']['dense']:.3f}"
         digits = 3 if rival < 1 else 2
         cells = ["not measured" if time is None else f"{time:.{digits}f} ({time / rival:.2f})" for time in times]
+        cells[2] = (
+            f"{cells[2]} in {_multiple(row, mode, names[2])}s" if times[2] else _beside(row["row"], mode, names)
+        )
         rows.append([f"`{name}`, `{scheme}`", ratio, *cells])
         environments.append(run["environment"])
     if not rows:
         return ""
     rivals = ["dense: compiler", "dense: ours", "thin: ours"]
     return markdown(["network, scheme", "MACs", *rivals, "low rank: ours"], rows) + source(FILE, *environments)
+
+
+def _beside(name: str, mode: str, ways: list[str]) -> str:
+    """The thin network in the newest other run that has it and the low-rank one."""
+    for run in reversed(record(FILE)["runs"]):
+        for row in run["rows"]:
+            thin, low_rank = (milliseconds(row, mode, way) for way in ways[2:])
+            if row["row"] == name and thin and low_rank:
+                return f"{thin:.2f} beside {low_rank:.2f} in {_multiple(row, mode, ways[2])}s"
+    return "not measured"
+
+
+def _multiple(row: dict[str, Any], mode: str, way: str) -> int:
+    """What the channels of the thin network whose time `milliseconds` gives are multiples of."""
+    return 64 if " in 64s" in _fastest(row, mode, way) else 16
 
 
 def strictest(mode: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -81,8 +100,11 @@ def milliseconds(row: dict[str, Any], mode: str, way: str) -> float | None:
 
 def macs(row: dict[str, Any], mode: str, way: str) -> int:
     """Multiply-accumulates of the network whose time `milliseconds` gives."""
-    fastest = min(_alike(row, mode, way), key=lambda name: _milliseconds(row, mode, name))
-    return row["macs"][fastest.partition(", ")[0]]
+    return row["macs"][_fastest(row, mode, way).partition(", ")[0]]
+
+
+def _fastest(row: dict[str, Any], mode: str, way: str) -> str:
+    return min(_alike(row, mode, way), key=lambda name: _milliseconds(row, mode, name))
 
 
 def _milliseconds(row: dict[str, Any], mode: str, name: str) -> float:
