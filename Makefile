@@ -4,6 +4,8 @@ PYTHON ?= python3
 TORCH ?=
 VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
+# Tests start many processes: without bytecode on the disk each compiles its modules anew, pytest even its plugins.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
 
 .PHONY: demo strips wheels test nightly faults fuzz foreign lint types format figures notebooks docs clean
@@ -18,12 +20,14 @@ strips: $(VENV)/.strips
 wheels: $(VENV)/.installed
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist . ./native
 
+# Each worker takes a stretch of the tests, so that fixtures and large imports of a module are made once, not per worker.
+WORKERS := --numprocesses auto --dist worksteal
 test: $(VENV)/.dev $(VENV)/.strips
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto -m "not nightly"
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS) -m "not nightly"
 
 # What takes minutes: kernels compiled for GPUs that are not here, ILSVRC in miniature by two processes, the zoo.
 nightly: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto -m nightly --durations=0
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS) -m nightly --durations=0
 
 # Kill, freeze and damage training runs, and resume each: docs/reliability.md has the figures.
 FAULTS ?= 520
@@ -37,7 +41,7 @@ ROUNDS ?= 20
 fuzz: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_harness.py --inputs $(INPUTS)
 	for round in $$(seq $(ROUNDS)); do \
-		OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto -m hypothesis --hypothesis-profile fuzz || exit 1; done
+		OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS) -m hypothesis --hypothesis-profile fuzz || exit 1; done
 
 # Every transform on the networks of other libraries, with a table of what came of it; docs/foreign.md shows the last.
 foreign: $(VENV)/.dev

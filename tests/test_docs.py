@@ -16,12 +16,15 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from lowrank_cnn.cli.app import COMMANDS, load_command, run
+from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.deploy.timing import time_model
 from lowrank_cnn.models import list_models
 
@@ -66,6 +69,10 @@ def shown(page: Path) -> Iterator[Shown]:
                 yield Shown(command=tuple(words), reason=reason)
 
 
+def open_few(*words: Any, limit: int = 64, **options: Any) -> Data:
+    return open_data(*words, limit=min(limit, 64), **options)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder as the pages assume it: photographs of several sizes in class folders, and one more."""
@@ -84,6 +91,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv(cache, str(tmp_path / "cache"))
     monkeypatch.setattr("lowrank_cnn.deploy.timing.time_model", partial(time_model, repeats=3))
     monkeypatch.setattr("lowrank_cnn.cli.demo.WIDTH", 0.05)
+    monkeypatch.setattr("lowrank_cnn.report.figures.receptive.PIXELS", 160**2)
+    monkeypatch.setattr("lowrank_cnn.open_data", open_few)
+    monkeypatch.setattr("torch.compile", partial(torch.compile, backend="aot_eager"))  # Inductor starts a compiler
     before = set(sys.modules)
     yield tmp_path
     for path in tmp_path.glob("*.py"):

@@ -88,20 +88,6 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
-def test_tables_fit_beside_the_menus(site: Path, browser: Any):
-    context = browser.new_context()
-    page = context.new_page()
-    wide = """() => [...document.querySelectorAll('.md-typeset__scrollwrap, .md-typeset__table')]
-        .filter(table => table.scrollWidth > table.clientWidth + 1).length"""
-    for path in sorted(site.rglob("*.html")):
-        if path.name != "404.html":
-            page.goto(path.as_uri())
-            for width in (1400, 1100):
-                page.set_viewport_size({"width": width, "height": 900})
-                assert page.evaluate(wide) == 0, (path.name, width)
-    context.close()
-
-
 def test_figures_are_dark_in_the_dark(site: Path, browser: Any):
     context = browser.new_context(color_scheme="dark")
     page = context.new_page()
@@ -120,8 +106,13 @@ def test_the_search_finds_usual_words(site: Path, asked: str, found: str):
     assert f"{found}.html" in pages, pages
 
 
-def test_pages_open_from_the_disk_fit_a_phone_and_can_be_searched(site: Path, browser: Any):
-    context = browser.new_context(viewport={"width": 390, "height": 800}, color_scheme="dark")
+PHONE, WINDOWS = 390, (1100, 1400)
+WIDE_TABLES = """() => [...document.querySelectorAll('.md-typeset__scrollwrap, .md-typeset__table')]
+    .filter(table => table.scrollWidth > table.clientWidth + 1).length"""
+
+
+def test_pages_open_from_the_disk_fit_a_phone_and_their_tables_fit_beside_the_menus(site: Path, browser: Any):
+    context = browser.new_context(color_scheme="dark")
     page = context.new_page()
     complaints: list[str] = []
     requests: list[str] = []
@@ -131,10 +122,13 @@ def test_pages_open_from_the_disk_fit_a_phone_and_can_be_searched(site: Path, br
     for path in sorted(site.rglob("*.html")):
         if path.name == "404.html":  # made for a server's root
             continue
+        page.set_viewport_size({"width": PHONE, "height": 800})
         page.goto(path.as_uri())
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390, path.name
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE, path.name
+        for width in WINDOWS:
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate(WIDE_TABLES) == 0, (path.name, width)
     page.goto((site / "index.html").as_uri())
-    page.set_viewport_size({"width": 1200, "height": 800})
     page.locator("input.md-search__input").press_sequentially("torchrun")
     page.locator(".md-search-result__link", has_text="Many GPUs").first.wait_for(timeout=20_000)
     assert complaints == []

@@ -63,6 +63,6 @@ def test_the_harness_notices(target, fault, monkeypatch):
     import fuzz_harness
 
     monkeypatch.setattr(fuzz_harness, "TARGETS", {"one": target})
-    monkeypatch.setattr(fuzz_harness, "SECONDS", 3)
+    monkeypatch.setattr(fuzz_harness, "SECONDS", 0.5 if fault == "hung" else 3)
     counts, explained = fuzz_harness.run_cases(1)
     assert (counts["inputs"], counts[fault]) == (1, 1), explained

@@ -21,7 +21,7 @@ SMALL = {"width": 0.0625, "epochs": 2, "crop": 28, "pad": 0, "mirror": False, "b
 
 @pytest.fixture(scope="module")
 def digits():
-    return open_data("digits", limit=160)
+    return open_data("digits", limit=64)
 
 
 @pytest.fixture

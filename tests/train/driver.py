@@ -81,13 +81,13 @@ def newest(directory: Path) -> int:
     return max((int(path.stem[5:]) for path in directory.glob("step-*.json")), default=-1)
 
 
-def start_child(out: Path) -> int:
+def start_child(out: Path, **options: float) -> int:
     """Fork a run that goes on in `out`; forking spares the seconds that importing takes."""
     child = os.fork()
     if child:
         return child
     try:
-        train(out, resume=True, checkpoint_every=0.0)
+        train(out, resume=True, **options)
     finally:
         os._exit(0)
 
@@ -97,7 +97,7 @@ def kill_and_resume(out: Path, kills: int, seed: int) -> None:
     import_module("lightning_fabric")  # once, here, not in every child
     draw = random.Random(seed)
     for _ in range(kills):
-        child = start_child(out)
+        child = start_child(out, checkpoint_every=0.0)
         wanted = newest(out) + draw.randint(0, 6)
         while newest(out) < wanted:
             time.sleep(0.001)

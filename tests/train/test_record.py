@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowrank_cnn.system.errors import LowRankError
@@ -31,19 +32,25 @@ def test_a_record_reads_back(tmp_path):
     assert load_record(tmp_path) == load_record(tmp_path / "record.json") == sample_record
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> tuple[Record, Path, bytes]:
+    record, path = sample(), tmp_path_factory.mktemp("record") / "record.json"
+    record.save(path)
+    return record, path, path.read_bytes()
+
+
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_flipped_bit_is_noticed_or_changes_nothing(tmp_path, where, bit):
-    path, written = tmp_path / "record.json", sample()
-    written.save(path)
-    content = bytearray(path.read_bytes())
-    content[int(where * len(content))] ^= 1 << bit
-    path.write_bytes(content)
+@settings(max_examples=300)
+def test_a_flipped_bit_is_noticed_or_changes_nothing(written, where, bit):
+    record, path, content = written
+    flipped = bytearray(content)
+    flipped[int(where * len(flipped))] ^= 1 << bit
+    path.write_bytes(flipped)
     try:
         found = load_record(path)
     except LowRankError:
         return
-    assert found == written
+    assert found == record
     assert found.sealed
 
 

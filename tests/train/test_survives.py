@@ -57,7 +57,7 @@ def locked_elsewhere(directory: Path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the driver forks")
 def test_killed_at_eight_moments_it_ends_with_the_same_bits(driver, program, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert program("kill", whole, 0, 0).wait(120) == 0
+    driver.train(whole)
     process = program("kill", killed, 8, 7)
     said, complaints = process.communicate(timeout=240)
     assert process.returncode == 0, complaints
