@@ -120,6 +120,10 @@ CANDIDATES: dict[str, Design] = {
         Design("lr-1x1", "mixture(kx1, 1xk, 1x1)"),
         Design("strips5-1x1", "mixture(5x1, 1x5, 1x1)"),
         Design("third-kxk", "mixture(kxk, 1x1=2)"),
+        # shares that divide layers of 64 filters and more into groups that fill the tiles of a GPU
+        Design("half-kxk", "mixture(kxk, 1x1)"),
+        Design("quarters", "mixture(kx1, 1xk, 1x1, kxk)"),
+        Design("half-strips", "mixture(kx1, 1xk, kxk=2)"),
         # filters that see half of the channels, mixed by the next layer or by a join
         Design("lr-groups", "lr(channel_groups=2)"),
         Design("lr-join-groups", "lr-join(channel_groups=2)"),
