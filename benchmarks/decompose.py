@@ -57,7 +57,7 @@ DENSE, AT_ONCE, TUNED, SCRATCH = "dense", "decomposed", "fine-tuned", "from scra
 
 
 @dataclass(frozen=True)
-class Line:
+class DecomposeLine:
     """A network of the table: which way it was made, by which scheme, at which share of the MACs."""
 
     way: str
@@ -100,43 +100,43 @@ class DecomposeBench:
             **self.recipe(1).network(),
         )
 
-    def decomposed(self, line: Line) -> Trained:
+    def decomposed(self, line: DecomposeLine) -> Trained:
         """The trained dense network, decomposed: evaluated as it is, and what fine-tuning begins with."""
-        dense = load_checkpoint(self.place(Line(DENSE, epochs=self.options.epochs)))
+        dense = load_checkpoint(self.place(DecomposeLine(DENSE, epochs=self.options.epochs)))
         size = input_size(self.data.train, dense.augment)
         return replace(dense, network=decompose(dense.network, line.scheme, macs=line.share, input_size=size))
 
-    def fitted(self, line: Line) -> nn.Module:
+    def fitted(self, line: DecomposeLine) -> nn.Module:
         return self.decomposed(line).network.train()
 
-    def at_once(self, line: Line) -> dict[str, Any]:
+    def at_once(self, line: DecomposeLine) -> dict[str, Any]:
         """The figures of the decomposed network without any training."""
         began, trained = time.monotonic(), self.decomposed(line)
         found = evaluate(trained, self.data, device=self.options.device, progress=False)
         cost = count(trained.network, input_size(self.data.train, trained.augment))
         return {"macs": cost.macs, "params": cost.params, "top1": found.top1, "seconds": time.monotonic() - began}
 
-    def scratch(self, line: Line) -> nn.Module:
+    def scratch(self, line: DecomposeLine) -> nn.Module:
         """A network of the same shapes, with fresh weights."""
         shapes = notes(self.fitted(line)).conversion or Conversion()
         return rewrite_again(self.fresh(), shapes.to_dict())
 
-    def place(self, line: Line) -> Path:
+    def place(self, line: DecomposeLine) -> Path:
         return self.options.runs / f"seed{self.seed}" / line.folder
 
-    def finished(self, line: Line) -> Record | None:
+    def finished(self, line: DecomposeLine) -> Record | None:
         with contextlib.suppress(LowRankError):
             record = load_record(self.place(line))
             return record if record.status == "finished" else None
 
-    def run(self, line: Line, make: Callable[[], nn.Module]) -> None:
+    def run(self, line: DecomposeLine, make: Callable[[], nn.Module]) -> None:
         """Train a line of the table, or go on with it, or take it as it is where it is done."""
         result = self.at_once(line) if line.way == AT_ONCE else self.trained(line, make).result
         figures = {key: result[key] for key in ("macs", "params", "top1", "seconds")}
         self.rows.append({"seed": self.seed, **vars(line), **figures})
         print(f"seed {self.seed}: {line.folder:32} {result['top1']:.2%}", flush=True)
 
-    def trained(self, line: Line, make: Callable[[], nn.Module]) -> Record:
+    def trained(self, line: DecomposeLine, make: Callable[[], nn.Module]) -> Record:
         if (record := self.finished(line)) is not None:
             return record
         how = {"device": self.options.device, "compile": self.options.compile, "progress": False}
@@ -153,22 +153,22 @@ class DecomposeBench:
             yield len(self.rows) == len(plan)
 
 
-def lines(bench: DecomposeBench) -> Iterator[tuple[Line, Callable[[], nn.Module]]]:
+def lines(bench: DecomposeBench) -> Iterator[tuple[DecomposeLine, Callable[[], nn.Module]]]:
     """The lines of one seed, and how the network of each begins."""
     whole, tune = bench.options.epochs, bench.options.tune
-    yield Line(DENSE, epochs=whole), bench.fresh
+    yield DecomposeLine(DENSE, epochs=whole), bench.fresh
     kinds = ((AT_ONCE, 0, bench.fitted), (TUNED, tune, bench.fitted))
     for way, epochs, make in (*kinds, (SCRATCH, whole, bench.scratch), (SCRATCH, whole + tune, bench.scratch)):
         for share in bench.options.shares:
             for scheme in bench.options.schemes:
-                line = Line(way, scheme, share, epochs)
+                line = DecomposeLine(way, scheme, share, epochs)
                 yield line, lambda line=line, make=make: make(line)
 
 
 def look_at_test(bench: DecomposeBench, data: Data) -> None:
     """The accuracy on the test set, of networks that are all trained."""
     for row in bench.rows:
-        line = Line(row["way"], row["scheme"], row["share"], row["epochs"])
+        line = DecomposeLine(row["way"], row["scheme"], row["share"], row["epochs"])
         trained = bench.decomposed(line) if line.way == AT_ONCE else load_checkpoint(bench.place(line))
         row["test"] = evaluate(trained, data, device=bench.options.device).top1
 

@@ -39,10 +39,11 @@ import torch
 from torch import nn
 
 from benchmarks.common import training_parser
-from benchmarks.run_book import BudgetSpent, Key, Row, RunBook, kept_answers, paired_answers, timed
+from benchmarks.run_book import Key, Row, RunBook, kept_answers, paired_answers, timed
 from benchmarks.stripes import rows_share, stripes
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.frontier.answering import read_questions
+from lowrank_cnn.frontier.tracing import BudgetSpent
 from lowrank_cnn.frontier.training import free_memory
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count

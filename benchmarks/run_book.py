@@ -21,6 +21,7 @@ from benchmarks.common import write_record
 from lowrank_cnn.frontier.answering import EARLY, NO, OPEN, YES
 from lowrank_cnn.frontier.record import pack, unpack
 from lowrank_cnn.frontier.resampling import RESAMPLES, compare
+from lowrank_cnn.frontier.tracing import BudgetSpent
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.statistics import holm
 from lowrank_cnn.system.text import duration
@@ -30,10 +31,6 @@ KEYS = ("phase", "way", "init", "rate", "seed")
 """The names that keys are made of."""
 Key = dict[str, Any]
 Row = dict[str, Any]
-
-
-class BudgetSpent(Exception):
-    """The next run would not end within the budget."""
 
 
 @dataclass

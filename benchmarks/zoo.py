@@ -2,9 +2,8 @@
 
     python -m benchmarks.zoo --scheme lr-join --jobs 14 --budget 540
 
-Each network is built without trained weights and converted; it is counted before and after, and run on one image.
-Where that can be, it is built on the meta device first, so that networks without spatial convolutions
-(transformers, mixers) cost nothing but a line of the record. Very large ones are run last, few at a time.
+Each network is built without trained weights, converted, counted before and after, and run on one image
+(`zoo_network`). Very large ones are run last, few at a time.
 
 Networks are examined in processes of their own: one that fails, hangs or ends its process is named, and a new
 process goes on with the next. The record is written on the way, every few seconds, and the same command goes on
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import parser, write_record
+from benchmarks.zoo_network import Row, examine
 
 LARGEST = 300_000_000
 """Networks of more parameters are run at the end, a few at a time: each takes their memory three times."""
@@ -43,8 +43,6 @@ TO_START = 60.0
 LATER = ("not reached", "counted")
 """Outcomes that a further run may better."""
 
-Row = dict[str, Any]
-
 
 def names(family: str) -> list[str]:
     """Every classification network of a family, as `family:NAME`."""
@@ -52,96 +50,6 @@ def names(family: str) -> list[str]:
         return [f"timm:{name}" for name in import_module("timm").list_models()]
     models = import_module("torchvision.models")
     return [f"torchvision:{name}" for name in models.list_models(module=models)]
-
-
-def examine(text: str, scheme: str, largest: int) -> Row:
-    """One network: MACs before and after, layers changed, and whether it runs; or why not."""
-    start, row = time.monotonic(), {"network": text}
-    try:
-        row |= _examined(text, scheme, largest)
-    except Exception as error:
-        row |= {"outcome": "failed", "why": f"{type(error).__name__}: {_first_line(error)}"}
-    return row | {"seconds": round(time.monotonic() - start, 1)}
-
-
-def _examined(text: str, scheme: str, largest: int) -> Row:
-    from lowrank_cnn.method.converting import convert
-    from lowrank_cnn.method.selection import NothingToConvertError
-
-    light = _on_meta(text)
-    network, size = light or _build(text)
-    try:
-        new = convert(network, scheme)
-    except NothingToConvertError as nothing:
-        return {"outcome": "nothing to convert", "why": _first_line(nothing)}
-    row = _counted(network, new, size)
-    if row["params_before"] > largest:
-        return {"outcome": "counted", "why": f"{row['params_before'] / 1e6:.0f}M parameters", **row}
-    if light:
-        network, _ = _build(text)
-        new = convert(network, scheme)
-    shapes = [_shape_of(net, size) for net in (light[0] if light else network, new)]
-    if shapes[0] != shapes[1]:
-        return {"outcome": "failed", "why": f"gives {shapes[1]} in place of {shapes[0]}", **row}
-    return {"outcome": "converted", **row}
-
-
-def _counted(network: Any, new: Any, size: tuple[int, ...]) -> Row:
-    from lowrank_cnn.method.converting import conversion_costs
-    from lowrank_cnn.system.provenance import notes
-
-    total = conversion_costs(network, new, size)[-1]
-    conversion = notes(new).conversion
-    assert conversion is not None
-    reasons = Counter(kept.reason for kept in conversion.kept)
-    return {
-        "input": "x".join(map(str, size)),
-        "macs_before": total.macs_before,
-        "macs_after": total.macs_after,
-        "params_before": total.params_before,
-        "params_after": total.params_after,
-        "changed": len(conversion.changed),
-        "kept": dict(reasons.most_common(4)),
-    }
-
-
-def _on_meta(text: str) -> tuple[Any, tuple[int, ...]] | None:
-    """The network without storage, or None for one that can only be built for good."""
-    import torch
-
-    try:
-        with torch.device("meta"):
-            return _build(text)
-    except Exception:
-        return None
-
-
-def _build(text: str) -> tuple[Any, tuple[int, ...]]:
-    from lowrank_cnn.cli.source import find_model
-
-    source = find_model(text)
-    size = source.size((3, 299, 299) if text == "torchvision:inception_v3" else None)
-    return source.network.eval(), size
-
-
-def _shape_of(network: Any, size: tuple[int, ...]) -> Any:
-    import torch
-
-    device = next(network.parameters()).device
-    with torch.no_grad(), torch.device(device):
-        return _shape(network(torch.zeros(1, *size)))
-
-
-def _shape(output: Any) -> Any:
-    """Shapes of whatever a network gives."""
-    if hasattr(output, "shape"):
-        return list(output.shape)
-    values = output.values() if hasattr(output, "values") else output
-    return [_shape(value) for value in values] if hasattr(values, "__iter__") else []
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:160]
 
 
 def serve(pipe: Connection, scheme: str, largest: int) -> None:
@@ -157,7 +65,7 @@ def serve(pipe: Connection, scheme: str, largest: int) -> None:
 
 
 @dataclass
-class Helper:
+class Examiner:
     """One process at a time, started again where it has ended."""
 
     scheme: str
@@ -237,16 +145,16 @@ def examine_all(texts: list[str], table: Table, options: argparse.Namespace, lar
         waiting.put(text)
 
     def work() -> None:
-        helper = Helper(options.scheme, largest)
+        examiner = Examiner(options.scheme, largest)
         try:
             while (left := options.deadline - time.monotonic()) > 0:
-                row = helper.ask(waiting.get_nowait(), min(options.patience, left))
+                row = examiner.ask(waiting.get_nowait(), min(options.patience, left))
                 if row["outcome"] != "failed" or time.monotonic() < options.deadline:
                     table.add(row)
         except queue.Empty:
             pass
         finally:
-            helper.end()
+            examiner.end()
 
     threads = [threading.Thread(target=work) for _ in range(min(jobs, len(texts)))]
     for thread in threads:

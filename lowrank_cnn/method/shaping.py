@@ -112,11 +112,6 @@ class ShapedConv2d(nn.Module):
         taps = torch.einsum("os,shw->ohw", drawn, self.masks[: len(self.shapes)])
         return torch.where(self.drawing, taps, chosen)
 
-    def energies(self) -> Tensor:
-        """The squared weight of each filter that lies in each shape, over the inputs that are kept."""
-        squares = self.weight.detach().double().square() * self.inputs[:, None, None]
-        return torch.einsum("oihw,shw->os", squares, self.masks[: len(self.shapes)].double())
-
     def taps_of(self, filters: Tensor, shape: Pair) -> Tensor:
         """The weights of some filters, cut to a shape."""
         top, left = offsets(FilterGroup(*shape, 1), self.kernel_size)

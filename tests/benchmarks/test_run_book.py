@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowrank_cnn.frontier.tracing import BudgetSpent
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.side_by_side import WorkerPool
 
@@ -42,7 +43,7 @@ def test_no_run_begins_that_would_not_end_in_time(run_book, tmp_path: Path):
     pool = WorkerPool(lambda _: {"top1": 0.5, "wall": 0.1})
     book.make(pool, [{"way": "quick", "seed": 1}])
     for way in ("slow", "unknown"):
-        with pytest.raises(run_book.BudgetSpent):
+        with pytest.raises(BudgetSpent):
             book.make(pool, [{"way": way, "seed": 1}])
     assert len(book.rows) == 3
 
