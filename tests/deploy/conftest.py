@@ -1,7 +1,8 @@
-"""Skip what an engine refuses because it was built for another torch than the one that is tested."""
+"""What tests of deployment share; what an engine built for another torch refuses is skipped."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.system.errors import LowRankError
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside the tests
 
 PINS = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
 PINNED = f"torch=={torch.__version__.partition('+')[0]}" in PINS

@@ -1,0 +1,192 @@
+"""Tables of frontiers, of other libraries' networks, and the first screen of README."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from table_records import ENVIRONMENT, Put, cells
+
+from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, SeedRun
+
+
+def empty_frontier(folder: Path, family: str) -> Frontier:
+    """A record of runs on CIFAR-10 without any runs, where the tables look for it."""
+    place = folder / "frontier" / "cifar10"
+    place.mkdir(parents=True)
+    about: dict[str, Any] = dict.fromkeys(("network", "recipe", "precision", "device"), "")
+    found = Frontier(place, {**about, "family": family, "data": {"name": "cifar10"}}, 1000)
+    found.environments.append(ENVIRONMENT)
+    return found
+
+
+def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleType, put: Put, tmp_path: Path):
+    found = empty_frontier(tmp_path, "airbench")
+    for name, ms in (("dense", 2.0), ("lr", 1.0)):
+        design = {"name": name, "scheme": name, "width": 1.0, "matched": ""}
+        runs = [SeedRun(seed, 900 + seed, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in (1, 2)]
+        found.rows.append(DesignRow(design, 10**6, 10**5, DesignTime(ms, ms, ms, 2.0, 256, "folded"), runs=runs))
+    answer = {
+        "question": "better",
+        "design": "lr",
+        "control": "dense",
+        "margin": 0.2,
+        "time": 0.5,
+        "verdict": "no",
+    }
+    found.answers = [{**answer, "gap": -1.0, "low": -2.0, "high": 0.0, "p": 1.0, "corrected": 1.0, "runs": [2, 2]}]
+    found.save()
+    text = blocks.TABLES["frontier"]()
+    assert text.index("`lr`") < text.index("`dense`")
+    assert cells(text, "`lr`")[1:] == ["1.00M", "100k", "1.000", "0.50", "90.15 (89.51 to 90.79)", "2", "3.0"]
+    assert cells(text, "`lr` better by +0.2")[-1] == "no"
+    assert "record: `benchmarks/results/frontier/cifar10/frontier.json`" in text
+
+
+def test_networks_of_other_libraries_appear_with_every_reason(blocks: ModuleType, put: Put):
+    versions = dict.fromkeys(("pytorchcv", "transformers", "diffusers", "monai", "efficientnet_pytorch"), "1.0")
+    cells_of = {
+        "counted": "equal",
+        "merged": "1e-07, 0 of 2 folded: no layer feeds it",
+        "exported": "refused: it is odd.",
+    }
+    rows = [{"name": f"monai:{name}", "cells": cells_of, "seconds": 1.0} for name in ("UNet", "VNet")]
+    put("foreign.json", {"kind": "foreign", "environment": ENVIRONMENT | versions, "rows": rows})
+    text = blocks.TABLES["foreign"]()
+    assert cells(text, "monai:<wbr>UNet")[1:] == ["equal", "", "", "1e-07, 0 of 2 folded", "", "", "refused"]
+    assert "- exported, refused: it is odd. (`UNet`, `VNet`)" in text
+    assert "- merged, in part: no layer feeds it (`UNet`, `VNet`)" in text
+    assert "2 networks, 14 results: 0 wrong or failed, 2 refused." in text
+
+
+def test_foreign_networks_on_a_gpu_appear_with_their_record(blocks: ModuleType, put: Put):
+    assert blocks.TABLES["gpu-models"]() == ""
+    times = {"dense, torch.compile": 2.0, "dense, fit": 1.9, "low-rank, fit": 1.0}
+    times = {way: {"ms": 1.5 * ms, "low": ms} for way, ms in times.items()}
+    row = {"row": "torchvision:resnet18/lr", "macs": {"dense": 100, "low-rank": 33}}
+    whole = {**row, "training": {"ms": times}}
+    cut = {
+        **row,
+        "training": {"ms": {"dense, torch.compile": {"ms": 1.0, "low": 1.0}}},
+        "inference": {"choice": {}},
+    }
+    slow = {**row, "training": {"ms": {way: {"ms": 9.0, "low": 9.0} for way in times}}}
+    put("gpu_models.json", {"runs": [{"environment": ENVIRONMENT, "rows": [row]} for row in (whole, cut, slow)]})
+    text = blocks.TABLES["gpu-models"]()
+    assert text.startswith("## Networks of torchvision and timm on a GPU\n\n### Training step, batch 256\n")
+    expected = ["0.330", "2.00 (1.00)", "1.90 (0.95)", "not measured", "1.00 (0.50)"]
+    assert cells(text, "`resnet18`, `lr`")[1:] == expected
+    assert "### Inference" not in text
+
+
+def test_loaders_show_how_long_a_gpu_waits(blocks: ModuleType, put: Put) -> None:
+    setting = {"size": [500, 375], "images": 64, "repeats": 3, "workers": 2, "crop": 160, "side": 183}
+    setting["bytes"] = 9e4
+    row = {"images_per_second": 100.4, "lowest": 90.0, "highest": 110.0, "seconds_before": 2.04}
+    cpu = {"setting": setting, "rows": {"shrunk once": row}, "step_images_per_second": None}
+    cpu["not_measured"] = {"decoded by the GPU": "there is none."}
+    trained = {**row, "trained_per_second": 3000.0, "idle": 0.25}
+    gpu = {"setting": {**setting, "network": "net"}, "rows": {"shrunk once": trained}, "not_measured": {}}
+    gpu["step_images_per_second"] = 4000.0
+    put("loaders.json", {"machines": [{**machine, "environment": ENVIRONMENT} for machine in (cpu, gpu)]})
+    text = blocks.TABLES["loaders"]()
+    assert cells(text, "shrunk once") == ["shrunk once", "100 (90 to 110)", "2.0"]
+    assert "| shrunk once | 100 (90 to 110) | 2.0 | 3,000 | 25% |" in text
+    assert "`net` trains at 4,000 images/s" in text
+    assert "Not measured: decoded by the GPU (there is none)." in text
+
+
+def test_the_first_screen_shows_thin_dense_as_soon_as_it_is_recorded(blocks: ModuleType, put: Put):
+    times = {"dense, torch.compile": 3.0, "dense, optimize": 2.0, "low-rank, optimize": 1.0, "thin, optimize": 1.9}
+    times["thin in 64s, optimize"] = 1.5
+    macs = {"dense": 7 * 10**9, "low-rank": 2 * 10**9, "thin": 3 * 10**9, "thin in 64s": 2 * 10**9}
+    row = {"row": "lowrank:vgg11-gmp/lr", "macs": macs}
+    row["inference"] = {"ms": {way: {"ms": ms} for way, ms in times.items()}}
+    put("gpu_models.json", {"runs": [{"environment": ENVIRONMENT, "rows": [row]}]})
+    speed = {"network": "nin-c3-lr", "batch": 256, "ms": 1.0, "dense_ms": 4.0, "tricks_ratio": 0.5}
+    rows = [{**speed, "mode": mode} for mode in ("inference", "training")]
+    put("gpu_speed.json", {"runs": [{"environment": ENVIRONMENT, "rows": rows}]})
+    for folder, names in (("cifar10", ("nin", "nin-c3-lr")), ("tiny-imagenet", ("vgg11-gmp", "vgg11-gmp-lr"))):
+        known = [{"part": "paper", "network": name, "top1": [0.5, 0.6]} for name in names]
+        put(f"{folder}/table.json", {"rows": known})
+    text = blocks.TABLES["headline"]()
+    assert cells(text, "`nin`, dense")[2:] == ["55.0%", "2.00 ms", "2.00 ms"]  # through our kernels
+    assert cells(text, "`vgg11-gmp`, dense")[2:] == ["55.0%", "2.00 ms", "not measured"]
+    assert cells(text, "`vgg11-gmp-lr`")[2:] == ["55.0%", "**1.00 ms**", "not measured"]
+    assert cells(text, "`vgg11-gmp`, thin dense")[1:] == ["2.00 G", "not trained", "1.50 ms", "not measured"]
+    assert "gpu_models.json" in text
+
+
+def test_the_first_screen_takes_three_networks_of_a_frontier(blocks: ModuleType, put: Put, tmp_path: Path):
+    found = empty_frontier(tmp_path, "nin")
+    kinds = (("dense", 1.0, 2.0, 900), ("lr", 1.0, 1.0, 890), ("lr-join", 1.0, 1.9, 899), ("dense", 0.5, 1.1, 880))
+    for scheme, width, ms, correct in kinds:
+        name = scheme if width == 1 else f"{scheme}@{width:g}"
+        design = {"name": name, "scheme": scheme, "width": width, "matched": ""}
+        time = DesignTime(ms, ms, ms, 2.0, 256, "folded")
+        runs = [SeedRun(seed, correct, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in range(1, 5)]
+        found.rows.append(DesignRow(design, 10**9, 10**5, time, runs=runs))
+    found.save()
+    speed = {"batch": 256, "ms": 1.0, "dense_ms": 4.0}
+    names = ("vgg11-gmp-lr", "vgg11-gmp-lr-join")
+    rows = [{**speed, "network": name, "mode": mode} for name in names for mode in ("inference", "training")]
+    put("gpu_speed.json", {"runs": [{"environment": ENVIRONMENT, "rows": rows}]})
+    known = [{"part": "paper", "network": name, "top1": [0.5]} for name in ("vgg11-gmp", *names)]
+    put("tiny-imagenet/table.json", {"rows": known})
+    text = blocks.TABLES["headline"]()
+    assert cells(text, "`nin`, dense")[2:] == ["90.0%", "2.00 ms", "3.0 s"]
+    assert cells(text, "`nin, lr`")[2:] == ["89.0%", "**1.00 ms**", "3.0 s"]
+    assert cells(text, "`nin, dense@0.5`, thin dense")[2:] == ["88.0%", "1.10 ms", "3.0 s"]
+    assert "`nin, lr-join`" not in text  # no thin network takes as long
+
+
+def test_timed_networks_take_their_accuracies_from_one_frontier(blocks: ModuleType, put: Put, tmp_path: Path):
+    times = {"dense, torch.compile": 3.0, "dense, optimize": 2.0, "low-rank, optimize": 1.0, "thin, optimize": 1.5}
+    row = {"row": "torchvision:resnet18/lr", "macs": {"dense": 10**9, "low-rank": 4 * 10**8, "thin": 5 * 10**8}}
+    row["inference"] = {"ms": {way: {"ms": ms} for way, ms in times.items()}}
+    put("gpu_models.json", {"runs": [{"environment": ENVIRONMENT, "rows": [row]}]})
+    speed = {"batch": 256, "ms": 1.0, "dense_ms": 4.0}
+    names = ("nin-c3-lr", "vgg11-gmp-lr", "vgg11-gmp-lr-join")
+    rows = [{**speed, "network": name, "mode": mode} for name in names for mode in ("inference", "training")]
+    put("gpu_speed.json", {"runs": [{"environment": ENVIRONMENT, "rows": rows}]})
+    for folder, known in (("cifar10", ("nin", "nin-c3-lr")), ("tiny-imagenet", ("vgg11-gmp", *names[1:]))):
+        table = [{"part": "paper", "network": name, "top1": [0.5]} for name in known]
+        put(f"{folder}/table.json", {"rows": table})
+    found = empty_frontier(tmp_path, "resnet18")
+    for scheme, width, macs, correct in (("dense", 1.0, 100, 900), ("lr", 1.0, 40, 890), ("dense", 0.7, 55, 880)):
+        name = scheme if width == 1 else f"{scheme}@{width}"
+        runs = [SeedRun(seed, correct, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in range(1, 5)]
+        design = {"name": name, "scheme": scheme, "width": width, "matched": ""}
+        found.rows.append(DesignRow(design, macs, 10, None, runs=runs))
+        found.save()
+        tops = {kind: cells(blocks.TABLES["headline"](), f"`resnet18{kind}")[2] for kind in ("`, dense", "-lr`")}
+        whole = width != 1
+        assert tops == ({"`, dense": "90.0%", "-lr`": "89.0%"} if whole else dict.fromkeys(tops, "not trained"))
+    text = blocks.TABLES["headline"]()
+    assert cells(text, "`resnet18`, thin dense")[2:] == ["88.0%", "1.50 ms", "not measured"]
+    assert "(mean of 4 seeds; timed at 224x224)" in text
+    assert "was not trained" not in text
+
+
+def test_learned_shapes_are_shown_by_falling_accuracy_with_what_was_decided(blocks: ModuleType, put: Put):
+    about = {"network": "nin", "width": 0.1, "data": "stripes", "recipe": {"epochs": 10}}
+    rows = [
+        {"way": way, "top1": top1, "macs": 0.5} for way, top1 in (("thin", 0.5), ("proximal", 0.6), ("thin", 0.52))
+    ]
+    answer = {"ours": "proximal", "theirs": "thin", "margin": 0.5, "verdict": "yes"}
+    put("learned_shapes_x.json", {"about": about, "rows": rows, "answers": [answer]})
+    text = blocks.TABLES["learned-shapes"]()
+    assert text.index("`proximal` |") < text.index("`thin` |")
+    assert cells(text, "`thin`") == ["`thin`", "0.500", "51.00 ± 1.41", "2"]
+    assert "`proximal` over `thin` by 0.5: yes." in text
+    assert "nin (width 0.1) on stripes, 10 epochs" in text
+
+
+def test_initialisations_are_shown_with_their_best_rates(blocks: ModuleType, put: Put):
+    row = {"init": "torch", "rate": 2.0, "mean": 90.0, "sd": 0.5, "runs": 4, "tries": 5}
+    row |= {"diverged_full": 1, "diverged_try": 2}
+    about = {"network": "nin-c3-lr", "data": "cifar10", "recipe": {"epochs": 180}}
+    put("initialisation_nin.json", {"about": about, "summary": [row]})
+    text = blocks.TABLES["initialisations"]()
+    assert cells(text, "`torch`") == ["`torch`", "x 2", "90.00 ± 0.50", "4", "1", "2 of 5"]
