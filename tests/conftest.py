@@ -1,12 +1,16 @@
-"""Without a GPU, Triton's kernels run in its interpreter; it must be told so before anything imports Triton."""
+"""What all tests share. Without a GPU, Triton's kernels run in its interpreter, set before anything imports it."""
 
+import functools
+import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.onnx
 from hypothesis import settings
 
 # A change passes or fails by itself, not by the draw: `make test` draws the same examples, `make fuzz` new ones.
@@ -16,6 +20,27 @@ settings.load_profile("repeatable")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@functools.cache
+def share_onnx_operators() -> None:
+    """Build torch's table of ONNX operators once per opset: every export builds it anew, which takes a second."""
+    registry = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
+    registry.from_torchlib = staticmethod(functools.cache(registry.from_torchlib))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_onnx_exports() -> Iterator[None]:
+    """The table is shared from the first export on: tests that export nothing do not wait for onnxscript."""
+    export = torch.onnx.export
+
+    def prepared(*arguments: object, **options: object) -> object:
+        share_onnx_operators()
+        return export(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.onnx, "export", prepared)
+        yield
 
 
 @pytest.fixture
