@@ -242,7 +242,11 @@ def _groups(lines: list[Line]) -> list[str]:
 
 
 def _chart(group: str, lines: list[Line]) -> dict[str, Any]:
-    values = [{"name": line.name, "kind": line.kind, "ms": line.ms, "top1": line.top1} for line in lines]
+    short = [line.name.rpartition(", ")[2] for line in lines]
+    values = [
+        {"name": name, "kind": line.kind, "ms": line.ms, "top1": line.top1}
+        for line, name in zip(lines, short, strict=True)
+    ]
     start, *ends = values
     arrows = [{"ms": start["ms"], "top1": start["top1"], "ms2": end["ms"], "top2": end["top1"]} for end in ends]
     tops, longest = [line.top1 or 0.0 for line in lines], max(line.ms for line in lines)
@@ -251,9 +255,10 @@ def _chart(group: str, lines: list[Line]) -> dict[str, Any]:
     x["axis"] = {"tickCount": 6}
     y = {"field": "top1", "type": "quantitative", "title": "top-1, %", "scale": {"domain": shares}}
     y["axis"] = {"titlePadding": 14}  # fonts of a browser are wider than the one that is measured here
-    kinds = [kind for kind in (DENSE, LOW_RANK, THIN) if kind in {line.kind for line in lines}]
-    shapes = {"domain": kinds, "range": ["circle", "square", "diamond"][: len(kinds)]}
-    colours = {"domain": kinds, "range": ["#d55e00", "#0072b2", "#6a6a6a"][: len(kinds)]}
+    kinds = [DENSE, LOW_RANK, THIN]  # in every chart, as they share a legend
+    shapes = {"domain": kinds, "range": ["circle", "square", "diamond"]}
+    colours = {"domain": kinds, "range": ["#d55e00", "#0072b2", "#6a6a6a"]}
+    places = {DENSE: -16, LOW_RANK: 18, THIN: 34}  # a thin network may lie on the low-rank one
     shape = {"field": "kind", "type": "nominal", "title": None, "scale": shapes}
     colour = {"field": "kind", "type": "nominal", "title": None, "scale": colours}
     layers = [
@@ -261,8 +266,8 @@ def _chart(group: str, lines: list[Line]) -> dict[str, Any]:
          "encoding": {"x": x, "y": y, "x2": {"field": "ms2"}, "y2": {"field": "top2"}}},
         {"data": {"values": values}, "mark": {"type": "point", "filled": True, "size": 120, "opacity": 1},
          "encoding": {"x": x, "y": y, "color": colour, "shape": shape}},
-        *({"data": {"values": some}, "mark": {"type": "text", "dy": dy, "fontSize": 12},
-           "encoding": {"x": x, "y": y, "text": {"field": "name"}}} for dy, some in ((-16, [start]), (18, ends))),
+        *({"data": {"values": [value]}, "mark": {"type": "text", "dy": places[value["kind"]], "fontSize": 12},
+           "encoding": {"x": x, "y": y, "text": {"field": "name"}}} for value in values),
     ]  # fmt: skip
     return {"title": group.partition(" (")[0], "width": 330, "height": 220, "layer": layers}
 
