@@ -52,7 +52,7 @@ def test_the_result_computes_the_same_and_says_how(network: nn.Module):
 def test_what_is_under_way_is_said(network: nn.Module):
     said: list[str] = []
     fast = optimize(network, IMAGE, compile=False, cache=False, repeats=3, budget=600, say=said.append)
-    blocks = [d.name for d in notes(plan(network, IMAGE, cache=False, repeats=3, budget=600)).plan.decisions]
+    blocks = [d.name for d in notes(plan(network, IMAGE, cache=False, repeats=3)).plan.decisions]
     for layout in ("contiguous", "channels_last"):
         assert [text for text in said if layout in text and "block" in text] == [
             f"planned, {layout}: {name}, block {place} of {len(blocks)}" for place, name in enumerate(blocks, 1)
