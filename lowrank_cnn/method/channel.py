@@ -1,8 +1,8 @@
 """Low-rank factors over channels, for layers of any kind: m filters like the layer's own, then a 1x1 join.
 
 The weight of a linear layer or of a 1-D, 3-D or transposed conv is, within a channel group, a matrix [filters,
-everything else]. Cut to m singular values it is m filters of the same kernel, then a pointwise layer. 2-D convs
-take the same scheme, `channel`, by the ordinary way of a basis and its join.
+everything else]. Cut to m singular values it is m filters of the same kernel, then a pointwise layer. For 2-D
+convs the scheme `channel` builds an ordinary basis and its join.
 """
 
 from __future__ import annotations

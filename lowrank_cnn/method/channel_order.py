@@ -5,8 +5,8 @@ activations, pooling, dropout, flattening) until convs and linear layers read th
 or removed, if the norms and the reading layers follow. Where channels meet others in a sum, a concatenation or a
 product, or reach the network's output, their order is fixed.
 
-Which functions treat channels by themselves is not looked up but tried: a function is given random channels, the
-same permuted, and the same with one changed.
+Functions are not looked up in a list. Each is tried on random channels, on the same channels permuted, and with
+one of them changed.
 """
 
 from __future__ import annotations

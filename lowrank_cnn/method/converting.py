@@ -59,7 +59,7 @@ def convert(
     input_size: InputSize | None = None,
     allow_costlier: bool = False,
 ) -> nn.Module:
-    """A copy of `model` whose spatial convs are replaced by what `scheme` makes of them.
+    """A copy of `model` whose spatial convs are replaced as `scheme` says.
 
     Without a scheme, a budget chooses one for each layer: `lr`, mixtures with full filters, or `lr-join`.
 

@@ -51,7 +51,7 @@ _SHAPES: dict[object, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True)
 class LayerCount:
-    """One layer: its name, what it is, the shape it gives, and what it costs for one image."""
+    """One layer: its name, kind, output shape, and cost for one image."""
 
     name: str
     type: str
@@ -143,7 +143,7 @@ def _check_countable(model: nn.Module) -> None:
 
 
 def _run(model: nn.Module, inputs: InputSize) -> None:
-    """One forward pass with every parameter and buffer lent to the model as a tensor without storage."""
+    """Run the model once, with meta tensors in place of all parameters and buffers."""
     lent = {name: tensor.to("meta") for name, tensor in _tensors(model)}
     dtype = next((t.dtype for t in lent.values() if t.is_floating_point()), None)
     args, kwargs = arguments(inputs, device="meta", dtype=dtype)
@@ -162,7 +162,7 @@ def _run(model: nn.Module, inputs: InputSize) -> None:
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers, once for each module that holds them.
 
-    Torch lends one to every name it goes by, and so takes it back wrongly from a module with two names.
+    `functional_call` replaces a tensor under each of its names, and restores a module with two names wrongly.
     """
     for name, module in model.named_modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -219,7 +219,7 @@ class _Book(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here: without this, torch loads its compiler first, for more than a second."""
+        """Keep torch from loading its compiler, which takes more than a second and is not used here."""
         return False
 
     def __torch_dispatch__(
@@ -278,7 +278,7 @@ class _Book(TorchDispatchMode):
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters a booked layer holds itself; a composite's sit one level down, in its list."""
+    """The parameters of a counted layer itself; a composite keeps its own in a list, one level down."""
     yield from module.parameters(recurse=isinstance(module, CompositeConv2d))
 
 

@@ -182,7 +182,7 @@ def refitted(
 def _as_asked(
     convs: dict[str, nn.Conv2d], scheme: Scheme, allow_costlier: bool
 ) -> tuple[dict[str, Scheme], tuple[Kept, ...]]:
-    """The scheme itself; without an m of its own no more filters than can be of use."""
+    """The scheme itself; if it sets no m, with at most as many filters as improve the fit."""
     schemes = {}
     for name, conv in convs.items():
         most = useful_rank(conv, scheme) * groups_of(conv)
@@ -223,7 +223,7 @@ def _check(scheme: Scheme) -> None:
 
 
 def _fittable(model: nn.Module, scheme: Scheme, where: Where) -> tuple[dict[str, nn.Conv2d], tuple[Kept, ...]]:
-    """The convs to fit, all of whose weights are numbers."""
+    """The convs to fit, and those that stay; raises an error for weights that are missing or not finite."""
     convs, kept = select(model, scheme, where)
     if any(conv.weight.is_meta for conv in convs.values()):
         raise LowRankError("there are no weights to fit: the network is on the meta device.")

@@ -1,7 +1,7 @@
 """The nearest low-rank filters to given dense ones, as functions of tensors alone.
 
 A separable pair of rank m is the matrix [c*k_w, d*k_h] of the dense weight cut to m singular values (Jaderberg et
-al. 2014), which no other pair of that rank comes nearer to. A basis and its join are a sum, over the groups, of
+al. 2014), the nearest of all pairs of that rank. A basis and its join are a sum, over the groups, of
 matrices [d, taps*c] of rank m_i that live on the group's taps alone. Group by group, the nearest such matrix to
 what the others leave is again cut singular values; repeating this lowers the error at every step. Taps that no
 group has (the corners, for a vertical and a horizontal group) are lost.
@@ -27,7 +27,8 @@ def separable_factors(
     """The best pair for [d, c, k_h, k_w]: [m, c, 1, k_w] and [d, m, k_h, 1], or upright first.
 
     Singular values are shared evenly between the two. With channel groups, m is their total. With the
-    `covariance` [groups, c x taps, c x taps] of what the first half reads, errors count by how far they show.
+    `covariance` [groups, c x taps, c x taps] of what the first half reads, errors are weighed by their effect on
+    the output.
     """
     moments = [None] * groups if covariance is None else list(covariance)
     pairs = zip(weight.chunk(groups), moments, strict=True)
@@ -59,7 +60,7 @@ def crossed_factors(weight: Tensor, basis: Composite, *, sweeps: int = 30) -> tu
 
 
 def crossed_weight(filters: Sequence[Tensor], join: Tensor) -> Tensor:
-    """The dense weight that a basis and its join stand for."""
+    """The dense weight that equals a basis and its join."""
     kernel = (max(part.shape[2] for part in filters), max(part.shape[3] for part in filters))
     return compose(torch.cat([centred(part, kernel) for part in filters]), join)
 
@@ -103,7 +104,7 @@ def _separable(weight: Tensor, m: int, lying_first: bool, moment: Tensor | None)
 
 
 def _square_roots(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """The square root of a symmetric matrix and its inverse, directions without any energy held at a little."""
+    """The square root of a symmetric matrix and its inverse, with a small floor for directions without energy."""
     values, vectors = torch.linalg.eigh(moment)
     values = values.clamp_min(1e-6 * float(values.max().clamp_min(1e-30))).sqrt()
     return (vectors * values) @ vectors.T, (vectors / values) @ vectors.T

@@ -90,7 +90,7 @@ def grouped_factors(
 
 
 def grouped_weight(basis: Sequence[Tensor], join: Tensor, groups: int) -> Tensor:
-    """The dense weight that a basis and its join stand for, group by group."""
+    """The dense weight that equals a basis and its join, group by group."""
     apart = zip(*(filters.chunk(groups) for filters in basis), strict=True)
     return torch.cat([crossed_weight(own, part) for own, part in zip(apart, join.chunk(groups), strict=True)])
 

@@ -208,7 +208,7 @@ def _draw(weight: nn.Parameter, std: float) -> None:
 
 
 def _has_storage(weight: nn.Parameter) -> bool:
-    """Skip tensors on the meta device: torch would load for a second only to do nothing with them."""
+    """Skip tensors on the meta device: torch would spend a second loading code for nothing."""
     return not weight.is_meta
 
 

@@ -98,7 +98,7 @@ class CompositeConv2d(nn.Module):
 
     @torch.jit.unused
     def _dispatched(self, x: Tensor) -> Tensor:
-        """By the fused kernels where they can, and by torch's convolutions for all else, tracers included."""
+        """Run the fused kernels if they support the call, else torch's convolutions, which tracers also see."""
         if isinstance(
             x, fx.Proxy
         ):  # a symbolic trace has no shape to check, and its tools know torch's operations
@@ -133,7 +133,7 @@ class CompositeConv2d(nn.Module):
         return interleaved(parts, self.channel_groups, -3, self.shuffle)
 
     def _by_channel_group(self, values: Tensor) -> Tensor:
-        """What outputs have one of each, as [channel groups, filters of one]."""
+        """Values per output channel, as [channel groups, filters of one group]."""
         return values.view(-1, self.channel_groups).t() if self.shuffle else values.view(self.channel_groups, -1)
 
     @property
@@ -143,12 +143,12 @@ class CompositeConv2d(nn.Module):
 
     @property
     def groups(self) -> int:
-        """Channel groups, by the name that `nn.Conv2d` has for them: those of the dense conv this stands for."""
+        """Channel groups, by the name that `nn.Conv2d` has for them: those of the equivalent dense conv."""
         return 1 if self.shuffle else self.channel_groups
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the dense conv that this layer stands for, zeros where no filter has a tap.
+        """The weight of the equivalent dense conv, zero where no filter has a tap.
 
         It is computed from `weights`, with gradients, for tools that look at a conv's weight; to change the layer,
         change `weights`.
@@ -161,7 +161,7 @@ class CompositeConv2d(nn.Module):
         )
 
     def by_group(self, values: Tensor) -> list[Tensor]:
-        """What outputs have one of each, a bias say, apart for each filter group."""
+        """Values per output channel, such as a bias, split by filter group."""
         parts = [group.filters // self.channel_groups for group in self.composite.groups]
         return [part.flatten() for part in self._by_channel_group(values).split(parts, dim=1)]
 
@@ -207,7 +207,7 @@ class CompositeConv2d(nn.Module):
         return tuple(((t - top, b - bottom), (lt - left, r - right)) for (t, b), (lt, r) in self.group_padding)
 
     def _fusible(self, x: Tensor) -> str | None:
-        """What keeps the layer from the fused kernels, whatever the device; None where nothing does."""
+        """Why the fused kernels cannot run the layer on any device; None if they can."""
         if x.dim() != 4:
             return "an image without its batch"
         if self.channel_groups > 1 or self.dilation != (1, 1) or self.padding_mode != "zeros":
@@ -235,7 +235,7 @@ class CompositeConv2d(nn.Module):
 
 
 def conv_of(in_channels: int, composite: Composite, *, padding: Padding = "same", **options: Any) -> nn.Module:
-    """A composite layer, or the plain `nn.Conv2d` that it is when it has a single group."""
+    """A composite layer; with a single group, a plain `nn.Conv2d`."""
     sides = enclosing_padding(padding, composite.kernel, pair(options.get("dilation", 1), "dilation"))
     if len(composite.groups) > 1 or not symmetric(sides) or options.get("shuffle"):
         return CompositeConv2d(in_channels, composite, padding=sides, **options)

@@ -1,7 +1,7 @@
 """Which operations cost multiply-accumulates, which cost nothing by convention, and which are not known.
 
 Formulas are PyTorch's own (`torch.utils.flop_counter`; a new operation is registered there), with a few that it
-lacks. What is neither in that table nor free by convention is listed, never booked as nothing.
+lacks. Operations that are neither in that table nor free by convention are listed as unknown, not counted as zero.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def curves_of(
     kind: str = "macs",
     keeps: Mapping[str, Keeps] | None = None,
 ) -> tuple[dict[str, Curve], int]:
-    """Each layer's choices for one image of this size, and the cost of everything that is not theirs.
+    """Each layer's choices for one image of this size, and the cost of all other layers.
 
     `keeps` replaces the share of squared weights that a layer keeps by a measured one.
     """
@@ -150,7 +150,7 @@ def _curve(conv: nn.Conv2d, scheme: Scheme, dense: int, kind: str, keeps: Keeps 
 
 
 def _unit(conv: nn.Conv2d, scheme: Scheme) -> int:
-    """The least m whose groups of filters are all whole; in small layers, where that is coarse, any m will do."""
+    """The step of m that fills whole groups of filters; a smaller one for small layers, where it is too coarse."""
     shares = [share for _, share in scheme.shapes] if scheme.name != "separable" else [Fraction(1)]
     parts = math.lcm(*((share / sum(shares)).denominator for share in shares))
     unit = math.lcm(WHOLE * parts, groups_of(conv))

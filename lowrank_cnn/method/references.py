@@ -79,7 +79,7 @@ def check_calls(model: nn.Module, new: nn.Module, names: Sequence[str], input_si
         like = next(new.parameters())
         args, kwargs = arguments(input_size, dtype=like.dtype, device=like.device)
         new.eval()(*args, **kwargs)
-    except Exception:  # a forward that takes something else is for its owner to run
+    except Exception:  # a forward with other inputs cannot be run here
         return
     finally:
         for hook in hooks:

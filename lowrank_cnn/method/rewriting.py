@@ -1,4 +1,4 @@
-"""Replace convolutions of a network by what schemes make of them, in a copy, and keep a report of it."""
+"""Replace convolutions in a copy of a network by schemes, and report the changes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def rewrite(
     convs = {name: _layer(model, name, scheme) for name, scheme in schemes.items()}
     layers = {name: replacement(conv, schemes[name]) for name, conv in convs.items()}
     new = copy_with(model, {convs[name]: layer for name, layer in layers.items()})
-    if fill is None:  # fresh weights are no longer those that the card of a trained network speaks of
+    if fill is None:  # the card of a trained network does not describe fresh weights
         forget(new, "training_card")
     fill = fill or _fresh_in(new)
     for name, layer in layers.items():
@@ -56,13 +56,13 @@ def rewrite(
 
 
 def changes_of(model: nn.Module) -> tuple[Change, ...]:
-    """The layers of a network that were rewritten; none of one that never was."""
+    """The rewritten layers of a network; empty if there are none."""
     conversion = notes(model).conversion
     return conversion.changed if conversion else ()
 
 
 def copy_with(model: nn.Module, replaced: Mapping[nn.Module, nn.Module] = MappingProxyType({})) -> nn.Module:
-    """A deep copy in which other modules stand for some; whatever refers to one, however often, follows.
+    """A deep copy with some modules replaced, wherever and however often they are referred to.
 
     A weight that a hook computes from others (pruning, the older weight norm) is copied without its gradients:
     torch copies no other tensor that was computed, and the hook computes it anew in every call.
@@ -126,7 +126,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 
 def _fresh_in(network: nn.Module) -> Fill:
-    """The paper's initialisation, which asks whether a ReLU follows a layer in this network."""
+    """The paper's initialisation, which depends on whether a ReLU follows a layer in this network."""
     follows = followed_by_relu(network)
 
     def fill(name: str, conv: nn.Conv2d, layer: nn.Module) -> None:

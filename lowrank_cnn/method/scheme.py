@@ -43,7 +43,7 @@ class Scheme(SchemeFields):
 
     def __post_init__(self) -> None:
         check_scheme(self)
-        if isinstance(self.m, float) and self.m == 1:  # one way to say d, so that equal schemes are equal
+        if isinstance(self.m, float) and self.m == 1:  # one spelling of d, so that equal schemes compare equal
             object.__setattr__(self, "m", None)
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Scheme(SchemeFields):
         return {"name": self.name, "shapes": shapes, "m": self.m, "to": self.to, **exact, **learned, **grouped}
 
     def out_filters(self, filters: int) -> int:
-        """How many channels the replacement of a conv with `filters` filters gives."""
+        """The output channels of the replacement of a conv with `filters` filters."""
         if self.name == "exact" and self.shapes:
             return int(sum(count for _, count in self.shapes))
         return filters if self.to is None else _scaled(self.to, filters)
@@ -221,7 +221,7 @@ def _whole(options: Mapping[str, object], key: str) -> int | None:
 
 
 def _yes(value: object) -> bool:
-    """A bare `join` says yes; written out it may say no."""
+    """A bare `join` means True; `join=no` is possible too."""
     words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
     if str(value).lower() not in words:
         raise LowRankError(f"join is yes or no, not {value!r}.")

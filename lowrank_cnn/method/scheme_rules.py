@@ -38,7 +38,7 @@ class SchemeFields:
 
 
 def check_scheme(scheme: SchemeFields) -> None:
-    """Refuse a scheme that no layer could be built by, in one sentence."""
+    """Raise `LowRankError` for a scheme that no layer can be built from."""
     if scheme.name not in NAMES:
         raise LowRankError(f"there is no scheme {scheme.name!r}; {nearest(str(scheme.name), NAMES)}")
     if scheme.name != "embed" and scheme.to not in _JOINS.get(scheme.name, (None,)):

@@ -30,7 +30,7 @@ LARGE = 7
 
 
 class NothingToConvertError(LowRankError):
-    """A network none of whose convolutions a scheme can take the place of."""
+    """No convolution of the network can be replaced."""
 
 
 Kernel = int | tuple[int, int]

@@ -122,7 +122,7 @@ def _regrowing(layers: Iterable[ShapedConv2d | GatedLinear]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed(network: nn.Module, keep: Sequence[Tensor] = ()) -> Iterator[None]:
-    """Norms see the statistics of a batch, so that the scale of a filter does not count; all is put back after.
+    """Normalise by batch statistics within the block, so that a filter's scale does not count, and restore all.
 
     The buffers in `keep` stay as the block leaves them; layers that have gates draw by them.
     """

@@ -45,7 +45,7 @@ class ShapedConv2d(nn.Module):
     """
 
     regrow = False
-    """Whether gradients reach masked taps. In training these drift: nothing tells them what they would do."""
+    """Whether gradients reach masked taps. In training they drift, because the loss does not depend on them."""
     choice: Tensor
     kept: Tensor
     inputs: Tensor

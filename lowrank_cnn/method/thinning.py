@@ -58,7 +58,7 @@ def thin(
     - `width`: the share of its output channels that each layer keeps.
     - `macs`: the share of multiply-accumulates to keep instead; the nearest width is found by bisection.
     - `input_size`: channels, height and width of one image.
-    - `multiple`: channels are rounded to multiples of this, which kernels of every engine like. A layer that has
+    - `multiple`: channels are rounded to multiples of this, which kernels of every engine run fast. A layer with
       fewer channels than this keeps them.
     - `layers`: the widths of some layers, by name or by the name of a module around them, in place of `width`:
       {"head": 1.0} leaves a head as wide as it is.

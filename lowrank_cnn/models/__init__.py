@@ -1,4 +1,4 @@
-"""Networks by name: the paper's, and two of today. A family is a file: a table of variants and one builder."""
+"""Networks by name: the paper's, ResNet-18, airbench. A family is a file: a table of variants and one builder."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def create_model(
     - `init` is one of `INITIALISATIONS`, to compare with.
     - `pretrained` names a data set, as in `pretrained="cifar10"`: the network comes with weights trained on it,
       and with the options that they were trained with; for another `num_classes`, its last layer begins anew.
-      `list_pretrained` says which there are.
+      `list_pretrained` lists them.
 
     `hf-hub:user/name` is a network of the Hugging Face Hub, taken as it was trained.
 
@@ -76,7 +76,7 @@ def create_model(
 
 
 def _check_types(given: Mapping[str, object]) -> None:
-    """Refuse names of another type, which would fail somewhere within; numbers are checked with their ranges."""
+    """Refuse arguments of the wrong type here, with a clear message; numbers are checked with their ranges."""
     check_type("a network's name", given["name"], str)
     for option, kinds in _TYPES.items():
         check_type(option, given[option], *kinds)

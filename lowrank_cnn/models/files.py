@@ -26,7 +26,7 @@ CHANGED = (
 
 @dataclass(frozen=True)
 class Stored:
-    """A network out of a file, with what the file says of its images; the card is that of a trained one.
+    """A network read from a file, with the size of its images; `card` describes how it was trained.
 
     `optimized` is what `optimize` chose for the network.
     """

@@ -47,7 +47,7 @@ _AUXILIARY_AFTER = {"4a": "aux1", "4d": "aux2"}
 
 
 class GoogLeNet(Network):
-    """Gives the logits; in training the two auxiliary heads' logits behind them, as a tuple."""
+    """Returns logits; in training a tuple of these and the logits of both auxiliary heads."""
 
     def __init__(self, variant: GoogLeNetVariant, options: Options) -> None:
         heads = ("aux1", "aux2")
@@ -88,7 +88,7 @@ class Inception(nn.Module):
 
     def __init__(self, channels: int, counts: tuple[int, ...], options: Options, scheme: Scheme) -> None:
         super().__init__()
-        # To the initialisation the layers that read the input are groups of one composite.
+        # For initialisation, the layers that read the input count as groups of one composite.
         reading = ("branch1.conv1", "branch3.conv3_reduce", "branch5.conv5_reduce", "branch_pool.projection")
         note(self, entries=reading)
         one, reduce3, three, reduce5, five, projection = map(options.filters, counts)
@@ -104,9 +104,10 @@ class Inception(nn.Module):
 
 
 class AuxiliaryPool(nn.Module):
-    """4x4 maps: by the reference's 5x5 means at stride 3 from its 14x14, and from maps of any size.
+    """Average maps of any size to 4x4.
 
-    Maps from which those means would not give 4x4 are averaged into it directly.
+    Maps that are large enough are first averaged in 5x5 windows at stride 3, as in the reference, where this alone
+    turns 14x14 into 4x4.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -122,11 +122,11 @@ class Network(nn.Module):
 
     @torch.jit.unused
     def check_input(self, x: Tensor) -> None:
-        """Refuse images that the network cannot take, in a sentence."""
+        """Raise `LowRankError` for images that the network cannot take."""
         check_images(x, str(self.config["name"]), self.input_size[0], self.smallest)
 
 
-@fx.wrap  # one call in a trace: a network that looks at sizes here alone is traced for all of them
+@fx.wrap  # a trace records one call, so that this check does not fix the size of the images
 def check_images(x: Tensor, name: str, channels: int, smallest: int) -> None:
     """Refuse images of other channels than the network takes, or of fewer pixels."""
     if x.dim() != 4 or x.shape[1] != channels:

@@ -24,7 +24,7 @@ class NiNVariant(Variant):
     conv3: tuple[Conv, ...] = ()
 
 
-# The second layer of nin-c3's conv2 has three taps: the published counts hold with no other reading.
+# The second layer of nin-c3's conv2 has three taps: only then do the counts match the published ones.
 VARIANTS = {
     "nin": NiNVariant(conv1=((5, 192, "dense"),), conv2=((5, 192, "dense"),), conv3=((3, 192, "dense"),)),
     "nin-c3": NiNVariant(
@@ -57,7 +57,7 @@ class NiN(Network):
         """Start the class maps with a small variance, and above zero where a ReLU follows.
 
         By fan-out the ten maps would start far apart, and one that lies below zero everywhere gets no gradient
-        through its ReLU and never learns. The derivation leaves the last layer's scale free: it is that of all
+        through its ReLU and never learns. The derivation leaves the last layer's scale free: it scales all
         gradients alike.
         """
         layer, rectified = self.features.get_submodule("classes"), hasattr(self.features, "classes_relu")

@@ -1,6 +1,6 @@
 """ResNet-18 (He et al. 2015), dense and low-rank: not in the paper, but the usual baseline today.
 
-Filters come in multiples of sixteen at every width, which the kernels of every engine like, so that networks of
+Filters come in multiples of sixteen at every width, which kernels of every engine run fast, so that networks of
 different widths can be compared by their time. Batch norm is part of the design: there is no variant without.
 """
 

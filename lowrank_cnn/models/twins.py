@@ -40,7 +40,7 @@ def dense_twin(model: nn.Module) -> Network | None:
 def dense_cost(model: nn.Module, input_size: Sequence[int]) -> tuple[int, int] | None:
     """Multiply-accumulates and parameters of a network before it was converted; its own where it never was.
 
-    None where it holds low-rank layers that no conversion speaks of: what they stand for is then not known.
+    None if it has low-rank layers that no recorded conversion made: what they replaced is unknown.
     """
     changed = changes_of(model)
     if low_rank_layers(model).keys() - {change.name for change in changed}:
