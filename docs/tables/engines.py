@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from tables.form import NO_RUNS, markdown, record, recorded, source
 
+Row = dict[str, Any]
 _PRECISIONS = ("fp32", "fp16", "int8")
 _AIMS = (
     ("vgg11-gmp", "fp32", ("fp32",), 0.70),
@@ -29,12 +31,9 @@ def cpu_engines() -> str:
         return NO_RUNS
     found = record("cpu_engines.json")
     rows: list[list[object]] = []
-    for family, threads, precision in _groups(found["rows"]):
-        best = {way: _best(found["rows"], family, threads, precision, way) for way in _WAYS}
-        if any(row is None for row in best.values()):
-            continue
+    for family, threads, precision, best in _compared(found["rows"]):
         cells = [_cell(best[way]) for way in _WAYS]
-        ms = {way: row["ms"] for way, row in best.items() if row}
+        ms = {way: row["ms"] for way, row in best.items()}
         ratios = f"**{ms['low-rank'] / ms['dense']:.2f}**", f"{ms['low-rank'] / ms['thin']:.2f}"
         rows.append([f"`{family}`", precision, threads, *cells, *ratios])
     columns = ["network", "precision", "threads", "dense ms", "thin ms", "low-rank ms", "of dense", "of thin"]
@@ -48,11 +47,8 @@ def decision() -> str:
         return NO_RUNS
     found = record("cpu_engines.json")
     rows: list[list[object]] = []
-    for family, threads, precision in _groups(found["rows"]):
-        best = {way: _best(found["rows"], family, threads, precision, way) for way in _WAYS}
+    for family, threads, precision, best in _compared(found["rows"]):
         thin, low, dense = best["thin"], best["low-rank"], best["dense"]
-        if not (thin and low and dense):
-            continue
         chosen, other = (low, thin) if low["ms"] < thin["ms"] else (thin, low)
         advice = "low-rank" if chosen is low else "a thinner dense network"
         advice = "either" if chosen["ms"] > _ALIKE * other["ms"] else advice
@@ -127,9 +123,14 @@ def strips() -> str:
     return markdown(columns, rows) + source("strips.json", found["environment"])
 
 
-def _groups(rows: list[dict[str, Any]]) -> list[tuple[str, int, str]]:
+def _compared(rows: list[Row]) -> Iterator[tuple[str, int, str, dict[str, Row]]]:
+    """Network, threads and precision with the fastest row of each way, where all ways were measured."""
     groups = dict.fromkeys((row["family"], row["threads"], row["precision"]) for row in rows)
-    return sorted(groups, key=lambda group: (group[0], -group[1], _PRECISIONS.index(group[2])))
+    for group in sorted(groups, key=lambda group: (group[0], -group[1], _PRECISIONS.index(group[2]))):
+        found = {way: _best(rows, *group, way) for way in _WAYS}
+        best = {way: row for way, row in found.items() if row is not None}
+        if len(best) == len(_WAYS):
+            yield *group, best
 
 
 def _best(rows: list[dict[str, Any]], *wanted: object) -> dict[str, Any] | None:

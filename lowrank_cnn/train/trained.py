@@ -103,9 +103,9 @@ def load_checkpoint(
     """
     path = resolve(path)
     if path.is_file() and path.suffix not in ("", ".json", ".safetensors"):
-        return _graph(path, trusted)
+        return _described(carried_by(open_graph(path, trusted=trusted)), path)
     if is_exported(path):
-        return _exported(path, network)
+        return _described(trained_of(read_weights(path, into=network)), path)
     checkpoint = _read(path, best)
     state = checkpoint.state
     network = rebuild(entry_description(state["model"]), into=network)
@@ -180,19 +180,8 @@ def carried_by(network: nn.Module) -> Trained | None:
     return trained_of(Stored(network, None, found.card, dict(found.preprocess))) if found else None
 
 
-def _exported(path: Path, network: nn.Module | None) -> Trained:
-    trained = trained_of(read_weights(path, into=network))
-    if trained is None:
-        raise LowRankError(
-            f"{path} holds weights, but not which classes they tell apart and how images are prepared for them: "
-            f"export it from the run that trained it (lowrank export RUN {path.name})."
-        )
-    return trained
-
-
-def _graph(path: Path, trusted: bool) -> Trained:
-    """A trained network out of an .onnx, .pt2 or other graph, run by the engine of the file."""
-    trained = carried_by(open_graph(path, trusted=trusted))
+def _described(trained: Trained | None, path: Path) -> Trained:
+    """The network of an exported file; an error for a file that does not describe its images."""
     if trained is None:
         raise LowRankError(
             f"{path} does not say which classes it tells apart and how images are prepared for it: export it from "

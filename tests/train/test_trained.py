@@ -81,7 +81,7 @@ def test_weights_that_come_with_the_package_are_exported_whole(tmp_path):
 def test_a_file_of_weights_alone_says_why_it_cannot_be_evaluated(data, tmp_path):
     path = tmp_path / "net.safetensors"
     export(create_model("nin", num_classes=2, in_channels=1, width=0.05), path)
-    with pytest.raises(LowRankError, match=r"holds weights, but not which classes .*lowrank export RUN net\."):
+    with pytest.raises(LowRankError, match=r"does not say which classes .*lowrank export RUN net\."):
         evaluate(path, data, device="cpu")
 
 
