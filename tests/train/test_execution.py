@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import execution
@@ -125,14 +126,24 @@ def test_a_compiled_run_is_the_run_without(driver, monkeypatch):
     assert other.result["loss"] == pytest.approx(one.result["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name", ["nin-c3-lr", "vgg11-gmp-lr-join", pytest.param("googlenet-lr", marks=pytest.mark.nightly)]
-)
+def low_rank_network(name: str) -> nn.Module:
+    """One of our networks, or "chains": a layer of each scheme that makes a chain."""
+    if name != "chains":
+        return create_model(name, num_classes=5, width=0.1, norm="batch")
+    convs = [build_conv(3, 8, 3, "lr-join"), build_conv(8, 8, 3, "separable")]
+    blocks = [part for conv in convs for part in (conv, nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))]
+    return nn.Sequential(*blocks, nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+
+
+LARGE = [pytest.param(name, marks=pytest.mark.nightly) for name in ("vgg11-gmp-lr-join", "googlenet-lr")]
+
+
+@pytest.mark.parametrize("name", ["nin-c3-lr", "chains", *LARGE])
 @pytest.mark.parametrize("fused", [False, True])
 def test_our_layers_have_no_graph_break(name, fused):
     from lowrank_cnn.kernels.fusing import fuse
 
-    net = create_model(name, num_classes=5, width=0.1, norm="batch").train()
+    net = low_rank_network(name).train()
     x = torch.randn(2, 3, 64, 64)
 
     def compiled() -> Any:  # a fused copy keeps the mode that the network has now
