@@ -72,6 +72,24 @@ def test_filters_become_rows_where_images_are_stripes(upright, shape):
     assert found.macs <= 0.345
 
 
+def test_strips_longer_than_the_kernel_are_taken_where_they_serve():
+    def split(seed: int) -> ResidentSplit:
+        draw = torch.Generator().manual_seed(seed)
+        labels = torch.arange(256) % 2
+        bits = torch.randint(0, 2, (256, 12, 4), generator=draw)
+        flip = torch.randint(0, 2, (256, 12, 4), generator=draw)
+        far = torch.where(labels[:, None, None] == 1, bits, flip)  # four columns on: the same bits, or others
+        images = torch.cat([bits, far, bits], 2)[:, None].to(torch.uint8) * 200
+        return ResidentSplit.of(images.contiguous(), labels)
+
+    torch.manual_seed(0)
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)]
+    net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), *head)
+    images, recipe = Data("far", ("other", "same"), split(0), split(1)), replace(RECIPE, weight_decay=0.02)
+    found = learn_shapes(net, images, recipe, macs=0.56, shapes=("1x3", "1x5", "5x1", "kxk"), **QUIET)
+    assert dict(found.shapes.layers["0"].shapes).get("1x5", 0) >= 4
+
+
 def learned_on(images: Data, by: str) -> Learned:
     """One conv of eight filters, whose budget allows strips alone."""
     torch.manual_seed(0)
