@@ -150,18 +150,40 @@ def test_a_resumed_run_learns_the_same_bits(tmp_path, by):
     assert str(lr.load_shapes(tmp_path / "whole" / "shapes.json")) == str(whole.shapes)
 
 
+def test_the_best_weights_are_within_the_budget(tmp_path):
+    learn_shapes(small_net(), stripes(n=48), RECIPE, macs=0.5, epochs=5, out=tmp_path, **QUIET)
+    best = load_checkpoint(tmp_path, best=True, network=small_net()).network
+    assert lr.count(best, (1, 12, 12)).macs <= 0.5 * lr.count(small_net(), (1, 12, 12)).macs
+
+
+def test_accuracy_ends_no_run_before_shapes_are_final():
+    recipe = replace(RECIPE, holdout=0.25, early_stop=1, min_delta=1.0)  # no epoch gains so much
+    found = learn_shapes(small_net(), stripes(n=64), recipe, macs=0.5, epochs=5, **QUIET)
+    assert found.macs <= 0.5
+    assert len(found.record.history) == 5  # the first after epoch 3 is the best so far, the next ends the run
+
+
+def test_a_run_that_a_callback_ends_too_early_is_refused():
+    with pytest.raises(lr.LowRankError, match="ended after epoch 1, and shapes are final after epoch 3"):
+        learn_shapes(small_net(), stripes(n=48), RECIPE, macs=0.5, epochs=5, callbacks=(lambda *_: True,), **QUIET)
+
+
 def test_time_is_a_budget_too(tmp_path, monkeypatch: pytest.MonkeyPatch):
     model, timed = small_net(), []
 
-    def keeping(shaped: nn.Module, dense: nn.Module, size: tuple[int, ...]):
-        timed.append(dense)
-        return time_costs(shaped, dense, size)
+    def keeping(shaped: nn.Module, dense: nn.Module, size: tuple[int, ...], *, batch: int):
+        timed.append((dense, batch))
+        return time_costs(shaped, dense, size, batch=batch)
 
     monkeypatch.setattr(learning_shapes, "time_costs", keeping)
     found = learn_shapes(model, stripes(), RECIPE, latency=0.95, epochs=2, out=tmp_path, **QUIET)
     assert (tmp_path / "shape_costs.json").exists()
     assert found.macs < 1
-    assert timed[0] is not model  # that would move the user's model to the device
+    assert timed[0][0] is not model  # that would move the user's model to the device
+    assert timed[0][1] == 1  # a CPU is timed with one image
+    (tmp_path / "shape_costs.json").write_text("{")
+    with pytest.raises(lr.LowRankError, match="holds no costs of shapes"):
+        learn_shapes(model, stripes(), RECIPE, latency=0.95, epochs=2, out=tmp_path, resume=True, **QUIET)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +191,9 @@ def test_time_is_a_budget_too(tmp_path, monkeypatch: pytest.MonkeyPatch):
     [
         ({"macs": 0}, "above 0"),
         ({"macs": 2}, "up to 1"),
+        ({"macs": float("nan")}, "not nan"),
         ({"macs": 0.001}, "below 0"),
+        ({"latency": 0.9, "batch": 0}, "one or more, not 0"),
         ({}, "needs a budget"),
         ({"macs": 0.5, "latency": 0.5}, "one of"),
         ({"macs": 0.5, "shapes": ("none",)}, "needs shapes"),
@@ -188,7 +212,7 @@ def test_the_budget_falls_to_its_target():
     schedule = ShapeSchedule(None, 0.4, 10)  # type: ignore[arg-type]
     shares = [schedule.share_after(epoch) for epoch in range(11)]
     assert shares == sorted(shares, reverse=True)
-    assert (shares[0], shares[4], schedule.last) == (1.0, 0.4, 6)
+    assert (shares[0], shares[4], schedule.changes_until) == (1.0, 0.4, 6)
 
 
 @pytest.mark.nightly
