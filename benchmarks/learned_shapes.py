@@ -22,7 +22,7 @@ The record is written after every run; started again, the command trains what is
 run that would not end within 300 seconds. `--train 1000` trains on 1000 images and holds out the other training
 images to try rates on; without it a tenth is held out. `--processes 4` trains four networks at a time on the
 device. `--time` then times the networks of the first seed through `optimize`, one by one and alone.
-At the end it answers the questions of `lowrank_cnn/frontier/questions.json`: does a learned way beat every rival?
+It ends with answers to the questions of `lowrank_cnn/frontier/questions.json`: does a learned way beat every rival?
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ from lowrank_cnn.train.record import Record
 from lowrank_cnn.train.settings import parse_settings
 from lowrank_cnn.train.side_by_side import WorkerPool
 
-SHAPES = ("kx1", "1xk", "1x1", "kxk")
-KIND = "learned-shapes"
+KIND, SHAPES = "learned-shapes", ("kx1", "1xk", "1x1", "kxk")
 FIXED = {"strips": ("kx1", "1xk"), "points": ("1x1",)}
 """Fixed shares: the filters beside kxk ones."""
 LEARNING: dict[str, dict[str, Any]] = {
@@ -98,8 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
         data = open_data(options.data, limit=options.limit, image_size=options.image_size, progress=False)
     recipe = get_recipe(options.recipe, **parse_settings(options.settings))
     names = ("network", "width", "macs", "multiple", "limit", "train", "rates", "tries")
-    about = {name: getattr(options, name) for name in names}
-    about |= {"recipe": recipe.to_dict(), "data": data.name, "test_images": len(data.test)}
+    about = {name: getattr(options, name) for name in names} | {"recipe": recipe.to_dict(), "data": data.name}
     book = RunBook(options.out, KIND, about, options.budget)
     bench = ShapeBench(*_split(data, options.train), recipe, options, book)
     _train_all(bench)
@@ -220,8 +218,7 @@ class ShapeBench:
         if way in FIXED:
             scheme = self.fixed(FIXED[way])
             return convert(dense, scheme, allow_costlier=True), None
-        if self.needed(key, "proximal") is None:
-            self.book.reload()  # it was trained by another process
+        self.book.reload()  # they may have been learned by another process
         found = self.needed(key, "proximal")
         if found is None or found["top1"] is None:
             raise NotFiniteError("the run that was to learn shapes diverged.")

@@ -25,7 +25,8 @@ from lowrank_cnn.method.shape_damage import Damage, damage_by_energy, shaped_con
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, may_remove
 from lowrank_cnn.system.errors import LowRankError
 
-_STEPS, _ROUNDED_STEPS = 30, 8
+_STEPS, _ROUNDED_STEPS = 20, 8
+"""Bisections: twenty find a price among fifteen powers of ten to four digits."""
 _ROUNDS = 3
 """Rounds of the choice: the cost of a filter depends on the choices of other layers."""
 _CHEAPEST, _DEAREST = 1e-6, 1e9

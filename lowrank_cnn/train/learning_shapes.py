@@ -52,8 +52,8 @@ SHAPES = ("kx1", "1xk", "1x1", "kxk")
 WAYS = ("proximal", "loss", "energy", "gates")
 FALLING, CHOOSING = 0.4, 0.6
 """Shares of the epochs: until the budget has fallen to the target, and until shapes stay as they are."""
-SAMPLED, _SEED = 8, 24
-"""Batches that the damage of shapes is measured on, and the seed of their order."""
+SAMPLED, IMAGES, _SEED = 8, 128, 24
+"""Batches that the damage of shapes is measured on, the most images in each, and the seed of their order."""
 BATCH = 64
 """Images at a time that a GPU is timed with, unless the user says how many."""
 COSTS, FOUND = "shape_costs.json", "shapes.json"
@@ -228,11 +228,12 @@ def _sample(data: Data, recipe: Recipe, epoch: int, network: nn.Module) -> Itera
     """A few batches of training images, others after each epoch, prepared as those that the network trains on."""
     card = carried_by(network)
     device = next(network.parameters()).device
+    images = min(recipe.batch_size, IMAGES)  # the batches of fast recipes would take a third of a run's time
     # Of these images alone a loader is made: one of all images would send the whole set to the device each time.
     order = torch.randperm(len(data.train), generator=generator("shapes", _SEED, epoch))
     loader = make_loader(
-        data.train.subset(order[: SAMPLED * recipe.batch_size]),
-        batch_size=recipe.batch_size,
+        data.train.subset(order[: SAMPLED * images]),
+        batch_size=images,
         preprocess=card.preprocess if card else None,
         augment=augmentation(recipe),
         train=True,

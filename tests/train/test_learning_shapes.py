@@ -150,6 +150,13 @@ def test_a_resumed_run_learns_the_same_bits(tmp_path, by):
     assert str(lr.load_shapes(tmp_path / "whole" / "shapes.json")) == str(whole.shapes)
 
 
+@pytest.mark.parametrize(("batch", "images"), [(16, 16), (512, 128)])
+def test_damage_is_measured_on_batches_of_at_most_128_images(batch: int, images: int):
+    net = small_net()
+    batches = list(learning_shapes._sample(stripes(n=1100), replace(RECIPE, batch_size=batch), 1, net))
+    assert [len(targets) for _, targets in batches] == 8 * [images]
+
+
 def test_the_best_weights_are_within_the_budget(tmp_path):
     learn_shapes(small_net(), stripes(n=48), RECIPE, macs=0.5, epochs=5, out=tmp_path, **QUIET)
     best = load_checkpoint(tmp_path, best=True, network=small_net()).network
