@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from lowrank_cnn.system.environment import environment
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import write_atomically, write_json
 
 RESULTS = Path(__file__).parent / "results"
@@ -40,6 +41,14 @@ def training_parser(
     made.add_argument("--processes", type=int, default=1, help="trainings at a time on the device")
     made.add_argument("--budget", type=float, default=float("inf"), help="seconds")
     return made
+
+
+def run_command(main: Callable[[], None]) -> None:
+    """Run a benchmark as a command: an error of the user's is one sentence, without a traceback."""
+    try:
+        main()
+    except LowRankError as error:
+        sys.exit(f"error: {error}")
 
 
 def write_record(path: Path, kind: str, *, by_line: str = "", **values: Any) -> None:

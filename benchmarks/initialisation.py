@@ -17,15 +17,27 @@ four networks at a time on the device.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
 import torch
 
-from benchmarks.common import training_parser
-from benchmarks.run_book import Key, Row, RunBook, kept_answers, paired_answers, timed
+from benchmarks.common import run_command, training_parser
+from benchmarks.run_book import (
+    FULL,
+    TRY,
+    Key,
+    Row,
+    RunBook,
+    answer_table,
+    best_rate,
+    finite,
+    kept_answers,
+    make_tuned,
+    paired_answers,
+    timed,
+)
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.frontier.answering import read_questions
 from lowrank_cnn.frontier.tracing import BudgetSpent
@@ -34,18 +46,15 @@ from lowrank_cnn.method.init import INITIALISATIONS
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.text import text_table
 from lowrank_cnn.train import Recipe, fit, get_recipe
-from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.inputs import augmentation, input_size
 from lowrank_cnn.train.settings import parse_settings
 from lowrank_cnn.train.side_by_side import WorkerPool
 
 KIND = "initialisation"
-TRY, FULL = "try", "full"
 SHORT = 1 / 6
 """The share of the epochs that a try has."""
 CHANCE = 1.5
 """Times the accuracy of guessing, up to which a run has learned nothing."""
-TUNING_SEED = 1000
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class InitBench:
     def __call__(self, key: Key) -> Row:
         """The row of one run, in values that JSON can hold."""
         full = key["phase"] == FULL
-        return timed(lambda: self.run(key["init"], key["rate"], key["seed"], full=full))
+        return timed(lambda: finite(lambda: self.run(key["init"], key["rate"], key["seed"], full=full)))
 
     def run(self, init: str, rate: float, seed: int, *, full: bool) -> Row:
         """The accuracy of one run, and whether it diverged."""
@@ -73,10 +82,7 @@ class InitBench:
         torch.manual_seed(seed)
         made = {"num_classes": len(data.classes), "in_channels": channels, "image_size": side, "init": init}
         network = create_model(self.network, **made, width=self.width, **recipe.network())
-        try:
-            record = fit(network, data, recipe, seed=seed, device=self.device, progress=False, compile=False)
-        except NotFiniteError:
-            return {"top1": None, "diverged": True}
+        record = fit(network, data, recipe, seed=seed, device=self.device, progress=False, compile=False)
         assert record.right is not None
         row = kept_answers(record.right)
         free_memory()
@@ -89,50 +95,20 @@ def shortened(recipe: Recipe, epochs: int) -> Recipe:
     return replace(recipe, epochs=epochs, drop_epochs=drops, warmup=recipe.warmup * epochs / recipe.epochs)
 
 
-def best_rate(rows: Sequence[dict[str, Any]]) -> float:
-    """The rate whose tries are best on average; one that diverged counts as no accuracy."""
-    means = {
-        rate: fmean(0.0 if row["diverged"] else row["top1"] for row in rows if row["rate"] == rate)
-        for rate in {row["rate"] for row in rows}
-    }
-    return max(sorted(means), key=means.__getitem__)
-
-
 def train_all(bench: InitBench, book: RunBook, options: argparse.Namespace) -> None:
     """All tries, then the first seed of all initialisations, then the second."""
-    tries = [
-        {"phase": TRY, "init": init, "rate": rate, "seed": TUNING_SEED + place}
-        for place in range(options.tries)
-        for rate in options.rates
-        for init in options.inits
-    ]
     try:
         with WorkerPool(bench, options.processes) as pool:
-            book.make(pool, tries)
-            best = {init: best_rate(_rows_of(book, init, TRY)) for init in options.inits}
             seeds = range(1, options.seeds + 1)
-            book.make(
-                pool,
-                [
-                    {"phase": FULL, "init": init, "rate": best[init], "seed": seed}
-                    for seed in seeds
-                    for init in options.inits
-                ],
-            )
+            make_tuned(book, pool, "init", options.inits, rates=options.rates, tries=options.tries, seeds=seeds)
     except BudgetSpent:
         print(f"The budget of {options.budget:.0f} s is spent: the same command continues.")
-
-
-def _rows_of(book: RunBook, init: str, phase: str) -> list[Row]:
-    return [row for row in book.rows if (row["init"], row["phase"]) == (init, phase)]
 
 
 def judged(book: RunBook) -> list[dict[str, Any]]:
     """The questions that were written down before the runs: is composite better than each, or worse?"""
     asked = read_questions()["initialisation"]
-    runs = {
-        init: [row for row in _rows_of(book, init, FULL) if row["top1"] is not None] for init in INITIALISATIONS
-    }
+    runs = {init: [row for row in book.of(FULL, init=init) if row["top1"] is not None] for init in INITIALISATIONS}
     others = [init for init in INITIALISATIONS if init != "composite"]
     pairs = [pair for init in others for pair in (("composite", init), (init, "composite"))]
     how = {"margin": asked["margin"], "alpha": asked["alpha"], "least_runs": asked["seeds"]}
@@ -143,7 +119,7 @@ def summary(book: RunBook) -> list[dict[str, Any]]:
     """For each initialisation: its best rate, its accuracies, and how many runs diverged of how many."""
     found = []
     for init in dict.fromkeys(row["init"] for row in book.rows):
-        tries, full = _rows_of(book, init, TRY), _rows_of(book, init, FULL)
+        tries, full = book.of(TRY, init=init), book.of(FULL, init=init)
         shares = [100 * row["top1"] for row in full if not row["diverged"]]
         values = {"init": init, "rate": best_rate(tries) if tries else None, "runs": len(full)}
         values |= {"mean": fmean(shares) if shares else None, "sd": stdev(shares) if len(shares) > 1 else None}
@@ -168,9 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows, answers = summary(book), judged(book)
     book.save(summary=rows, answers=answers)
     print(text_table(("init", ">rate x", ">top-1 %", ">runs", ">diverged", ">in tries"), [_line(r) for r in rows]))
-    for one in answers:
-        gap = f"{one['gap']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})"
-        print(f"{one['ours']} over {one['theirs']} by {one['margin']:g}: {gap}, {one['verdict']}")
+    print(answer_table(answers))
 
 
 def _line(row: dict[str, Any]) -> tuple[object, ...]:
@@ -192,4 +166,4 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

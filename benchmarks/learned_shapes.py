@@ -2,7 +2,8 @@
 
     python -m benchmarks.learned_shapes --data FOLDER --network nin --recipe nin-modern --macs 0.55 --seeds 4
 
-Every way is trained by the same recipe, with the same seeds:
+Every way is trained by the same recipe, with the same seeds. `--rates 0.5 1 2` lets every way try these factors of
+the learning rate first, each as often, on held-out training images; then it trains at its own best rate.
 
 - dense: the network as it is;
 - thin: the dense network with fewer filters in every layer;
@@ -18,9 +19,10 @@ Every way is trained by the same recipe, with the same seeds:
 `rows` in the record is the share of filters that took it.
 
 The record is written after every run; started again, the command trains what is missing. `--budget 300` begins no
-run that would not end within 300 seconds. `--processes 4` trains four networks at a time on the device. `--time`
-then times the networks of the first seed through `optimize`, one by one and alone.
-At the end it answers the questions of `lowrank_cnn/frontier/questions.json`: does a learned way beat every rival?
+run that would not end within 300 seconds. `--train 1000` trains on 1000 images and holds out the other training
+images to try rates on; without it a tenth is held out. `--processes 4` trains four networks at a time on the
+device. `--time` then times the networks of the first seed through `optimize`, one by one and alone.
+It ends with answers to the questions of `lowrank_cnn/frontier/questions.json`: does a learned way beat every rival?
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from benchmarks.common import training_parser
-from benchmarks.run_book import Key, Row, RunBook, kept_answers, paired_answers, timed
+from benchmarks import run_book
+from benchmarks.common import run_command, training_parser
+from benchmarks.run_book import FULL, TRY, Key, Row, RunBook
 from benchmarks.stripes import rows_share, stripes
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.frontier.answering import read_questions
@@ -58,13 +61,13 @@ from lowrank_cnn.system.text import text_table
 from lowrank_cnn.train import Recipe, fit, get_recipe
 from lowrank_cnn.train import learning_shapes as learning
 from lowrank_cnn.train.fabric import resolve_device
+from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.inputs import augmentation, input_size
 from lowrank_cnn.train.record import Record
 from lowrank_cnn.train.settings import parse_settings
 from lowrank_cnn.train.side_by_side import WorkerPool
 
-SHAPES = ("kx1", "1xk", "1x1", "kxk")
-KIND = "learned-shapes"
+KIND, SHAPES = "learned-shapes", ("kx1", "1xk", "1x1", "kxk")
 FIXED = {"strips": ("kx1", "1xk"), "points": ("1x1",)}
 """Fixed shares: the filters beside kxk ones."""
 LEARNING: dict[str, dict[str, Any]] = {
@@ -80,6 +83,8 @@ WAYS = ("dense", "thin", *FIXED, "proximal", "again", "loss", "energy", "gates",
 LEARNED = WAYS[4:]
 NEEDS = {"again": ("proximal",)}
 """Ways that need the result of others."""
+HELD_OUT = 0.1
+"""The share of the training images that rates are tried on, unless `--train` says how many."""
 PARTS = 64
 """Shares of kxk filters are multiples of one in so many."""
 
@@ -91,15 +96,25 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         data = open_data(options.data, limit=options.limit, image_size=options.image_size, progress=False)
     recipe = get_recipe(options.recipe, **parse_settings(options.settings))
-    about = {name: getattr(options, name) for name in ("network", "width", "macs", "multiple", "limit")}
-    book = RunBook(options.out, KIND, {**about, "recipe": recipe.to_dict(), "data": data.name}, options.budget)
-    bench = ShapeBench(data, recipe, options, book)
+    names = ("network", "width", "macs", "multiple", "limit", "train", "rates", "tries")
+    about = {name: getattr(options, name) for name in names} | {"recipe": recipe.to_dict(), "data": data.name}
+    book = RunBook(options.out, KIND, about, options.budget)
+    bench = ShapeBench(*_split(data, options.train), recipe, options, book)
     _train_all(bench)
     if options.time:
         bench.time_all()
     answers = judged(book)
     book.save(answers=answers)
-    print(_table(book.rows), _answer_table(answers), sep="\n\n")
+    print(_table(book), run_book.answer_table(answers), sep="\n\n")
+
+
+def _split(data: Data, train: int | None) -> tuple[Data, Data]:
+    """The images of full runs, and those of tries, whose test images are held out from training."""
+    total = len(data.train)
+    if train is not None and not 0 < train < total:
+        raise LowRankError(f"--train is less than the {total} training images there are, not {train}.")
+    held_out = data.holdout(total - train if train else round(HELD_OUT * total), 0)
+    return (replace(data, train=held_out.train) if train else data), held_out
 
 
 def _train_all(bench: ShapeBench) -> None:
@@ -109,18 +124,17 @@ def _train_all(bench: ShapeBench) -> None:
     ways = list(dict.fromkeys(one for way in options.ways for one in (*NEEDS.get(way, ()), way)))
 
     def ready(key: Key) -> bool:
-        needed = ({"way": way, "seed": key["seed"]} for way in NEEDS.get(key["way"], ()))
-        return key["way"] not in left_out and all(book.find(**one) is not None for one in needed)
+        return key["way"] not in left_out and all(bench.needed(key, way) for way in NEEDS.get(key["way"], ()))
 
     def failed(key: Key, error: LowRankError) -> None:
         if key["way"] not in left_out:
             left_out.add(key["way"])
             print(f"{key['way']} is left out: {error}", flush=True)
 
-    keys = [{"way": way, "seed": seed} for seed in range(options.seeds) for way in ways]
+    how = {"rates": options.rates, "tries": options.tries, "seeds": range(options.seeds)}
     try:
         with WorkerPool(bench, options.processes) as pool:
-            book.make(pool, keys, ready=ready, failed=failed)
+            run_book.make_tuned(book, pool, "way", ways, **how, ready=ready, failed=failed)
     except BudgetSpent:
         print(f"The budget of {options.budget:.0f} s is spent: the same command continues.")
 
@@ -130,6 +144,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     made.add_argument("--macs", type=float, default=0.4)
     made.add_argument("--multiple", type=int, default=8)
     made.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    made.add_argument("--rates", type=float, nargs="+", default=[1.0], help="factors of the learning rate to try")
+    made.add_argument("--tries", type=int, default=1, help="runs of each rate")
+    made.add_argument("--train", type=int, help="images to train on; the others are held out")
     made.add_argument("--time", action="store_true")
     return made.parse_args(arguments)
 
@@ -137,42 +154,52 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 def judged(book: RunBook) -> list[dict[str, Any]]:
     """The questions that were written down before the runs: each learned way against each rival."""
     asked = read_questions()["learned_shapes"]
-    runs = {way: [row for row in book.rows if row["way"] == way] for way in WAYS}
+    runs = {way: [row for row in book.of(FULL, way=way) if row["top1"] is not None] for way in WAYS}
     pairs = [(way, rival) for way in LEARNED for rival in asked["rivals"]]
     how = {"margin": asked["better_by"], "alpha": asked["alpha"], "least_runs": asked["seeds"]}
-    return paired_answers(pairs, runs, **how)
+    return run_book.paired_answers(pairs, runs, **how)
 
 
 class ShapeBench:
     """Trains one way after the other on one set of images."""
 
-    def __init__(self, data: Data, recipe: Recipe, options: argparse.Namespace, book: RunBook) -> None:
-        self.data, self.options, self.book = data, options, book
+    def __init__(
+        self, data: Data, held_out: Data, recipe: Recipe, options: argparse.Namespace, book: RunBook
+    ) -> None:
+        self.data, self.held_out, self.options, self.book = data, held_out, options, book
         self.recipe = replace(recipe, evaluate_every=recipe.epochs)  # the test images are used once, at the end
         self.size = input_size(data.test, augmentation(recipe))
         self.how: dict[str, Any] = {"progress": False, "device": options.device, "compile": False}
 
     def __call__(self, key: Key) -> Row:
         """The row of one run, in values that JSON can hold."""
-        return timed(lambda: self.run(key["way"], key["seed"]))
+        return run_book.timed(lambda: run_book.finite(lambda: self.run(key)))
+
+    def needed(self, key: Key, way: str) -> Row | None:
+        """The run of another way that a run needs: of the same seed, and in tries of the same rate."""
+        same = ("phase", "rate", "seed") if key["phase"] == TRY else ("phase", "seed")
+        return self.book.find(way=way, **{name: key[name] for name in same})
 
     def dense(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         made = {"num_classes": len(self.data.classes), "in_channels": self.size[0], "image_size": self.size[1]}
         return create_model(self.options.network, **made, width=self.options.width, **self.recipe.network())
 
-    def run(self, way: str, seed: int) -> Row:
+    def run(self, key: Key) -> Row:
         """The result of one run."""
+        way, seed = key["way"], key["seed"]
+        data = self.held_out if key["phase"] == TRY else self.data
+        recipe = replace(self.recipe, lr=key["rate"] * self.recipe.lr)
         if way in LEARNING:
             with mock.patch.object(ShapedConv2d, "regrow", way == "regrowth"):
-                network, shapes, record = self.learned(seed, **LEARNING[way])
+                network, shapes, record = self.learned(seed, data, recipe, **LEARNING[way])
         else:
-            network, shapes = self.built(way, seed)
-            record = fit(network, self.data, self.recipe, seed=seed, **self.how)
+            network, shapes = self.built(key)
+            record = fit(network, data, recipe, seed=seed, **self.how)
         assert record.right is not None
         cost = count(network, self.size)
         row = {
-            **kept_answers(record.right),
+            **run_book.kept_answers(record.right),
             "macs": cost.macs / count(self.dense(seed), self.size).macs,
             "params": cost.params,
             "shapes": shapes.to_dict()["learned_shapes"] if shapes else None,
@@ -181,9 +208,9 @@ class ShapeBench:
         free_memory()
         return row
 
-    def built(self, way: str, seed: int) -> tuple[nn.Module, LearnedShapes | None]:
+    def built(self, key: Key) -> tuple[nn.Module, LearnedShapes | None]:
         """A network of given shapes, with fresh weights. `again` has the shapes that `proximal` learned."""
-        dense = self.dense(seed)
+        way, dense = key["way"], self.dense(key["seed"])
         if way == "dense":
             return dense, None
         if way == "thin":
@@ -191,18 +218,18 @@ class ShapeBench:
         if way in FIXED:
             scheme = self.fixed(FIXED[way])
             return convert(dense, scheme, allow_costlier=True), None
-        if self.book.find(way="proximal", seed=seed) is None:
-            self.book.reload()  # it was trained by another process
-        found = self.book.find(way="proximal", seed=seed)
-        assert found is not None
+        self.book.reload()  # they may have been learned by another process
+        found = self.needed(key, "proximal")
+        if found is None or found["top1"] is None:
+            raise NotFiniteError("the run that was to learn shapes diverged.")
         shapes = LearnedShapes({name: parse_scheme(text) for name, text in found["shapes"].items()})
         return shapes.apply(dense), shapes
 
     def learned(
-        self, seed: int, shapes: tuple[str, ...] = SHAPES, **options: Any
+        self, seed: int, data: Data, recipe: Recipe, shapes: tuple[str, ...] = SHAPES, **options: Any
     ) -> tuple[nn.Module, LearnedShapes, Record]:
         found = learning.learn_shapes(
-            self.dense(seed), self.data, self.recipe, macs=self.options.macs, shapes=shapes, seed=seed,
+            self.dense(seed), data, recipe, macs=self.options.macs, shapes=shapes, seed=seed,
             multiple=self.options.multiple, **options, **self.how,
         )  # fmt: skip
         return found.network, found.shapes, found.record
@@ -242,22 +269,23 @@ class ShapeBench:
             return lambda: optimized(images)
 
         dense = fast(self.dense(0))
-        for row in [row for row in self.book.rows if row["seed"] == 0 and "ms" not in row]:
+        rows = [row for row in self.book.of(FULL, seed=0) if row["top1"] is not None and "ms" not in row]
+        for row in rows:
             if row["shapes"]:
                 shapes = LearnedShapes({name: parse_scheme(text) for name, text in row["shapes"].items()})
                 network = shapes.apply(self.dense(0))
             else:
-                network, _ = self.built(row["way"], 0)
+                network, _ = self.built(row)
             times = measure({"ours": fast(network), "dense": dense}, repeats=21, cuda=images.is_cuda)
             row["ms"] = {name: sample.ms for name, sample in times.items()}
             self.book.save()
             print(f"{row['way']}: {row['ms']['ours']:.3f} ms, dense {row['ms']['dense']:.3f} ms", flush=True)
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _table(book: RunBook) -> str:
     lines = []
     for way in WAYS:
-        found = [row for row in rows if row["way"] == way]
+        found = [row for row in book.of(FULL, way=way) if row["top1"] is not None]
         if found:
             scores = [100 * row["top1"] for row in found]
             spread = f" ± {stdev(scores):.2f}" if len(scores) > 1 else ""
@@ -267,18 +295,5 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return text_table(("way", ">of the MACs", ">top-1 %", ">n"), lines)
 
 
-def _answer_table(answers: list[dict[str, Any]]) -> str:
-    lines = [
-        (
-            f"{one['ours']} over {one['theirs']} by {one['margin']:g}",
-            f"{one['gap']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})",
-            f"{one['corrected']:.4f}",
-            one["verdict"],
-        )
-        for one in answers
-    ]
-    return text_table(("question", ">gap, 99% interval", ">p, corrected", "verdict"), lines)
-
-
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -24,11 +25,16 @@ from lowrank_cnn.frontier.resampling import RESAMPLES, compare
 from lowrank_cnn.frontier.tracing import BudgetSpent
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.statistics import holm
-from lowrank_cnn.system.text import duration
+from lowrank_cnn.system.text import duration, text_table
+from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.side_by_side import WorkerPool
 
 KEYS = ("phase", "way", "init", "rate", "seed")
 """The names that keys are made of."""
+TRY, FULL = "try", "full"
+"""Phases of a run: on held-out training images, to find a learning rate, and on the test images."""
+TUNING_SEED = 1000
+"""The seed of the first try of each rate."""
 Key = dict[str, Any]
 Row = dict[str, Any]
 
@@ -113,6 +119,59 @@ class RunBook:
     def save(self, **more: Any) -> None:
         write_record(self.path, self.kind, about=dict(self.about), **more, rows=self.rows, by_line="rows")
 
+    def of(self, phase: str, **key: Any) -> list[Row]:
+        """The rows of one phase with these values; rows of records without tries are full runs."""
+        known = [row for row in self.rows if row.get("phase", FULL) == phase]
+        return [row for row in known if all(row.get(name) == value for name, value in key.items())]
+
+
+def make_tuned(
+    book: RunBook,
+    pool: WorkerPool[Key, Row],
+    name: str,
+    values: Sequence[str],
+    *,
+    rates: Sequence[float],
+    tries: int,
+    seeds: Iterable[int],
+    **how: Any,
+) -> None:
+    """Try every rate for each value of a key, then train each in full at its own best rate.
+
+    Seeds come in turns: the first of all values, then the second. One rate alone is not tried. A value whose tries
+    all failed gets no full runs. `how` goes to `RunBook.make`.
+    """
+    tried = [
+        {name: value, "phase": TRY, "rate": rate, "seed": TUNING_SEED + place}
+        for place in range(tries)
+        for rate in rates
+        for value in values
+    ]
+    if len(rates) > 1:
+        book.make(pool, tried, **how)
+    found = {value: book.of(TRY, **{name: value}) for value in values}
+    best = {value: best_rate(rows) for value, rows in found.items() if rows}
+    best = best if len(rates) > 1 else dict.fromkeys(values, rates[0])
+    full = [{name: value, "phase": FULL, "rate": best[value], "seed": seed} for seed in seeds for value in best]
+    book.make(pool, full, **how)
+
+
+def best_rate(rows: Sequence[Row]) -> float:
+    """The rate whose tries are best on average; one that diverged counts as no accuracy."""
+    means = {
+        rate: fmean(0.0 if row.get("diverged") else row["top1"] for row in rows if row["rate"] == rate)
+        for rate in {row["rate"] for row in rows}
+    }
+    return max(sorted(means), key=means.__getitem__)
+
+
+def finite(run: Callable[[], Row]) -> Row:
+    """The row of a run, or the row of one whose loss was not finite."""
+    try:
+        return run()
+    except NotFiniteError:
+        return {"top1": None, "diverged": True}
+
 
 def timed(make: Callable[[], Row]) -> Row:
     """A row with the seconds that it took: the `wall` of a run."""
@@ -159,3 +218,17 @@ def paired_answers(
         values = {"gap": gap.points, "low": gap.low, "high": gap.high, "p": gap.p, "corrected": p}
         found.append({"ours": ours, "theirs": theirs, "margin": margin, **values, "verdict": verdict})
     return found
+
+
+def answer_table(answers: Sequence[Mapping[str, Any]]) -> str:
+    """The answers of `paired_answers` as text."""
+    lines = [
+        (
+            f"{one['ours']} over {one['theirs']} by {one['margin']:g}",
+            f"{one['gap']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})",
+            f"{one['corrected']:.4f}",
+            one["verdict"],
+        )
+        for one in answers
+    ]
+    return text_table(("question", ">gap, 99% interval", ">p, corrected", "verdict"), lines)

@@ -10,8 +10,10 @@ saves what its channel costs in the layers that read it: low rank and thinner la
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,8 @@ from lowrank_cnn.method.shape_damage import Damage, damage_by_energy, shaped_con
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, may_remove
 from lowrank_cnn.system.errors import LowRankError
 
-_STEPS, _ROUNDED_STEPS = 30, 8
+_STEPS, _ROUNDED_STEPS = 20, 8
+"""Bisections: twenty find a price among fifteen powers of ten to four digits."""
 _ROUNDS = 3
 """Rounds of the choice: the cost of a filter depends on the choices of other layers."""
 _CHEAPEST, _DEAREST = 1e-6, 1e9
@@ -50,6 +53,14 @@ class ShapeCosts:
     def to_dict(self) -> dict[str, Any]:
         """In values that JSON can hold."""
         return asdict(self)
+
+
+def read_costs(path: Path) -> ShapeCosts:
+    """The costs that a run has measured and written."""
+    try:
+        return ShapeCosts(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise LowRankError(f"{path} holds no costs of shapes: remove it, and they are measured anew.") from error
 
 
 @dataclass(frozen=True)
@@ -221,5 +232,6 @@ def check_reachable(chooser: ShapeChooser, network: nn.Module, share: float) -> 
     least = chooser.least(network)
     if share < least:
         raise LowRankError(
-            f"{chooser.costs.kind}={share:g} is below {least:.3f}, what the cheapest shapes and all else cost."
+            f"{chooser.costs.kind}={share:g} is below {least:.3f}, what the cheapest shapes and all else cost: "
+            'ask for more, or let filters go by the shape "none".'
         )

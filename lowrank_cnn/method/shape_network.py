@@ -113,7 +113,7 @@ def time_costs(network: nn.Module, dense: nn.Module, input_size: Sequence[int], 
     for name, x in seen.items():
         layer = network.get_submodule(name)
         assert isinstance(layer, ShapedConv2d)
-        options = {shape: _only(layer, shape).to(x) for shape in layer.starts}
+        options = {shape: _only(layer, shape).to(x) for shape in dict.fromkeys((*layer.shapes, layer.form.kernel))}
         runs = {f"{h}x{w}": (lambda conv=conv, x=x: conv(x)) for (h, w), conv in options.items()}
         times = measure(runs, repeats=7, budget=1.0, cuda=x.is_cuda)
         filters[name] = tuple(times[f"{h}x{w}"].ms / layer.out_channels for h, w in layer.shapes)

@@ -36,8 +36,8 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 class ShapedConv2d(nn.Module):
     """A conv each of whose filters has one of several shapes.
 
-    - `choice`: for each filter the index of its shape in `shapes`. A filter begins with the dense kernel, which
-      has the last index where it is not among the shapes.
+    - `choice`: for each filter the index of its shape in `starts`: one of `shapes`, or all taps that any shape or
+      the dense kernel has, which a filter begins with. These have the size of the enclosing kernel.
     - `kept`: False for a filter that was removed.
     - `inputs`: False for an input channel that was removed.
     - `gates`: None, or logits by filter and shape; `charge` is what each shape pays, and `drawing` says whether
@@ -61,16 +61,18 @@ class ShapedConv2d(nn.Module):
         self.form, self.scheme = form, scheme
         self.in_channels, self.out_channels, self.stride = form.in_channels, form.out_channels, form.stride
         self.shapes = shapes_of(scheme, form.kernel)
-        self.starts = (*self.shapes, form.kernel) if form.kernel not in self.shapes else self.shapes
-        self.kernel_size = max(h for h, _ in self.starts), max(w for _, w in self.starts)
+        every = (*self.shapes, form.kernel)
+        self.kernel_size = max(h for h, _ in every), max(w for _, w in every)
+        self.starts = tuple(dict.fromkeys((*self.shapes, self.kernel_size)))
         self.padding = recentred(form.padding, form.kernel, self.kernel_size, form.dilation)
         self.weight = nn.Parameter(torch.zeros(form.out_channels, form.in_channels, *self.kernel_size))
         self.bias = nn.Parameter(torch.zeros(form.out_channels)) if form.bias else None
-        start = self.starts.index(form.kernel)
+        start = self.starts.index(self.kernel_size)
         self.register_buffer("choice", torch.full((form.out_channels,), start, dtype=torch.long))
         self.register_buffer("kept", torch.ones(form.out_channels, dtype=torch.bool))
         self.register_buffer("inputs", torch.ones(form.in_channels, dtype=torch.bool))
         masks = torch.stack([self._mask(shape) for shape in self.starts])
+        masks[start] = torch.stack([self._mask(shape) for shape in every]).amax(0)
         self.register_buffer("masks", masks, persistent=False)
         self.register_buffer("gates", None)
 
@@ -115,7 +117,8 @@ class ShapedConv2d(nn.Module):
     def taps_of(self, filters: Tensor, shape: Pair) -> Tensor:
         """The weights of some filters, cut to a shape."""
         top, left = offsets(FilterGroup(*shape, 1), self.kernel_size)
-        return self.weight.detach()[filters, :, top : top + shape[0], left : left + shape[1]]
+        taps = self.weight.detach()[filters] * self.masks[self.starts.index(shape)]
+        return taps[:, :, top : top + shape[0], left : left + shape[1]]
 
     @torch.no_grad()
     def shrink_outside(self, share: float) -> None:
@@ -125,13 +128,13 @@ class ShapedConv2d(nn.Module):
         """
         outside = 1 - self.masks[self.choice] * self.kept[:, None, None]
         self.weight.mul_(1 - share * outside[:, None])
-        self.choice.fill_(self.starts.index(self.form.kernel))
+        self.choice.fill_(self.starts.index(self.kernel_size))
         self.kept.fill_(True)
         self.inputs.fill_(True)
 
     @torch.no_grad()
     def copy_dense(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Start as a dense conv; taps that only other shapes have start at zero, and have to earn their place."""
+        """Start as a dense conv; taps that only other shapes have start at zero, and learn like the others."""
         top, left = offsets(FilterGroup(*self.form.kernel, 1), self.kernel_size)
         height, width = self.form.kernel
         self.weight.zero_()[:, :, top : top + height, left : left + width] = weight

@@ -8,7 +8,6 @@ Then shapes stay as they are, and the rest of the run trains the filters that ar
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.method.selection import Where
 from lowrank_cnn.method.settling import LearnedShapes, settle
-from lowrank_cnn.method.shape_choice import ShapeChooser, ShapeCosts, check_reachable
+from lowrank_cnn.method.shape_choice import ShapeChooser, ShapeCosts, check_reachable, read_costs
 from lowrank_cnn.method.shape_damage import Damage, damage_by_loss
 from lowrank_cnn.method.shape_gates import add_gates, charge_gates, close_gates, damage_by_gates, learn_gates
 from lowrank_cnn.method.shape_network import mac_costs, shape_network, time_costs
@@ -53,8 +52,10 @@ SHAPES = ("kx1", "1xk", "1x1", "kxk")
 WAYS = ("proximal", "loss", "energy", "gates")
 FALLING, CHOOSING = 0.4, 0.6
 """Shares of the epochs: until the budget has fallen to the target, and until shapes stay as they are."""
-SAMPLED, _SEED = 8, 24
-"""Batches that the damage of shapes is measured on, and the seed of their order."""
+SAMPLED, IMAGES, _SEED = 8, 128, 24
+"""Batches that the damage of shapes is measured on, the most images in each, and the seed of their order."""
+BATCH = 64
+"""Images at a time that a GPU is timed with, unless the user says how many."""
 COSTS, FOUND = "shape_costs.json", "shapes.json"
 """In the directory of a run: the measured costs, which a run that is resumed reads again, and the result."""
 
@@ -90,27 +91,27 @@ class ShapeSchedule:
     """The epochs of this process."""
 
     @property
-    def last(self) -> int:
+    def changes_until(self) -> int:
         """The epoch after which shapes are chosen for the last time."""
         return max(1, round(CHOOSING * self.epochs))
 
     def share_after(self, epoch: int) -> float:
         """The share of the dense cost that is allowed after an epoch: it falls quickly first, then slowly."""
-        falling = max(1, min(self.last, round(FALLING * self.epochs)))
+        falling = max(1, min(self.changes_until, round(FALLING * self.epochs)))
         left = max(0.0, 1 - epoch / falling)
         return self.target + (1 - self.target) * left**3
 
     def __call__(self, row: Epoch, network: nn.Module) -> None:
         self.met.append(row.epoch)
-        if row.epoch > self.last:
+        if row.epoch > self.changes_until:
             return
-        if self.by == "proximal" and row.epoch < self.last:
+        if self.by == "proximal" and row.epoch < self.changes_until:
             self.chooser.choose(network, self.target, self._damage(row.epoch, network, self.target))
-            _shrink(network, (row.epoch / self.last) ** 2)
+            _shrink(network, (row.epoch / self.changes_until) ** 2)
         else:
             share = self.share_after(row.epoch)
             self.chooser.choose(network, share, self._damage(row.epoch, network, share))
-        if self.by == "gates" and row.epoch == self.last:
+        if self.by == "gates" and row.epoch == self.changes_until:
             close_gates(network)
         _agree(network)
 
@@ -158,6 +159,7 @@ def learn_shapes(
     shapes: Sequence[str] | Scheme = SHAPES,
     multiple: int = 8,
     where: Where = None,
+    batch: int | None = None,
     epochs: int | None = None,
     out: str | Path | None = None,
     resume: bool = False,
@@ -172,7 +174,8 @@ def learn_shapes(
     >>> print(learned.shapes)  # doctest: +SKIP
 
     - `macs` or `latency`: the share that is left at the end. `latency` takes milliseconds of each layer and shape
-      from a table that is measured here first, on one image.
+      from a table that is measured on the device first, with `batch` images at a time: by default one on a CPU,
+      and 64 on a GPU, where the time of one image hardly depends on shapes.
     - `shapes`: what a filter may become, in terms of the layer's k x k: "kx1", "1xk", "1x1", "kxk", "5x1"...;
       with "none" among them, filters may be removed as well, so that the width is learned too.
     - `multiple`: filters of one shape come in multiples of this.
@@ -202,7 +205,7 @@ def learn_shapes(
     data = open_for(model, data, recipe)
     size = input_size(data.test, augmentation(recipe))
     shaped = shape_network(model, scheme, size, where=where)
-    costs = _costs(shaped, model, size, budget.kind, None if out is None else Path(out), device)
+    costs = _costs(shaped, model, size, budget.kind, None if out is None else Path(out), device, batch)
     chooser = ShapeChooser(free_routes(shaped, size), costs)
     check_reachable(chooser, shaped, budget.share)
     if by == "gates":
@@ -211,6 +214,11 @@ def learn_shapes(
     schedule = ShapeSchedule(chooser, budget.share, recipe.epochs, by, sample, options.get("loss"))
     run = {**options, "out": out, "resume": resume, "device": device}
     record = fit(shaped.train(), data, recipe, callbacks=(schedule, *callbacks), **run)
+    if len(record.history) < schedule.changes_until:
+        raise LowRankError(
+            f"the run was ended after epoch {len(record.history)}, and shapes are final after epoch "
+            f"{schedule.changes_until}: let it go on."
+        )
     if not schedule.met and out is not None:  # the run was finished before
         shaped = load_checkpoint(out, network=shaped).network
     return _finished(model, shaped, size, record, out)
@@ -220,11 +228,12 @@ def _sample(data: Data, recipe: Recipe, epoch: int, network: nn.Module) -> Itera
     """A few batches of training images, others after each epoch, prepared as those that the network trains on."""
     card = carried_by(network)
     device = next(network.parameters()).device
+    images = min(recipe.batch_size, IMAGES)  # the batches of fast recipes would take a third of a run's time
     # Of these images alone a loader is made: one of all images would send the whole set to the device each time.
     order = torch.randperm(len(data.train), generator=generator("shapes", _SEED, epoch))
     loader = make_loader(
-        data.train.subset(order[: SAMPLED * recipe.batch_size]),
-        batch_size=recipe.batch_size,
+        data.train.subset(order[: SAMPLED * images]),
+        batch_size=images,
         preprocess=card.preprocess if card else None,
         augment=augmentation(recipe),
         train=True,
@@ -251,18 +260,27 @@ def learned_scheme(shapes: Sequence[str] | Scheme, multiple: int = 8) -> Scheme:
 
 
 def _costs(
-    shaped: nn.Module, model: nn.Module, size: tuple[int, ...], kind: str, out: Path | None, device: str
+    shaped: nn.Module,
+    model: nn.Module,
+    size: tuple[int, ...],
+    kind: str,
+    out: Path | None,
+    device: str,
+    batch: int | None,
 ) -> ShapeCosts:
     """What shapes cost; times are measured once for a run, which is then the same when it is resumed."""
     if kind == "macs":
         return mac_costs(shaped, model, size)
     known = out / COSTS if out is not None else None
     if known is not None and known.is_file():
-        return ShapeCosts(**json.loads(known.read_text()))
+        return read_costs(known)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise LowRankError("times are measured by one process: start with one, and go on with several by resume.")
     place = resolve_device(device)
-    costs = time_costs(shaped.to(place), copy_with(model).to(place), size)
+    images = (1 if place == "cpu" else BATCH) if batch is None else batch
+    if images < 1:
+        raise LowRankError(f"batch is the number of images at a time, one or more, not {batch!r}.")
+    costs = time_costs(shaped.to(place), copy_with(model).to(place), size, batch=images)
     if known is not None:
         known.parent.mkdir(parents=True, exist_ok=True)
         write_json(known, costs.to_dict())

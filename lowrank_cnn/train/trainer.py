@@ -47,7 +47,11 @@ if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
 Callback = Callable[[Epoch, nn.Module], object]
-"""Called after every epoch with its figures and the network; if it returns True, the run ends."""
+"""Called after every epoch with its figures and the network; if it returns True, the run ends.
+
+A callback with a number `changes_until` changes the network after that epoch for the last time, into the form that
+the run is for. Until then no weights count as the best, and accuracy does not end the run.
+"""
 LOOK_EVERY = 10
 """Steps after which several processes agree on whether to save or stop; a process alone looks after each."""
 
@@ -85,6 +89,9 @@ class Trainer:
         self.saved_at = self.epoch_began = time.monotonic()
         self.step_start: StepStart | None = None
         self.tested: Evaluation | LossEvaluation | None = None
+        changes = [getattr(callback, "changes_until", None) for callback in callbacks]
+        self.changes_until = max((epoch for epoch in changes if epoch is not None), default=0)
+        self.may_change = None in changes  # a callback that tells nothing may change weights after any epoch
 
     @property
     def position(self) -> Position:
@@ -185,18 +192,21 @@ class Trainer:
         if done % self.recipe.evaluate_every and done < self.recipe.epochs:
             return None
         # The last evaluation is the result, unless a callback may still change the weights.
-        last = done == self.recipe.epochs and self.inputs.watch is self.inputs.test and not self.callbacks
+        last = done == self.recipe.epochs and self.inputs.watch is self.inputs.test and not self.may_change
+        last = last and done > self.changes_until
         with self.step.averaged():
             found = self._evaluate(self.inputs.watch, details=last)
             self.tested = found if last else None
-            if not self.position.best_epoch or found.rank > self.position.best_accuracy:
+            better = not self.position.best_epoch or found.rank > self.position.best_accuracy
+            if better and done > self.changes_until:
                 self.position.best_epoch, self.position.best_accuracy = done, found.rank
                 self.state.hold_best()
         return found
 
     def _judge(self, watched: Evaluation | LossEvaluation | None, done: int) -> None:
         """Divide the learning rate, or end the run, if accuracy has levelled off."""
-        if watched is None or not (self.recipe.levels or self.recipe.early_stop):
+        watching = (self.recipe.levels or self.recipe.early_stop) and done > self.changes_until
+        if watched is None or not watching:
             return
         verdict = self.levels.update(watched.rank, done)
         if verdict == "drop":

@@ -60,11 +60,3 @@ def test_every_initialisation_of_the_question_exists(initialisation):
 def test_drops_stay_at_their_share_of_a_shorter_run(initialisation):
     short = initialisation.shortened(get_recipe("nin-paper"), 30)
     assert (short.epochs, short.drop_epochs) == (30, (22, 27))
-
-
-def test_the_best_rate_is_that_of_the_best_tries(initialisation):
-    rows = [
-        {"rate": 1.0, "top1": 0.5, "diverged": False}, {"rate": 1.0, "top1": 0.6, "diverged": False},
-        {"rate": 2.0, "top1": 0.9, "diverged": False}, {"rate": 2.0, "top1": None, "diverged": True},
-    ]  # fmt: skip
-    assert initialisation.best_rate(rows) == 1.0

@@ -14,6 +14,7 @@ import pytest
 from lowrank_cnn.data import open_data
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import get_recipe
 
 
@@ -46,12 +47,37 @@ def test_ways_are_trained_in_turn_and_judged(learned_shapes, tmp_path: Path, cap
     assert all(one["margin"] == 0.5 for one in record["answers"])
 
 
+def _full(way: str, seed: int = 0) -> dict:
+    return {"way": way, "phase": "full", "rate": 1.0, "seed": seed}
+
+
+def test_every_way_tries_the_same_rates_on_images_held_out(learned_shapes, tmp_path: Path):
+    out = tmp_path / "tuned.json"
+    more = shlex.split("--ways again --rates 1 1e9 --limit 40 --train 30 --set norm=none")
+    learned_shapes.main([*SMALL, *more, "--out", str(out)])
+    record = json.loads(out.read_text())
+    tries = [row for row in record["rows"] if row["phase"] == "try"]
+    full = [row for row in record["rows"] if row["phase"] == "full"]
+    assert [(row["way"], row["rate"]) for row in tries] == [
+        ("proximal", 1.0), ("again", 1.0), ("proximal", 1e9), ("again", 1e9),
+    ]  # fmt: skip
+    assert [row["diverged"] for row in tries if row["rate"] == 1e9] == [True, True]
+    assert [(row["way"], row["rate"], row["images"]) for row in full] == [("proximal", 1, 40), ("again", 1, 40)]
+    assert tries[0]["images"] == 10
+
+
+def test_more_images_to_train_on_than_there_are_is_an_error(learned_shapes):
+    with pytest.raises(LowRankError, match="less than the 32 training images"):
+        learned_shapes.main([*SMALL, "--train", "32", "--out", "unused.json"])
+
+
 @pytest.fixture
 def bench(learned_shapes, tmp_path: Path):
     options = learned_shapes._options([*SMALL, "--out", str(tmp_path / "shapes.json")])
     recipe = get_recipe("digits", epochs=2, batch_size=16, crop=16)
     book = learned_shapes.RunBook(options.out, learned_shapes.KIND, {})
-    return learned_shapes.ShapeBench(open_data("digits", limit=32, progress=False), recipe, options, book)
+    images = learned_shapes._split(open_data("digits", limit=32, progress=False), None)
+    return learned_shapes.ShapeBench(*images, recipe, options, book)
 
 
 def test_a_fixed_share_is_the_largest_within_the_budget(learned_shapes, bench):
@@ -69,7 +95,7 @@ def test_a_fixed_share_is_the_largest_within_the_budget(learned_shapes, bench):
 
 def test_a_run_in_another_process_finds_the_same(bench):
     copy = pickle.loads(pickle.dumps(bench))
-    ours, theirs = bench({"way": "points", "seed": 1}), copy({"way": "points", "seed": 1})
+    ours, theirs = bench(_full("points", 1)), copy(_full("points", 1))
     assert {**ours, "wall": 0} == {**theirs, "wall": 0}
 
 
@@ -80,7 +106,7 @@ def test_networks_are_timed_once_from_their_shapes(learned_shapes, bench, monkey
         "measure",
         lambda runs, **_: {name: SimpleNamespace(ms=2.0) for name in runs if runs[name]() is not None},
     )
-    bench.book.add({"way": "proximal", "seed": 0, **bench({"way": "proximal", "seed": 0})})
+    bench.book.add({**_full("proximal"), **bench(_full("proximal"))})
     bench.book.add({"way": "thin", "seed": 0, "top1": 0.5, "wall": 1.0, "shapes": None, "ms": {"ours": 1.0}})
     bench.time_all()
     assert [row["ms"] for row in bench.book.rows] == [{"ours": 2.0, "dense": 2.0}, {"ours": 1.0}]

@@ -10,6 +10,7 @@ import torch
 
 from lowrank_cnn.frontier.tracing import BudgetSpent
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.side_by_side import WorkerPool
 
 
@@ -79,3 +80,41 @@ def test_pairs_are_judged_together(run_book):
     assert {one["verdict"] for one in early} == {"too few runs"}
     assert better["corrected"] == pytest.approx(3 * better["p"])
     assert better["low"] < better["gap"] < better["high"]
+
+
+def test_the_best_rate_is_that_of_the_best_tries(run_book):
+    rows = [
+        {"rate": 1.0, "top1": 0.5}, {"rate": 1.0, "top1": 0.6},
+        {"rate": 2.0, "top1": 0.9}, {"rate": 2.0, "top1": None, "diverged": True},
+    ]  # fmt: skip
+    assert run_book.best_rate(rows) == 1.0
+
+
+def test_each_way_trains_at_the_rate_that_its_tries_found(run_book, tmp_path: Path):
+    best, made = {"thin": 2.0, "gates": 0.5}, []
+
+    def make(key: dict) -> dict:
+        made.append(tuple(key.values()))
+        return {"top1": 0.9 if key["rate"] == best[key["way"]] else 0.1, "wall": 0.0}
+
+    def tuned(seeds: int, rates: tuple[float, ...] = (0.5, 1.0, 2.0)) -> None:
+        book = run_book.RunBook(tmp_path / f"{len(rates)}.json", "kind", {})
+        ways, seed = ["thin", "gates"], range(seeds)
+        run_book.make_tuned(book, WorkerPool(make), "way", ways, rates=rates, tries=1, seeds=seed)
+
+    tuned(1)
+    assert [key[1] for key in made] == ["try"] * 6 + ["full"] * 2
+    assert made[6:] == [("thin", "full", 2.0, 0), ("gates", "full", 0.5, 0)]
+    made.clear()
+    tuned(2)  # what was tried is not tried again
+    assert made == [("thin", "full", 2.0, 1), ("gates", "full", 0.5, 1)]
+    made.clear()
+    tuned(1, rates=(1.0,))  # with one rate there is nothing to try
+    assert made == [("thin", "full", 1.0, 0), ("gates", "full", 1.0, 0)]
+
+
+def test_a_run_that_diverged_is_a_row(run_book):
+    def run() -> dict:
+        raise NotFiniteError("the loss is not finite.")
+
+    assert run_book.finite(run) == {"top1": None, "diverged": True}

@@ -57,7 +57,20 @@ def test_taps_outside_the_shapes_shrink_and_all_are_used_again():
     assert torch.equal(layer.weight[:3][~mask[:3]], 0.75 * before[:3][~mask[:3]])
     assert torch.equal(layer.weight[3], 0.75 * before[3])
     assert bool(layer.kept.all())
-    assert {layer.starts[i] for i in layer.choice.tolist()} == {(3, 3)}
+    assert {layer.starts[i] for i in layer.choice.tolist()} == {(5, 5)}
+
+
+def test_filters_begin_with_the_taps_of_all_shapes_and_all_of_them_learn():
+    layer = shaped(nn.Conv2d(2, 4, 3, padding=1))
+    (gradient,) = torch.autograd.grad(layer(torch.randn(2, 2, 9, 9).double()).square().sum(), layer.weight)
+    learning = (gradient != 0).all(1).all(0)
+    assert learning.int().tolist() == [
+        [0, 0, 1, 0, 0],
+        [0, 1, 1, 1, 0],
+        [1, 1, 1, 1, 1],
+        [0, 1, 1, 1, 0],
+        [0, 0, 1, 0, 0],
+    ]
 
 
 def test_a_removed_channel_is_ignored():

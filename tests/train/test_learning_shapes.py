@@ -72,6 +72,24 @@ def test_filters_become_rows_where_images_are_stripes(upright, shape):
     assert found.macs <= 0.345
 
 
+def test_strips_longer_than_the_kernel_are_taken_where_they_serve():
+    def split(seed: int) -> ResidentSplit:
+        draw = torch.Generator().manual_seed(seed)
+        labels = torch.arange(256) % 2
+        bits = torch.randint(0, 2, (256, 12, 4), generator=draw)
+        flip = torch.randint(0, 2, (256, 12, 4), generator=draw)
+        far = torch.where(labels[:, None, None] == 1, bits, flip)  # four columns on: the same bits, or others
+        images = torch.cat([bits, far, bits], 2)[:, None].to(torch.uint8) * 200
+        return ResidentSplit.of(images.contiguous(), labels)
+
+    torch.manual_seed(0)
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)]
+    net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), *head)
+    images, recipe = Data("far", ("other", "same"), split(0), split(1)), replace(RECIPE, weight_decay=0.02)
+    found = learn_shapes(net, images, recipe, macs=0.56, shapes=("1x3", "1x5", "5x1", "kxk"), **QUIET)
+    assert dict(found.shapes.layers["0"].shapes).get("1x5", 0) >= 4
+
+
 def learned_on(images: Data, by: str) -> Learned:
     """One conv of eight filters, whose budget allows strips alone."""
     torch.manual_seed(0)
@@ -132,18 +150,47 @@ def test_a_resumed_run_learns_the_same_bits(tmp_path, by):
     assert str(lr.load_shapes(tmp_path / "whole" / "shapes.json")) == str(whole.shapes)
 
 
+@pytest.mark.parametrize(("batch", "images"), [(16, 16), (512, 128)])
+def test_damage_is_measured_on_batches_of_at_most_128_images(batch: int, images: int):
+    net = small_net()
+    batches = list(learning_shapes._sample(stripes(n=1100), replace(RECIPE, batch_size=batch), 1, net))
+    assert [len(targets) for _, targets in batches] == 8 * [images]
+
+
+def test_the_best_weights_are_within_the_budget(tmp_path):
+    learn_shapes(small_net(), stripes(n=48), RECIPE, macs=0.5, epochs=5, out=tmp_path, **QUIET)
+    best = load_checkpoint(tmp_path, best=True, network=small_net()).network
+    assert lr.count(best, (1, 12, 12)).macs <= 0.5 * lr.count(small_net(), (1, 12, 12)).macs
+
+
+def test_accuracy_ends_no_run_before_shapes_are_final():
+    recipe = replace(RECIPE, holdout=0.25, early_stop=1, min_delta=1.0)  # no epoch gains so much
+    found = learn_shapes(small_net(), stripes(n=64), recipe, macs=0.5, epochs=5, **QUIET)
+    assert found.macs <= 0.5
+    assert len(found.record.history) == 5  # the first after epoch 3 is the best so far, the next ends the run
+
+
+def test_a_run_that_a_callback_ends_too_early_is_refused():
+    with pytest.raises(lr.LowRankError, match="ended after epoch 1, and shapes are final after epoch 3"):
+        learn_shapes(small_net(), stripes(n=48), RECIPE, macs=0.5, epochs=5, callbacks=(lambda *_: True,), **QUIET)
+
+
 def test_time_is_a_budget_too(tmp_path, monkeypatch: pytest.MonkeyPatch):
     model, timed = small_net(), []
 
-    def keeping(shaped: nn.Module, dense: nn.Module, size: tuple[int, ...]):
-        timed.append(dense)
-        return time_costs(shaped, dense, size)
+    def keeping(shaped: nn.Module, dense: nn.Module, size: tuple[int, ...], *, batch: int):
+        timed.append((dense, batch))
+        return time_costs(shaped, dense, size, batch=batch)
 
     monkeypatch.setattr(learning_shapes, "time_costs", keeping)
     found = learn_shapes(model, stripes(), RECIPE, latency=0.95, epochs=2, out=tmp_path, **QUIET)
     assert (tmp_path / "shape_costs.json").exists()
     assert found.macs < 1
-    assert timed[0] is not model  # that would move the user's model to the device
+    assert timed[0][0] is not model  # that would move the user's model to the device
+    assert timed[0][1] == 1  # a CPU is timed with one image
+    (tmp_path / "shape_costs.json").write_text("{")
+    with pytest.raises(lr.LowRankError, match="holds no costs of shapes"):
+        learn_shapes(model, stripes(), RECIPE, latency=0.95, epochs=2, out=tmp_path, resume=True, **QUIET)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +198,9 @@ def test_time_is_a_budget_too(tmp_path, monkeypatch: pytest.MonkeyPatch):
     [
         ({"macs": 0}, "above 0"),
         ({"macs": 2}, "up to 1"),
+        ({"macs": float("nan")}, "not nan"),
         ({"macs": 0.001}, "below 0"),
+        ({"latency": 0.9, "batch": 0}, "one or more, not 0"),
         ({}, "needs a budget"),
         ({"macs": 0.5, "latency": 0.5}, "one of"),
         ({"macs": 0.5, "shapes": ("none",)}, "needs shapes"),
@@ -170,7 +219,7 @@ def test_the_budget_falls_to_its_target():
     schedule = ShapeSchedule(None, 0.4, 10)  # type: ignore[arg-type]
     shares = [schedule.share_after(epoch) for epoch in range(11)]
     assert shares == sorted(shares, reverse=True)
-    assert (shares[0], shares[4], schedule.last) == (1.0, 0.4, 6)
+    assert (shares[0], shares[4], schedule.changes_until) == (1.0, 0.4, 6)
 
 
 @pytest.mark.nightly
