@@ -39,7 +39,7 @@ def gather(records: Records) -> list[NetworkResult]:
 
 
 def _compared_data_first(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
-    """The page opens with the first data set: one on which low-rank networks have a dense twin, if there is any."""
+    """The page opens with the first data set: one that shows low-rank networks beside a dense twin."""
     compared = {entry.data for entry in entries if "top1" in entry.ratios and not is_twin(entry)}
     return sorted(entries, key=lambda entry: entry.data not in compared)
 
