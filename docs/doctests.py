@@ -5,12 +5,15 @@ Markdown alone reads `>>>` as three nested quotations and joins the lines.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from markdown import Extension, Markdown
 from markdown.preprocessors import Preprocessor
 
 PROMPTS = (">>>", "...")
+FLAGS = re.compile(r"\s*# doctest:.*")
+"""Directives for the test, which tell a reader nothing."""
 
 
 class Examples(Preprocessor):
@@ -28,7 +31,7 @@ class Examples(Preprocessor):
             elif inside and not text:
                 inside = False
                 found.append("```")
-            found.append(text if inside and text.startswith(PROMPTS) else line)
+            found.append(FLAGS.sub("", text) if inside and text.startswith(PROMPTS) else line)
         return found[:-1]
 
 

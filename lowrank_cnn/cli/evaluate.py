@@ -91,7 +91,8 @@ def evaluate_command(
     details = result.details
     assert details is not None
     if as_json:
-        print_json({"model": model, "data": images.name, **result.to_dict(), "details": details.to_dict()})
+        shown = details.to_dict(pictures=False)
+        print_json({"model": model, "data": images.name, **result.to_dict(), "details": shown})
         return
     top5 = {"top-5": f"{result.top5:.2%}"} if len(images.classes) > TOP_FIVE else {}
     row = {"network": model, "top-1": f"{result.top1:.2%}", **top5}

@@ -39,9 +39,9 @@ def train_command(
 
       lowrank train nin-c3-lr --data digits --recipe digits --width 0.25 --out runs/first
       lowrank train vgg11-gmp-lr --data photos --image-size 64 --out runs/photos
-      lowrank train torchvision:resnet18 --pretrained default --scheme lr-join --data photos --out runs/resnet
+      lowrank train torchvision:resnet18 --pretrained default --scheme lr-join --data photos --out runs/r18
       lowrank train nin-c3-lr --data photos --out runs/photos --resume
-      lowrank train vgg11-gmp --data photos --scheme "learned(kx1, 1xk, 1x1, kxk)" --macs 0.4 --out runs/shapes
+      lowrank train vgg11-gmp --data photos --scheme "learned(kx1, 1xk)" --macs 0.4 --out runs/shapes
       lowrank train vgg11-gmp --data photos --shapes runs/shapes/shapes.json --out runs/again
       lowrank train runs/photos --data photos --quantize int8 --lr 0.001 --epochs 5 --out runs/int8
     """

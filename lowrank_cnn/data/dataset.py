@@ -84,6 +84,9 @@ class DatasetSplit:
     def describe(self, index: int) -> str:
         return f"item {index}"
 
+    def picture(self, index: int) -> None:
+        return None
+
     def pixels(self) -> Iterator[Tensor]:
         raise LowRankError("a data set of your own is prepared by your code: there is nothing to fit to it.")
 

@@ -145,6 +145,9 @@ class ResidentSplit:
     def describe(self, index: int) -> str:
         return self._decoded.describe(index)
 
+    def picture(self, index: int) -> Tensor:
+        return self.images[index]
+
     def pixels(self) -> Iterator[Tensor]:
         return iter(self.images.split(_PREPARE_IMAGES))
 

@@ -23,7 +23,7 @@ _NAMED = 5
 
 @dataclass
 class Problems:
-    """Bad images and labels, counted by kind; the first few of each kind are named."""
+    """Bad images and labels, counted by kind (a noun that takes an s); the first few of each kind are named."""
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
@@ -61,8 +61,9 @@ class Problems:
         return "; ".join(self._line(kind) for kind in sorted(self.counts)) or "none"
 
     def _line(self, kind: str) -> str:
-        more = ", ..." if self.counts[kind] > len(self.examples[kind]) else ""
-        return f"{self.counts[kind]} {kind} ({', '.join(self.examples[kind])}{more})"
+        count, named = self.counts[kind], self.examples[kind]
+        more = ", ..." if count > len(named) else ""
+        return f"{count} {kind}{'s' * (count > 1)} ({', '.join(named)}{more})"
 
     def refuse(self) -> None:
         """Raise if there is any problem, naming the first of each kind."""
@@ -106,6 +107,10 @@ class Split(Protocol):
 
     def describe(self, index: int) -> str:
         """The file or row of the image at this position."""
+        ...
+
+    def picture(self, index: int) -> Tensor | None:
+        """The image at this position as uint8 [C, H, W]; None if the user's own code has prepared it."""
         ...
 
     def pixels(self) -> Iterator[Tensor]:

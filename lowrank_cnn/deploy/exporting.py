@@ -99,7 +99,8 @@ def export(
     take it as they take the run.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
-    >>> export(net, "net.onnx", input_size=(3, 32, 32), dynamic=("batch", "height", "width"))  # doctest: +SKIP
+    >>> axes = ("batch", "height", "width")
+    >>> export(net, "net.onnx", input_size=(3, 32, 32), dynamic=axes)  # doctest: +SKIP
     """
     path = as_path(path)
     if path.suffix != ".safetensors":

@@ -102,7 +102,8 @@ def quantize(
       that int8 changes most goes back to float, three layers at most. The test images decide nothing.
     - `dynamic`: the axes of any length, as in `export`; () writes a file for one image of one size.
 
-    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 30 * 30, 4)).eval()
+    >>> head = nn.Flatten(), nn.Linear(8 * 30 * 30, 4)
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), *head).eval()
     >>> quantize(net, torch.randn(8, 3, 32, 32), "net.int8.onnx").in_float  # doctest: +SKIP
     ()
     """

@@ -88,10 +88,12 @@ def run_entry(model: nn.Module) -> dict[str, Any]:
 def entry_description(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The description that a `run_entry` holds."""
     if "conversion" in entry:
-        return {"model": entry.get("config"), "class": entry.get("class"), "conversion": entry["conversion"]}
+        known = {"model": entry.get("config"), "name": entry.get("base"), "class": entry.get("class")}
+        return known | {"conversion": entry["conversion"]}
     ours = "num_classes" in entry
     return {
         "model": dict(entry) if ours else None,
+        "name": entry.get("name"),
         "class": entry.get("class", entry.get("name")),
         "conversion": {"changed": []},
     }
@@ -117,10 +119,12 @@ def _is_change(row: object) -> bool:
 def _ours(description: Mapping[str, Any]) -> nn.Module:
     config = description.get("model")
     if not isinstance(config, Mapping):
-        name = description.get("class") or "the network"
+        named = str(description.get("name"))
+        function = named if ".py:" in named else "path.py:function"
         raise LowRankError(
-            f"{name} is not one of our networks: build the unconverted one yourself and load the weights with "
-            "lowrank_cnn.load(path, into=network), or name it to the command as --into path.py:function."
+            f"{description.get('class') or 'the network'} is not one of our networks: name the function that "
+            f"builds it as --into {function}; in Python, build the unconverted network and call "
+            "lowrank_cnn.load(path, into=network)."
         )
     try:
         return build_network(**config)

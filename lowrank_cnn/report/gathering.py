@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from lowrank_cnn.models import list_models
-from lowrank_cnn.report.comparing import compare_all, identity
+from lowrank_cnn.report.comparing import compare_all, identity, is_twin
 from lowrank_cnn.report.records import NetworkResult, Records, Run, TimedNetwork
 from lowrank_cnn.system.text import si
 
@@ -35,7 +35,13 @@ def gather(records: Records) -> list[NetworkResult]:
     timings = _by_network(records.timings)
     entries = [_entry(list(group), timings) for _, group in groupby(runs, key=_key)]
     entries = _told_apart(_best_recipe_first(entries)) + _timed_only(records.timings, entries)
-    return compare_all(entries)
+    return _compared_data_first(compare_all(entries))
+
+
+def _compared_data_first(entries: Sequence[NetworkResult]) -> list[NetworkResult]:
+    """The page opens with the first data set: one that shows low-rank networks beside a dense twin."""
+    compared = {entry.data for entry in entries if "top1" in entry.ratios and not is_twin(entry)}
+    return sorted(entries, key=lambda entry: entry.data not in compared)
 
 
 def _name_data_apart(runs: Sequence[Run]) -> list[Run]:

@@ -215,12 +215,18 @@ def environment_table(records: Records, here: Mapping[str, Any]) -> PageTable:
     headings = ["", *(f"records {number}" for number in range(1, len(machines))), "this page"]
     names = dict.fromkeys(name for machine in machines for name in machine)
     body = tuple(
-        (TableCell(name), *(TableCell(text(machine.get(name)) or DASH) for machine in machines))
+        (TableCell(name), *(TableCell(_shown(name, machine) or DASH) for machine in machines))
         for name in names
         if any(machine.get(name) is not None for machine in machines)
     )
     columns = tuple(TableColumn(heading, numeric=False) for heading in headings)
     return PageTable("machines", "Environment", columns, body, sortable=False)
+
+
+def _shown(name: str, machine: Mapping[str, Any]) -> str | None:
+    """A field of an environment as text; of a date its day, hour and minute."""
+    value = text(machine.get(name))
+    return value[:16].replace("T", " ") if value and name == "date" else value
 
 
 def _essence(environment: Mapping[str, Any]) -> str:

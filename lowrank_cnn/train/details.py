@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lowrank_cnn.data import Split
+from lowrank_cnn.data.images.thumbnail import thumbnail
+
 BINS = 15
 """Bins of confidence in which calibration is measured."""
 WORST = 20
@@ -27,6 +30,8 @@ class WrongImage:
     predicted: str
     probability: float
     loss: float
+    thumbnail: str | None = None
+    """A small JPEG as a data URI, which the report shows."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,11 @@ class EvaluationDetails:
         n, confidence, right = self.bins.double().unbind(1)
         return float((confidence - right).abs().sum() / n.sum().clamp_min(1))
 
-    def to_dict(self) -> dict[str, Any]:
-        """In values that JSON can hold: the field `details` of a record's result."""
+    def to_dict(self, *, pictures: bool = True) -> dict[str, Any]:
+        """In values that JSON can hold: the field `details` of a record's result.
+
+        Without `pictures` the worst images are only named.
+        """
         small = len(self.classes) <= MOST_CLASSES
         bins = [
             {"n": int(n), "confidence": confidence / n if n else None, "accuracy": right / n if n else None}
@@ -87,9 +95,13 @@ class EvaluationDetails:
             "per_class": self.per_class(),
             "confusion": self.confusion.tolist() if small else None,
             "most_confused": self.most_confused(),
-            "worst": [vars(image) for image in self.worst],
+            "worst": [_told(image, pictures) for image in self.worst],
             "calibration": {"bins": bins, "error": self.calibration_error},
         }
+
+
+def _told(image: WrongImage, picture: bool) -> dict[str, Any]:
+    return {name: value for name, value in vars(image).items() if picture or name != "thumbnail"}
 
 
 class DetailsCollector:
@@ -126,18 +138,23 @@ class DetailsCollector:
         rows = torch.cat([self.worst, rows[predicted != labels]])
         self.worst = rows[rows[:, 0].argsort(descending=True, stable=True)[:WORST]]
 
-    def details(
-        self, describe: Callable[[int], str] | None, add_up: Callable[[Tensor], Tensor] = Tensor.clone
-    ) -> EvaluationDetails:
-        """All that was gathered; `describe` tells where an image comes from, None leaves single images out."""
+    def details(self, split: Split | None, add_up: Callable[[Tensor], Tensor] = Tensor.clone) -> EvaluationDetails:
+        """All that was gathered; `split` has the images in the order they came, None leaves single images out."""
         number = len(self.classes)
         confusion = add_up(self.confusion).round().long().view(number, number).cpu()
-        worst = self._worst_images(describe) if describe else ()
-        right = torch.cat(self.right).cpu() if describe and self.right else None
+        worst = self._worst_images(split) if split else ()
+        right = torch.cat(self.right).cpu() if split and self.right else None
         return EvaluationDetails(self.classes, confusion, add_up(self.bins).cpu(), worst, right)
 
-    def _worst_images(self, describe: Callable[[int], str]) -> tuple[WrongImage, ...]:
+    def _worst_images(self, split: Split) -> tuple[WrongImage, ...]:
         return tuple(
-            WrongImage(describe(int(place)), self.classes[int(true)], self.classes[int(said)], probability, loss)
+            WrongImage(
+                image=split.describe(int(place)),
+                true=self.classes[int(true)],
+                predicted=self.classes[int(said)],
+                probability=probability,
+                loss=loss,
+                thumbnail=thumbnail(split.picture(int(place))),
+            )
             for loss, place, true, said, probability in self.worst.tolist()
         )

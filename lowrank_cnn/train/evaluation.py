@@ -83,7 +83,7 @@ def evaluate(
             device=place,
             forward=averaged_views(network, trained.recipe),
             classes=trained.classes,
-            describe=data.test.describe,
+            split=data.test,
         )
 
 

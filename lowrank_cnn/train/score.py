@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lowrank_cnn.data import Split
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.memory import is_out_of_memory
 from lowrank_cnn.train.details import DetailsCollector, EvaluationDetails
@@ -126,11 +127,11 @@ def score(
     forward: Callable[[Tensor], Tensor] | None = None,
     add_up: Callable[[Tensor], Tensor] = Tensor.clone,
     classes: Sequence[str] = (),
-    describe: Callable[[int], str] | None = None,
+    split: Split | None = None,
 ) -> Evaluation:
     """Evaluate over batches; `add_up` sums a tensor over processes where there are several.
 
-    With the names of the `classes` the result has details; `describe` tells where an image comes from.
+    With the names of the `classes` the result has details; `split` names and shows the worst images.
     """
     was_training = network.training
     network.eval()
@@ -146,7 +147,7 @@ def score(
         network.train(was_training)
     top1, top5, n, loss = add_up(sums).tolist()
     result = Evaluation(top1 / max(n, 1), top5 / max(n, 1), int(n), loss / max(n, 1))
-    return replace(result, details=collector.details(describe, add_up)) if collector else result
+    return replace(result, details=collector.details(split, add_up)) if collector else result
 
 
 def _count(logits: Tensor, labels: Tensor) -> Tensor:

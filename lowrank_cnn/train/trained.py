@@ -192,6 +192,8 @@ def _described(trained: Trained | None, path: Path) -> Trained:
 
 def _read(path: Path, best: bool) -> Checkpoint:
     if not path.is_dir():
+        if path.suffix and not path.exists():
+            raise LowRankError(f"{path} does not exist.")
         if path.suffix not in ("", ".json", ".safetensors") or not path.with_suffix(".json").is_file():
             raise LowRankError(
                 f"{path} is neither a run's directory, nor one of its checkpoints, nor an exported .safetensors."

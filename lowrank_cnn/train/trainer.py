@@ -231,7 +231,7 @@ class Trainer:
             forward=averaged_views(forward, self.recipe),
             add_up=partial(add_up, self.fabric),
             classes=data.classes if details else (),
-            describe=data.test.describe if alone else None,  # only a process alone sees the images in their order
+            split=data.test if alone else None,  # only a process alone sees the images in their order
         )
 
     def save(self) -> None:

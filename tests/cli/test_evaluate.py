@@ -195,6 +195,7 @@ def test_a_networks_name_is_evaluated_untrained_and_that_is_said(lowrank):
         (("evaluate", __file__, "--data", "squares", "--pretrained", "cifar10"), "is for networks by name"),
         (("evaluate", "nowhere", "--data", "squares"), "neither a checkpoint nor a network's name"),
         (("predict", "nowhere", "x.png"), "neither a run's directory"),
+        (("predict", "nowhere.onnx", "x.png"), "nowhere.onnx does not exist"),
         (("predict", "nin-c3-lr", "x.png"), "fresh weights, which can only guess: for trained ones give a run's"),
         (("predict", "nin-c3-lr", "x.png"), "or --pretrained cifar10"),
     ],

@@ -19,7 +19,7 @@ def test_problems_are_counted_once_and_the_first_named() -> None:
     assert problems.total == 9
     assert problems.counts == {"undecodable image": 8, "wrong label": 1}
     assert problems.examples["undecodable image"] == [f"{number}.jpg" for number in range(5)]
-    assert str(problems).startswith("8 undecodable image (0.jpg, 1.jpg")
+    assert str(problems).startswith("8 undecodable images (0.jpg, 1.jpg")
     other = Problems()
     other.add_all(problems.found)  # as one process tells another
     assert other == problems

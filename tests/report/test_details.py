@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lowrank_cnn.data import ResidentSplit
 from lowrank_cnn.report.details import LARGEST_THUMBNAIL, add_up, read_details
 from lowrank_cnn.train.details import DetailsCollector, EvaluationDetails
 
@@ -14,8 +15,10 @@ PICTURE = "data:image/png;base64,iVBORw0KGgo="
 def evaluated(seed: int, images: int = 200) -> EvaluationDetails:
     draw = torch.Generator().manual_seed(seed)
     collector = DetailsCollector(("cat", "dog", "cow"), torch.device("cpu"))
-    collector.add(3 * torch.randn(images, 3, generator=draw), torch.randint(0, 3, (images,), generator=draw))
-    return collector.details(lambda place: f"{place}.png")
+    logits = 3 * torch.randn(images, 3, generator=draw)
+    labels = torch.randint(0, 3, (images,), generator=draw)
+    collector.add(logits, labels)
+    return collector.details(ResidentSplit.of(torch.zeros(images, 1, 4, 4, dtype=torch.uint8), labels))
 
 
 def test_the_details_of_a_record_are_those_of_the_evaluation():

@@ -53,6 +53,12 @@ def test_ratios_to_the_dense_twin():
     assert found["nin"].ratios == pytest.approx({"macs": 1.0, "params": 1.0, "top1": 0.0})
 
 
+def test_the_page_opens_with_a_data_set_that_shows_what_was_gained():
+    other = {**run("nin-c3-lr", 0.5), "data": {"name": "a few photographs", "size": SIZE}}
+    found = gathered(other, run("nin", 0.9, macs=200), run("nin-c3-lr", 0.88, macs=108))
+    assert [entry.data for entry in found] == ["cifar10", "cifar10", "a few photographs"]
+
+
 def test_a_run_that_began_with_trained_weights_always_says_so():
     assert set(entries_of({**run("nin", 0.9), "begun_from": "a.safetensors"})) == {"nin, begun from a.safetensors"}
     assert set(entries_of({**run("nin", 0.9), "begun_from": ""})) == {"nin"}

@@ -3,7 +3,7 @@ from dataclasses import replace
 from lowrank_cnn.paper.auditing import VERDICTS, audit
 from lowrank_cnn.report.gathering import gather
 from lowrank_cnn.report.records import Records
-from lowrank_cnn.report.tables import audit_table, published_table, runs_in_words, summary_table
+from lowrank_cnn.report.tables import audit_table, environment_table, published_table, runs_in_words, summary_table
 
 
 def test_a_table_without_top5_has_no_such_column(records: Records):
@@ -40,3 +40,9 @@ def test_the_audit_begins_with_disagreements():
 def test_crops_are_named_beside_published_macs():
     notes = {row[0].shown: row[4].small for row in published_table().rows}
     assert notes["googlenet-10-crop"] == "10 crops: 15.9G"
+
+
+def test_the_environment_shows_a_date_to_the_minute(records: Records):
+    table = environment_table(records, {"date": "2026-11-16T21:55:32+00:00"})
+    [row] = [row for row in table.rows if row[0].shown == "date"]
+    assert row[-1].shown == "2026-11-16 21:55"

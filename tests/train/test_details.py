@@ -7,9 +7,17 @@ import json
 import pytest
 import torch
 
+from lowrank_cnn.data.images.thumbnail import thumbnail
+from lowrank_cnn.data.resident import Decoded, ResidentSplit
+from lowrank_cnn.report.details import read_details
 from lowrank_cnn.train.details import BINS, MOST_CLASSES, DetailsCollector, EvaluationDetails
 
 CLASSES = ("cat", "dog", "owl")
+
+
+def photos(images: torch.Tensor, labels: torch.Tensor) -> ResidentSplit:
+    decoded = Decoded(images, labels, describe="photo {}".format)
+    return ResidentSplit(lambda: decoded, (3, 8, 8))
 
 
 @pytest.fixture
@@ -23,7 +31,7 @@ def details() -> EvaluationDetails:
     collector = DetailsCollector(CLASSES, torch.device("cpu"))
     for part in (slice(0, 3), slice(3, 7)):
         collector.add(logits[part], labels[part])
-    return collector.details("photo {}".format)
+    return collector.details(photos(torch.zeros(7, 3, 8, 8, dtype=torch.uint8), labels))
 
 
 def test_counts(details: EvaluationDetails) -> None:
@@ -75,3 +83,19 @@ def test_json_holds_all_of_it_and_no_huge_matrix(details: EvaluationDetails) -> 
     large = EvaluationDetails(tuple(map(str, range(many))), torch.eye(many).long(), details.bins)
     assert large.to_dict()["confusion"] is None
     assert large.to_dict()["most_confused"] == []
+
+
+def test_the_worst_images_come_with_small_pictures() -> None:
+    images = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
+    images[2] = 255
+    labels = torch.tensor([0, 0, 0, 1])
+    collector = DetailsCollector(CLASSES, torch.device("cpu"))
+    logits = torch.zeros(4, 3)
+    logits[torch.arange(4), torch.tensor([0, 0, 1, 1])] = 4.0  # photo 2 alone is wrong
+    collector.add(logits, labels)
+    found = collector.details(photos(images, labels))
+    [worst] = found.worst
+    assert (worst.image, worst.thumbnail) == ("photo 2", thumbnail(images[2]))
+    assert thumbnail(images[2]) not in (None, thumbnail(images[0]))
+    assert read_details(found.to_dict()).worst[0].thumbnail == worst.thumbnail  # pyright: ignore[reportOptionalMemberAccess]
+    assert "thumbnail" not in found.to_dict(pictures=False)["worst"][0]

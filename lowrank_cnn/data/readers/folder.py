@@ -93,7 +93,7 @@ def open_folder(folder: Path, classes: Sequence[str], problems: Problems, *, oth
         if not found:
             problems.add("empty class folder", f"{folder.name}/{name}")
     for name in () if others else sorted(set(class_folders(folder)) - set(classes)):
-        problems.add("class folder unknown in train", f"{folder.name}/{name}")
+        problems.add("unknown class folder", f"{folder.name}/{name}: not in train")
     return FolderStore(folder, files, torch.tensor(labels, dtype=torch.int64))
 
 
@@ -113,4 +113,4 @@ def _image_files(folder: Path, problems: Problems) -> Iterator[str]:
             if is_regular(path):
                 yield str(path)
             else:
-                problems.add("not a regular file", str(path.relative_to(folder.parent)))
+                problems.add("special file", str(path.relative_to(folder.parent)))

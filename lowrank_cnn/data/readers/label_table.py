@@ -111,7 +111,7 @@ def _store(path: Path, rows: list[TableRow], classes: Sequence[str], problems: P
         if (path.parent / row.path).is_file():
             there.append(row)
         else:
-            problems.add("no such file", row.path)
+            problems.add("missing file", row.path)
     labels = torch.tensor([number[row.label] for row in there], dtype=torch.int64)
     return FolderStore(path.parent, [str(path.parent / row.path) for row in there], labels)
 

@@ -56,23 +56,31 @@ class StreamedSplit:
         return replace(self, rows=self.rows[index])
 
     def describe(self, index: int) -> str:
-        """The name of the image at this place of an evaluation, which leaves undecodable images out."""
+        return self.store.where(self._evaluated_row(index))
+
+    def _evaluated_row(self, index: int) -> int:
+        """The row of the image at this place of an evaluation, which leaves undecodable images out."""
         bad = {where for kind, where in self.problems.found if kind == UNDECODABLE}
         if not bad:
-            return self.store.where(int(self.rows[index]))
-        names = (self.store.where(row) for row in self.rows.tolist())
-        good = (name for name in names if not any(where.startswith(f"{name}: ") for where in bad))
+            return int(self.rows[index])
+        named = ((row, self.store.where(row)) for row in self.rows.tolist())
+        good = (row for row, name in named if not any(where.startswith(f"{name}: ") for where in bad))
         return next(itertools.islice(good, index, None))
+
+    def picture(self, index: int) -> Tensor:
+        return self._decode(self._evaluated_row(index))
 
     def pixels(self) -> Iterator[Tensor]:
         for index in sample_rows(len(self), _SAMPLE).tolist():
             try:
-                image = decode_image(self.store.read(int(self.rows[index])), channels=self.channels)
+                yield self._decode(int(self.rows[index]))[None]
             except BadImageError:
                 continue
-            image = fit(image, *self.size[1:]) if self.size else image
-            pixels = stack([image.tobytes()], image.height, image.width, self.channels)
-            yield pixels.permute(0, 3, 1, 2)
+
+    def _decode(self, row: int) -> Tensor:
+        image = decode_image(self.store.read(row), channels=self.channels)
+        image = fit(image, *self.size[1:]) if self.size else image
+        return stack([image.tobytes()], image.height, image.width, self.channels)[0].permute(2, 0, 1)
 
 
 class StreamedLoader:

@@ -39,7 +39,8 @@ function curvesSpec(runs, names, { measure, smooth, log, zoom, print }) {
     .map((run) => ({ group: run.group, seed: run.seed, epoch: run.epochs.at(-1), value: run.test }));
   const within = (row) => !zoom || (row.epoch >= zoom[0] && row.epoch <= zoom[1]);
   if (zoom) spec.encoding.x.scale.domain = zoom;
-  if (log) spec.layer[1].encoding.y.scale = { type: "log" };
+  spec.layer[1].encoding.y.scale = log ? { type: "log" } : { zero: false, padding: 6 }; // dots at the edge stay whole
+  spec.layer[1].mark.point = unique(rows.map((row) => row.epoch)).length === 1; // one epoch makes no line
   spec.datasets = { curves: rows.filter(within), ends: ends.filter(within) };
   return spec;
 }

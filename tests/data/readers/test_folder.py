@@ -50,7 +50,7 @@ def test_empty_and_unknown_class_folders_are_named(folder: Path, photo: Photo, w
     assert data.train.problems.examples == {"empty class folder": ["train/cow"]}
     assert data.test.problems.examples == {
         "empty class folder": ["val/cow"],
-        "class folder unknown in train": ["val/dog"],
+        "unknown class folder": ["val/dog: not in train"],
     }
     with pytest.raises(LowRankError, match=r"1 empty class folder \(train/cow\)"):
         open_data(folder, bad="refuse")
@@ -86,4 +86,4 @@ def test_pipes_and_devices_are_no_images(folder: Path) -> None:
     (folder / "train" / "bee" / "zero.jpg").symlink_to("/dev/zero")
     data = open_data(folder)
     assert len(data.train) == 7
-    assert data.train.problems.counts == {"not a regular file": 2}
+    assert data.train.problems.counts == {"special file": 2}

@@ -168,7 +168,7 @@ def test_bad_rows_are_counted_named_and_left_out(spoiled: Path) -> None:
 
 
 def test_bad_rows_are_refused_where_asked(spoiled: Path, photo: Photo, write_shards: WriteShards) -> None:
-    with pytest.raises(LowRankError, match=r"3 wrong label \(train-00000-of-00001\.parquet:1: -1"):
+    with pytest.raises(LowRankError, match=r"3 wrong labels \(train-00000-of-00001\.parquet:1: -1"):
         open_data(spoiled, bad="refuse")
     write_shards(spoiled, "train", [[(photo(0), 0), (b"junk", 1)]])
     data = open_data(spoiled, bad="refuse")

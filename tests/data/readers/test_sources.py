@@ -100,7 +100,7 @@ def test_a_table_of_paths_and_labels(flat: Path) -> None:
     data = open_data(flat / "labels.csv")
     assert (data.name, data.classes) == ("photos/labels.csv", ("insect", "other"))
     assert (data.train.labels.tolist(), data.test.labels.tolist()) == ([0, 0, 1], [1])
-    assert data.test.problems.examples == {"no such file": ["gone.png"]}
+    assert data.test.problems.examples == {"missing file": ["gone.png"]}
 
 
 def test_class_names_to_show(flat: Path, tmp_path: Path, photo: Photo, write_folder: WriteFolder) -> None:
