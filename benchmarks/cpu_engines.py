@@ -10,8 +10,9 @@ which compare each file with the network. A file holds a network for one image o
 a random image: that changes no time. `onnx-strips` is ONNX Runtime with the compiled strips of native/, in float
 alone. `time` opens the files by `open_engine`; torch runs beside them: eager, compiled, and as `lr.optimize`
 gives it. Each engine has a process of its own, since the threads of one spin and slow the next; its networks run
-in turns. The record holds medians and quartiles. Rows are refused for one reason alone, whatever their times are:
-that other processes used the CPU meanwhile. The thin dense network has the MACs of the low-rank one (`lr.thin`).
+in turns. The record holds medians and quartiles. Rows are refused for two reasons alone, whatever their times are:
+that other processes used the CPU meanwhile, or that the engine used more threads than it was given. The thin dense
+network has the MACs of the low-rank one (`lr.thin`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -60,7 +62,7 @@ PRECISIONS = ("fp32", "fp16", "int8")
 REST, WARM = 0.05, 2
 """Before each timed run: seconds for threads to fall asleep, then runs that are not timed."""
 MOST_OTHERS = 0.03
-"""Cores that other processes may use while networks are timed; a row tells how many they used."""
+"""Cores that other processes may use while networks are timed, and that an engine may use beyond its threads."""
 
 
 def network(family: str, way: str) -> nn.Module:
@@ -144,7 +146,11 @@ def torch_run(net: nn.Module, image: torch.Tensor, how: str) -> Callable[[], obj
 
 
 def time_engines(options: argparse.Namespace) -> None:
-    """Time every engine in a process of its own."""
+    """Time every engine in a process of its own.
+
+    The number of threads is in its environment: torch's convs on Arm ignore `torch.set_num_threads`.
+    """
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
     for engine in options.engines:
         own = argparse.Namespace(**{**vars(options), "engines": [engine]})
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
@@ -162,32 +168,40 @@ def time_families(options: argparse.Namespace) -> None:
                 if not runs:
                     continue
                 how = {"repeats": options.repeats, "budget": options.budget, "rest": REST, "warm": WARM}
-                samples, others = beside_others(partial(measure, runs, **how))
-            if others > MOST_OTHERS:
-                print(f"not recorded: {family} {precision}, others used {others:.2f} cores", flush=True)
+                samples, own, others = cores_used(partial(measure, runs, **how))
+            if why := refusal(options.threads, own, others):
+                print(f"not recorded: {family} {precision}, {why}", flush=True)
                 continue
             where = {"family": family, "precision": precision, "threads": options.threads}
             rows = []
             for key, sample in samples.items():
                 way, engine = key.split("|")
                 rows.append({**where, "network": way, "engine": engine, "macs": macs[way]})
-                rows[-1] |= {**asdict(sample), "others": round(others, 3)}
+                rows[-1] |= {**asdict(sample), "cores": round(own, 3), "others": round(others, 3)}
             add(options.out, rows)
             for row in sorted(rows, key=lambda row: row["ms"]):
                 told = f"{row['ms']:8.2f} ({row['low']:.2f}-{row['high']:.2f})"
                 print(f"{family:10} {precision} {row['network']:9} {row['engine']:14} {told}", flush=True)
 
 
-def beside_others(work: Callable[[], Any], *, patience: float = 30.0) -> tuple[Any, float]:
-    """What `work` gives, and how many cores other processes used meanwhile.
+def cores_used(work: Callable[[], Any], *, patience: float = 30.0) -> tuple[Any, float, float]:
+    """What `work` gives, and how many cores this process and all others used meanwhile.
 
     Processes that this one has started may end first, for so many seconds: OpenVINO starts one that reports use.
     """
     psutil.wait_procs(psutil.Process().children(recursive=True), timeout=patience)
-    start, before = time.perf_counter(), spent_by_others()
+    start, own, before = time.perf_counter(), time.process_time(), spent_by_others()
     found = work()
-    seconds = sum(spent - before.get(pid, 0.0) for pid, spent in spent_by_others().items())
-    return found, seconds / (time.perf_counter() - start)
+    taken, own = time.perf_counter() - start, time.process_time() - own
+    others = sum(spent - before.get(pid, 0.0) for pid, spent in spent_by_others().items())
+    return found, own / taken, others / taken
+
+
+def refusal(threads: int, own: float, others: float) -> str:
+    """Why times are not recorded, by the cores that were used meanwhile; empty where they are."""
+    if others > MOST_OTHERS:
+        return f"others used {others:.2f} cores"
+    return f"it used {own:.2f} cores for {threads} threads" if own > threads + MOST_OTHERS else ""
 
 
 def spent_by_others() -> dict[int, float]:

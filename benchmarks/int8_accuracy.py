@@ -69,6 +69,19 @@ def measured(name: str, trained: Trained, data: Data, engine: str) -> dict[str, 
     return {"network": name, "engine": engine, "trained": how, "in_float": list(found.in_float), **figures}
 
 
+def opened(name: str) -> tuple[str, Trained, dict[str, Any]]:
+    """A network of the package, or of a run (its folder, or one of its checkpoints): with its name and images."""
+    if name in SHIPPED:
+        return name, lr.load_pretrained(name, "cifar10"), {}
+    path = Path(name)
+    trained = load_checkpoint(path)
+    run = read_json((path if path.is_dir() else path.parent) / "record.json")
+    entry = run_entry(trained.network)
+    width = entry.get("width", 1)
+    told = entry["name"] if width == 1 else f"{entry['name']}, width {width:g}"
+    return told, trained, {"images": run["data"]["train"]}
+
+
 def add(path: Path, row: dict[str, Any]) -> None:
     """Put a row into the record, in place of an earlier one of the same network, training and engine."""
     kept = [old for old in recorded(path) if any(old[key] != row[key] for key in ("network", "engine", "trained"))]
@@ -78,18 +91,16 @@ def add(path: Path, row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="cifar10")
-    parser.add_argument("--model", nargs="+", default=list(SHIPPED), help="names of shipped networks, or runs")
+    parser.add_argument("--model", nargs="+", default=list(SHIPPED), help="shipped networks, runs or checkpoints")
     parser.add_argument("--engines", nargs="+", default=["onnxruntime"], choices=list(SUFFIXES))
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     data = open_data(options.data, progress=False)
-    for name in options.model:
-        trained = lr.load_pretrained(name, "cifar10") if name in SHIPPED else load_checkpoint(name)
-        images = None if name in SHIPPED else read_json(Path(name) / "record.json")["data"]["train"]
-        name = name if name in SHIPPED else run_entry(trained.network)["name"]
+    for given in options.model:
+        name, trained, images = opened(given)
         for engine in options.engines:
             row = measured(name, trained, data, engine)
-            row["trained"] |= {} if images is None else {"images": images}
+            row["trained"] |= images
             add(options.out, row)
             print(
                 f"{name} {engine}: {row['before']:.2%} to {row['after']:.2%}, {row['loss']:+.2f} points",

@@ -51,6 +51,11 @@ inline void store_at_most(Number* p, Vector v, int count) {
   count >= lanes ? store(p, v) : void(std::memcpy(p, &v, sizeof(Number) * count));
 }
 
+// The first half of a vector, or less of it.
+inline void store_half(Number* p, Vector v, int count) {
+  count >= lanes / 2 ? std::memcpy(p, &v, sizeof v / 2) : std::memcpy(p, &v, sizeof(Number) * count);
+}
+
 inline Vector load_at_most(const Number* p, int count) { return count >= lanes ? load(p) : load_part(p, count); }
 
 inline Vector spread(Number n) {
@@ -137,9 +142,9 @@ struct Runner {
   int tiles, groups, vectors;     // vectors = tiles * groups
   int panels, in_chunk, chunks;   // vectors in the largest chunk
   int blocks, splits;             // of the filters
-  int by;                         // 2 with a pool, else 1
+  int halve;                      // sizes of a map are shifted by this: 1 with a pool, else 0
 
-  Runner(const Strip& strip, int threads) : s(strip), by(strip.pool ? 2 : 1) {
+  Runner(const Strip& strip, int threads) : s(strip), halve(strip.pool) {
     along = s.axis == Axis::down ? s.height : s.width, beside = s.axis == Axis::down ? s.width : s.height;
     tiles = parts(along, step), groups = parts(beside, lanes), vectors = tiles * groups;
     panels = parts(vectors, panel), blocks = parts(s.filters, rows);
@@ -163,7 +168,7 @@ struct Runner {
     return static_cast<const Number*>(s.x) + (size_t(image) * s.channels + channel) * s.height * s.width;
   }
   Number* y(int image, int filter) const {
-    return static_cast<Number*>(s.y) + image * s.y_image + size_t(filter) * (s.height / by) * (s.width / by);
+    return static_cast<Number*>(s.y) + image * s.y_image + size_t(filter) * (s.height >> halve) * (s.width >> halve);
   }
 
   // Where a tile or a group begins. The last one overlaps the one before it where the map is not a multiple of its
@@ -205,12 +210,33 @@ struct Runner {
     for (int f = 0; f < products; f++) store(to + f * plane(), made[f]);
   }
 
-  // Product f of a filter lies `rows` lines of a chunk behind product f - 1.
-  void transform_out(const Number* m, int vector, Vector shift, Vector* made) const {
+  // Product f of a filter lies `rows` lines of a chunk behind product f - 1. Every output contains product 1 once, and
+  // so the bias. With a pool, the larger of each two neighbours along the tile come first.
+  void transform_out(const Number* m, int vector, Vector bias, Vector* made) const {
     Vector d[products];
     for (int f = 0; f < products; f++) d[f] = load(m + (size_t(f) * rows * in_chunk + vector) * lanes);
+    d[1] += bias;
     Transform::output(d, made);
-    for (int i = 0; i < step; i++) made[i] = s.relu ? rectify(made[i] + shift) : made[i] + shift;
+    if (s.pool)
+      for (int i = 0; i < step / 2; i++) made[i] = larger(made[2 * i], made[2 * i + 1]);
+    if (s.relu)
+      for (int i = 0; i < step; i++) made[i] = rectify(made[i]);
+  }
+
+  // Calls put(i, made[i]) from `known` to `end`. All of a tile is the usual case, in which vectors stay in registers.
+  template <class Put>
+  void each_made(const Vector* made, int known, int end, const Put& put) const {
+    if (known == 0 && end == step) {
+#pragma GCC unroll 8
+      for (int i = 0; i < step; i++) put(i, made[i]);
+    } else if (known == 0 && end == step / 2) {
+#pragma GCC unroll 8
+      for (int i = 0; i < step / 2; i++) put(i, made[i]);
+    } else {
+      Vector kept[step];
+      std::memcpy(kept, made, sizeof kept);
+      for (int i = known; i < end; i++) put(i, kept[i]);
+    }
   }
 
   Vector shift(int filter) const { return spread(s.bias ? static_cast<const Number*>(s.bias)[filter] : Number(0)); }
@@ -237,21 +263,18 @@ struct Runner {
   void rows_out(int image, int filter, int first, int count, const Number* m) const {
     Number* map = y(image, filter);
     Vector bias = shift(filter);
-    int tile = first / groups, group = first % groups, width = s.width / by;
+    int tile = first / groups, group = first % groups, width = s.width >> halve;
     for (int i = 0; i < count; i++) {
       Vector made[step];
       transform_out(m, i, bias, made);
-      int top = tile_start(tile), left = group_start(group), high = std::min(step, s.height - top) / by;
-      int known = (tile * step - top) / by;
-      Number* to = map + size_t(top / by) * width + left / by;
-      if (s.pool) {
-        for (int r = known; r < high; r++) {
-          Vector pooled = larger_neighbours(larger(made[2 * r], made[2 * r + 1]), std::make_integer_sequence<int, lanes>());
-          std::memcpy(to + r * width, &pooled, sizeof(Number) * std::min(lanes / 2, width - left / 2));
-        }
-      } else {
-        for (int r = known; r < high; r++) store_at_most(to + r * width, made[r], width - left);
-      }
+      int top = tile_start(tile), left = group_start(group), high = std::min(step, s.height - top) >> halve;
+      int known = (tile * step - top) >> halve;
+      Number* to = map + size_t(top >> halve) * width + (left >> halve);
+      auto put = [&](int r, Vector v) {
+        s.pool ? store_half(to + r * width, larger_neighbours(v, std::make_integer_sequence<int, lanes>()), width - left / 2)
+               : store_at_most(to + r * width, v, width - left);
+      };
+      each_made(made, known, high, put);
       if (++group == groups) group = 0, tile++;
     }
   }
@@ -295,24 +318,24 @@ struct Runner {
   void columns_out(int image, int filter, int first, int count, const Number* m, Number* stage) const {
     Number* map = y(image, filter);
     Vector bias = shift(filter);
-    int width = s.width / by;
+    int width = s.width >> halve;
     for (int i = 0; i < count;) {
       int group = (first + i) / tiles, tile = (first + i) % tiles, here = std::min(count - i, tiles - tile);
-      int top = group_start(group), left = tile * step / by, high = std::min(lanes, s.height - top) / by;
-      int end = std::min(tile_start(tile + here - 1) + step, s.width) / by;
+      int top = group_start(group), left = tile * step >> halve, high = std::min(lanes, s.height - top) >> halve;
+      int end = std::min(tile_start(tile + here - 1) + step, s.width) >> halve;
       for (int t = 0; t < here; t++) {
         Vector made[step];
         transform_out(m, i + t, bias, made);
-        int start = tile_start(tile + t), known = ((tile + t) * step - start) / by;
-        Number* to = stage + (start / by - left) * lanes;
-        for (int f = known; f < step / by; f++) store(to + f * lanes, s.pool ? larger(made[2 * f], made[2 * f + 1]) : made[f]);
+        int start = tile_start(tile + t), known = ((tile + t) * step - start) >> halve;
+        Number* to = stage + ((start >> halve) - left) * lanes;
+        each_made(made, known, step >> halve, [&](int f, Vector v) { store(to + f * lanes, v); });
       }
       for (int j = left; j < end; j += lanes) {
         int column = std::max(left, std::min(j, end - lanes));
         Vector square[lanes];
         for (int l = 0; l < lanes; l++) square[l] = load(stage + (column - left + l) * lanes);
         transpose(square);
-        Number* to = map + size_t(top / by) * width + column;
+        Number* to = map + size_t(top >> halve) * width + column;
         for (int r = 0; r < high; r++)
           store_at_most(to + r * width, s.pool ? larger(square[2 * r], square[2 * r + 1]) : square[r], end - column);
       }

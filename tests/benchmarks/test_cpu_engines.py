@@ -48,10 +48,17 @@ def test_the_interval_counts_images_that_only_one_answers():
 
 def test_work_of_other_processes_is_counted():
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
-        found, others = cpu_engines.beside_others(lambda: time.sleep(0.5) or "result", patience=0)
+        found, own, others = cpu_engines.cores_used(lambda: time.sleep(0.5) or "result", patience=0)
         busy.kill()
     assert found == "result"
     assert others > 0.2
+    assert own < 0.2
+
+
+def test_an_engine_that_uses_more_threads_than_it_was_given_is_refused():
+    assert cpu_engines.refusal(1, own=1.78, others=0.01) == "it used 1.78 cores for 1 threads"
+    assert cpu_engines.refusal(2, own=1.78, others=0.01) == ""
+    assert cpu_engines.refusal(2, own=1.78, others=0.5) == "others used 0.50 cores"
 
 
 def test_the_work_of_this_process_is_not_counted():
