@@ -22,7 +22,7 @@ The record is written after every run; started again, the command trains what is
 run that would not end within 300 seconds. `--train 1000` trains on 1000 images and holds out the other training
 images to try rates on; without it a tenth is held out. `--processes 4` trains four networks at a time on the
 device. `--time` then times the networks of the first seed through `optimize`, one by one and alone.
-It ends with answers to the questions of `lowrank_cnn/frontier/questions.json`: does a learned way beat every rival?
+It ends with answers to the questions of `lowrank_cnn/frontier/questions.json`: does learning beat every rival?
 """
 
 from __future__ import annotations
