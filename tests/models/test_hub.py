@@ -20,6 +20,7 @@ from lowrank_cnn.models import hub
 from lowrank_cnn.system.errors import LowRankError
 
 hf = pytest.importorskip("huggingface_hub")
+pytest.importorskip("huggingface_hub.constants")  # loaded with the first request, which may be a later test
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
