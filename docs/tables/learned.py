@@ -46,7 +46,13 @@ def _ways(name: str, found: dict[str, Any]) -> str:
         f"`{one['ours']}` over `{one['theirs']}` by {one['margin']:g}: {one['verdict']}" for one in decided
     ]
     told = f"\nBy the margins written down before the runs: {'; '.join(verdicts) or 'nothing is decided'}.\n"
-    return title + markdown(columns, lines) + told + source(name, found["environment"])
+    return title + markdown(columns, lines) + told + _mechanisms(found) + source(name, found["environment"])
+
+
+def _mechanisms(found: dict[str, Any]) -> str:
+    """The default against the other ways to learn shapes."""
+    gaps = [f"`{one['theirs']}` {_gap(one)}" for one in found.get("mechanisms", [])]
+    return f"\n`proximal` is ahead by, in points with 99 % intervals: {'; '.join(gaps)}.\n" if gaps else ""
 
 
 def _gap(one: dict[str, Any]) -> str:
