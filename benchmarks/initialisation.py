@@ -36,6 +36,7 @@ from benchmarks.run_book import (
     kept_answers,
     make_tuned,
     paired_answers,
+    split_for_tries,
     timed,
 )
 from lowrank_cnn.data import Data, open_data
@@ -135,7 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
     recipe = get_recipe(options.recipe, **parse_settings(options.settings))
     recipe = shortened(recipe, options.epochs) if options.epochs else recipe
     data = open_data(options.data, limit=options.limit, image_size=options.image_size, progress=False)
-    held_out = data.holdout(round(read_questions()["initialisation"]["held_out"] * len(data.train)), 0)
+    data, held_out = split_for_tries(data, share=read_questions()["initialisation"]["held_out"])
     about = {name: getattr(options, name) for name in ("network", "width", "limit")}
     about |= {"recipe": recipe.to_dict(), "data": data.name}
     book = RunBook(options.out, KIND, about, options.budget)

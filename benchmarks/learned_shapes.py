@@ -80,11 +80,9 @@ LEARNING: dict[str, dict[str, Any]] = {
 }
 """What `learn_shapes` is asked for."""
 WAYS = ("dense", "thin", *FIXED, "proximal", "again", "loss", "energy", "gates", "regrowth", "none")
-LEARNED = WAYS[4:]
+LEARNED, MECHANISMS = WAYS[4:], ("gates", "loss", "energy", "regrowth")
 NEEDS = {"again": ("proximal",)}
 """Ways that need the result of others."""
-HELD_OUT = 0.1
-"""The share of the training images that rates are tried on, unless `--train` says how many."""
 PARTS = 64
 """Shares of kxk filters are multiples of one in so many."""
 
@@ -99,22 +97,13 @@ def main(arguments: list[str] | None = None) -> None:
     names = ("network", "width", "macs", "multiple", "limit", "train", "rates", "tries")
     about = {name: getattr(options, name) for name in names} | {"recipe": recipe.to_dict(), "data": data.name}
     book = RunBook(options.out, KIND, about, options.budget)
-    bench = ShapeBench(*_split(data, options.train), recipe, options, book)
+    bench = ShapeBench(*run_book.split_for_tries(data, options.train), recipe, options, book)
     _train_all(bench)
     if options.time:
         bench.time_all()
-    answers = judged(book)
-    book.save(answers=answers)
-    print(_table(book), run_book.answer_table(answers), sep="\n\n")
-
-
-def _split(data: Data, train: int | None) -> tuple[Data, Data]:
-    """The images of full runs, and those of tries, whose test images are held out from training."""
-    total = len(data.train)
-    if train is not None and not 0 < train < total:
-        raise LowRankError(f"--train is less than the {total} training images there are, not {train}.")
-    held_out = data.holdout(total - train if train else round(HELD_OUT * total), 0)
-    return (replace(data, train=held_out.train) if train else data), held_out
+    answers, mechanisms = judged(book), compared(book)
+    book.save(answers=answers, mechanisms=mechanisms)
+    print(_table(book), run_book.answer_table(answers), run_book.answer_table(mechanisms), sep="\n\n")
 
 
 def _train_all(bench: ShapeBench) -> None:
@@ -154,10 +143,20 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 def judged(book: RunBook) -> list[dict[str, Any]]:
     """The questions that were written down before the runs: each learned way against each rival."""
     asked = read_questions()["learned_shapes"]
-    runs = {way: [row for row in book.of(FULL, way=way) if row["top1"] is not None] for way in WAYS}
     pairs = [(way, rival) for way in LEARNED for rival in asked["rivals"]]
     how = {"margin": asked["better_by"], "alpha": asked["alpha"], "least_runs": asked["seeds"]}
-    return run_book.paired_answers(pairs, runs, **how)
+    return run_book.paired_answers(pairs, _full_runs(book), **how)
+
+
+def compared(book: RunBook) -> list[dict[str, Any]]:
+    """The default mechanism against the others, whatever the gap: these pairs were not asked beforehand."""
+    asked, pairs = read_questions()["learned_shapes"], [("proximal", way) for way in MECHANISMS]
+    how = {"margin": 0.0, "alpha": asked["alpha"], "least_runs": asked["seeds"]}
+    return run_book.paired_answers(pairs, _full_runs(book), **how)
+
+
+def _full_runs(book: RunBook) -> dict[str, list[Row]]:
+    return {way: [row for row in book.of(FULL, way=way) if row["top1"] is not None] for way in WAYS}
 
 
 class ShapeBench:
@@ -284,8 +283,7 @@ class ShapeBench:
 
 def _table(book: RunBook) -> str:
     lines = []
-    for way in WAYS:
-        found = [row for row in book.of(FULL, way=way) if row["top1"] is not None]
+    for way, found in _full_runs(book).items():
         if found:
             scores = [100 * row["top1"] for row in found]
             spread = f" ± {stdev(scores):.2f}" if len(scores) > 1 else ""

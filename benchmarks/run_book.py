@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import write_record
+from lowrank_cnn.data import Data
 from lowrank_cnn.frontier.answering import EARLY, NO, OPEN, YES
 from lowrank_cnn.frontier.record import pack, unpack
 from lowrank_cnn.frontier.resampling import RESAMPLES, compare
@@ -154,6 +155,18 @@ def make_tuned(
     best = best if len(rates) > 1 else dict.fromkeys(values, rates[0])
     full = [{name: value, "phase": FULL, "rate": best[value], "seed": seed} for seed in seeds for value in best]
     book.make(pool, full, **how)
+
+
+def split_for_tries(data: Data, train: int | None = None, share: float = 0.1) -> tuple[Data, Data]:
+    """The images of full runs, and those of tries, whose test images are held out from training.
+
+    With `train`, both train on so many images, and all others are held out; else tries hold out a share.
+    """
+    total = len(data.train)
+    if train is not None and not 0 < train < total:
+        raise LowRankError(f"--train is less than the {total} training images there are, not {train}.")
+    held_out = data.holdout(total - train if train else round(share * total), 0)
+    return (replace(data, train=held_out.train) if train else data), held_out
 
 
 def best_rate(rows: Sequence[Row]) -> float:

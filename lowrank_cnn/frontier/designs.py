@@ -151,8 +151,9 @@ def find_design(text: str) -> Design:
     1.5
     """
     if text.startswith(SHAPES):
-        load_shapes(text.removeprefix(SHAPES))  # refused at once where it cannot be read
-        return Design(f"{LEARNED}-{Path(text).parent.name or Path(text).stem}", text)
+        path = Path(text.removeprefix(SHAPES))
+        load_shapes(path)  # refused at once where it cannot be read
+        return Design(f"{LEARNED}-{path.parent.name or path.stem}", text)
     name, _, width = text.partition("@")
     found = (CONTROLS | CANDIDATES).get(name)
     if found is None:

@@ -45,6 +45,9 @@ def test_ways_are_trained_in_turn_and_judged(learned_shapes, tmp_path: Path, cap
         ("proximal", "thin"), ("again", "thin"), ("gates", "thin"),
     }  # fmt: skip
     assert all(one["margin"] == 0.5 for one in record["answers"])
+    assert [(one["ours"], one["theirs"], one["margin"]) for one in record["mechanisms"]] == [
+        ("proximal", "gates", 0)
+    ]
 
 
 def _full(way: str, seed: int = 0) -> dict:
@@ -76,7 +79,7 @@ def bench(learned_shapes, tmp_path: Path):
     options = learned_shapes._options([*SMALL, "--out", str(tmp_path / "shapes.json")])
     recipe = get_recipe("digits", epochs=2, batch_size=16, crop=16)
     book = learned_shapes.RunBook(options.out, learned_shapes.KIND, {})
-    images = learned_shapes._split(open_data("digits", limit=32, progress=False), None)
+    images = learned_shapes.run_book.split_for_tries(open_data("digits", limit=32, progress=False))
     return learned_shapes.ShapeBench(*images, recipe, options, book)
 
 

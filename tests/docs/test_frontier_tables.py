@@ -174,11 +174,21 @@ def test_learned_shapes_are_shown_by_falling_accuracy_with_what_was_decided(bloc
     rows = [
         {"way": way, "top1": top1, "macs": 0.5} for way, top1 in (("thin", 0.5), ("proximal", 0.6), ("thin", 0.52))
     ]
-    answer = {"ours": "proximal", "theirs": "thin", "margin": 0.5, "verdict": "yes"}
-    put("learned_shapes_x.json", {"about": about, "rows": rows, "answers": [answer]})
+    rows += [
+        {"way": "thin", "phase": "try", "top1": 0.9, "macs": 0.5},
+        {"way": "thin", "phase": "full", "top1": None, "diverged": True},
+    ]
+    gap = {"gap": 9.0, "low": 1.5, "high": 16.5}
+    answer = {"ours": "proximal", "theirs": "thin", "margin": 0.5, "verdict": "yes", **gap}
+    put(
+        "learned_shapes_x.json",
+        {"about": about, "rows": rows, "answers": [answer], "mechanisms": [{"theirs": "gates", **gap}]},
+    )
     text = blocks.TABLES["learned-shapes"]()
+    assert "`gates` +9.00 (+1.50 to +16.50)." in text
     assert text.index("`proximal` |") < text.index("`thin` |")
-    assert cells(text, "`thin`") == ["`thin`", "0.500", "51.00 ± 1.41", "2"]
+    assert cells(text, "`thin`") == ["`thin`", "0.500", "51.00 ± 1.41", "2", ""]  # neither tries nor diverged runs
+    assert cells(text, "`proximal`")[-1] == "+9.00 (+1.50 to +16.50)"
     assert "`proximal` over `thin` by 0.5: yes." in text
     assert "nin (width 0.1) on stripes, 10 epochs" in text
 

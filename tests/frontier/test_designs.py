@@ -122,12 +122,13 @@ def test_a_width_is_found_at_which_a_design_costs_as_much():
     assert SMALL.count(at_width(CANDIDATES["lr"], width)).macs == pytest.approx(dense, rel=0.2)
 
 
-def test_learned_shapes_are_a_design(tmp_path):
+def test_learned_shapes_are_a_design(tmp_path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "run").mkdir()
     path = tmp_path / "run" / "shapes.json"
     path.write_text('{"learned_shapes": {"features.conv1_1": "exact(5x1=16, 1x5=32)"}}')
     design = find_design(f"shapes:{path}")
-    assert design.name == "learned-run"
+    monkeypatch.chdir(tmp_path)
+    assert {design.name, find_design("shapes:run/shapes.json").name} == {"learned-run"}
     builder = Builder(FAMILIES["nin"], (3, 16, 16), 4, base=0.25)
     assert str(builder(design).get_submodule("features.conv1_1").composite) == "5x1,16 + 1x5,32"
     with pytest.raises(LowRankError, match="no others"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -9,10 +10,17 @@ from torch import nn
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.rewriting import changes_of
 from lowrank_cnn.report.charts.layers import short_names
-from lowrank_cnn.report.charts.vega import Spec, filled, looks, template
+from lowrank_cnn.report.charts.vega import Spec, filled, template
 from lowrank_cnn.system.errors import LowRankError
 
 SPEC = template("shapes")
+COLOURS = {
+    "columns": ("#009e73", "#00664b", "#7fcfb9"),
+    "rows": ("#e69f00", "#a85a00", "#f3d080"),
+    "points": ("#9a9fa6",),
+    "squares": ("#0072b2", "#003f63", "#7fb8d8"),
+}
+"""Columns (kx1) green, rows (1xk) orange, points (1x1) grey and all others blue, from the smallest up."""
 
 
 def shape_bars(network: nn.Module) -> list[dict[str, Any]]:
@@ -35,9 +43,10 @@ def shape_bars(network: nn.Module) -> list[dict[str, Any]]:
 def shapes_spec(title: str, network: nn.Module) -> Spec:
     """The specification of the chart, for a file."""
     bars = shape_bars(network)
-    names = sorted({bar["shape"] for bar in bars}, key=_taps)
+    colours = shape_colours({bar["shape"] for bar in bars})
     height = 22 * len({bar["layer"] for bar in bars})
-    spec = filled(SPEC, {"{height}": height, "{scale}": looks(names)["color"]})
+    scale = {"domain": list(colours), "range": list(colours.values())}
+    spec = filled(SPEC, {"{height}": height, "{scale}": scale})
     return {**spec, "title": title, "datasets": {"shapes": bars}}
 
 
@@ -50,6 +59,19 @@ def _groups(module: nn.Module) -> list[tuple[str, int]]:
     return []
 
 
-def _taps(shape: str) -> tuple[int, str]:
-    height, width = map(int, shape.split("x"))
-    return height * width, shape
+def shape_colours(shapes: Iterable[str]) -> dict[str, str]:
+    """A colour for each shape, kind by kind: shapes of one kind share a hue.
+
+    >>> shape_colours(["1x1", "3x1", "5x1"])
+    {'3x1': '#009e73', '5x1': '#00664b', '1x1': '#9a9fa6'}
+    """
+    kinds: dict[str, list[str]] = {kind: [] for kind in COLOURS}
+    for shape in sorted(shapes, key=lambda shape: [int(side) for side in shape.split("x")]):
+        height, width = map(int, shape.split("x"))
+        tall, wide = height > 1, width > 1
+        kinds["squares" if tall and wide else "columns" if tall else "rows" if wide else "points"].append(shape)
+    return {
+        shape: COLOURS[kind][place % len(COLOURS[kind])]
+        for kind, found in kinds.items()
+        for place, shape in enumerate(found)
+    }

@@ -8,7 +8,7 @@ from torch import nn
 import lowrank_cnn as lr
 from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.method.settling import LearnedShapes
-from lowrank_cnn.report.charts.shapes import shape_bars
+from lowrank_cnn.report.charts.shapes import shape_bars, shape_colours
 from lowrank_cnn.report.figures import draw_figure
 
 
@@ -19,6 +19,13 @@ def test_bars_are_shares_of_the_dense_filters():
     bars = {(bar["layer"], bar["shape"]): bar["share"] for bar in shape_bars(net)}
     assert bars == {("0", "3x1"): 0.25, ("0", "1x3"): 0.5, ("2", "3x3"): 1.0}
     assert shape_bars(net)[0]["spoken"] == "0: 4 of 16 filters are 3x1"
+
+
+def test_shapes_of_one_kind_share_a_hue_and_none_has_the_colour_of_another():
+    names = ["5x5", "1x1", "3x3", "1x3", "3x1", "1x5", "5x1", "1x7", "7x1", "5x3"]
+    colours = shape_colours(names)
+    assert list(colours)[:4] == ["3x1", "5x1", "7x1", "1x3"]
+    assert len(set(colours.values())) == len(names)
 
 
 def test_a_network_without_spatial_convs_is_refused():
