@@ -39,7 +39,7 @@ def train_command(
 
       lowrank train nin-c3-lr --data digits --recipe digits --width 0.25 --out runs/first
       lowrank train vgg11-gmp-lr --data photos --image-size 64 --out runs/photos
-      lowrank train torchvision:resnet18 --pretrained default --scheme lr-join --data photos --out runs/r18
+      lowrank train torchvision:resnet18 --pretrained default --scheme lr --data photos --out runs/r18
       lowrank train nin-c3-lr --data photos --out runs/photos --resume
       lowrank train vgg11-gmp --data photos --scheme "learned(kx1, 1xk)" --macs 0.4 --out runs/shapes
       lowrank train vgg11-gmp --data photos --shapes runs/shapes/shapes.json --out runs/again
