@@ -20,9 +20,10 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -59,8 +60,11 @@ TORCH = ("torch", "torch.compile", "lr.optimize")
 """Timed in fp32, from the network itself."""
 PACKAGES = ("onnxruntime", "openvino", "nncf", "ncnn", "pnnx", "MNN", "executorch", "torchao", "torch")
 PRECISIONS = ("fp32", "fp16", "int8")
-REST, WARM = 0.05, 2
-"""Before each timed run: seconds for threads to fall asleep, then runs that are not timed."""
+REST, WARM, FEWEST_WARM = 0.05, 0.03, 2
+"""Before each timed run: seconds for threads to fall asleep, then seconds and least number of runs not timed.
+
+Threads that wake up share a core for some milliseconds, until the system moves one of them to another.
+"""
 MOST_OTHERS = 0.03
 """Cores that other processes may use while networks are timed, and that an engine may use beyond its threads."""
 
@@ -167,7 +171,7 @@ def time_families(options: argparse.Namespace) -> None:
                 runs = runs_of(family, precision, options)
                 if not runs:
                     continue
-                how = {"repeats": options.repeats, "budget": options.budget, "rest": REST, "warm": WARM}
+                how = {"repeats": options.repeats, "budget": options.budget, "rest": REST, "warm": warm_runs(runs)}
                 samples, own, others = cores_used(partial(measure, runs, **how))
             if why := refusal(options.threads, own, others):
                 print(f"not recorded: {family} {precision}, {why}", flush=True)
@@ -182,6 +186,12 @@ def time_families(options: argparse.Namespace) -> None:
             for row in sorted(rows, key=lambda row: row["ms"]):
                 told = f"{row['ms']:8.2f} ({row['low']:.2f}-{row['high']:.2f})"
                 print(f"{family:10} {precision} {row['network']:9} {row['engine']:14} {told}", flush=True)
+
+
+def warm_runs(runs: Mapping[str, Callable[[], object]]) -> int:
+    """How many runs warm up even the fastest of these."""
+    fastest = min(sample.ms for sample in measure(runs, repeats=3).values())
+    return max(FEWEST_WARM, math.ceil(1000 * WARM / fastest))
 
 
 def cores_used(work: Callable[[], Any], *, patience: float = 30.0) -> tuple[Any, float, float]:

@@ -63,3 +63,8 @@ def test_an_engine_that_uses_more_threads_than_it_was_given_is_refused():
 
 def test_the_work_of_this_process_is_not_counted():
     assert os.getpid() not in cpu_engines.spent_by_others()
+
+
+def test_fast_networks_warm_up_as_long_as_slow_ones():
+    assert cpu_engines.warm_runs({"slow": lambda: time.sleep(0.1)}) == 2
+    assert 2 < cpu_engines.warm_runs({"slow": lambda: time.sleep(0.1), "fast": lambda: time.sleep(0.002)}) <= 15
