@@ -122,7 +122,7 @@ def test_weights_that_were_fitted_are_trained_ones_and_fresh_ones_are_not(lowran
     lowrank("train", "nin", "--data", "squares", *SMALL, "--out", run)
     assert lowrank(command, run, "--scheme", "lr-join(m=1)", "--out", file).exit_code == 0
     done = lowrank("evaluate", file, "--data", "squares", "--device", "cpu")
-    told = "holds weights, but not which classes they tell apart" in str(done.exception)
+    told = "does not say which classes it tells apart" in str(done.exception)
     assert (done.exit_code == 0) == (command == "decompose")
     assert told == (command == "convert")
 
