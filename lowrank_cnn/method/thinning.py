@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.init import init_
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.system.errors import LowRankError, nearest
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -74,6 +75,8 @@ def thin(
     share = width if width is not None else macs
     if not isinstance(share, int | float) or not 0 < share <= 4:
         raise LowRankError(f"a width or a share of the MACs lies above 0 and up to 4, not {share!r}.")
+    if found := [name for name, layer in model.named_modules() if isinstance(layer, CompositeConv2d)]:
+        raise LowRankError(f"thin takes dense networks, and {found[0]} is low-rank: thin first, then convert.")
     blank = copy.deepcopy(model).to("meta").eval()
     own = _own_widths(blank, layers or {})
     plan = _Thinning(blank, torch.empty((1, *input_size), device="meta"), multiple, own)

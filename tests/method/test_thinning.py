@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.thinning import thin
 from lowrank_cnn.system.errors import LowRankError
@@ -75,6 +76,12 @@ def test_a_layer_used_twice_stays_one_layer():
 def test_bad_shares_get_one_sentence(options: dict, words: str):
     with pytest.raises(LowRankError, match=words):
         thin(Residual(), **options, input_size=SIZE)
+
+
+def test_low_rank_networks_are_refused():
+    net = convert(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)), "lr")
+    with pytest.raises(LowRankError, match="thin takes dense networks, and 0 is low-rank: thin first, then convert"):
+        thin(net, width=0.5, input_size=(3, 8, 8))
 
 
 def test_a_forward_with_fixed_widths_is_refused():
