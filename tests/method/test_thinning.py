@@ -80,7 +80,7 @@ def test_bad_shares_get_one_sentence(options: dict, words: str):
 
 def test_low_rank_networks_are_refused():
     net = convert(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)), "lr")
-    with pytest.raises(LowRankError, match="thin takes dense networks, and 0 is low-rank: thin first, then convert"):
+    with pytest.raises(LowRankError, match="thin takes dense networks, and 0 is low-rank: thin first"):
         thin(net, width=0.5, input_size=(3, 8, 8))
 
 
