@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from statistics import correlation
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,7 +23,16 @@ Batch = Annotated[int, typer.Option(min=1, help="Images per batch.")]
 Budget = Annotated[float, typer.Option(help="Seconds after which no further form is tried.")]
 Repeats = Annotated[int, typer.Option(help="Runs per median.")]
 Tries = Annotated[int, typer.Option("--repeats", help="Runs per median of each way that is tried.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; by default all cores.")]
+
+
+def limit_threads(threads: int | None) -> int | None:
+    """Limit the threads of OpenMP before torch starts them: on Arm its convs ignore `torch.set_num_threads`."""
+    if threads is not None and threads > 0 and "torch" not in sys.modules:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    return threads
+
+
+Threads = Annotated[int | None, typer.Option(callback=limit_threads, help="CPU threads; by default all cores.")]
 
 
 @grouped

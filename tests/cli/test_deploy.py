@@ -1,11 +1,14 @@
 """The commands time, plan and export, as a user types them."""
 
 import json
+import os
+import sys
 
 import pytest
 import torch
 from PIL import Image
 
+from lowrank_cnn.cli.deploy import limit_threads
 from lowrank_cnn.deploy.exporting import load
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
@@ -130,3 +133,15 @@ def test_an_exported_file_is_timed_asked_and_evaluated(output_of, tmp_path):
 def test_bad_input_is_one_sentence(output_of, arguments: list[str], says: str):
     with pytest.raises(LowRankError, match=says):
         output_of(*arguments)
+
+
+def test_threads_are_limited_before_torch_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert limit_threads(1) == 1
+    assert os.environ["OMP_NUM_THREADS"] == "7", "torch is loaded already, and has its threads"
+    monkeypatch.delitem(sys.modules, "torch")
+    assert limit_threads(None) is None
+    assert limit_threads(0) == 0
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert limit_threads(3) == 3
+    assert os.environ["OMP_NUM_THREADS"] == "3"
