@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import lowrank_cnn as lr
-from benchmarks.cpu_engines import ENGINES, PRECISIONS, REST, WARM, versions
+from benchmarks.cpu_engines import ENGINES, PRECISIONS, REST, versions, warm_runs
 from lowrank_cnn.deploy.engines import open_engine
 from lowrank_cnn.system.clock import measure
 from lowrank_cnn.system.environment import environment
@@ -78,7 +78,7 @@ def engine(folder: Path, threads: int, name: str) -> dict[str, dict[str, Any]]:
             continue
         runner = open_engine(path, threads=threads)
         runs[f"{name} {precision}"] = lambda r=runner, x=image: r(x.numpy())
-    samples = measure(runs, repeats=25, budget=60, rest=REST, warm=WARM)
+    samples = measure(runs, repeats=25, budget=60, rest=REST, warm=warm_runs(runs))
     return {label: asdict(sample) for label, sample in samples.items()}
 
 
