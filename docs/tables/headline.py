@@ -143,15 +143,11 @@ def _of_frontier(found: Frontier, sources: dict[str, Any]) -> Iterator[Line]:
     rows = [row for row in found.rows if len(row.runs) >= LEAST_RUNS and row.timing]
     dense = next((row for row in rows if row.name == DENSE_NAME), None)
     thin = [row for row in rows if row.dense and row is not dense]
-    faster = [row for row in rows if not row.dense and _ratio(row) < 1]
-    if dense is None:
+    low_rank = [row for row in rows if not row.dense and _ratio(row) < 1]
+    pairs = [(row, rival) for row in low_rank if (rival := control_of(found, _ratio(row))) and rival in thin]
+    if dense is None or not pairs:
         return
-    rivals = {row.name: control_of(found, _ratio(row)) for row in faster}
-    faster = [row for row in faster if rivals[row.name] in thin]
-    if not faster:
-        return
-    best = max(faster, key=lambda row: _mean(found, row) - _mean(found, rivals[row.name]))
-    rival = rivals[best.name]
+    best, rival = max(pairs, key=lambda pair: _mean(found, pair[0]) - _mean(found, pair[1]))
     family, data = found.about["family"], found.about["data"]["name"]
     least = min(len(row.runs) for row in (dense, best, rival))
     about = f"{family} on {data} (mean of at least {least} seeds)"
