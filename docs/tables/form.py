@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def markdown(columns: list[str], rows: list[list[object]]) -> str:
+def markdown(columns: list[str], rows: Sequence[Sequence[object]]) -> str:
     """A table, its first column and those marked `<` to the left, the others to the right."""
     sides = ["---" if not place or name.startswith("<") else "---:" for place, name in enumerate(columns)]
     lines = [[name.removeprefix("<") for name in columns], sides, *rows]
