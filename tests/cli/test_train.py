@@ -81,7 +81,7 @@ def test_a_network_in_the_users_file_is_trained_and_used(lowrank, tmp_path):
     more = ["--data", "squares", *SMALL[2:]]
     assert lowrank("train", f"{own}:net", *more, "--scheme", "lr-join", "--out", out).exit_code == 0
     refused = lowrank("evaluate", out, "--data", "squares", "--device", "cpu").exception
-    assert "--into path.py:function" in str(refused)
+    assert "--into mine.py:net" in str(refused)
     evaluated = lowrank("evaluate", out, "--data", "squares", "--device", "cpu", "--into", f"{own}:net", "--json")
     assert json.loads(evaluated.output)["top1"] == load_record(out).result["top1"]
     image = pytest.importorskip("PIL.Image")

@@ -143,6 +143,7 @@ LARGE = [pytest.param(name, marks=pytest.mark.nightly) for name in ("vgg11-gmp-l
 def test_our_layers_have_no_graph_break(name, fused):
     from lowrank_cnn.kernels.fusing import fuse
 
+    torch.compiler.reset()  # classes of which other tests compiled many networks are no longer compiled
     net = low_rank_network(name).train()
     x = torch.randn(2, 3, 64, 64)
 

@@ -212,7 +212,7 @@ def test_a_stream_of_broken_images_ends_with_a_sentence(
     write_shards(tmp_path, "test", [[(picture(0, (16, 16)), 0)]])
     with pytest.raises(LowRankError, match="too many images are bad: 16 undecodable"):
         list(on_gpu(split_of(tmp_path)).epoch(0))
-    with pytest.raises(LowRankError, match=r"undecodable image \(train-0000"):
+    with pytest.raises(LowRankError, match=r"undecodable images? \(train-0000"):
         list(on_gpu(split_of(tmp_path, bad="refuse")).epoch(0))
     assert list(on_gpu(split_of(tmp_path), train=False).epoch(0)) == []
 
