@@ -8,24 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from tables import form, frontier, gpu_models
 from tables.form import ROOT, markdown, record, source
 
 from lowrank_cnn.frontier.answering import control_of
 from lowrank_cnn.frontier.record import DENSE_NAME, RECORD, DesignRow, Frontier, load_frontier
-from lowrank_cnn.method.counting import count
-from lowrank_cnn.models import create_model
 
 DENSE, LOW_RANK, THIN = "dense", "low-rank", "thin dense"
 KEYS = {DENSE: "dense", LOW_RANK: "low-rank", THIN: "thin"}
 """The names of the three kinds in `gpu_models.json`."""
-PAPER = {"nin": ("nin-c3-lr",), "vgg11-gmp": ("vgg11-gmp-lr", "vgg11-gmp-lr-join")}
-PAPER_SETS = {
-    "nin": "NiN on CIFAR-10 (crops of 30x30, three seeds)",
-    "vgg11-gmp": "VGG-11 on 100 classes of Tiny-ImageNet (56x56 pixels, two seeds; timed at 224x224)",
-}
-FAMILY = {"nin": "nin", "vgg11-gmp": "vgg11", "resnet18": "resnet18"}
+PAPER_SETS = {"vgg11-gmp": "VGG-11 on 100 classes of Tiny-ImageNet (56x56 pixels, two seeds; timed at 224x224)"}
+FAMILY = {"vgg11-gmp": "vgg11", "resnet18": "resnet18"}
 """Families of `lowrank frontier`, by the name of their dense network."""
 TODAY = ("lowrank:vgg11-gmp/lr", "torchvision:resnet18/lr")
 ALIKE = 0.1
@@ -89,23 +82,7 @@ def _lines() -> tuple[list[Line], dict[str, list[dict[str, Any]]]]:
         FAMILY[lines[0].name] for lines in today.values() if lines and lines[-1].kind == THIN and lines[-1].top1
     }
     trios = [line for one in found if one.about["family"] not in filled for line in _of_frontier(one, sources)]
-    asked = {line.name for line in trios if line.kind == DENSE}
-    timed = {lines[0].name for lines in today.values() if lines}
-    left = [dense for dense in PAPER if FAMILY[dense] not in asked and dense not in timed]
-    paper = [line for dense in left for line in _of_paper(dense, sources)]
-    return [*paper, *trios, *(line for lines in today.values() for line in lines)], sources
-
-
-def _of_paper(dense: str, sources: dict[str, list[dict[str, Any]]]) -> Iterator[Line]:
-    """The networks of the paper, beside the fastest dense network with our kernels or without."""
-    runs, shown = record("gpu_speed.json")["runs"], False
-    for low_rank in PAPER[dense]:
-        times = {mode: _newest(runs, low_rank, mode, sources) for mode in ("inference", "training")}
-        for name, kind in ((dense, DENSE), (low_rank, LOW_RANK))[shown:]:
-            macs, top1 = _accuracy(name)
-            ms, step = (_fastest_dense(row) if kind == DENSE else row["ms"] for row in times.values())
-            yield Line(PAPER_SETS[dense], kind, name, macs, top1, ms, f"{step:.2f} ms")
-        shown = True
+    return [*(line for lines in today.values() for line in lines), *trios], sources
 
 
 def _fastest_dense(row: dict[str, Any]) -> float:
@@ -128,14 +105,19 @@ def _add(sources: dict[str, Any], name: str, environment: dict[str, Any]) -> Non
         known.append(environment)
 
 
-def _accuracy(name: str) -> tuple[int, float]:
-    """MACs at the size that is timed, and the mean accuracy of the recorded runs."""
-    folder = "cifar10" if name.startswith("nin") else "tiny-imagenet"
-    rows = record(f"{folder}/table.json")["rows"]
+def _paper_step(network: str, scheme: str, kind: str, sources: dict[str, Any]) -> float | None:
+    """Milliseconds of a training step of a network of the paper, from the record of these."""
+    if network not in PAPER_SETS or kind == THIN:
+        return None
+    row = _newest(record("gpu_speed.json")["runs"], f"{network}-{scheme}", "training", sources)
+    return _fastest_dense(row) if kind == DENSE else row["ms"]
+
+
+def _accuracy(name: str) -> float:
+    """The mean accuracy of the recorded runs, in percent."""
+    rows = record("tiny-imagenet/table.json")["rows"]
     top1 = next(row["top1"] for row in rows if (row["part"], row["network"]) == ("paper", name))
-    with torch.device("meta"):
-        network = create_model(name)
-    return count(network, network.input_size).macs, 100 * sum(top1) / len(top1)
+    return 100 * sum(top1) / len(top1)
 
 
 def _of_frontier(found: Frontier, sources: dict[str, Any]) -> Iterator[Line]:
@@ -216,8 +198,9 @@ def _of_today(name: str, found: list[Frontier], sources: dict[str, Any]) -> Iter
     for kind, key in KEYS.items():
         if time := times_of[key]:
             step = gpu_models.milliseconds(trained, "training", f"{key}, fit")
+            step = step or _paper_step(network, scheme, kind, sources)
             label = f"{network}-{scheme}" if kind == LOW_RANK else network
-            top1 = _accuracy(label)[1] if network in PAPER and kind != THIN and not accuracies else None
+            top1 = _accuracy(label) if network in PAPER_SETS and kind != THIN and not accuracies else None
             top1 = _mean(*accuracies[kind]) if accuracies else top1
             training = f"{step:.2f} ms" if step else "not measured"
             yield Line(group, kind, label, macs[key], top1, time, training)
