@@ -33,6 +33,7 @@ from tables import (
     memory,
     networks,
     pipeline,
+    profile,
     records,
     reference,
     search,
@@ -87,6 +88,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tensor-fits": decompose.tensor_fits,
     "tiny-imagenet": tiny_imagenet.tiny_imagenet,
     "train-speed": gpu.train_speed,
+    "training-profile": profile.training_profile,
     "weights": networks.weights,
     "zoo": zoo.zoo,
 }

@@ -117,7 +117,7 @@ def gradient_sums(
 
 
 @triton.jit
-def input_gradient(
+def norm_gradient(
     grad, x,  # [pixels, TOTAL]
     dx,  # [pixels, TOTAL], written
     sums,  # [2, TOTAL] float32
@@ -214,7 +214,7 @@ def batch_norm_activation_backward(
         ACTIVATION=activation, STORE=store, ROUNDS=share.rounds, **options,
     )  # fmt: skip
     torch.sum(parts, 1, out=sums)
-    input_gradient[(ceil_div(pixels, share.block), tiles)](
+    norm_gradient[(ceil_div(pixels, share.block), tiles)](
         before if store else g, source, dx.permute(0, 2, 3, 1), sums, *scales, pixels, slope,
         ACTIVATION="" if store else activation, **options,
     )  # fmt: skip
