@@ -237,7 +237,8 @@ def _chart(group: str, lines: list[Line]) -> dict[str, Any]:
     kinds = [DENSE, LOW_RANK, THIN]  # in every chart, as they share a legend
     shapes = {"domain": kinds, "range": ["circle", "square", "diamond"]}
     colours = {"domain": kinds, "range": ["#d55e00", "#0072b2", "#6a6a6a"]}
-    places = {DENSE: -16, LOW_RANK: 18, THIN: 34}  # a thin network may lie on the low-rank one
+    beside = {"align": "right", "dx": -12}  # a thin network may lie on the low-rank one
+    places = {DENSE: {"dy": -16}, LOW_RANK: {**beside, "dy": -6}, THIN: {**beside, "dy": 10}}
     shape = {"field": "kind", "type": "nominal", "title": None, "scale": shapes}
     colour = {"field": "kind", "type": "nominal", "title": None, "scale": colours}
     layers = [
@@ -245,7 +246,7 @@ def _chart(group: str, lines: list[Line]) -> dict[str, Any]:
          "encoding": {"x": x, "y": y, "x2": {"field": "ms2"}, "y2": {"field": "top2"}}},
         {"data": {"values": values}, "mark": {"type": "point", "filled": True, "size": 120, "opacity": 1},
          "encoding": {"x": x, "y": y, "color": colour, "shape": shape}},
-        *({"data": {"values": [value]}, "mark": {"type": "text", "dy": places[value["kind"]], "fontSize": 12},
+        *({"data": {"values": [value]}, "mark": {"type": "text", "fontSize": 12, **places[value["kind"]]},
            "encoding": {"x": x, "y": y, "text": {"field": "name"}}} for value in values),
     ]  # fmt: skip
     return {"title": group.partition(" (")[0], "width": 330, "height": 220, "layer": layers}
