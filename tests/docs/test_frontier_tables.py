@@ -80,6 +80,30 @@ def test_foreign_networks_on_a_gpu_appear_with_their_record(blocks: ModuleType, 
     assert "### Inference" not in text
 
 
+def test_of_two_runs_the_one_with_the_stronger_thin_network_is_shown(blocks: ModuleType, put: Put):
+    runs = []
+    for compiler, thin in ((2.0, "thin"), (2.5, "thin in 64s"), (3.0, "thin in 64s")):
+        ways = {"dense, torch.compile": compiler, "low-rank, optimize": 1.0, f"{thin}, optimize": 1.5}
+        row = {"row": "torchvision:resnet18/lr", "macs": {"dense": 100, "low-rank": 33, thin: 40}}
+        row["inference"] = {"ms": {way: {"ms": ms} for way, ms in ways.items()}}
+        runs.append({"environment": ENVIRONMENT, "rows": [row]})
+    put("gpu_models.json", {"runs": runs})
+    expected = ["2.50 (1.00)", "not measured", "1.50 (0.60) in 64s", "1.00 (0.40)"]
+    assert cells(blocks.TABLES["gpu-models"](), "`resnet18`, `lr`")[2:] == expected
+
+
+def test_the_newest_profile_of_a_network_is_shown(blocks: ModuleType, put: Put):
+    profiles = [
+        {"network": "net/lr", "batch": 8, "ms": ms, "kernels": [{"name": "stem_gradient", "ms": 1.0, "calls": 1}]}
+        for ms in (9.0, 4.0)
+    ]
+    put("training_profile.json", {"runs": [{"environment": ENVIRONMENT, "rows": [row]} for row in profiles]})
+    text = blocks.TABLES["training-profile"]()
+    assert "4.00 ms of kernels a step" in text
+    assert "9.00" not in text
+    assert cells(text, "all others") == ["all others", "", "", "3.00"]
+
+
 def test_loaders_show_how_long_a_gpu_waits(blocks: ModuleType, put: Put) -> None:
     setting = {"size": [500, 375], "images": 64, "repeats": 3, "workers": 2, "crop": 160, "side": 183}
     setting["bytes"] = 9e4
