@@ -118,6 +118,25 @@ def test_other_forms_are_always_tried(on_gpu: Workshop, monkeypatch, name: str):
     assert on_gpu._out_of_reach(name) == ""
 
 
+@pytest.mark.parametrize("fast", ["contiguous", "channels_last"])
+def test_on_a_cpu_the_faster_memory_format_is_planned_first(monkeypatch: pytest.MonkeyPatch, fast: str):
+    work, tried = workshop(nn.Sequential(nn.Conv2d(3, 4, 3)).eval()), []
+
+    def attempt(self: Workshop, name: str) -> None:
+        tried.append(name)
+        self.made[name] = Optimized(self.model, Form())
+
+    def times(self: Workshop, repeats: int) -> dict[str, Sample]:
+        return {name: Sample(ms, ms, ms, 0) for name in self.made for ms in [1.0 if fast in name else 2.0]}
+
+    monkeypatch.setattr(Workshop, "attempt", attempt)
+    monkeypatch.setattr(Workshop, "times", times)
+    assert work.fastest(compile=False).report.choice == f"folded, {fast}"
+    assert tried[:3] == ["as given", "folded, contiguous", "folded, channels_last"]
+    assert tried[3] == f"planned, {fast}"
+    assert len(tried) == 5
+
+
 def test_no_form_is_begun_at_the_end_of_the_budget(monkeypatch: pytest.MonkeyPatch):
     work = workshop(nn.Sequential(nn.Conv2d(3, 8, 3)).eval(), budget=10.0)
     now = SimpleNamespace(perf_counter=lambda: work.began + 8.5)
