@@ -5,10 +5,10 @@
     >>> thin(net, width=0.5, input_size=(3, 8, 8))[0].out_channels
     32
 
-Every layer keeps its kernel, stride and place and loses output channels; the layers that give the network's outputs
-keep theirs. How many channels a layer receives is not computed from a graph: the network runs once on the meta device,
-and each layer is built for what arrives. So concatenations, residual sums and hand-written forwards need no special
-rules.
+Every layer keeps its kernel, stride and place and loses output channels; the layers that give the outputs of the
+network keep theirs. How many channels a layer receives is not computed from a graph: the network runs once on the
+meta device, and each layer is built for what arrives. So concatenations, residual sums and hand-written forwards
+need no special rules.
 """
 
 from __future__ import annotations
