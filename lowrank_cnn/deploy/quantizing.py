@@ -23,6 +23,7 @@ from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.export_request import request_for
 from lowrank_cnn.deploy.exporting import check_place, load, stored_of, write_request
 from lowrank_cnn.deploy.merging import merge
+from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.system.compare import difference, is_finite
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path
@@ -114,7 +115,7 @@ def quantize(
         )
     check_place(path, overwrite)
     trained = model if isinstance(model, Trained) else carried_by(model)
-    network = merge((trained.network if trained else model).eval())  # type: ignore[union-attr, arg-type]
+    network = merge(copy_with(trained.network if trained else model).eval())  # type: ignore[arg-type]
     data = _labelled(calibration, trained)
     judged = _judged(data)
     prepared = _prepared(judged or data or calibration, trained, images)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +62,8 @@ def changes_of(model: nn.Module) -> tuple[Change, ...]:
     return conversion.changed if conversion else ()
 
 
-def copy_with(model: nn.Module, replaced: Mapping[nn.Module, nn.Module] = MappingProxyType({})) -> nn.Module:
-    """A deep copy with some modules replaced, wherever and however often they are referred to.
+def copy_with(model: nn.Module, replaced: Mapping[Any, Any] = MappingProxyType({})) -> nn.Module:
+    """A deep copy with some modules or tensors replaced, wherever and however often they are referred to.
 
     A weight that a hook computes from others (pruning, the older weight norm) is copied without its gradients:
     torch copies no other tensor that was computed, and the hook computes it anew in every call.

@@ -92,13 +92,17 @@ def stages(model: nn.Module, input_size: InputSize | None = None) -> tuple[tuple
 
 
 def check_module(model: object) -> None:
-    """Refuse objects that are not modules, and scripted modules, whose layers cannot be replaced."""
+    """Refuse objects that are not modules, scripted modules, and lazy ones that have no weights yet."""
     if not isinstance(model, nn.Module):
         raise LowRankError(f"a model is an nn.Module, not {type(model).__name__}.")
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise LowRankError(
                 f"{name or 'the model'} is scripted, which cannot be rewritten: do this first, then script it."
+            )
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+            raise LowRankError(
+                f"{name or 'the model'} is lazy: run the model once, so that it knows its channels."
             )
 
 

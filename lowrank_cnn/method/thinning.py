@@ -5,26 +5,32 @@
     >>> thin(net, width=0.5, input_size=(3, 8, 8))[0].out_channels
     32
 
-Every layer keeps its kernel, stride and place and loses output channels; the last layer keeps its outputs. How
-many channels a layer receives is not computed from a graph: the network runs once on the meta device, and each
-layer is built for what arrives. So concatenations, residual sums and hand-written forwards need no special rules.
+Every layer keeps its kernel, stride and place and loses output channels; the layers that give the outputs of the
+network keep theirs. How many channels a layer receives is not computed from a graph: the network runs once on the
+meta device, and each layer is built for what arrives. So concatenations, residual sums and hand-written forwards
+need no special rules.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.init import init_
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.system.errors import LowRankError, nearest
+from lowrank_cnn.method.rewriting import copy_with
+from lowrank_cnn.method.selection import check_module
+from lowrank_cnn.system.errors import LowRankError, first_line, nearest
 
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _LAYERS = (*_CONVS, *_NORMS, nn.Linear, nn.GroupNorm)
 _STEPS = 14
@@ -56,6 +62,9 @@ def thin(
 ) -> nn.Module:
     """A thinner copy of a dense network, freshly initialised, to be trained from scratch.
 
+    Parameters and buffers that no `reset_parameters` sets, such as the scale of a module of your own, keep the
+    values that they have in `model`. Layers that share a parameter go on sharing it.
+
     - `width`: the share of its output channels that each layer keeps.
     - `macs`: the share of multiply-accumulates to keep instead; the nearest width is found by bisection.
     - `input_size`: channels, height and width of one image.
@@ -70,6 +79,7 @@ def thin(
     >>> lr.count(thin, (3, 64, 64)).macs < lr.count(dense, (3, 64, 64)).macs
     True
     """
+    check_module(model)
     if (width is None) == (macs is None):
         raise LowRankError("thin takes either a width or a share of the multiply-accumulates (macs).")
     share = width if width is not None else macs
@@ -77,12 +87,13 @@ def thin(
         raise LowRankError(f"a width or a share of the MACs lies above 0 and up to 4, not {share!r}.")
     if found := [name for name, layer in model.named_modules() if isinstance(layer, CompositeConv2d)]:
         raise LowRankError(f"thin takes dense networks, and {found[0]} is low-rank: thin first, then convert.")
-    blank = copy.deepcopy(model).to("meta").eval()
+    blank = copy_with(model).to("meta").float().eval()
     own = _own_widths(blank, layers or {})
     plan = _Thinning(blank, torch.empty((1, *input_size), device="meta"), multiple, own)
-    if width is not None:
-        return _fresh(plan.at(float(width)), model)
-    return _fresh(plan.nearest(float(share) * count(model, input_size).macs), model)
+    target = float(share) * count(model, input_size).macs if width is None else 0
+    new = _fresh(plan.at(float(share)) if width is not None else plan.nearest(target), model)
+    _check_runs(new, input_size)
+    return new
 
 
 def _own_widths(model: nn.Module, layers: Mapping[str, float]) -> dict[nn.Module, float]:
@@ -101,7 +112,7 @@ class _Thinning:
 
     def __init__(self, blank: nn.Module, x: Tensor, multiple: int, own: Mapping[nn.Module, float]) -> None:
         self.blank, self.x, self.multiple, self.own = blank, x, multiple, own
-        self.last = _last_layer(blank, x)
+        self.last, self.shapes = _output_layers(blank, x)
 
     def nearest(self, target: float) -> nn.Module:
         """Bisect the width. MACs are a staircase of it, so remember the closest step found."""
@@ -122,7 +133,7 @@ class _Thinning:
 
         def channels(layer: nn.Module) -> Callable[[int], int]:
             share = self.own.get(layer, width)
-            return (lambda n: n) if layer is self.last else (lambda n: _rounded(n, share, self.multiple))
+            return (lambda n: n) if layer in self.last else (lambda n: _rounded(n, share, self.multiple))
 
         pending = {
             layer: _Pending(copy.deepcopy(layer), channels(layer))
@@ -132,44 +143,115 @@ class _Thinning:
         new = copy.deepcopy(self.blank, {id(old): stand_in for old, stand_in in pending.items()}).eval()
         try:
             with torch.no_grad():
-                new(self.x)
+                shapes = _shapes(new(self.x))
         except Exception as error:
-            first = str(error).strip().partition("\n")[0]
             raise LowRankError(
-                f"the network cannot be made thinner, its forward expects fixed widths: {first}"
+                f"the network cannot be made thinner, its forward expects fixed widths: {first_line(error)}"
             ) from error
+        if shapes != self.shapes:
+            raise LowRankError("the network cannot be made thinner: its outputs would have other shapes.")
         built = {id(stand_in): stand_in.built or stand_in.layer for stand_in in pending.values()}
         return copy.deepcopy(new, built)
 
 
+@torch.no_grad()
 def _fresh(new: nn.Module, model: nn.Module) -> nn.Module:
-    """Real memory with fresh weights, on the device and in the modes of the model."""
-    first = next(model.parameters())
-    new = new.to_empty(device=first.device)
+    """Real memory with fresh weights, on the device, in the dtypes and in the modes of the model."""
+    sources = dict(chain(model.named_parameters(remove_duplicate=False), model.named_buffers()))
+    new = new.to_empty(device=next(model.parameters()).device)
+    _share_parameters(new, model)
+    for name, tensor in _tensors(new):  # NaN marks what no initialisation has set
+        tensor.fill_(torch.nan) if tensor.is_floating_point() else _take(name, tensor, sources[name])
     for module in new.modules():
-        if callable(reset := getattr(module, "reset_parameters", None)):
+        names = (name for name in ("reset_parameters", "_reset_parameters") if hasattr(module, name))
+        if callable(reset := getattr(module, next(names, ""), None)):
             reset()
-    for (name, buffer), (_, source) in zip(new.named_buffers(), model.named_buffers(), strict=False):
-        if buffer.shape == source.shape and "running" not in name and "tracked" not in name:
-            buffer.copy_(source)
-    return init_(new).to(first.dtype).train(model.training)
+    init_(new)
+    for name, tensor in _tensors(new):
+        tensor.data = tensor.data.to(sources[name].dtype)
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            _take(name, tensor, sources[name])
+    for name, module in model.named_modules():
+        new.get_submodule(name).training = module.training
+    return new
 
 
-def _last_layer(blank: nn.Module, x: Tensor) -> nn.Module | None:
-    """The conv or linear layer that runs last: its outputs are the classes."""
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _take(name: str, tensor: Tensor, source: Tensor) -> None:
+    if tensor.shape != source.shape:
+        raise LowRankError(f"the network cannot be made thinner: nothing initialises {name} in its new shape.")
+    tensor.copy_(source)
+
+
+def _share_parameters(new: nn.Module, model: nn.Module) -> None:
+    """Share the parameters that layers of the model share."""
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared = new.get_parameter(first.setdefault(parameter, name))
+        if new.get_parameter(name).shape != shared.shape:
+            raise LowRankError(
+                f"the network cannot be made thinner: {name} and {first[parameter]} are one parameter, "
+                "and would have different shapes."
+            )
+        home, _, own = name.rpartition(".")
+        setattr(new.get_submodule(home), own, shared)
+
+
+@torch.no_grad()
+def _check_runs(new: nn.Module, input_size: Sequence[int]) -> None:
+    """Run a copy once: the meta device does not check the shapes of every operation."""
+    first = next(new.parameters())
+    try:
+        copy_with(new).eval()(torch.zeros((1, *input_size), device=first.device, dtype=first.dtype))
+    except Exception as error:
+        raise LowRankError(f"the network cannot be made thinner: {first_line(error)}") from error
+
+
+def _output_layers(blank: nn.Module, x: Tensor) -> tuple[set[nn.Module], list[torch.Size]]:
+    """The conv and linear layers from which the outputs come without another between, and the outputs' shapes.
+
+    Autograd's graph shows them. Where it shows none (the forward gives class numbers, say), the layer that runs
+    last is taken.
+    """
     order: list[nn.Module] = []
+    made_by: dict[Any, nn.Module] = {}
     twin = copy.deepcopy(blank)
     places = dict(zip(twin.modules(), blank.modules(), strict=True))
-    watched = [module for module in twin.modules() if type(module) in (*_CONVS, nn.Linear)]
-    for module in watched:
-        module.register_forward_hook(lambda module, _inputs, _output: order.append(places[module]))
+
+    def remember(module: nn.Module, _inputs: Any, output: Any) -> None:
+        order.append(places[module])
+        made_by[output.grad_fn] = places[module]
+
+    for module in twin.modules():
+        if type(module) in (*_CONVS, nn.Linear):
+            module.register_forward_hook(remember)
+            module.requires_grad_(True)
     try:
-        with torch.no_grad():
-            twin(x)
+        with torch.enable_grad():
+            output = twin(x)
     except Exception as error:
-        first = str(error).strip().partition("\n")[0]
-        raise LowRankError(f"the network does not take an image of {tuple(x.shape[1:])}: {first}") from error
-    return order[-1] if order else None
+        raise LowRankError(
+            f"the network does not take an image of {tuple(x.shape[1:])}: {first_line(error)}"
+        ) from error
+    found, seen = set(), set()
+    waiting = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in made_by:
+            found.add(made_by[node])
+        else:
+            waiting += [before for before, _ in node.next_functions]
+    return found or set(order[-1:]), _shapes(output)
+
+
+def _shapes(output: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def _rounded(channels: int, width: float, multiple: int) -> int:
@@ -191,9 +273,9 @@ def _resized(layer: nn.Module, x: Tensor, channels: Callable[[int], int]) -> nn.
     depthwise = layer.groups == layer.in_channels > 1
     leaving = arriving * layer.out_channels // layer.in_channels if depthwise else channels(layer.out_channels)
     groups = arriving if depthwise else _groups(layer.groups, arriving, leaving)
-    options: dict[str, Any] = {
-        name: getattr(layer, name) for name in ("stride", "padding", "dilation", "padding_mode")
-    }
+    names = ("stride", "padding", "dilation", "padding_mode")
+    names += ("output_padding",) if isinstance(layer, _TRANSPOSED) else ()
+    options: dict[str, Any] = {name: getattr(layer, name) for name in names}
     return type(layer)(arriving, leaving, layer.kernel_size, groups=groups, bias=layer.bias is not None, **options)  # type: ignore[arg-type]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.models.network_file import NetworkFile, read_header, write_network_file
 from lowrank_cnn.models.rebuild import describe, rebuild
 from lowrank_cnn.system.errors import LowRankError
@@ -62,7 +62,7 @@ def read_weights(path: Path, *, into: nn.Module | None = None) -> Stored:
         network.load_state_dict(file.weights(), assign=True)
     else:
         network = rebuild(file.description, into=into)
-        network = copy.deepcopy(network) if network is into else network
+        network = copy_with(network) if network is into else network
         _load_into(network, file)
     card, size = file.description.get("card"), _size(file.description.get("input"))
     note(network, begun_from=path.name, input_size=size)
@@ -92,11 +92,10 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 def without_storage(model: nn.Module) -> nn.Module:
     """A copy of a network on the meta device, made without allocating another set of weights."""
-    memo: dict[int, Any] = {}
+    empty: dict[Any, Any] = {buffer: buffer.to("meta") for buffer in model.buffers()}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
-    return copy.deepcopy(model, memo)
+        empty[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    return copy_with(model, empty)
 
 
 def _check_fits(file: NetworkFile, network: nn.Module) -> None:

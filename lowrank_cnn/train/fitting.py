@@ -31,6 +31,7 @@ from lowrank_cnn.train.loggers import Logged, check_loggers
 from lowrank_cnn.train.memory_check import check_memory
 from lowrank_cnn.train.objective import Loss
 from lowrank_cnn.train.opening import open_for
+from lowrank_cnn.train.optimizers import flags_restored
 from lowrank_cnn.train.progress import Lines, Progress, moving_line
 from lowrank_cnn.train.recipe import Recipe, changed
 from lowrank_cnn.train.recipes import get_recipe
@@ -137,7 +138,8 @@ def _train(job: Job, saved: Checkpoint | None, *, log: Sequence[str], checkpoint
     keep_threads(saved.state.get("conditions", {}) if saved else {})
     seed_generators(job.seed, fabric.global_rank)
     model.to(fabric.device)
-    with told_out_of_memory(recipe.batch_size, fabric.device), batch_norm_over_all(fabric, model, shown.say):
+    out_of_memory = told_out_of_memory(recipe.batch_size, fabric.device)
+    with out_of_memory, batch_norm_over_all(fabric, model, shown.say), flags_restored(model):
         seen = input_size(job.data.test, augmentation(recipe))
         check_memory(
             model, job.data, recipe, seen, fabric.device

@@ -22,6 +22,7 @@ from lowrank_cnn.train.fabric import resolve_precision
 from lowrank_cnn.train.fused_copy import fused_to_train
 from lowrank_cnn.train.inputs import Inputs, make_inputs
 from lowrank_cnn.train.objective import Loss, Objective, balanced_weights, make_teacher
+from lowrank_cnn.train.optimizers import in_evaluation
 from lowrank_cnn.train.progress import Progress
 from lowrank_cnn.train.recipe import Recipe, differences, in_words
 from lowrank_cnn.train.recompute import recomputed
@@ -205,7 +206,8 @@ class Job:
         # What is fused, and which algorithm cuDNN takes, is decided by times, which differ from run to run.
         repeatable = torch.are_deterministic_algorithms_enabled()
         # A fused batch norm cannot be frozen, and a fused layer does not round.
-        apart = bool(self.recipe.freeze) or self.recipe.quantize != "none"
+        frozen = bool(self.recipe.freeze or in_evaluation(self.model))
+        apart = frozen or self.recipe.quantize != "none"
         gains = self.graphs and not repeatable and not apart
         running = self.model
         if gains:

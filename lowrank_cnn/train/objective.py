@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowrank_cnn.data import Data, Preprocess, Standardize
+from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.outputs import class_scores
 from lowrank_cnn.train.recipe import Recipe
@@ -111,11 +112,11 @@ def make_teacher(
     if trained and trained.classes != data.classes:
         raise LowRankError("the teacher knows other classes than the data: it must know the same, in one order.")
     translate = _translation(preprocess, trained.preprocess if trained else preprocess, device)
-    network = network.to(device).eval()
+    network = network.to(device)
 
     @torch.no_grad()
     def answer(images: Tensor) -> Tensor:
-        with autocast():
+        with autocast(), evaluating(network):
             outputs = network(translate(images))
         return class_scores(outputs, trained.recipe.output if trained else None)
 

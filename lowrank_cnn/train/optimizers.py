@@ -6,7 +6,8 @@ nothing. Weight decay acts on weights alone; biases and norms are left free.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from typing import Any
 
@@ -113,33 +114,57 @@ BACKBONE = "backbone"
 
 
 def freeze(network: nn.Module, patterns: str) -> list[nn.Module]:
-    """Freeze the parameters whose names match (`features.*, stem.*`); the modules with no other parameters.
+    """Freeze the parameters whose names match (`features.*, stem.*`); return the modules with no other parameters.
 
     `backbone` stands for everything before the last layer. Batch norms among these modules are to stay in
     evaluation mode, or their statistics would go on changing.
     """
     wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
     names = [name for name, _ in network.named_parameters()]
-    matched = {name for name in names for pattern in wanted if fnmatch(name, pattern)}
+    every = [*names, *(name for name, _ in network.named_buffers())]
+    matched = {name for name in every for pattern in wanted if fnmatch(name, pattern)}
     if BACKBONE in wanted:
         last = next(name for name, p in reversed(list(network.named_parameters())) if p.ndim > 1).rpartition(".")[
             0
         ]
-        matched |= {name for name in names if name.rpartition(".")[0] != last}
-    if wanted and not matched:
+        matched |= {name for name in every if name.rpartition(".")[0] != last}
+    if wanted and matched.isdisjoint(names):
         known = ", ".join(names[:3])
         raise LowRankError(f"freeze={patterns!r} matches no parameter of the network, such as {known}.")
-    if names and len(matched) == len(names):
+    if names and matched.issuperset(names):
         raise LowRankError(f"freeze={patterns!r} leaves nothing to train: freeze=backbone spares the last layer.")
     for name, parameter in network.named_parameters():
         if name in matched:
             parameter.requires_grad_(False)
     frozen = []
     for name, module in network.named_modules():
-        own = {f"{name}.{key}" if name else key for key, _ in module.named_parameters()}
+        held = list(module.named_parameters()) or list(module.named_buffers())  # a norm may have no weights
+        own = {f"{name}.{key}" if name else key for key, _ in held}
         if own and own <= matched:
             frozen.append(module)
     return frozen
+
+
+def in_evaluation(network: nn.Module) -> list[nn.Module]:
+    """Modules that the user froze and put into evaluation mode, in a network that trains: they stay so."""
+    return [
+        module
+        for module in network.modules()
+        if network.training
+        and not module.training
+        and {parameter.requires_grad for parameter in module.parameters()} == {False}
+    ]
+
+
+@contextmanager
+def flags_restored(network: nn.Module) -> Iterator[None]:
+    """Restore which parameters require gradients after a run: the next one may train what this one froze."""
+    flags = [(parameter, parameter.requires_grad) for parameter in network.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
 
 
 def _rules(groups: list[dict[str, Any]], recipe: Recipe, skip: Tensor) -> list[Any]:

@@ -15,6 +15,7 @@ from lowrank_cnn.data.augment import centre_crop, resize_shorter
 from lowrank_cnn.data.images.decode import BadImageError, decode_image, stack
 from lowrank_cnn.data.readers.folder import SUFFIXES
 from lowrank_cnn.data.stream.streamed import frame
+from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.system.errors import LowRankError, require
 from lowrank_cnn.train.fabric import resolve_device
 from lowrank_cnn.train.outputs import class_scores
@@ -73,7 +74,7 @@ def predict(
         raise LowRankError(f"bad is refuse or skip, not {bad!r}.")
     trained = _with_preparation(model).with_output(output)
     place = torch.device(resolve_device(device))
-    network = trained.network.to(place).eval()
+    network = trained.network.to(place)
     preprocess = trained.preprocess.to(place)
     answers: list[Ranking | None] = []
     for image in each_image(images):
@@ -85,7 +86,8 @@ def predict(
             answers.append(None)
             continue
         seen = _whole_to_window(preprocess(pixels[None]), trained)
-        scores = class_scores(network(seen), trained.recipe.output)
+        with evaluating(network):
+            scores = class_scores(network(seen), trained.recipe.output)
         answers.append(_ranked(scores.softmax(1)[0], trained.classes, top))
     return answers
 

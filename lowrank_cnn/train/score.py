@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowrank_cnn.data import Split
+from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.memory import is_out_of_memory
 from lowrank_cnn.train.details import DetailsCollector, EvaluationDetails
@@ -68,19 +69,15 @@ def score_by_loss(
     network: nn.Module, batches: Iterable[tuple[Any, Any]], loss: Loss, *, forward: Callable[[Any], Any]
 ) -> LossEvaluation:
     """The mean of a loss over all items, each batch weighted by its number of them."""
-    was_training = network.training
-    network.eval()
     total, right, n = 0.0, 0, 0
     answered = True
-    try:
+    with evaluating(network):
         for images, targets in batches:
             outputs = forward(images)
             total += float(loss(outputs, targets)) * len(images)
             found = hits(outputs, targets)
             answered = answered and found is not None
             right, n = right + int(found or 0), n + len(images)
-    finally:
-        network.train(was_training)
     return LossEvaluation(total / max(n, 1), n, right / max(n, 1) if answered else None)
 
 
@@ -97,16 +94,14 @@ def check_fits(
 
     With `classes=None` any output will do; `output` is the one of several that has the class scores.
     """
-    was_training = network.training
     try:
-        outputs = network.eval()(torch.zeros(1, *size, device=device))
+        with evaluating(network):
+            outputs = network(torch.zeros(1, *size, device=device))
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
         reason = str(error).partition("\n")[0]
         raise LowRankError(f"the network cannot take images of {'x'.join(map(str, size))}: {reason}") from error
-    finally:
-        network.train(was_training)
     if classes is None:
         return
     logits = class_scores(outputs, output)
@@ -133,18 +128,14 @@ def score(
 
     With the names of the `classes` the result has details; `split` names and shows the worst images.
     """
-    was_training = network.training
-    network.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     collector = DetailsCollector(classes, device) if classes else None
-    try:
+    with evaluating(network):
         for images, labels in batches:
             logits = class_scores((forward or network)(images)).float()
             sums += _count(logits, labels)
             if collector:
                 collector.add(logits, labels)
-    finally:
-        network.train(was_training)
     top1, top5, n, loss = add_up(sums).tolist()
     result = Evaluation(top1 / max(n, 1), top5 / max(n, 1), int(n), loss / max(n, 1))
     return replace(result, details=collector.details(split, add_up)) if collector else result

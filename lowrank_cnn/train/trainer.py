@@ -33,7 +33,7 @@ from lowrank_cnn.train.failure import (
 )
 from lowrank_cnn.train.inputs import Inputs
 from lowrank_cnn.train.objective import Objective
-from lowrank_cnn.train.optimizers import freeze
+from lowrank_cnn.train.optimizers import freeze, in_evaluation
 from lowrank_cnn.train.progress import Progress
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.record import Epoch, Record
@@ -77,7 +77,7 @@ class Trainer:
         self.fabric, self.network, self.inputs, self.builder = fabric, network, inputs, builder
         self.recipe, self.record, self.directory = recipe, record, directory
         self.checkpoint_every, self.callbacks = checkpoint_every, callbacks
-        self.frozen = freeze(network, recipe.freeze)
+        self.frozen = [*in_evaluation(network), *freeze(network, recipe.freeze)]
         forward = next(iter(builder.forwards.values()))
         options = {"objective": objective, "scaled": record.precision == "fp16", "ranges": ranges}
         self.step = TrainingStep(network, forward, fabric.backward, recipe, fabric.device, **options)

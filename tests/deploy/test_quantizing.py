@@ -151,3 +151,9 @@ def test_photographs_of_many_sizes_calibrate_at_the_size_of_training(tmp_path):
     lr.fit(net, data, lr.get_recipe("digits", batch_size=4, epochs=1, crop=None, pad=0), progress=False)
     found = lr.quantize(net, photos, tmp_path / "net.onnx")
     assert found.images == len(data.test) == 6  # those that training held out
+
+
+def test_the_mode_of_the_network_stays(tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    quantize(net, torch.randn(8, 3, 8, 8), tmp_path / "net.onnx")
+    assert all(module.training for module in net.modules())

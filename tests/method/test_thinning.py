@@ -113,3 +113,74 @@ def test_some_layers_have_widths_of_their_own():
     for layers, words in (({"3.conv": 1.0}, "no layer '3.conv'"), ({"2": 0}, "width of 2 lies above 0")):
         with pytest.raises(LowRankError, match=words):
             thin(net, width=0.5, input_size=SIZE, layers=layers)
+
+
+class Scaled(nn.Module):
+    """A transposed conv, several outputs, parameters and buffers that no `reset_parameters` sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([2.0]))
+        self.register_buffer("running_total", torch.tensor(5.0))
+        self.register_buffer("steps", torch.tensor([3, 4]))
+        self.stem, self.up = nn.Conv2d(3, 32, 3, padding=1), nn.ConvTranspose2d(32, 32, 2, stride=2)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Conv2d(32, 32, 3))
+        self.aux, self.head = nn.Conv2d(32, 32, 1), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = torch.relu(self.stem(x)) * self.scale
+        return {"aux": self.aux(self.up(x)), "out": self.head(x.mean((2, 3)))}
+
+
+@pytest.fixture
+def uninitialised_memory_is_nan():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("uninitialised_memory_is_nan")
+def test_nothing_is_left_uninitialised():
+    net = Scaled()
+    made = thin(net, width=0.5, input_size=SIZE)
+    state = made.state_dict()
+    assert all(tensor.isfinite().all() for tensor in state.values())
+    kept = ["scale", "running_total", "steps", *(name for name in state if name.startswith("normed.par"))]
+    assert all(torch.equal(state[name], net.state_dict()[name]) for name in kept)
+
+
+def test_every_output_keeps_its_shape_and_transposed_convs_get_thinner():
+    net = Scaled().eval()
+    made = thin(net, width=0.5, input_size=SIZE)
+    x = torch.randn(2, *SIZE)
+    assert {name: out.shape for name, out in made(x).items()} == {name: out.shape for name, out in net(x).items()}
+    assert (made.up.in_channels, made.up.out_channels, made.aux.in_channels) == (16, 16, 16)
+
+
+def test_dtypes_and_modes_are_those_of_the_network():
+    net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.Flatten(), nn.Linear(32 * 900, 4)).bfloat16()
+    net[1].float().eval()  # bf16 convs with norms in float32
+    made = thin(net, width=0.5, input_size=SIZE)
+    assert [p.dtype for p in made.parameters()] == [p.dtype for p in net.parameters()]
+    assert [m.training for m in made.modules()] == [m.training for m in net.modules()]
+
+
+def test_layers_that_share_a_parameter_go_on_sharing_it():
+    net = nn.Sequential(nn.Conv2d(32, 32, 3), nn.Conv2d(32, 32, 3, dilation=2), nn.Flatten(), nn.Linear(32, 4))
+    net[1].weight = net[0].weight
+    head = nn.Sequential(nn.Conv2d(3, 32, 1), net)
+    made = thin(head, width=0.5, input_size=(3, 7, 7))[1]
+    assert made[1].weight is made[0].weight
+    assert made[0].weight.shape == (16, 16, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("net", "words"),
+    [
+        (nn.Sequential(nn.LazyConv2d(8, 3)), "0 is lazy: run the model once"),
+        (nn.Sequential(torch.jit.script(nn.Conv2d(3, 8, 3))), "0 is scripted"),
+    ],
+)
+def test_modules_without_layers_to_replace_are_refused(net: nn.Module, words: str):
+    with pytest.raises(LowRankError, match=words):
+        thin(net, width=0.5, input_size=SIZE)

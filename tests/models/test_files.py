@@ -167,3 +167,14 @@ def test_a_network_can_be_copied_without_storage():
     assert all(p.is_meta for p in light.parameters())
     assert light.first.weight is light.second.weight
     assert not any(p.is_meta for p in net.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+def test_a_network_with_weights_that_a_hook_computes_comes_back(tmp_path):
+    def make() -> nn.Module:
+        return nn.Sequential(nn.utils.weight_norm(nn.Conv2d(3, 4, 3)), nn.ReLU()).eval()
+
+    net, path = make(), tmp_path / "net.safetensors"
+    write_weights(path, Stored(net))
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.equal(read_weights(path, into=make()).network(x), net(x))

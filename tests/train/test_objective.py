@@ -97,3 +97,11 @@ def test_teachers_of_other_classes_or_kinds_are_refused(driver):
         make_teacher(other, data, preprocess, CPU, contextlib.nullcontext)
     with pytest.raises(LowRankError, match="not a int"):
         make_teacher(3, data, preprocess, CPU, contextlib.nullcontext)  # type: ignore[arg-type]
+
+
+def test_the_mode_of_a_teacher_stays(driver):
+    teacher = driver.tiny_net(stateful=True).train()
+    before = teacher[1].running_mean.clone()
+    fit(driver.tiny_net(), driver.tiny_data(), driver.PLAIN, teacher=teacher, progress=False, device="cpu")
+    assert all(module.training for module in teacher.modules())
+    assert torch.equal(teacher[1].running_mean, before)

@@ -148,3 +148,32 @@ def test_what_cannot_be_frozen_or_trained(driver) -> None:
     network = driver.tiny_net().requires_grad_(False)
     with pytest.raises(LowRankError, match="all weights of the network are frozen"):
         fit(network, driver.tiny_data(), driver.PLAIN, progress=False, device="cpu")
+
+
+def test_a_norm_without_weights_is_frozen_with_the_backbone() -> None:
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, affine=False), nn.Flatten(), nn.Linear(4, 2))
+    assert network[1] in freeze(network, "backbone")
+    assert network[1] in freeze(network, "0.*, 1.*")
+    assert network[1] not in freeze(network, "0.*")
+
+
+def test_a_later_run_trains_what_an_earlier_one_froze(driver) -> None:
+    network = driver.tiny_net(stateful=True)
+    recipe = dataclasses.replace(driver.PLAIN, freeze="backbone", epochs=1)
+    fit(network, driver.tiny_data(), recipe, progress=False, device="cpu")
+    assert all(parameter.requires_grad for parameter in network.parameters())
+    before = network[0].weight.clone()
+    fit(network, driver.tiny_data(), dataclasses.replace(recipe, freeze=""), progress=False, device="cpu")
+    assert not torch.equal(network[0].weight, before)
+
+
+def test_a_norm_that_the_user_froze_keeps_its_statistics(driver) -> None:
+    network = driver.tiny_net(stateful=True)
+    norms = [module for module in network if isinstance(module, nn.BatchNorm2d)]
+    for norm in norms:
+        norm.requires_grad_(False).eval()
+    before = [norm.running_mean.clone() for norm in norms]
+    fit(network, driver.tiny_data(), dataclasses.replace(driver.PLAIN, epochs=1), progress=False, device="cpu")
+    assert norms
+    assert all(torch.equal(norm.running_mean, mean) for norm, mean in zip(norms, before, strict=True))
+    assert not any(norm.training or norm.weight.requires_grad for norm in norms)

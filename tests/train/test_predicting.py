@@ -87,3 +87,9 @@ def test_one_bad_image_does_not_silence_the_others(trained: Trained, green: np.n
 def test_what_is_no_image(trained: Trained, image: object, says: str) -> None:
     with pytest.raises(LowRankError, match=says):
         predict(trained, image, device="cpu")
+
+
+def test_the_mode_of_the_network_stays(trained: Trained, green: np.ndarray) -> None:
+    trained.network.train()
+    predict(trained, green)
+    assert all(module.training for module in trained.network.modules())

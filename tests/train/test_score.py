@@ -49,3 +49,15 @@ def test_networks_that_do_not_fit_are_told_what_would() -> None:
     check_fits(network, (3, 8, 8), None, CPU)
     with pytest.raises(LowRankError, match="cannot take images of 1x8x8"):
         check_fits(network, (1, 8, 8), 4, CPU)
+
+
+def test_every_module_keeps_its_own_mode() -> None:
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    network[1].eval()  # frozen, in a network that trains
+    modes = [module.training for module in network.modules()]
+    images, device = torch.randn(4, 1, 8, 8), torch.device("cpu")
+    batches = [(images, torch.tensor([0, 1, 0, 1]))]
+    score(network, batches, device=device)
+    score_by_loss(network, batches, functional.cross_entropy, forward=network)
+    check_fits(network, (1, 8, 8), 2, device)
+    assert [module.training for module in network.modules()] == modes

@@ -202,9 +202,13 @@ def _name_axes(graph: Any, request: ExportRequest) -> None:
 def _name_nodes(graph: Any) -> None:
     """Call nodes by their layers, and drop the lines of source, with paths, that the exporter wrote."""
     taken: set[str] = set()
-    for value in (*graph.inputs, *graph.initializers.values()):
+    given = (*graph.inputs, *graph.initializers.values())
+    names = {value.name for value in (*given, *(output for node in graph for output in node.outputs))}
+    for value in given:
         value.metadata_props.clear()
-        value.name = value.name.removeprefix("network.")  # the module of ours around a network with other outputs
+        plain = value.name.removeprefix("network.")  # the module of ours around a network with other outputs
+        if plain not in names:  # a buffer and the result of an operation may both be called "mean"
+            value.name = plain
     for node in graph:
         name = _layer(node.metadata_props.get(_SCOPES, "")) or str(node.name)
         numbered = (f"{name}_{number}" for number in count(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -57,7 +58,12 @@ def write_openvino(folder: Path, stem: str, request: ExportRequest) -> Path:
     """Write an .xml and a .bin file by way of ONNX; int8 by NNCF's post-training quantisation."""
     openvino = require("openvino", extra="engines", purpose="writing OpenVINO's files")
     onnx = write_onnx(folder, stem, replace(request, precision="fp32"))
-    model = openvino.Core().read_model(str(onnx))
+    try:
+        model = openvino.Core().read_model(str(onnx))
+    except RuntimeError as error:  # a trace of its own sources; operations behind the one that it lacks fail too
+        named = re.findall(r"^-- (\w+)-\d+ with a message", str(error), re.MULTILINE)
+        reason = f"it cannot convert {', '.join(named)}" if named else first_line(error)
+        raise LowRankError(f"the network cannot be written for OpenVINO: {reason}.") from error
     onnx.unlink()
     if request.precision == "int8":
         model = _quantized(model, request)

@@ -100,3 +100,23 @@ def test_an_operation_that_onnx_lacks_is_named(tmp_path):
     with pytest.raises(LowRankError, match=r"Spectrum cannot be written as ONNX: No ONNX .*svd"):
         export(Spectrum(), tmp_path / "net.onnx", example_input=torch.randn(2, 3, 4, 4))
     assert not list(tmp_path.iterdir())
+
+
+class Standardised(nn.Module):
+    """A buffer has the name of an operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.rand(1, 3, 1, 1))
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.conv(x - self.mean).mean((2, 3)) * 2}
+
+
+def test_a_buffer_called_as_an_operation_does_not_clash(tmp_path: Path):
+    from lowrank_cnn.deploy.optimizing import optimize
+
+    x = torch.randn(2, 3, 12, 12)
+    fast = optimize(Standardised().eval(), x, compile=False, cache=False, repeats=3)
+    assert export(fast, tmp_path / "net.onnx", example_input=x).error < 1e-4

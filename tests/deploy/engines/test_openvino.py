@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from lowrank_cnn.deploy.engines import open_engine
 from lowrank_cnn.deploy.exporting import export
@@ -35,3 +36,10 @@ def test_quantising_prints_nothing(tiny, tmp_path, capsys):
     pytest.importorskip("nncf")
     quantize(tiny, torch.randn(4, 3, 12, 12), tmp_path / "net.xml")
     assert capsys.readouterr().out == ""
+
+
+def test_what_openvino_cannot_convert_gets_one_sentence(tmp_path):
+    pytest.importorskip("openvino")
+    net = nn.Conv2d(4, 8, 3, padding=1, padding_mode="circular")
+    with pytest.raises(LowRankError, match=r"cannot be written for OpenVINO: it cannot convert .*Pad"):
+        export(net, tmp_path / "net.xml", input_size=(4, 20, 22))
