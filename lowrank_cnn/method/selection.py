@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from lowrank_cnn.kernels.network_graph import has_hooks
@@ -100,7 +100,7 @@ def check_module(model: object) -> None:
             raise LowRankError(
                 f"{name or 'the model'} is scripted, which cannot be rewritten: do this first, then script it."
             )
-        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+        if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
             raise LowRankError(
                 f"{name or 'the model'} is lazy: run the model once, so that it knows its channels."
             )
@@ -144,8 +144,6 @@ def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
         return "it is transposed: the scheme channel takes it"
     if not isinstance(conv, nn.Conv2d) and not factored:
         return "it is not two-dimensional: the scheme channel takes it"
-    if isinstance(conv, LazyModuleMixin):
-        return "it is lazy: run the model once, so that it knows its channels"
     if parametrize.is_parametrized(conv) or not isinstance(conv._parameters.get("weight"), nn.Parameter):
         return "its weight is computed from others: remove the parametrisation first"
     if conv.weight.is_complex():
