@@ -104,7 +104,7 @@ def decompose(
         size = tuple(batches[0].shape[1:]) if input_size is None and batches else input_size
         several = batches and not evaluate and not by_fit and budget.kind in ("macs", "params")
         options = [keeps, None, both_keeps(convs, scheme, keeps)] if several and keeps else [keeps]
-        choices = [_chosen(model, convs, scheme, budget, size, one) for one in options]
+        choices = [_chosen(model, convs, scheme, budget, size, one, allow_costlier) for one in options]
         if by_fit:
             choices[0], fits = better_by_cp(convs, choices[0])
     if not any(choices):
@@ -198,10 +198,11 @@ def _chosen(
     budget: Budget,
     input_size: InputSize | None,
     keeps: dict[str, Keeps] | None,
+    allow_costlier: bool,
 ) -> dict[str, Scheme]:
     """Choose the number of basis filters of each layer under a budget."""
     if budget.kind == "energy":
-        return by_energy(convs, scheme, budget.share, keeps)
+        return by_energy(convs, scheme, budget.share, keeps, allow_costlier=allow_costlier)
     size = known_inputs(model, input_size)
     curves, rest = curves_of(model, convs, scheme, size, kind=budget.kind, keeps=keeps)
     return within(model, curves, rest, budget, size)

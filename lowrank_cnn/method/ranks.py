@@ -38,14 +38,23 @@ _MOST_WORK = 3e8
 
 
 def by_energy(
-    convs: Convs, scheme: Scheme, energy: float, measured: Mapping[str, Keeps] | None = None
+    convs: Convs,
+    scheme: Scheme,
+    energy: float,
+    measured: Mapping[str, Keeps] | None = None,
+    *,
+    allow_costlier: bool = False,
 ) -> dict[str, Scheme]:
-    """For each layer the fewest filters that keep `energy`; a layer that would not get cheaper is left out."""
+    """For each layer the fewest filters that keep `energy`.
+
+    A layer that would not get cheaper is left out, unless `allow_costlier`: then it gets at most the filters that
+    improve the fit.
+    """
     chosen = {}
     for name, conv in convs.items():
         keeps = measured[name] if measured else keeper(conv, scheme)
-        most = dearest(conv, scheme)
-        if most and keeps(most) >= energy:
+        most = useful_rank(conv, scheme) * groups_of(conv) if allow_costlier else dearest(conv, scheme)
+        if allow_costlier or (most and keeps(most) >= energy):
             m = 1 + bisect_left(range(1, most), energy, key=keeps)
             chosen[name] = replace(scheme, m=m + -m % groups_of(conv))
     return chosen

@@ -138,8 +138,7 @@ def _train(job: Job, saved: Checkpoint | None, *, log: Sequence[str], checkpoint
     keep_threads(saved.state.get("conditions", {}) if saved else {})
     seed_generators(job.seed, fabric.global_rank)
     model.to(fabric.device)
-    out_of_memory = told_out_of_memory(recipe.batch_size, fabric.device)
-    with out_of_memory, batch_norm_over_all(fabric, model, shown.say), flags_restored(model):
+    with told_out_of_memory(recipe.batch_size, fabric.device), batch_norm_over_all(fabric, model, shown.say):
         seen = input_size(job.data.test, augmentation(recipe))
         check_memory(
             model, job.data, recipe, seen, fabric.device
@@ -155,7 +154,7 @@ def _train(job: Job, saved: Checkpoint | None, *, log: Sequence[str], checkpoint
         image, held_out = job.data.test.size or (), held_out_part(job.about["data"])
         trained = Trained(model, inputs.preprocess, recipe, job.data.classes, image, held_out)
         carried = not isinstance(inputs.preprocess, AsGiven)
-        with in_int8 as ranges:
+        with in_int8 as ranges, flags_restored(model):
             trainer = Trainer(
                 fabric,
                 model,

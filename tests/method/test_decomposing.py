@@ -249,3 +249,13 @@ def test_with_images_no_single_way_is_nearer_to_the_output():
     assert count(new, size).macs <= 0.3 * count(net, size).macs
     error = relative_error(outputs(new, images), right)
     assert error <= min(relative_error(outputs(one, images), right) for one in alone) * (1 + 1e-9)
+
+
+def test_costlier_layers_are_allowed_under_a_share_of_energy_too():
+    conv = nn.Conv2d(8, 16, 3, padding=1)
+    net = nn.Sequential(conv, nn.ReLU())
+    with pytest.raises(LowRankError, match="allow_costlier=True"):
+        decompose(net, energy=0.999999)
+    new = decompose(net, energy=0.999999, allow_costlier=True)
+    x = torch.randn(2, 8, 9, 9)
+    torch.testing.assert_close(new(x), net(x), rtol=1e-2, atol=1e-2)
