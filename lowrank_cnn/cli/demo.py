@@ -60,7 +60,7 @@ def demo_command(
     lines = [*(_line(row) for row in rows), _ratios(dense, low_rank)]
     columns = ("Network-in-Network", "accuracy", "MACs", "parameters", "time per image")
     print_table("Dense and low-rank, on digits they were not trained on", columns, lines)
-    console.print(f" Accuracy on {dense.n:,} test digits; time on this machine's CPU, both measured in turns.")
+    console.print(f" Accuracy on {dense.n:,} test digits; time on this CPU, measured in turns.")
     console.print(f" The report: {report}", markup=False, soft_wrap=True)
     return None
 

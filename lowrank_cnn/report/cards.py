@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from lowrank_cnn.paper.claims import COMPARABLE
 from lowrank_cnn.report.comparing import is_twin
-from lowrank_cnn.report.datasets import data_label
+from lowrank_cnn.report.datasets import trained_label
 from lowrank_cnn.report.gathering import comparable
 from lowrank_cnn.report.records import CPU, GPU, NetworkResult
 from lowrank_cnn.system.text import TIMES, percent, points
 
 MOST_CARDS = 4
+MOST_ACCURATE, CHEAPEST = "Most accurate low-rank network", f"Cheapest within {COMPARABLE:g} point"
 COSTS = {GPU: "GPU time", CPU: "CPU time", "macs": "MACs", "params": "parameters"}
 """What a network costs; a measured time tells more than a count."""
 
@@ -40,12 +41,10 @@ def cards(results: Sequence[NetworkResult]) -> list[Card]:
         best = max(group, key=lambda result: result.ratios["top1"])
         near = [result for result in group if result.ratios["top1"] >= -COMPARABLE and _cost(result) < 1]
         cheapest = min(near, key=_cost, default=best)
-        if cheapest is best:
-            found.append(
-                _card("Most accurate, and cheapest of comparable accuracy" if near else "Most accurate", best)
-            )
+        if cheapest is not best:
+            found += [_card(MOST_ACCURATE, best), _card(CHEAPEST, cheapest)]
         else:
-            found += [_card("Most accurate", best), _card("Cheapest of comparable accuracy", cheapest)]
+            found.append(_card(f"{MOST_ACCURATE}, and {CHEAPEST.lower()}" if near else MOST_ACCURATE, best))
     return found[:MOST_CARDS]
 
 
@@ -72,7 +71,7 @@ def _card(title: str, result: NetworkResult) -> Card:
         title=title,
         network=result.label,
         twin=result.twin,
-        data=f"{data_label(result.data)}, {result.recipe}",
+        data=trained_label(result.data, result.recipe),
         gained=f"{points(gap)} points",
         accuracy=f"{percent(result.top1)} top-1",
         cost=", ".join(costs),
@@ -84,7 +83,7 @@ def _card(title: str, result: NetworkResult) -> Card:
 def certainty(gap: float, reach: float | None) -> tuple[str, str]:
     """What an interval over seeds says about a gap in accuracy, and its mood."""
     if reach is None:
-        return "single seeds, so the gap may be chance", "quiet"
+        return "Too few seeds: the gap may be chance", "quiet"
     if gap - reach > 0:
         return "surely more accurate", "good"
     if gap - reach >= -COMPARABLE:

@@ -18,7 +18,7 @@ from lowrank_cnn.paper.auditing import (
 )
 from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.report.comparing import is_twin, twin_id, twin_known
-from lowrank_cnn.report.datasets import data_label
+from lowrank_cnn.report.datasets import data_label, trained_label
 from lowrank_cnn.report.fields import text
 from lowrank_cnn.report.records import CPU, GPU, NetworkId, NetworkResult, Records
 from lowrank_cnn.system.text import DASH, duration, percent, points, ratio, si
@@ -90,7 +90,7 @@ def summary_table(results: Sequence[NetworkResult]) -> PageTable:
 
 
 def _summary_row(result: NetworkResult) -> list[TableCell]:
-    words = [data_label(result.data), result.recipe, result.variant, runs_in_words(result)]
+    words = [trained_label(result.data, result.recipe), result.variant, runs_in_words(result)]
     origin = ", ".join(filter(None, words)) if result.runs else "timed only"
     spread = f"±{100 * result.top1_spread:.2f}" if result.top1_spread is not None else ""
     reach = f"±{result.gap_half_width:.2f}" if result.gap_half_width is not None else ""
@@ -224,9 +224,11 @@ def environment_table(records: Records, here: Mapping[str, Any]) -> PageTable:
 
 
 def _shown(name: str, machine: Mapping[str, Any]) -> str | None:
-    """A field of an environment as text; of a date its day, hour and minute."""
+    """A field of an environment as text: a date to the minute, a commit by its first twelve digits."""
     value = text(machine.get(name))
-    return value[:16].replace("T", " ") if value and name == "date" else value
+    if value and name == "date":
+        return value[:16].replace("T", " ")
+    return value[:12] if value and name == "commit" else value
 
 
 def _essence(environment: Mapping[str, Any]) -> str:

@@ -136,9 +136,9 @@ def moving_line() -> type[Live] | None:
 
 
 def epoch_line(row: Epoch, epochs: int) -> str:
-    """A finished epoch in one line."""
+    """A finished epoch in one line, short enough for a terminal of 80 columns."""
     watched = "" if row.accuracy is None else f"  accuracy {row.accuracy:.2%}"
     return (
-        f"epoch {row.epoch}/{epochs}  loss {row.train_loss:.4f}  train {row.train_accuracy:.2%}{watched}  "
-        f"lr {row.lr:.3g}  {row.images_per_second:,.0f} images/s  {row.seconds:.1f} s"
+        f"epoch {row.epoch}/{epochs}  loss {row.train_loss:.4f}  train {row.train_accuracy:.1%}{watched}  "
+        f"lr {row.lr:.2g}  {row.images_per_second:,.0f} images/s"
     )

@@ -200,6 +200,25 @@ def test_the_tooltip_of_many_networks_keeps_the_best(committed: Any):
     assert tip.splitlines()[1] == "vgg11-gmp-lr-join-wfull"  # the best first
 
 
+def test_the_tooltip_lists_every_network_in_two_columns_if_they_are_many(browser: Any, tmp_path: Path):
+    for i in range(27):
+        rows = [{"epoch": e, "train_loss": 1.0, "accuracy": 0.5 + 0.01 * i + 0.02 * e} for e in (1, 2, 3)]
+        record = {"kind": "training", "model": {"name": f"net{i:02}"}, "status": "finished", "history": rows}
+        (tmp_path / f"{i}.json").write_text(json.dumps(record | {"result": {"top1": 0.5, "macs": 9}}))
+    for found in opened(browser, write_report([tmp_path], tmp_path / "report.html").as_uri(), 1200, "light"):
+        plot = chart(found, "curves").locator(".plot")
+        plot.scroll_into_view_if_needed()
+        box = plot.bounding_box()
+        found.mouse.move(box["x"] + 0.52 * box["width"], box["y"] + 100)
+        assert shown_tip(found).startswith("Epoch 2")
+        assert found.locator("#tip dt").all_inner_texts() == [f"net{i:02}" for i in reversed(range(27))]
+        places = {round(place["x"]) for dt in found.locator("#tip dt").all() if (place := dt.bounding_box())}
+        assert len(places) == 2
+        edge = found.locator("#tip").bounding_box()
+        assert edge["y"] >= 0
+        assert edge["y"] + edge["height"] <= 900
+
+
 def test_no_two_networks_of_a_chart_look_alike(committed: Any):
     choose(committed, "tiny", "#training-choices")
     looks = committed.evaluate("""() => [...document.querySelectorAll("#training-legend path")]
@@ -266,6 +285,29 @@ def test_printed_it_shows_every_data_set(page: Any):
     assert page.locator("#print-all svg").count() == len(titles)
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.locator("#print-all svg").count() == 0
+
+
+def test_printed_charts_stand_in_two_columns_without_holes(page: Any):
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 720, "height": 1000})  # A4 with its margins
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    figures = page.locator("#print-all figure")
+    first, second = figures.nth(0).bounding_box(), figures.nth(1).bounding_box()
+    assert first["y"] == second["y"]
+    assert second["x"] > first["x"] + first["width"] - 1
+    stretched = page.evaluate("""() => [...document.querySelectorAll(".plot svg")].filter((svg) => {
+        const {width, height} = svg.getBoundingClientRect(), {width: w, height: h} = svg.viewBox.baseVal;
+        return Math.abs(width / height - w / h) > 0.02 * w / h; }).length""")
+    assert stretched == 0
+    assert page.evaluate("document.documentElement.scrollWidth") <= 720
+
+
+@pytest.mark.parametrize("width", [1100, 1400])
+def test_no_table_is_cut_off(browser: Any, committed_address: str, width: int):
+    for found in opened(browser, committed_address, width, "light"):
+        for name in ("networks", "published"):
+            box = found.locator(f".scroll:has(#table-{name})")
+            assert box.evaluate("(scroll) => scroll.scrollWidth <= scroll.clientWidth"), name
 
 
 def test_the_layers_of_the_paper_can_be_chosen_and_each_bar_has_its_own_share(page: Any):

@@ -12,8 +12,8 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 def test_cards_tell_the_most_accurate_and_the_cheapest_comparable_network():
     found = cards(gather(read_records([RESULTS / "cifar10"])))
     assert [(card.title, card.network) for card in found] == [
-        ("Most accurate", "nin-c3"),
-        ("Cheapest of comparable accuracy", "nin-c3-lr, 150 epochs"),
+        ("Most accurate low-rank network", "nin-c3"),
+        ("Cheapest within 1 point", "nin-c3-lr, 150 epochs"),
     ]
     assert found[0].gained == "+0.64 points"
     assert "0.75 MACs" in found[0].cost
@@ -37,7 +37,7 @@ def test_without_a_trained_twin_there_is_nothing_to_tell():
         (-0.1, 0.3, "no loss of more than 1 point", "good"),
         (-2.0, 0.3, "surely less accurate", "bad"),
         (-0.8, 0.9, "do not decide", "quiet"),
-        (3.0, None, "single seeds", "quiet"),
+        (3.0, None, "Too few seeds", "quiet"),
     ],
 )
 def test_certainty_in_words(gap: float, reach: float | None, says: str, mood: str):

@@ -1,7 +1,7 @@
 import pytest
 
 from lowrank_cnn.data.readers.cifar_binary import CLASSES
-from lowrank_cnn.report.datasets import data_label, data_name
+from lowrank_cnn.report.datasets import data_label, data_name, trained_label
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,11 @@ from lowrank_cnn.report.datasets import data_label, data_name
 )
 def test_data_sets_have_one_name(name: str, label: str):
     assert data_label(name) == label
+
+
+def test_a_recipe_of_the_same_name_is_not_said_twice():
+    assert trained_label("digits", "digits") == "digits"
+    assert trained_label("cifar10", "nin-modern") == "CIFAR-10, nin-modern"
 
 
 def test_cifar10_is_known_whatever_its_folder_is_called():

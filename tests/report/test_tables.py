@@ -42,7 +42,8 @@ def test_crops_are_named_beside_published_macs():
     assert notes["googlenet-10-crop"] == "10 crops: 15.9G"
 
 
-def test_the_environment_shows_a_date_to_the_minute(records: Records):
-    table = environment_table(records, {"date": "2026-11-16T21:55:32+00:00"})
-    [row] = [row for row in table.rows if row[0].shown == "date"]
-    assert row[-1].shown == "2026-11-16 21:55"
+def test_the_environment_shows_a_date_to_the_minute_and_a_short_commit(records: Records):
+    table = environment_table(records, {"date": "2026-11-16T21:55:32+00:00", "commit": 4 * "0123456789"})
+    shown = {row[0].shown: row[-1].shown for row in table.rows}
+    assert shown["date"] == "2026-11-16 21:55"
+    assert shown["commit"] == "012345678901"

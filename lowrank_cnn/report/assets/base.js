@@ -8,6 +8,7 @@ const at = (id) => document.getElementById(id);
 const figureOf = (name) => document.querySelector(`[data-chart=${name}]`);
 const unique = (values) => [...new Set(values)];
 const tip = at("tip");
+const trainedLabel = (data, recipe) => unique([data, recipe]).filter(Boolean).join(", ");
 
 function html(name, attributes = {}, ...children) {
   const element = document.createElement(name);
@@ -60,11 +61,13 @@ function button(parent, text, act) {
 
 // ---- The tooltip.
 
+const ONE_COLUMN = 20; // rows; more stand in two
 let showAgain = null;
 const hideTip = () => { tip.hidden = true; showAgain = null; };
 
 function showTip(title, rows, left, top) {
-  tip.replaceChildren(html("b", {}, title), html("dl", {}, ...rows.flatMap(([k, v]) => [html("dt", {}, k), html("dd", {}, v)])));
+  tip.replaceChildren(html("b", {}, title), html("dl", {}, ...rows.map(([k, v]) => html("div", {}, html("dt", {}, k), html("dd", {}, v)))));
+  tip.classList.toggle("wide", rows.length > ONE_COLUMN);
   tip.hidden = false;
   const box = tip.getBoundingClientRect();
   const x = left + 14 + box.width > innerWidth ? left - 14 - box.width : left + 14;

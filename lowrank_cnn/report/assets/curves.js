@@ -110,7 +110,8 @@ function readings(runs, epoch) {
   });
   const better = (a, b) => (Number.isNaN(a.mean) ? 1 : Number.isNaN(b.mean) ? -1 : (isAccuracy(measure) ? b.mean - a.mean : a.mean - b.mean));
   const rows = found.sort(better).map(({ group, text }) => [group, text]);
-  return rows.length > 20 ? [...rows.slice(0, 20), ["", `and ${rows.length - 20} more`]] : rows;
+  const most = 3 * ONE_COLUMN; // what a screen holds
+  return rows.length > most ? [...rows.slice(0, most), ["", `and ${rows.length - most} more`]] : rows;
 }
 
 function addCursor(figure, view, runs) {

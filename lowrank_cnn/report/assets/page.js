@@ -1,7 +1,7 @@
 // ---- Layers.
 
 function layersSpec(chart) {
-  return { ...fill(DATA.specs.layers, { "{height}": chart.height }), datasets: { layers: chart.layers } };
+  return { ...fill(DATA.specs.layers, { "{height}": chart.height, "{series}": chart.series }), datasets: { layers: chart.layers } };
 }
 
 async function drawLayers() {
@@ -58,13 +58,13 @@ function drawForPrint() {
   const add = (title, { title: own, ...spec }) => {
     const figure = html("figure", {}, html("h3", {}, own ? `${title}: ${own.text}` : title), html("div", { class: "plot" }));
     box.append(figure);
-    makeView({ ...spec, width: 520 }, { container: figure.lastChild, print: true }).run();
+    makeView({ ...spec, width: 400 }, { container: figure.lastChild, print: true }).run();
   };
-  for (const chart of DATA.trade) add(`${chart.data} ${chart.recipe}: ${chart.y}`, tradeSpec(chart, chart.log ? "log" : "linear", null));
+  for (const chart of DATA.trade) add(`${trainedLabel(chart.data, chart.recipe)}: ${chart.y}`, tradeSpec(chart, chart.log ? "log" : "linear", null));
   for (const key of unique(DATA.curves.map((run) => JSON.stringify([run.data, run.recipe])))) {
     const runs = curvesOf(...JSON.parse(key));
     const options = { measure: defaultMeasure(runs), smooth: 1, log: false, zoom: null, print: true };
-    add(`${runs[0].data}, ${runs[0].recipe}: training`, curvesSpec(runs, unique(runs.map((run) => run.group)), options));
+    add(`${trainedLabel(runs[0].data, runs[0].recipe)}: training`, curvesSpec(runs, unique(runs.map((run) => run.group)), options));
   }
   for (const trained of unique(DATA.details.map((one) => one.trained))) {
     const [found] = detailsOf(trained);

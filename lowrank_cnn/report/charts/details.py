@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowrank_cnn.report.charts.vega import Spec, filled, template
-from lowrank_cnn.report.datasets import data_label
+from lowrank_cnn.report.datasets import trained_label
 from lowrank_cnn.report.details import AnswerDetails, add_up
 from lowrank_cnn.report.records import NetworkResult
 from lowrank_cnn.system.text import percent
@@ -26,7 +26,7 @@ def details_charts(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
     for result in results:
         details = [run.details for run in result.scored if run.details is not None]
         if details:
-            trained = f"{data_label(result.data)}, {result.recipe}"
+            trained = trained_label(result.data, result.recipe)
             about = {"network": result.label, "trained": trained, "runs": len(details)}
             found.append(about | _plain(add_up(details)))
     return found

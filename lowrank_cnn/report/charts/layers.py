@@ -13,6 +13,7 @@ from lowrank_cnn.system.statistics import pearson
 from lowrank_cnn.system.text import si
 
 SPEC = template("layers")
+COLOURS = {"MACs": "#7d8792", "CPU time": "#d55e00", "GPU time": "#0072b2"}
 
 
 def layer_charts(measured: Sequence[TimedNetwork]) -> list[dict[str, Any]]:
@@ -24,7 +25,11 @@ def layer_charts(measured: Sequence[TimedNetwork]) -> list[dict[str, Any]]:
 def layers_spec(chart: dict[str, Any]) -> Spec:
     """The specification of a chart that is written to a file."""
     title = {"text": chart["title"], "subtitle": chart["note"]}
-    return {**filled(SPEC, {"{height}": chart["height"]}), "title": title, "datasets": {"layers": chart["layers"]}}
+    return {
+        **filled(SPEC, {"{height}": chart["height"], "{series}": chart["series"]}),
+        "title": title,
+        "datasets": {"layers": chart["layers"]},
+    }
 
 
 def _same_layers(timing: TimedNetwork) -> tuple[str, ...]:
@@ -68,7 +73,10 @@ def _chart(
     found = {device: r for device, ms in times.items() if (r := pearson(macs, ms)) is not None}
     told = ", ".join(f"{device} r = {r:.2f}" for device, r in found.items())
     note = f"{note}. Correlation of time with MACs over the layers: {told}" if told else note
-    return {"title": title, "note": note, "layers": bars, "height": 11 * len(bars) + 6 * len(names) + 60}
+    shown = ["MACs", *(f"{device} time" for device in times)]
+    series = {"domain": shown, "range": [COLOURS[name] for name in shown]}
+    height = 11 * len(bars) + 6 * len(names) + 60
+    return {"title": title, "note": note, "layers": bars, "series": series, "height": height}
 
 
 def _bars(name: str, layers: Sequence[str], values: Sequence[float], texts: Sequence[str]) -> list[dict[str, Any]]:

@@ -24,6 +24,13 @@ def test_the_published_timings_correlate_as_the_audit_says():
     assert "CPU r = 0.94, GPU r = 0.82" in published["note"]
 
 
+def test_the_legend_names_only_devices_that_were_timed(records: Records):
+    [chart, _] = layer_charts([timing for timing in records.timings if timing.device == "CPU"][:1])
+    scale = layers_spec(chart)["layer"][0]["encoding"]["color"]["scale"]
+    assert scale["domain"] == ["MACs", "CPU time"]
+    assert len(scale["range"]) == 2
+
+
 def test_a_timing_without_layers_has_no_chart():
     layer = (LayerTime("a", "Conv2d", 1, 1.0),)
     alone = TimedNetwork("", NetworkId("nin"), "CPU", "torch", 1, 1.0, 1, 1, layer)
