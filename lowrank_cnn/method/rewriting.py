@@ -44,9 +44,7 @@ def rewrite(
 ) -> nn.Module:
     """A copy of `model` in which each conv named is replaced by its own scheme; without `fill`, fresh."""
     convs = {name: _layer(model, name, scheme) for name, scheme in schemes.items()}
-    # A layer draws weights when it is built. Those that `fill` replaces do not count against the user's generator.
-    with torch.random.fork_rng(devices=[], enabled=fill is not None):
-        layers = {name: replacement(conv, schemes[name]) for name, conv in convs.items()}
+    layers = {name: replacement(conv, schemes[name]) for name, conv in convs.items()}
     new = copy_with(model, {convs[name]: layer for name, layer in layers.items()})
     if fill is None:  # the card of a trained network does not describe fresh weights
         forget(new, "training_card")

@@ -286,4 +286,5 @@ def test_random_generators_stay_where_they_are():
     net = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU()).eval()
     before = torch.get_rng_state()
     merge(decompose(net, energy=0.5), chains=True)
+    merge(decompose(net, macs=0.5, input_size=(8, 9, 9)))
     assert torch.equal(torch.get_rng_state(), before)
