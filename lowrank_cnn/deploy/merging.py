@@ -66,7 +66,7 @@ def merge(
     _check(model)
     if layer_kind(model) is not None:
         return _merged_layer(model, chains, norms, example_input)
-    with unchanged(model) as restore:
+    with unchanged(model) as restore, torch.random.fork_rng(devices=[]):
         merged = _merged_network(model, chains, norms, example_input)
         restore(merged)
     return merged

@@ -44,6 +44,7 @@ from lowrank_cnn.system.provenance import note
 __all__ = ["Fitted", "decompose", "fit_layer"]
 
 
+@torch.random.fork_rng(devices=[])  # layers draw weights when they are built, and these are fitted
 def decompose(
     model: nn.Module,
     scheme: str | Scheme = "separable",
