@@ -31,7 +31,7 @@ from lowrank_cnn.train.trained import Trained, carried_by
 MOST_LOSS = {"all layers": math.inf, "as usual": 0.3}
 """Points that may be lost before a layer goes back to float."""
 CALIBRATION = 256
-WAYS = (("int8", "all layers"), ("float", "all layers"), ("none", "all layers"), ("float", "as usual"))
+WAYS = (("none", "all layers"), ("int8", "all layers"), ("float", "all layers"), ("float", "as usual"))
 """How the network was trained on, and which of its layers are in int8."""
 
 
@@ -51,19 +51,21 @@ def main() -> None:
     start = decomposed(options)
     setting = {name: value for name, value in vars(options).items() if name not in ("data", "out")}
     setting |= {"macs": lr.count(start.network, start.input_size).macs}
-    networks = {"none": start} | {way: trained_on(start, data, way, options) for way in ("float", "int8")}
-    print("trained", flush=True)
-    before = {training: correct(found.network.eval(), found, data) for training, found in networks.items()}
+    networks = {"none": start}
     rows: list[dict[str, Any]] = []
     answers: dict[tuple[str, str], torch.Tensor] = {}
     for training, layers in WAYS:
-        in_float, after = int8_answers(networks[training], data, MOST_LOSS[layers])
+        if training not in networks:
+            networks[training] = trained_on(start, data, training, options)
+        trained = networks[training]
+        in_float, after = int8_answers(trained, data, MOST_LOSS[layers])
         answers[training, layers] = after
-        rows.append(
-            {"training": training, "layers": layers, "in_float": in_float, **paired(before[training], after)}
-        )
-        rows[-1]["int8_training_gains"] = paired(answers[WAYS[0]], after)
+        rows.append({"training": training, "layers": layers, "in_float": in_float})
+        rows[-1] |= paired(correct(trained.network.eval(), trained, data), after)
         print(f"{training}, {layers}: {rows[-1]['before']:.2%} to {rows[-1]['after']:.2%}", flush=True)
+        best = answers.get(("int8", "all layers"))
+        for row in rows if best is not None else []:
+            row["int8_training_gains"] = paired(best, answers[row["training"], row["layers"]])
         write_record(options.out, "int8-training", setting=setting, rows=rows)
 
 

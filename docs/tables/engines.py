@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tables.form import NO_RUNS, markdown, record, recorded, source
+from tables.form import NO_RUNS, NOT_MEASURED, markdown, record, recorded, source
 
 Row = dict[str, Any]
 _PRECISIONS = ("fp32", "fp16", "int8")
@@ -93,7 +93,7 @@ def int8_training() -> str:
     found = record("int8_training.json")
     rows: list[list[object]] = []
     for row in found["rows"]:
-        gain = row["int8_training_gains"]
+        gain = row.get("int8_training_gains")
         rows.append(
             [
                 _MORE_TRAINING[row["training"]],
