@@ -100,10 +100,8 @@ def int8_training() -> str:
                 ", ".join(f"`{name}`" for name in row["in_float"]) or "none",
                 f"{row['before']:.2%}",
                 f"{row['after']:.2%}",
-                f"{row['loss']:.2f} ({row['low']:.2f} to {row['high']:.2f})",
-                ""
-                if row["training"] == "int8"
-                else f"**{gain['loss']:.2f}** ({gain['low']:.2f} to {gain['high']:.2f})",
+                _points(row),
+                NOT_MEASURED if gain is None else "" if row["training"] == "int8" else _points(gain),
             ]
         )
     columns = [
