@@ -78,6 +78,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "initialisations": learned.initialisations,
     "learned-shapes": learned.learned_shapes,
     "int8-accuracy": engines.int8_accuracy,
+    "int8-training": engines.int8_training,
     "input-pipeline": pipeline.input_pipeline,
     "loaders": pipeline.loaders,
     "memory": memory.memory,

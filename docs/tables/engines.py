@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tables.form import NO_RUNS, markdown, record, recorded, source
+from tables.form import NO_RUNS, NOT_MEASURED, markdown, record, recorded, source
 
 Row = dict[str, Any]
 _PRECISIONS = ("fp32", "fp16", "int8")
@@ -17,6 +17,8 @@ _AIMS = (
     ("nin", "fp32", ("fp32",), 0.60),
     ("nin", "fp16", ("fp16",), 0.60),
     ("nin", "int8", ("int8",), 0.60),
+    ("resnet18", "int8", ("int8",), None),
+    ("resnet18", "int8", _PRECISIONS, None),
 )
 """A network, the precision of its low-rank form, those of its dense rivals, and the share of time aimed at."""
 _ALIKE = 0.98
@@ -72,13 +74,49 @@ def int8_accuracy() -> str:
             f"{row['n']:,}",
             f"{row['before']:.2%}",
             f"{row['after']:.2%}",
-            f"**{row['loss']:.2f}** ({row['low']:.2f} to {row['high']:.2f})",
+            _points(row),
             ", ".join(row["in_float"]) or "none",
         ]
         for row in found["rows"]
     ]
     columns = ["network", "<trained", "<engine", "images", "float32", "int8", "points lost (95%)", "<in float"]
     return markdown(columns, rows) + source("int8_accuracy.json", found["environment"])
+
+
+_MORE_TRAINING = {"none": "none", "float": "float32", "int8": 'int8 (`quantize="int8"`)'}
+
+
+def int8_training() -> str:
+    """A network that int8 makes less accurate: more training in float, or with int8 layers."""
+    if not recorded("int8_training.json"):
+        return NO_RUNS
+    found = record("int8_training.json")
+    rows: list[list[object]] = []
+    for row in found["rows"]:
+        gain = row.get("int8_training_gains")
+        rows.append(
+            [
+                _MORE_TRAINING[row["training"]],
+                ", ".join(f"`{name}`" for name in row["in_float"]) or "none",
+                f"{row['before']:.2%}",
+                f"{row['after']:.2%}",
+                _points(row),
+                NOT_MEASURED if gain is None else "" if row["training"] == "int8" else _points(gain),
+            ]
+        )
+    columns = [
+        "further training",
+        "<in float",
+        "float32",
+        "int8",
+        "points lost (95%)",
+        "int8 training is ahead by (95%)",
+    ]
+    return markdown(columns, rows) + source("int8_training.json", found["environment"])
+
+
+def _points(found: dict[str, Any]) -> str:
+    return f"**{found['loss']:.2f}** ({found['low']:.2f} to {found['high']:.2f})"
 
 
 def _training(how: dict[str, Any]) -> str:
@@ -102,8 +140,8 @@ def aims() -> str:
             continue
         ratio = low["ms"] / min(known)
         over = precision if rivals == (precision,) else "any precision"
-        met = "reached" if ratio <= aim else "missed"
-        rows.append([f"`{family}`", f"{precision} over dense in {over}", f"{aim:.2f}", f"{ratio:.2f}", met])
+        aimed, met = ("none", "") if aim is None else (f"{aim:.2f}", "reached" if ratio <= aim else "missed")
+        rows.append([f"`{family}`", f"{precision} over dense in {over}", aimed, f"{ratio:.2f}", met])
     columns = ["network", "<best low-rank engine over best dense engine", "aim", "measured", "<"]
     return markdown(columns, rows) + source("cpu_engines.json", found["environment"])
 
