@@ -32,6 +32,19 @@ def source(path: str, *environments: dict[str, Any]) -> str:
     return f"\n*{', '.join(devices)}, torch {', '.join(versions)}; {where}.*\n"
 
 
+def sources(records: dict[str, list[dict[str, Any]]]) -> str:
+    """One line for the figures of several records."""
+    every = [known for environments in records.values() for known in environments]
+    devices = dict.fromkeys(known.get("gpu") or known["cpu"] for known in every)
+    versions = dict.fromkeys(known["torch"] for known in every)
+    named = (
+        f"`{path}` ({', '.join(dict.fromkeys(_short(known['commit'])[:7] for known in environments))})"
+        for path, environments in records.items()
+    )
+    where = f"records in `benchmarks/results`, with their commits: {', '.join(named)}"
+    return f"\n*{', '.join(devices)}, torch {', '.join(versions)}; {where}.*\n"
+
+
 def _short(commit: str) -> str:
     """Twelve digits of a hash, and what follows it."""
     return re.sub(r"^([0-9a-f]{12})[0-9a-f]+", r"\1", commit)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tables import form, frontier, gpu_models
-from tables.form import ROOT, markdown, record, source
+from tables.form import ROOT, markdown, record
 
 from lowrank_cnn.frontier.answering import control_of
 from lowrank_cnn.frontier.record import DENSE_NAME, RECORD, DesignRow, Frontier, load_frontier
@@ -49,7 +49,7 @@ def headline() -> str:
     """Accuracy, MACs, inference and training of dense networks, low-rank twins and thin dense rivals."""
     lines, sources = _lines()
     rows: list[list[object]] = [
-        [_label(line), f"{line.macs / 1e9:.2f} G", _points(line), _bold(line, f"{line.ms:.2f} ms"), line.training]
+        [_label(line), f"{line.macs / 1e9:.2f} G", _points(line), _time(line, lines), line.training]
         for line in lines
     ]
     groups = dict.fromkeys(line.group for line in lines)
@@ -58,7 +58,7 @@ def headline() -> str:
     runs = any(line.training.endswith(" s") for line in lines)
     times = TIMES.format(training="one step (ms) or a whole run (s)" if runs else "one step")
     note = about + times + (THIN_NOTE if any(line.kind == THIN for line in lines) else "")
-    return markdown(columns, rows) + note + "".join(source(name, *known) for name, known in sources.items())
+    return markdown(columns, rows) + note + form.sources(sources)
 
 
 def _label(line: Line) -> str:
@@ -69,8 +69,10 @@ def _points(line: Line) -> str:
     return "not trained" if line.top1 is None else f"{line.top1:.1f}%"
 
 
-def _bold(line: Line, text: str) -> str:
-    return f"**{text}**" if line.kind == LOW_RANK else text
+def _time(line: Line, lines: list[Line]) -> str:
+    """Milliseconds; the fastest network of a group is bold."""
+    fastest = min(other.ms for other in lines if other.group == line.group)
+    return f"**{line.ms:.2f} ms**" if line.ms == fastest else f"{line.ms:.2f} ms"
 
 
 def _lines() -> tuple[list[Line], dict[str, list[dict[str, Any]]]]:
@@ -134,8 +136,9 @@ def _of_frontier(found: Frontier, sources: dict[str, Any]) -> Iterator[Line]:
     least = min(len(row.runs) for row in (dense, best, rival))
     about = f"{family} on {data} (mean of at least {least} seeds)"
     for row, kind in ((dense, DENSE), (best, LOW_RANK), (rival, THIN)):
-        seconds = "" if row.seconds is None else f"{row.seconds:.1f} s"
-        name = family if row is dense else f"{family}, {row.name}"
+        seconds = "not measured" if row.seconds is None else f"{row.seconds:.1f} s"
+        at = f" at {found.about['recipe']['crop']} px" if family in FAMILY.values() else ""
+        name = family + at if row is dense else f"{family}{at}, {row.name}"
         yield Line(about, kind, name, row.macs, _mean(found, row), found.ms(row) or 0.0, seconds)
     for known in found.environments:
         _add(sources, f"{frontier.FOLDER}/{found.folder.name}/{RECORD}", known)
