@@ -2,8 +2,8 @@
 
     python -m benchmarks.int8_training --data cifar10
 
-The shipped `nin` is decomposed by CP: its strips are depthwise, and one range for all their channels fits few of
-them. The decomposed network trains on for the same steps, on the same images and at the same rate, once in float
+The shipped `nin` is decomposed by CP, which gives it depthwise strips. The
+decomposed network trains on for the same steps, on the same images and at the same rate, once in float
 and once with `fit(..., quantize="int8")`. `lr.quantize` writes all of them, and every file runs on the same test
 images. *All layers* leaves none in float for the sake of accuracy; *as usual* leaves up to three, as `lr.quantize`
 does by default.
