@@ -169,7 +169,7 @@ def _fresh(new: nn.Module, model: nn.Module) -> nn.Module:
     init_(new)
     for name, tensor in _tensors(new):
         tensor.data = tensor.data.to(sources[name].dtype)
-        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+        if tensor.is_floating_point() and not tensor.is_meta and bool(tensor.isnan().any()):
             _take(name, tensor, sources[name])
     for name, module in model.named_modules():
         new.get_submodule(name).training = module.training

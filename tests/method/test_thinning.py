@@ -184,3 +184,11 @@ def test_layers_that_share_a_parameter_go_on_sharing_it():
 def test_modules_without_layers_to_replace_are_refused(net: nn.Module, words: str):
     with pytest.raises(LowRankError, match=words):
         thin(net, width=0.5, input_size=SIZE)
+
+
+def test_a_network_without_memory_gets_thinner_without_memory():
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1))
+    new = thin(net, width=0.5, input_size=(3, 8, 8))
+    assert {parameter.device.type for parameter in new.parameters()} == {"meta"}
+    assert new[0].weight.shape == (8, 3, 3, 3)
