@@ -2,11 +2,10 @@
 
     python -m benchmarks.int8_training --data cifar10
 
-The shipped `nin` is decomposed by CP, which gives it depthwise strips. The
-decomposed network trains on for the same steps, on the same images and at the same rate, once in float
-and once with `fit(..., quantize="int8")`. `lr.quantize` writes all of them, and every file runs on the same test
-images. *All layers* leaves none in float for the sake of accuracy; *as usual* leaves up to three, as `lr.quantize`
-does by default.
+The shipped `nin` is decomposed by CP, which gives it depthwise strips. The decomposed network trains on for the
+same steps, on the same images and at the same rate, once in float and once with `fit(..., quantize="int8")`.
+`lr.quantize` writes all of them, and every file runs on the same test images. *All layers* leaves none in float for
+the sake of accuracy; *as usual* leaves up to three, as `lr.quantize` does by default.
 """
 
 from __future__ import annotations
@@ -63,9 +62,9 @@ def main() -> None:
         rows.append({"training": training, "layers": layers, "in_float": in_float})
         rows[-1] |= paired(correct(trained.network.eval(), trained, data), after)
         print(f"{training}, {layers}: {rows[-1]['before']:.2%} to {rows[-1]['after']:.2%}", flush=True)
-        best = answers.get(("int8", "all layers"))
-        for row in rows if best is not None else []:
-            row["int8_training_gains"] = paired(best, answers[row["training"], row["layers"]])
+        if (best := answers.get(("int8", "all layers"))) is not None:
+            for row in rows:
+                row["int8_training_gains"] = paired(best, answers[row["training"], row["layers"]])
         write_record(options.out, "int8-training", setting=setting, rows=rows)
 
 
