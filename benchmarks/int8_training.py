@@ -4,8 +4,8 @@
 
 The shipped `nin` is decomposed by CP, which gives it depthwise strips. The decomposed network trains on for the
 same steps, on the same images and at the same rate, once in float and once with `fit(..., quantize="int8")`.
-`lr.quantize` writes all of them, and every file runs on the same test images. *All layers* leaves none in float for
-the sake of accuracy; *as usual* leaves up to three, as `lr.quantize` does by default.
+`lr.quantize` writes all of them, and every file runs on the same test images. *All layers* leaves none in float
+for the sake of accuracy; *as usual* leaves up to three, as `lr.quantize` does by default.
 """
 
 from __future__ import annotations
