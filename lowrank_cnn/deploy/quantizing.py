@@ -194,7 +194,10 @@ def sensitivities(network: nn.Module, images: Tensor) -> tuple[QuantizedLayer, .
     found = []
     for name, layer in network.named_modules():
         if isinstance(layer, ROUNDED_LAYERS):
-            with rounding(layer), torch.enable_grad():  # where gradients are recorded, it observes its range
+            with (
+                rounding(layer, images.device),
+                torch.enable_grad(),
+            ):  # where gradients are recorded, it observes its range
                 error = difference(network(images).detach(), expected, by="norm")
             found.append(QuantizedLayer(name, error, error > _MOST_ERROR))
     if not found:

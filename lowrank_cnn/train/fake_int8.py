@@ -1,9 +1,10 @@
 """Train a network as int8 will run it: layers round their inputs and weights in the forward pass.
 
 Weights have 255 levels per output channel, symmetric about zero; inputs have 256 levels over the range that
-training sees, one range for a layer. Folding a batch norm scales the channels of a weight, and its levels with
-them, so what is rounded here is what an int8 file rounds after folding. Gradients pass through the rounding
-unchanged, and are zero where a value lies outside its range (the straight-through estimator).
+training sees, one range for a layer. Inputs of average pools are rounded likewise. Folding a batch norm scales the
+channels of a weight, and its levels with them, so what is rounded here is what an int8 file rounds after folding.
+Gradients pass through the rounding unchanged, and are zero where a value lies outside its range (the
+straight-through estimator).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from lowrank_cnn.system.errors import LowRankError
 Ranges = Mapping[str, tuple[float, float]]
 """The least and largest input of each layer that int8 represents."""
 ROUNDED_LAYERS = (nn.Conv2d, nn.Linear, CompositeConv2d)
+ROUNDED_INPUTS = (*ROUNDED_LAYERS, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+"""An int8 file rounds what an average pool reads, too."""
 WEIGHT_LEVELS, INPUT_LEVELS = 127, 255
 SLOWEST = 0.01
 """How much the newest batch counts in a range after the first hundred, which all count equally."""
@@ -30,17 +33,18 @@ _RANGE = "_int8_range"
 
 @contextmanager
 def trained_in_int8(network: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Within the block, all convs and linear layers of a network round as int8 does.
+    """Within the block, all convs, linear layers and average pools of a network round as int8 does.
 
     Yields the state of each layer, (low, high, batches seen), which training updates in place.
     """
     if any(isinstance(layer, ShapedConv2d) for layer in network.modules()):
         raise LowRankError("learn shapes first, then train the network that they give with quantize.")
-    layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, ROUNDED_LAYERS)}
-    if not layers:
+    layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, ROUNDED_INPUTS)}
+    if not any(isinstance(layer, ROUNDED_LAYERS) for layer in layers.values()):
         raise LowRankError("quantize is for convs and linear layers, and this network has none.")
+    device = next(network.parameters()).device
     with ExitStack() as attached:
-        yield {name: attached.enter_context(rounding(layer)) for name, layer in layers.items()}
+        yield {name: attached.enter_context(rounding(layer, device)) for name, layer in layers.items()}
 
 
 @contextmanager
@@ -49,8 +53,9 @@ def rounded_by(network: nn.Module, ranges: Ranges) -> Iterator[nn.Module]:
     layers = dict(network.named_modules())
     with ExitStack() as attached, torch.no_grad():
         for name, ends in ranges.items():
-            if isinstance(layers.get(name), ROUNDED_LAYERS):
-                attached.enter_context(rounding(layers[name]))[:2] = torch.tensor(ends)
+            if isinstance(layers.get(name), ROUNDED_INPUTS):
+                device = next(network.parameters()).device
+                attached.enter_context(rounding(layers[name], device))[:2] = torch.tensor(ends)
         yield network
 
 
@@ -73,12 +78,12 @@ def on_grid(low: float, high: float) -> tuple[float, float]:
 
 
 @contextmanager
-def rounding(layer: nn.Module) -> Iterator[Tensor]:
-    """Within the block, a layer rounds its input and weights; yields (low, high, batches seen).
+def rounding(layer: nn.Module, device: torch.device) -> Iterator[Tensor]:
+    """Within the block, a layer rounds its input and weights; yields (low, high, batches seen), on the device.
 
     The range is that of the inputs so far, observed wherever gradients are recorded.
     """
-    state = torch.zeros(3, device=next(layer.parameters()).device)
+    state = torch.zeros(3, device=device)
     # A buffer follows the network to another device, and an interrupted step restores it.
     layer.register_buffer(_RANGE, state, persistent=False)
     hooks = layer.register_forward_pre_hook(_round), layer.register_forward_hook(_put_back, always_call=True)
@@ -99,7 +104,7 @@ def _round(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     # An entry of __dict__ hides the parameter, which keeps its name, its values and its gradients.
     if isinstance(layer, CompositeConv2d):
         layer.__dict__["weights"] = [rounded_weight(weight) for weight in layer.weights]
-    else:
+    elif isinstance(layer, ROUNDED_LAYERS):
         layer.__dict__["weight"] = rounded_weight(layer.weight)  # type: ignore[arg-type]
     return rounded_input(inputs[0], state), *inputs[1:]
 

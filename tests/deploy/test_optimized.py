@@ -49,7 +49,7 @@ def without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_written_form_is_made_again_without_measuring(network, tmp_path: Path, request):
     fast = optimize(network, IMAGE, compile=False, cache=False)
-    assert fast.report.choice == "planned, channels_last"
+    assert fast.report.choice == "planned, contiguous"
     assert fast.chosen["ways"]
     export(fast, tmp_path / "net.safetensors")
     request.getfixturevalue("without_measuring")
@@ -75,7 +75,7 @@ def test_a_form_that_differs_here_is_left_out_with_the_reason(network, tmp_path:
     monkeypatch.setattr("lowrank_cnn.deploy.planning.CANDIDATES", candidates.CANDIDATES)
     again = load(tmp_path / "net.safetensors")
     assert again.report.choice == "as given"
-    assert again.report.failed["planned, channels_last"]
+    assert again.report.failed["planned, contiguous"]
     torch.testing.assert_close(again(IMAGE), network(IMAGE))
 
 

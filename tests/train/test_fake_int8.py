@@ -57,7 +57,7 @@ def test_gradients_pass_inside_the_range_and_stop_outside():
 def test_a_layer_rounds_within_the_block_alone(layer: nn.Module):
     x = torch.randn(2, 12) if isinstance(layer, nn.Linear) else torch.randn(2, 3, 12, 12)
     plain, names = layer(x), list(layer.state_dict())
-    with rounding(layer) as state:
+    with rounding(layer, torch.device("cpu")) as state:
         rounded = layer(x)
         assert list(layer.state_dict()) == names
         rounded.sum().backward()
@@ -71,7 +71,7 @@ def test_a_layer_rounds_within_the_block_alone(layer: nn.Module):
 
 def test_ranges_average_over_batches_and_evaluation_leaves_them():
     layer = nn.Conv2d(1, 1, 1)
-    with rounding(layer) as state:
+    with rounding(layer, torch.device("cpu")) as state:
         for most in (1.0, 3.0):
             layer(torch.tensor([0.0, most]).view(1, 1, 1, 2))
         assert state.tolist() == pytest.approx([0.0, 2.0, 2.0])
@@ -142,6 +142,28 @@ def test_the_file_has_the_ranges_of_training(driver, suffix: str, tmp_path):
     # OpenVINO rounds the groups of a composite once more before it concatenates them.
     assert (given - expected).norm() < (0.15 if suffix == ".xml" else 0.05) * expected.norm()
     assert (net(images) - expected).norm() > 0.5 * expected.norm()
+
+
+def test_the_file_rounds_average_pools_as_training_does(driver, tmp_path):
+    """A few large values make the levels coarse: a pool that reads them otherwise gives another network."""
+    pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(8, 8, 2), nn.Flatten(), nn.LazyLinear(4)
+    )
+    data = driver.tiny_data()
+    net(torch.zeros(1, *data.test.size))
+    fit(net, data, driver.PLAIN, epochs=1, quantize="int8", progress=False, device="cpu")
+    trained = carried_by(net.eval())
+    assert set(trained.ranges) == {"0", "2", "3", "5"}
+    images = torch.cat([x for x, _ in _batches(trained, data)]).contiguous()
+    coarse = trained.ranges | {"2": on_grid(0.0, 40 * trained.ranges["2"][1])}
+    with rounded_by(net, coarse):
+        expected = net(images)
+    found = quantize(dataclasses.replace(trained, ranges=coarse), images, tmp_path / "net.onnx")
+    given = torch.from_numpy(open_engine(found.path)(images.numpy())["output"])
+    assert (given - expected).norm() < 0.05 * expected.norm()
+    assert (net(images) - expected).norm() > 0.07 * expected.norm()
 
 
 def test_a_run_keeps_its_ranges(driver, tmp_path):

@@ -11,7 +11,10 @@ from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.system.errors import LowRankError, first_line, require
 from lowrank_cnn.train.fake_int8 import widen
 
-_LAYERS = ("Conv", "Gemm", "MatMul")
+_AVERAGES = ("AveragePool", "GlobalAveragePool")
+"""They stay in float: the tool would give means the levels of the values, which are too coarse for them."""
+_READERS = ("Conv", "Gemm", "MatMul", *_AVERAGES)
+"""Operations whose input may have a range that training found."""
 _SAME_RANGE = ("MaxPool", "Reshape", "Flatten", "Squeeze", "Transpose")
 """Operations whose output the tool gives the range of their input."""
 
@@ -23,7 +26,7 @@ def quantize_onnx(path: Path, request: ExportRequest) -> None:
     tool: Any = require("onnxruntime.quantization", extra="onnx", purpose="int8 in ONNX")
     onnx: Any = require("onnx", extra="onnx", purpose="int8 in ONNX")
     nodes = list(onnx.load(str(path)).graph.node)
-    kept = [node.name for node in nodes if request.is_in_float(node.name)]
+    kept = [node.name for node in nodes if node.op_type in _AVERAGES or request.is_in_float(node.name)]
     found = _ranges(nodes, request).items()
     ranges = {name: [{"rmin": float32(low), "rmax": float32(high)}] for name, (low, high) in found}
     before, target = logging.root.manager.disable, path.with_name(f"int8-{path.name}")
@@ -52,7 +55,7 @@ def _ranges(nodes: list[Any], request: ExportRequest) -> dict[str, tuple[float, 
     makers = {node.output[0]: node for node in nodes}
     found: dict[str, tuple[float, float]] = {}
     for node in nodes:
-        ends = request.trained_range(node.name) if node.op_type in _LAYERS else None
+        ends = request.trained_range(node.name) if node.op_type in _READERS else None
         name = node.input[0] if ends is not None else ""
         while name and ends is not None:
             widen(found, name, ends)
