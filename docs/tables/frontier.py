@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,26 @@ def questions() -> str:
     designs = ", ".join(f"`{name}`" for name in asked["designs"])
     told = f"\nWritten on {asked['date']}. Designs: {designs}.\n"
     return markdown(columns, rows) + told
+
+
+def fewest_products() -> str:
+    """The ways by rising operations; those that were trained on all images have a test accuracy."""
+    path = form.RESULTS / "fewest_products.json"
+    if not path.exists():
+        return NO_RUNS
+    found = json.loads(path.read_text())
+    columns = ["design, epochs, settings", "PFLOP", "held out %", "tries", "test %", "runs", "s a run"]
+    return markdown(columns, [_way(row) for row in found["summary"]]) + source(path.name, found["environment"])
+
+
+def _way(row: dict[str, Any]) -> list[object]:
+    accuracy = ""
+    if row["runs"]:
+        mean, low, high = row["interval"]
+        accuracy = f"{mean:.2f} ({low:.2f} to {high:.2f})"
+    seconds = f"{row['seconds']:.2f}" if row["seconds"] else ""
+    known = [f"`{row['way']}`", f"{row['petaflop']:.3f}", f"{row['held_out']:.2f}", row["tries"]]
+    return [*known, accuracy, row["runs"] or "", seconds]
 
 
 def _record(found: Frontier) -> Iterator[str]:
