@@ -44,18 +44,29 @@ def fewest_products() -> str:
     if not path.exists():
         return NO_RUNS
     found = json.loads(path.read_text())
-    columns = ["design, epochs, settings", "PFLOP", "held out %", "tries", "test %", "runs", "s a run"]
-    return markdown(columns, [_way(row) for row in found["summary"]]) + source(path.name, found["environment"])
+    columns = ["design", "epochs", "<optimizer", "PFLOP", "held out %", "tries", "test %", "runs", "s a run"]
+    others = {text for row in found["summary"] if (text := _split_way(row["way"])[3])}
+    told = "".join(f"\nMuon has {text}.\n" for text in sorted(others))
+    table = markdown(columns, [_way(row) for row in found["summary"]])
+    return table + told + source(path.name, found["environment"])
 
 
 def _way(row: dict[str, Any]) -> list[object]:
-    accuracy = ""
-    if row["runs"]:
-        mean, low, high = row["interval"]
-        accuracy = f"{mean:.2f} ({low:.2f} to {high:.2f})"
+    design, epochs, optimizer, _ = _split_way(row["way"])
+    accuracy = "{:.2f} ({:.2f} to {:.2f})".format(*row["interval"]) if row["interval"] else ""
     seconds = f"{row['seconds']:.2f}" if row["seconds"] else ""
-    known = [f"`{row['way']}`", f"{row['petaflop']:.3f}", f"{row['held_out']:.2f}", row["tries"]]
+    known = [f"`{design}`", epochs, optimizer, f"{row['petaflop']:.3f}", f"{row['held_out']:.2f}", row["tries"]]
     return [*known, accuracy, row["runs"] or "", seconds]
+
+
+def _split_way(text: str) -> tuple[str, str, str, str]:
+    """A way as design, epochs, optimizer with its rate, and its other settings."""
+    design, epochs, *settings = text.split()
+    values = dict(setting.split("=") for setting in settings)
+    if not values:
+        return design, epochs, "", ""
+    optimizer = f"{values.pop('optimizer')}, lr {values.pop('lr')}"
+    return design, epochs, optimizer, ", ".join(f"`{name}={value}`" for name, value in values.items())
 
 
 def _record(found: Frontier) -> Iterator[str]:
