@@ -197,7 +197,7 @@ def warm_runs(runs: Mapping[str, Callable[[], object]]) -> int:
 def cores_used(work: Callable[[], Any], *, patience: float = 30.0) -> tuple[Any, float, float]:
     """What `work` gives, and how many cores this process and all others used meanwhile.
 
-    Processes that this one has started may end first, for so many seconds: OpenVINO starts one that reports use.
+    Processes that this one has started may end first, for this many seconds: OpenVINO starts one that reports use.
     """
     psutil.wait_procs(psutil.Process().children(recursive=True), timeout=patience)
     start, own, before = time.perf_counter(), time.process_time(), spent_by_others()

@@ -36,7 +36,7 @@ _worker: list[Callable[[Any], Any]] = []
 
 @dataclass
 class WorkerPool(Generic[Job, Result]):
-    """Does jobs in so many processes, or in this one if there is but one.
+    """Run jobs in several processes, or in this one if only one is asked for.
 
     `do` does one job. Each process gets a copy of it, with the images that it holds, when it starts.
     """
