@@ -65,7 +65,7 @@ REST, WARM, FEWEST_WARM = 0.05, 0.03, 2
 
 Threads that wake up share a core for some milliseconds, until the system moves one of them to another.
 """
-MOST_OTHERS = 0.03
+MOST_OTHERS = 0.05
 """Cores that other processes may use while networks are timed, and that an engine may use beyond its threads."""
 
 
@@ -197,14 +197,13 @@ def warm_runs(runs: Mapping[str, Callable[[], object]]) -> int:
 def cores_used(work: Callable[[], Any], *, patience: float = 30.0) -> tuple[Any, float, float]:
     """What `work` gives, and how many cores this process and all others used meanwhile.
 
-    Processes that this one has started may end first, for so many seconds: OpenVINO starts one that reports use.
+    Processes that this one has started may end first, for this many seconds: OpenVINO starts one that reports use.
     """
     psutil.wait_procs(psutil.Process().children(recursive=True), timeout=patience)
-    start, own, before = time.perf_counter(), time.process_time(), spent_by_others()
+    start, own, before = time.perf_counter(), time.process_time(), busy_seconds()
     found = work()
     taken, own = time.perf_counter() - start, time.process_time() - own
-    others = sum(spent - before.get(pid, 0.0) for pid, spent in spent_by_others().items())
-    return found, own / taken, others / taken
+    return found, own / taken, max(0.0, busy_seconds() - before - own) / taken
 
 
 def refusal(threads: int, own: float, others: float) -> str:
@@ -214,10 +213,10 @@ def refusal(threads: int, own: float, others: float) -> str:
     return f"it used {own:.2f} cores for {threads} threads" if own > threads + MOST_OTHERS else ""
 
 
-def spent_by_others() -> dict[int, float]:
-    """Seconds on the CPU of every other process."""
-    found = {each.pid: each.info["cpu_times"] for each in psutil.process_iter(["cpu_times"])}
-    return {pid: sum(times[:2]) for pid, times in found.items() if times and pid != psutil.Process().pid}
+def busy_seconds() -> float:
+    """Seconds that all cores worked so far, for processes that have ended too."""
+    times = psutil.cpu_times()._asdict()
+    return sum(times[kind] for kind in ("user", "nice", "system", "irq", "softirq", "steal") if kind in times)
 
 
 def recorded(path: Path) -> list[dict[str, Any]]:

@@ -232,7 +232,7 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--limit", type=int, help="images of each split")
     made.add_argument("--device", default="auto")
     made.add_argument("--compile", action="store_true")
-    made.add_argument("--budget", type=float, default=1e9, help="start nothing new after so many seconds")
+    made.add_argument("--budget", type=float, default=1e9, help="start nothing new after this many seconds")
     made.add_argument("--test", action="store_true", help="look at the test set when all is trained")
     made.add_argument("--runs", type=Path, default=Path("runs/decompose"), help="where the runs live")
     made.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="combine records into one")

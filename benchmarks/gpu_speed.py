@@ -102,7 +102,7 @@ def jobs(options: argparse.Namespace) -> list[str]:
 
 
 def compile_all(options: argparse.Namespace, deadline: float) -> list[str]:
-    """Run the children, so many at a time; what is not done by the deadline is stopped, and named."""
+    """Run the children, this many at a time; what is not done by the deadline is stopped, and named."""
     waiting = jobs(options)
     running: dict[str, subprocess.Popen[bytes]] = {}
     undone = []

@@ -127,7 +127,7 @@ def loader_rate(split: StreamedSplit, workers: int, batch: int, decode: Decode =
 
 
 def streamed(images: list[bytes], arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a worker gives, and what the loader gives with so many of them."""
+    """What a worker gives, and what the loader gives with this many of them."""
     with tempfile.TemporaryDirectory() as folder:
         split = shards(images, arguments.images, Path(folder))
         found: dict[str, Any] = {"worker": shown("streamed", "a worker", worker_rate(split, arguments.batch))}

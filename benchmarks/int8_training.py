@@ -24,6 +24,7 @@ from benchmarks.common import parser, run_command, write_record
 from benchmarks.int8_accuracy import BATCH, correct, paired
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.data.types import stratified
+from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.trained import Trained, carried_by
 
@@ -34,17 +35,8 @@ WAYS = (("none", "all layers"), ("int8", "all layers"), ("float", "all layers"),
 """How the network was trained on, and which of its layers are in int8."""
 
 
-def main() -> None:
-    made = parser(__doc__, "int8_training.json")
-    made.add_argument("--data", default="cifar10")
-    made.add_argument("--network", default="nin")
-    made.add_argument("--scheme", default="cp(m=96)")
-    made.add_argument("--images", type=int, default=3200, help="training images of an epoch")
-    made.add_argument("--epochs", type=int, default=1)
-    made.add_argument("--rate", type=float, default=0.01, help="the learning rate of both trainings")
-    made.add_argument("--test", type=int, default=4000, help="test images, from the first on")
-    made.add_argument("--seed", type=int, default=0)
-    options = made.parse_args()
+def main(arguments: list[str] | None = None) -> None:
+    options = _options(arguments)
     data = open_data(options.data, progress=False)
     data = replace(data, test=data.test.subset(torch.arange(min(options.test, len(data.test)))))
     start = decomposed(options)
@@ -68,6 +60,19 @@ def main() -> None:
         write_record(options.out, "int8-training", setting=setting, rows=rows)
 
 
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    made = parser(__doc__, "int8_training.json")
+    made.add_argument("--data", default="cifar10")
+    made.add_argument("--network", default="nin")
+    made.add_argument("--scheme", default="cp(m=96)")
+    made.add_argument("--images", type=int, default=3200, help="training images of an epoch")
+    made.add_argument("--epochs", type=int, default=1)
+    made.add_argument("--rate", type=float, default=0.01, help="the learning rate of both trainings")
+    made.add_argument("--test", type=int, default=4000, help="test images, from the first on")
+    made.add_argument("--seed", type=int, default=0)
+    return made.parse_args(arguments)
+
+
 def decomposed(options: argparse.Namespace) -> Trained:
     """The shipped network, its filters replaced by the nearest low-rank ones."""
     trained = lr.load_pretrained(options.network, "cifar10")
@@ -80,12 +85,11 @@ def trained_on(start: Trained, data: Data, training: str, options: argparse.Name
     few = replace(
         data,
         train=data.train.subset(stratified(data.train.labels, options.images, seed=options.seed)),
-        test=data.test.subset(torch.arange(BATCH)),  # the whole set is measured on the written files
+        test=data.test.subset(torch.arange(min(BATCH, len(data.test)))),  # the files are measured on the whole set
     )
-    again = decomposed(options)
-    again.network.load_state_dict(start.network.state_dict())
+    network = copy_with(start.network)
     lr.fit(
-        again.network,
+        network,
         few,
         recipe_of(start.recipe, options),
         quantize="int8" if training == "int8" else None,
@@ -93,7 +97,7 @@ def trained_on(start: Trained, data: Data, training: str, options: argparse.Name
         device="cpu",
         progress=False,
     )
-    found = carried_by(again.network)
+    found = carried_by(network)
     assert found is not None
     return found
 

@@ -84,7 +84,7 @@ LEARNED, MECHANISMS = WAYS[4:], ("gates", "loss", "energy", "regrowth")
 NEEDS = {"again": ("proximal",)}
 """Ways that need the result of others."""
 PARTS = 64
-"""Shares of kxk filters are multiples of one in so many."""
+"""Shares of kxk filters are multiples of one in this many."""
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -160,7 +160,7 @@ def make_tuned(
 def split_for_tries(data: Data, train: int | None = None, share: float = 0.1) -> tuple[Data, Data]:
     """The images of full runs, and those of tries, whose test images are held out from training.
 
-    With `train`, both train on so many images, and all others are held out; else tries hold out a share.
+    With `train`, both train on this many images, and all others are held out; else tries hold out a share.
     """
     total = len(data.train)
     if train is not None and not 0 < train < total:

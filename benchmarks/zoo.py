@@ -36,7 +36,7 @@ LARGEST = 300_000_000
 """Networks of more parameters are run at the end, a few at a time: each takes their memory three times."""
 FEW = 3
 HEAVY = 8 * 2**30
-"""A process that ever took so many bytes is ended after the network at hand."""
+"""A process that ever took this many bytes is ended after the network at hand."""
 WRITE_EVERY = 5.0
 TO_START = 60.0
 """Seconds that a process may take to load torch; they do not count as the network's."""

@@ -64,7 +64,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "foreign": foreign.foreign,
     "frontier": frontier.frontier,
     "frontier-questions": frontier.questions,
-    "fewest-products": frontier.fewest_products,
+    "fewest-operations": frontier.fewest_operations,
     "full-run": full_run.full_run,
     "gpu-backward": gpu.gpu_backward,
     "gpu-layers": gpu.gpu_layers,

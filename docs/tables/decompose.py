@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tables.form import NO_RUNS, markdown, record, recorded, source
+from tables.form import JsonRecord, from_record, markdown, source
 
 
-def decompose() -> str:
+@from_record("decompose.json")
+def decompose(found: JsonRecord) -> str:
     """Decomposing and fine-tuning beside training from scratch: a row per scheme and share of the MACs."""
-    if not recorded("decompose.json"):
-        return NO_RUNS
-    found = record("decompose.json")
     dense = next(line for line in found["table"] if line["way"] == "dense")
     ways = list(dict.fromkeys((line["way"], line["epochs"]) for line in found["table"] if line["scheme"]))
     lines = {(row["scheme"], row["share"], row["way"], row["epochs"]): row for row in found["table"]}
@@ -32,11 +30,9 @@ def decompose() -> str:
     return markdown(columns, rows) + note + source("decompose.json", found["environment"])
 
 
-def decompose_aware() -> str:
+@from_record("decompose_aware.json")
+def decompose_aware(found: JsonRecord) -> str:
     """The error of a decomposed network by weights alone, and with a few images: a row per way."""
-    if not recorded("decompose_aware.json"):
-        return NO_RUNS
-    found = record("decompose_aware.json")
     shares = list(dict.fromkeys(row["share"] for row in found["rows"] if row["way"] != "dense"))
     lines = {(row["network"], row["way"], row["share"]): row for row in found["rows"]}
     rows: list[list[object]] = []
@@ -65,11 +61,9 @@ def _accuracy(line: dict[str, Any] | None) -> str:
     return f"{100 * value:.2f}" + ("%" if spread is None else f" ± {100 * spread:.2f}%")
 
 
-def tensor_fits() -> str:
+@from_record("tensor_fits.json")
+def tensor_fits(found: JsonRecord) -> str:
     """What each low-rank form loses of real filters at equal MACs."""
-    if not recorded("tensor_fits.json"):
-        return NO_RUNS
-    found = record("tensor_fits.json")
     forms = ("separable", "channel", "tucker2", "cp")
     rows: list[list[object]] = [
         [f"`{row['layer']}`", f"{row['share']:g}", *(_loss(row[form]) for form in forms)] for row in found["rows"]

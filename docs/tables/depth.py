@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import geometric_mean, mean
 from typing import Any
 
-from tables.form import NO_RUNS, markdown, record, recorded, source
+from tables.form import JsonRecord, from_record, markdown, record, source
 
 
 def init_depth() -> str:
@@ -21,11 +21,9 @@ def init_depth() -> str:
     return table + note + source("init_depth.json", found["environment"])
 
 
-def depth_flow() -> str:
+@from_record("depth_flow.json")
+def depth_flow(found: JsonRecord) -> str:
     """Networks as initialised: how gradients change on their way down, and the filters that answer nothing."""
-    if not recorded("depth_flow.json"):
-        return NO_RUNS
-    found = record("depth_flow.json")
     columns = ["network", "<batch norm", "first / last", "least", "most", "dead filters", "<most of one group"]
     rows = [_flow(row) for row in found["rows"]]
     setting, seeds = found["setting"], max(len(row.get("seeds", [row])) for row in found["rows"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tables.form import NO_RUNS, NOT_MEASURED, markdown, record, recorded, source
+from tables.form import NOT_MEASURED, JsonRecord, from_record, markdown, source
 
 Row = dict[str, Any]
 _PRECISIONS = ("fp32", "fp16", "int8")
@@ -27,11 +27,9 @@ _WAYS = ("dense", "thin", "low-rank")
 _KERNELS = {"vgg11-gmp": "3x3", "resnet18": "3x3", "nin": "5x5 and 3x3"}
 
 
-def cpu_engines() -> str:
+@from_record("cpu_engines.json")
+def cpu_engines(found: JsonRecord) -> str:
     """For every network and precision: the fastest engine of the dense, the thin and the low-rank network."""
-    if not recorded("cpu_engines.json"):
-        return NO_RUNS
-    found = record("cpu_engines.json")
     rows: list[list[object]] = []
     for family, threads, precision, best in _compared(found["rows"]):
         cells = [_cell(best[way]) for way in _WAYS]
@@ -43,11 +41,9 @@ def cpu_engines() -> str:
     return markdown(columns, rows) + f"\n{versions}.\n" + source("cpu_engines.json", found["environment"])
 
 
-def decision() -> str:
+@from_record("cpu_engines.json")
+def decision(found: JsonRecord) -> str:
     """What to take on this CPU, by kernels and precision: the fastest network of equal MACs, and its engine."""
-    if not recorded("cpu_engines.json"):
-        return NO_RUNS
-    found = record("cpu_engines.json")
     rows: list[list[object]] = []
     for family, threads, precision, best in _compared(found["rows"]):
         thin, low, dense = best["thin"], best["low-rank"], best["dense"]
@@ -61,11 +57,9 @@ def decision() -> str:
     return markdown(columns, rows) + source("cpu_engines.json", found["environment"])
 
 
-def int8_accuracy() -> str:
+@from_record("int8_accuracy.json")
+def int8_accuracy(found: JsonRecord) -> str:
     """Top-1 accuracy in float32 and int8 on the same test images."""
-    if not recorded("int8_accuracy.json"):
-        return NO_RUNS
-    found = record("int8_accuracy.json")
     rows: list[list[object]] = [
         [
             f"`{row['network']}`",
@@ -86,11 +80,9 @@ def int8_accuracy() -> str:
 _MORE_TRAINING = {"none": "none", "float": "float32", "int8": 'int8 (`quantize="int8"`)'}
 
 
-def int8_training() -> str:
+@from_record("int8_training.json")
+def int8_training(found: JsonRecord) -> str:
     """A network that int8 makes less accurate: more training in float, or with int8 layers."""
-    if not recorded("int8_training.json"):
-        return NO_RUNS
-    found = record("int8_training.json")
     rows: list[list[object]] = []
     for row in found["rows"]:
         gain = row.get("int8_training_gains")
@@ -126,11 +118,9 @@ def _training(how: dict[str, Any]) -> str:
     return f"{how['recipe']}, {how['epochs']} epoch{'s' * (how['epochs'] > 1)}{images}{rounded}"
 
 
-def aims() -> str:
+@from_record("cpu_engines.json")
+def aims(found: JsonRecord) -> str:
     """The best low-rank time over the best dense one, beside what was aimed at, with two threads."""
-    if not recorded("cpu_engines.json"):
-        return NO_RUNS
-    found = record("cpu_engines.json")
     rows: list[list[object]] = []
     for family, precision, rivals, aim in _AIMS:
         low = _best(found["rows"], family, 2, precision, "low-rank")
@@ -146,11 +136,9 @@ def aims() -> str:
     return markdown(columns, rows) + source("cpu_engines.json", found["environment"])
 
 
-def strips() -> str:
+@from_record("strips.json")
+def strips(found: JsonRecord) -> str:
     """One layer: compiled strips beside the fastest engine, by precision."""
-    if not recorded("strips.json"):
-        return NO_RUNS
-    found = record("strips.json")
     rows: list[list[object]] = []
     for precision, row in found["gains"].items():
         ours, theirs = found["ways"][row["strips"]]["ms"], found["engines"][row["engine"]]["ms"]

@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tables.form import NO_RUNS, markdown, record, recorded, source
+from tables.form import JsonRecord, from_record, markdown, source
 
 STEPS = ("counted", "converted", "decomposed", "merged", "planned", "optimised", "exported")
 PACKAGES = ("pytorchcv", "transformers", "diffusers", "monai", "efficientnet_pytorch")
 
 
-def foreign() -> str:
+@from_record("foreign.json")
+def foreign(found: JsonRecord) -> str:
     """A row per network: what each transform gave, or that it refused."""
-    if not recorded("foreign.json"):
-        return NO_RUNS
-    found = record("foreign.json")
     rows = [[_breakable(row["name"]), *(_cell(row, step) for step in STEPS)] for row in found["rows"]]
     cells = [row["cells"].get(step, "") for row in found["rows"] for step in STEPS]
     wrong = sum(cell.startswith(("WRONG", "RAW")) for cell in cells)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+NO_RUNS = "No runs recorded yet.\n"
+NOT_MEASURED = "not measured yet"
+JsonRecord = dict[str, Any]
 
 
 def markdown(columns: list[str], rows: Sequence[Sequence[object]]) -> str:
@@ -19,29 +24,31 @@ def markdown(columns: list[str], rows: Sequence[Sequence[object]]) -> str:
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
-def record(name: str) -> dict[str, Any]:
+def record(name: str) -> JsonRecord:
     return json.loads((RESULTS / name).read_text())
 
 
 def source(path: str, *environments: dict[str, Any]) -> str:
     """The line under a table: what it was measured with, oldest first, and where the record is."""
-    devices = dict.fromkeys(known.get("gpu") or known["cpu"] for known in environments)
-    versions = dict.fromkeys(known["torch"] for known in environments)
     commits = dict.fromkeys(_short(known["commit"]) for known in environments)
     where = f"record: `benchmarks/results/{path}`, commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
-    return f"\n*{', '.join(devices)}, torch {', '.join(versions)}; {where}.*\n"
+    return _measured_with(environments, where)
 
 
 def sources(records: dict[str, list[dict[str, Any]]]) -> str:
     """One line for the figures of several records."""
-    every = [known for environments in records.values() for known in environments]
-    devices = dict.fromkeys(known.get("gpu") or known["cpu"] for known in every)
-    versions = dict.fromkeys(known["torch"] for known in every)
     named = (
         f"`{path}` ({', '.join(dict.fromkeys(_short(known['commit'])[:7] for known in environments))})"
         for path, environments in records.items()
     )
-    where = f"records in `benchmarks/results`, with their commits: {', '.join(named)}"
+    every = chain.from_iterable(records.values())
+    return _measured_with(every, f"records in `benchmarks/results`, with their commits: {', '.join(named)}")
+
+
+def _measured_with(environments: Iterable[dict[str, Any]], where: str) -> str:
+    every = list(environments)
+    devices = dict.fromkeys(known.get("gpu") or known["cpu"] for known in every)
+    versions = dict.fromkeys(known["torch"] for known in every)
     return f"\n*{', '.join(devices)}, torch {', '.join(versions)}; {where}.*\n"
 
 
@@ -55,5 +62,14 @@ def recorded(name: str) -> bool:
     return (RESULTS / name).exists()
 
 
-NO_RUNS = "No runs recorded yet.\n"
-NOT_MEASURED = "not measured yet"
+def from_record(name: str) -> Callable[[Callable[[JsonRecord], str]], Callable[[], str]]:
+    """Give a table the record that it is made from; as long as there is none, the page says so."""
+
+    def with_record(make: Callable[[JsonRecord], str]) -> Callable[[], str]:
+        @wraps(make)
+        def table() -> str:
+            return make(record(name)) if recorded(name) else NO_RUNS
+
+        return table
+
+    return with_record

@@ -38,9 +38,9 @@ def questions() -> str:
     return markdown(columns, rows) + told
 
 
-def fewest_products() -> str:
+def fewest_operations() -> str:
     """The ways by rising operations; those that were trained on all images have a test accuracy."""
-    path = form.RESULTS / "fewest_products.json"
+    path = form.RESULTS / "fewest_operations.json"
     if not path.exists():
         return NO_RUNS
     found = json.loads(path.read_text())

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from tables.form import NO_RUNS, NOT_MEASURED, markdown, record, recorded, source
+from tables.form import NOT_MEASURED, JsonRecord, from_record, markdown, record, source
 
 FULL = ("vgg11-gmp", "vgg11-gmp-lr")
 RATED = {"ilsvrc": "", "places": "/2"}
@@ -14,13 +14,12 @@ RATED = {"ilsvrc": "", "places": "/2"}
 BATCH = 256
 
 
-def full_run() -> str:
+@from_record("input_pipeline.json")
+def full_run(found: JsonRecord) -> str:
     """Hours of a full run on 1, 8 and 64 GPUs, part by part."""
-    if not recorded("input_pipeline.json"):
-        return NO_RUNS
     from lowrank_cnn.paper.full_run import BETWEEN, CORES, IMAGES, NODE, WITHIN
 
-    machine = _beside_a_gpu(record("input_pipeline.json")["machines"])
+    machine = _beside_a_gpu(found["machines"])
     speed = record("gpu_speed.json")
     decode = {kind: machine["rows"][kind]["worker"]["images_per_second"] for kind in ("mosaic", "shrunk")}
     rows: list[list[object]] = []

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tables.form import NO_RUNS, markdown, record, recorded, source
+from tables.form import JsonRecord, from_record, markdown, source
 
 
-def memory() -> str:
+@from_record("memory.json")
+def memory(found: JsonRecord) -> str:
     """What a forward pass keeps per image, and the most that a step takes on a GPU."""
-    if not recorded("memory.json"):
-        return NO_RUNS
-    found = record("memory.json")
     text = _kept(found["kept"])
     return text + ("\n" + _peaks(found["peaks"]) if "peaks" in found else "")
 

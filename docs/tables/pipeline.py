@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from tables.form import NO_RUNS, markdown, record, recorded, source
+from tables.form import JsonRecord, from_record, markdown, source
 
 KINDS = {"upscaled": "smooth", "mosaic": "textured", "shrunk": "textured, shrunk"}
 
 
-def input_pipeline() -> str:
+@from_record("input_pipeline.json")
+def input_pipeline(found: JsonRecord) -> str:
     """Images per second and core, by decoder and by way to frame, for each processor."""
-    if not recorded("input_pipeline.json"):
-        return NO_RUNS
-    return "\n".join(_pipeline(machine) for machine in record("input_pipeline.json")["machines"])
+    return "\n".join(_pipeline(machine) for machine in found["machines"])
 
 
 def _pipeline(machine: dict[str, Any]) -> str:
@@ -68,11 +67,10 @@ def _kilo(kind: dict[str, Any]) -> str:
     return f"{kind['bytes'] / 1e3:.0f} kB"
 
 
-def loaders() -> str:
+@from_record("loaders.json")
+def loaders(found: JsonRecord) -> str:
     """Images per second of an epoch by each way to keep a set, for each machine, and how long a GPU waits."""
-    if not recorded("loaders.json"):
-        return NO_RUNS
-    return "\n".join(_loader_table(machine) for machine in record("loaders.json")["machines"])
+    return "\n".join(_loader_table(machine) for machine in found["machines"])
 
 
 def _loader_table(machine: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tables.form import NO_RUNS, markdown, record, recorded, source
+from tables.form import JsonRecord, from_record, markdown, source
 
 FILE = "training_profile.json"
 SHOWN = 12
@@ -22,11 +22,10 @@ MEANING = {
 }
 
 
-def training_profile() -> str:
+@from_record(FILE)
+def training_profile(found: JsonRecord) -> str:
     """The longest kernels of the newest profile of each network."""
-    if not recorded(FILE):
-        return NO_RUNS
-    newest = {row["network"]: (run, row) for run in record(FILE)["runs"] for row in run["rows"]}
+    newest = {row["network"]: (run, row) for run in found["runs"] for row in run["rows"]}
     text = ""
     for name, (run, row) in newest.items():
         kernels, total = row["kernels"], row["ms"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import mean, stdev
 from typing import Any
 
-from tables.form import NO_RUNS, markdown, record, recorded, source
+from tables.form import NO_RUNS, JsonRecord, from_record, markdown, source
 
 RECORD = "tiny-imagenet/table.json"
 MEASURES = {"top1": "top-1", "top5": "top-5", "overfit": "over-fitting"}
@@ -16,11 +16,9 @@ NOTE = (
 )
 
 
-def tiny_imagenet() -> str:
+@from_record(RECORD)
+def tiny_imagenet(found: JsonRecord) -> str:
     """For each recipe: the networks, the gaps between them, and how far their order is the published one."""
-    if not recorded(RECORD):
-        return NO_RUNS
-    found = record(RECORD)
     parts = dict.fromkeys(row["part"] for row in found["rows"])
     text = "\n".join("".join(_part(found, part)) for part in parts)
     left = f"\nNot finished: {len(found['missing'])} runs.\n" if found["missing"] else ""

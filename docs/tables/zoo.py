@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from tables.form import NO_RUNS, markdown, record, recorded, source
+from tables.form import JsonRecord, from_record, markdown, source
 
 WELL_KNOWN = (
     "torchvision:alexnet",
@@ -29,11 +29,9 @@ OUTCOMES = ("converted", "counted", "nothing to convert", "failed", "not reached
 """Converted ones ran; those that were only counted are too large for that."""
 
 
-def zoo() -> str:
+@from_record("zoo.json")
+def zoo(found: JsonRecord) -> str:
     """Every network of timm and torchvision in short: what became of them, some by name, and all that failed."""
-    if not recorded("zoo.json"):
-        return NO_RUNS
-    found = record("zoo.json")
     parts = [_outcomes(found["networks"]), _known(found["networks"]), *_failures(found["networks"])]
     versions = ", ".join(f"{name} {found['environment'][name]}" for name in ("timm", "torchvision"))
     note = f"\nScheme `{found['scheme']}`; {versions}. Every network has a line in the record.\n"

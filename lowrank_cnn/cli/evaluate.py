@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lowrank_cnn.data import Data
     from lowrank_cnn.train.details import EvaluationDetails
     from lowrank_cnn.train.predicting import Ranking
+    from lowrank_cnn.train.score import Evaluation
     from lowrank_cnn.train.trained import Trained
 
 _SHOWN_PAIRS = 5
@@ -72,7 +73,6 @@ def evaluate_command(
     from lowrank_cnn.data import open_data
     from lowrank_cnn.data.readers.read_options import parse_image_size
     from lowrank_cnn.train.evaluation import evaluate, held_out_images
-    from lowrank_cnn.train.score import TOP_FIVE
     from lowrank_cnn.train.trained import Trained, load_pretrained
 
     if pretrained and best:
@@ -88,17 +88,13 @@ def evaluate_command(
         again = held_out_images(trained, data, **shared) if fits else None
         images = _told_held_out(again, limit) if again else _as_in_training(trained, images, image_size, reading)
     result = evaluate(trained, images, device=device, workers=workers, output=output, progress=not as_json)
-    details = result.details
-    assert details is not None
+    assert result.details is not None
     if as_json:
-        shown = details.to_dict(pictures=False)
+        shown = result.details.to_dict(pictures=False)
         print_json({"model": model, "data": images.name, **result.to_dict(), "details": shown})
         return
-    top5 = {"top-5": f"{result.top5:.2%}"} if len(images.classes) > TOP_FIVE else {}
-    row = {"network": model, "top-1": f"{result.top1:.2%}", **top5}
-    row |= {"n": f"{result.n:,}", "loss": f"{result.loss:.4f}"}
-    print_table(f"On {images.name}", list(row), [list(row.values())])
-    _print_details(details, every_class=every_class)
+    _print_accuracy(model, images, result)
+    _print_details(result.details, every_class=every_class)
     print_problems(images)
 
 
@@ -162,6 +158,15 @@ def _print_answers(files: list[Path], answers: Sequence[Ranking | None], as_json
         for path, answer in pairs
     ]
     print_table("Predictions", ("image", "<classes"), rows)
+
+
+def _print_accuracy(model: str, images: Data, result: Evaluation) -> None:
+    from lowrank_cnn.train.score import TOP_FIVE
+
+    top5 = {"top-5": f"{result.top5:.2%}"} if len(images.classes) > TOP_FIVE else {}
+    row = {"network": model, "top-1": f"{result.top1:.2%}", **top5}
+    row |= {"n": f"{result.n:,}", "loss": f"{result.loss:.4f}"}
+    print_table(f"On {images.name}", list(row), [list(row.values())])
 
 
 def _print_details(details: EvaluationDetails, *, every_class: bool) -> None:
@@ -228,7 +233,7 @@ def _guessing(name: str) -> str:
 
 
 def _told_held_out(images: Data, limit: int | None) -> Data:
-    """The images that training held out, and a line that says so."""
+    """The images that training held out; a printed line tells the user that these are used."""
     from lowrank_cnn.data.readers.splits import fewer
 
     line = f"The network was trained on {images.name}: these are the {len(images.test):,} images held out of it."

@@ -81,7 +81,7 @@ def open_data(
       centre. `default_size` does so only where images are large or differ in size.
     - `channels`: 1 or 3 to read all images as grey or in colour; else grey only where the set is.
     - `bad`: whether images that cannot be decoded and wrong labels are left out and counted, or refused.
-    - `limit`: at most so many images of each split, class by class in proportion.
+    - `limit`: at most this many images of each split, class by class in proportion.
     - `missing`: whether an absent shard is refused, or counted and done without.
     - `resident_bytes`: splits that take no more than this as uint8, all of one size, are held in memory.
     - `only_test`: for evaluation alone. A set without test images is one to test on, and needs none to train on.

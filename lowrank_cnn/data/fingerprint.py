@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 MOST_SIZES = 2**16
-"""File sizes are read for so many files at most: each costs a request to a network file system."""
+"""File sizes are read for this many files at most: each costs a request to a network file system."""
 SAMPLED_FILES = 64
 SAMPLED_IMAGES = 256
 _PIECE = 2**14
@@ -55,7 +55,7 @@ def fingerprint_of_subset(whole: str, index: Tensor) -> str:
 
 
 def evenly_spaced(n: int, most: int) -> Iterable[int]:
-    """At most so many positions of 0 to n - 1, the first and the last among them."""
+    """At most this many positions of 0 to n - 1, the first and the last among them."""
     if n <= most:
         return range(n)
     return (place * (n - 1) // (most - 1) for place in range(most))

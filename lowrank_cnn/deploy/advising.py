@@ -96,6 +96,7 @@ class Advice:
         return {**told, "layers": [asdict(r) for r in self.layers], "forms": [asdict(f) for f in self.forms]}
 
 
+@torch.random.fork_rng(devices=[])  # the forms that are tried draw weights
 def design(
     model: nn.Module,
     example: Tensor,

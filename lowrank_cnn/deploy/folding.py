@@ -30,7 +30,7 @@ class FoldedLinear(nn.Identity):
 
 
 def channel_axis(layer: nn.Module, dimensions: int) -> int:
-    """The axis of a layer's outputs that has its filters, for results of so many dimensions."""
+    """The axis of a layer's outputs that has its filters, for results of this many dimensions."""
     spatial = next(count for kind, count in _SPATIAL.items() if isinstance(layer, kind))
     return dimensions - 1 - spatial
 

@@ -22,7 +22,7 @@ from lowrank_cnn.method.layers import CompositeConv2d, weights_of
 from lowrank_cnn.method.spec import Pair
 
 _THIN = 32
-"""Below so many channels the taps of a group are stacked into one product."""
+"""Below this many channels the taps of a group are stacked into one product."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Fold what is linear into one layer, exactly: the batch norms behind layers, and chains (basis + join, pairs).
 
-`merge` works on a copy of a network in evaluation. A captured graph must show that a norm reads one layer alone
-and that nobody else reads either. Every fold is computed in float64 and compared with what it replaces; then the
-whole network is compared with the original. What is not exact, or cannot be compared, stays, and
-`notes(network).merging` says why:
+`merge` works on a copy of a network in evaluation. A captured graph must show that a norm reads one layer alone,
+and that nothing else reads that layer's result. Every fold is computed in float64 and compared with what it
+replaces; then the whole network is compared with the original. What is not exact, or cannot be compared, stays,
+and `notes(network).merging` says why:
 
 - a bias in front of zero padding: the padding is zero and not that bias, so the two differ at the border;
 - two layers that both reach along one axis: a border cuts between them;

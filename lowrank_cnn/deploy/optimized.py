@@ -55,8 +55,8 @@ class Optimized(nn.Module):
     """A network for inference in its fastest form; inputs are brought into its memory format.
 
     It is called as the example was given: with one input, with several, or by the keywords `names`.
-    Where it was recorded, inputs of that size replay a CUDA graph, without launches; others run as ever. Where it
-    was compiled, `network` still is what it was made of: that is what a tracer sees, and an export holds.
+    Where it was recorded, inputs of that size replay a CUDA graph, without launches; others run kernel by kernel.
+    Where it was compiled, `network` is still the module that was compiled: a tracer and an export see it.
     `chosen` has what `optimize` found in values that JSON can hold.
     """
 

@@ -52,7 +52,7 @@ def optimize(
       was optimised before, on this machine and with these versions, is made again without trying all forms.
     - `budget`: seconds for all forms. The last fifth begins none, and is for comparing and timing. On a GPU
       torch.compile is left out where the layers it would call take longer alone than the best form so far.
-    - `say`: is told what is under way (`say=print`).
+    - `say`: a function that is called with a line of progress before each form (`say=print`).
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
     >>> fast = optimize(net, torch.randn(1, 3, 8, 8), compile=False, cache=False, repeats=3)

@@ -51,7 +51,7 @@ def plan(
     - `cache`: where measured times are kept (True: the user's cache directory; False: nowhere). They are found
       again by device, versions, threads, layer and input. Where the whole network does not gain what they promise,
       all is measured anew.
-    - `say`: is told which block is measured (`say=print`).
+    - `say`: a function that is called with the name of each block that is measured (`say=print`).
 
     >>> planned = lr.plan(net, images)  # doctest: +SKIP
     >>> print(lr.notes(planned).plan)  # doctest: +SKIP
@@ -96,7 +96,7 @@ def apply_ways(
 
 
 def silent(_text: str) -> None:
-    """Tell nobody."""
+    """Report no progress."""
 
 
 def check_ready(model: nn.Module, *inputs: Any) -> None:

@@ -98,7 +98,7 @@ def quantize(
     - `calibration`: images with labels (a `Data`, or what `open_data` takes), for a trained network: `images` of
       the training images set the ranges of activations, and the test images give the accuracy before and after.
       Or prepared images as tensors, [N, C, H, W]: then no accuracy is measured.
-    - `test`: at most so many test images.
+    - `test`: at most this many test images.
     - `most_loss`: points of accuracy that may be lost on other training images. While more are lost, the layer
       that int8 changes most goes back to float, three layers at most. The test images decide nothing.
     - `dynamic`: the axes of any length, as in `export`; () writes a file for one image of one size.
@@ -194,10 +194,8 @@ def sensitivities(network: nn.Module, images: Tensor) -> tuple[QuantizedLayer, .
     found = []
     for name, layer in network.named_modules():
         if isinstance(layer, ROUNDED_LAYERS):
-            with (
-                rounding(layer, images.device),
-                torch.enable_grad(),
-            ):  # where gradients are recorded, it observes its range
+            # A layer observes the range of its input where gradients are recorded.
+            with rounding(layer, images.device), torch.enable_grad():
                 error = difference(network(images).detach(), expected, by="norm")
             found.append(QuantizedLayer(name, error, error > _MOST_ERROR))
     if not found:

@@ -46,7 +46,7 @@ class LayerTime:
 class Timing:
     """A network's time for one batch. `correlation` is Pearson's r of MACs and time over its layers.
 
-    `twin` is the dense network that it is held against, timed in the same turns, where there is one.
+    `twin` is the dense network that it is compared with, timed in the same turns, where there is one.
     """
 
     name: str
@@ -65,6 +65,7 @@ class Timing:
         return asdict(self)
 
 
+@torch.random.fork_rng(devices=[])  # a dense twin draws weights when it is built
 def time_model(
     model: nn.Module,
     input_size: Sequence[int] | None = None,
@@ -78,7 +79,7 @@ def time_model(
 ) -> Timing:
     """Time a network in evaluation (in torch: eager, channels_last), whole and by layer, beside its MACs.
 
-    Our own networks are held against their family's dense baseline (see `dense_twin`) unless `twin` is given.
+    Our own networks are compared with their family's dense baseline (see `dense_twin`) unless `twin` is given.
     `runtime` is "torch", or "onnx" for ONNX Runtime on the CPU; the time is the median of `repeats` runs.
 
     >>> lr.time_model(net, (3, 224, 224)).total.ms  # doctest: +SKIP
@@ -157,7 +158,9 @@ class _TorchRunner:
         last = torch.channels_last
         self.network = copy_with(model).eval().to(device).to(memory_format=last)  # type: ignore[call-overload]
         dtype = next((p.dtype for p in model.parameters()), torch.float32)
-        self.image = torch.randn(shape, device=device, dtype=dtype).contiguous(memory_format=last)
+        draw = torch.Generator(device).manual_seed(0)
+        image = torch.randn(shape, generator=draw, device=device, dtype=dtype)
+        self.image = image.contiguous(memory_format=last)
         self.shape = shape
         self.clock = CudaMarks() if device.startswith("cuda") else Marks()
 
@@ -227,7 +230,7 @@ def _random_array(port: Port, size: Sequence[int] | None, batch: int) -> Any:
     shape = [side if isinstance(side, int) else known.get(axis) for axis, side in enumerate(port.shape)]
     if None in shape:
         raise LowRankError(f"say the size of the images: {port.name} of this file is {port}.")
-    drawn = torch.randn(shape)  # type: ignore[arg-type]
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
     dtype = getattr(torch, port.array_dtype)
     return (drawn if dtype.is_floating_point else 255 * drawn.abs().clamp(max=1)).to(dtype).numpy()
 

@@ -29,7 +29,7 @@ from lowrank_cnn.models.network import Network
 from lowrank_cnn.system.errors import LowRankError, nearest
 
 MULTIPLE, COARSE = 16, 64
-"""Widths are such that every layer has a multiple of so many filters; in 64s GPUs run dense layers fastest."""
+"""Widths are such that every layer has a multiple of this many filters; in 64s GPUs run dense layers fastest."""
 STEP = 1 / 32
 """Widths that are searched for are multiples of this."""
 SHAPES, LEARNED = "shapes:", "learned"
@@ -72,8 +72,8 @@ class Design:
       least half of the most filters).
     - `between`: a batch norm and a ReLU stand between the halves of a separable pair.
     - `branches`: strips train beside a 1x1 conv and the identity, which are folded into them afterwards.
-    - `multiple`: every layer has a multiple of so many filters.
-    - `last`: the last stage has so many times the filters of the dense network.
+    - `multiple`: every layer has a multiple of this many filters.
+    - `last`: the last stage has this many times the filters of the dense network.
     - `matched`: what its width was chosen by: "macs" or "time", and of which design.
     """
 
@@ -280,7 +280,7 @@ def rectified_between(network: nn.Module) -> nn.Module:
 
 
 def width_of_macs(builder: Builder, design: Design, macs: float) -> float:
-    """The width, a multiple of `STEP`, at which a design costs nearest to so many multiply-accumulates."""
+    """The width, a multiple of `STEP`, at which a design costs nearest to this many multiply-accumulates."""
     return nearest_width(lambda width: builder.count(at_width(design, width)).macs, macs)
 
 

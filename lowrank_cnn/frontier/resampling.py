@@ -1,9 +1,9 @@
 """How certain a difference of two designs is: intervals that resample seeds and images.
 
 A run is drawn from all runs that other seeds would give, and a test image from all images that could have been
-taken. Both designs meet the same images, so images are resampled for both together, and seeds for each by itself.
-A few runs do not tell exactly how much runs differ. As in Student's t, that widens the interval: a 99% interval is
-twice as wide with four runs of each design, a quarter wider with eight, and hardly wider with 32.
+taken. Both designs are tested on the same images, so images are resampled for both together, and seeds for each by
+itself. A few runs do not tell exactly how much runs differ. As in Student's t, that widens the interval: a 99%
+interval is twice as wide with four runs of each design, a quarter wider with eight, and hardly wider with 32.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ def strips(
 ) -> Tensor:
     """All groups of a layer, one behind the other, with its bias: stride one, an output as large as the input.
 
-    `weights` are packed; a group has so many `filters`, of 1x3 where `across`, otherwise of 3x1. With `pool`, the
-    largest of each 2x2 results is kept; height and width are then even.
+    `weights` are packed. `filters` has the number of filters of each group; they are 1x3 where `across` is true,
+    otherwise 3x1. With `pool`, the largest of each 2x2 results is kept; height and width are then even.
     """
     x = x.contiguous()
     y = _result(x, bias, pool)

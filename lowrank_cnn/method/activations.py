@@ -21,7 +21,7 @@ from lowrank_cnn.method.channel import FactoredLayer, groups_of
 from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.geometry import Sides
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, first_line
 
 Images = Tensor | Iterable[object]
 """Images as one batch, or batches of them; of a pair (images, labels) the labels are left out."""
@@ -188,8 +188,9 @@ def _run(model: nn.Module, batch: Tensor) -> object:
     except LowRankError:
         raise
     except Exception as error:  # whatever the forward of a user's network does not take
-        first = str(error).strip().partition("\n")[0]
-        raise LowRankError(f"the model does not run on images of {list(batch.shape)}: {first}") from error
+        raise LowRankError(
+            f"the model does not run on images of {list(batch.shape)}: {first_line(error)}"
+        ) from error
 
 
 def _first_tensor(output: object) -> Tensor:

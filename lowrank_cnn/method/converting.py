@@ -87,14 +87,8 @@ def convert(
     True
     """
     budget = Budget.of(macs=macs, params=params, latency=latency)
-    if scheme is None and budget is None:
-        raise LowRankError("give a scheme, such as lr, or a budget that chooses schemes: macs, params or latency.")
-    candidates = [parse_scheme(text) for text in (BY_BUDGET if scheme is None else (scheme,))]
+    candidates = _candidates(scheme, budget)
     scheme = candidates[0]
-    if scheme.name == "embed":
-        raise LowRankError("embed changes the number of channels that the next layer expects: use lr-join.")
-    if scheme.name == "exact":
-        raise LowRankError("exact counts the filters of one layer: use mixture, or apply learned shapes.")
     if init != "composite" and not callable(init):
         raise LowRankError(f'init is "composite" or a function that fills a replacement, not {init!r}.')
     with told_if_low_rank(model):
@@ -114,6 +108,18 @@ def convert(
     if input_size is not None:
         check_calls(model, new, list(schemes), input_size)
     return new
+
+
+def _candidates(scheme: str | Scheme | None, budget: Budget | None) -> list[Scheme]:
+    """The scheme that was asked for, or those that a budget chooses from."""
+    if scheme is None and budget is None:
+        raise LowRankError("give a scheme, such as lr, or a budget that chooses schemes: macs, params or latency.")
+    candidates = [parse_scheme(text) for text in (BY_BUDGET if scheme is None else (scheme,))]
+    if candidates[0].name == "embed":
+        raise LowRankError("embed changes the number of channels that the next layer expects: use lr-join.")
+    if candidates[0].name == "exact":
+        raise LowRankError("exact counts the filters of one layer: use mixture, or apply learned shapes.")
+    return candidates
 
 
 def cheaper_only(

@@ -103,8 +103,8 @@ def decompose(
     else:
         keeps = measured_keeps(model, convs, scheme, batches, evaluate) if batches or evaluate else None
         size = tuple(batches[0].shape[1:]) if input_size is None and batches else input_size
-        several = batches and not evaluate and not by_fit and budget.kind in ("macs", "params")
-        options = [keeps, None, both_keeps(convs, scheme, keeps)] if several and keeps else [keeps]
+        compete = bool(batches) and not evaluate and not by_fit
+        options = _competing(convs, scheme, budget, keeps) if compete else [keeps]
         choices = [_chosen(model, convs, scheme, budget, size, one, allow_costlier) for one in options]
         if by_fit:
             choices[0], fits = better_by_cp(convs, choices[0])
@@ -150,6 +150,15 @@ def nearest_output(
         found.append((error, new, report))
     _, new, report = min(found, key=lambda one: one[0])
     return new, report
+
+
+def _competing(
+    convs: Mapping[str, nn.Conv2d], scheme: Scheme, budget: Budget, measured: dict[str, Keeps] | None
+) -> list[dict[str, Keeps] | None]:
+    """What ranks are chosen by: the measured effect, and under a budget of cost also the weights, and both."""
+    if measured is None or budget.kind not in ("macs", "params"):
+        return [measured]
+    return [measured, None, both_keeps(convs, scheme, measured)]
 
 
 def both_keeps(convs: Mapping[str, nn.Conv2d], scheme: Scheme, measured: Mapping[str, Keeps]) -> dict[str, Keeps]:

@@ -18,7 +18,7 @@ from lowrank_cnn.method.init import followed_by_relu, init_
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.scheme import Scheme
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, exact_layer, shaped_layer
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.history import Change, Conversion, Kept
 from lowrank_cnn.system.provenance import forget, note, notes
 
@@ -74,8 +74,7 @@ def copy_with(model: nn.Module, replaced: Mapping[Any, Any] = MappingProxyType({
     try:
         return copy.deepcopy(model, memo)
     except (RuntimeError, TypeError) as error:
-        first = str(error).strip().partition("\n")[0]
-        raise LowRankError(f"the model cannot be copied: {first.rstrip('.')}.") from error
+        raise LowRankError(f"the model cannot be copied: {first_line(error)}.") from error
 
 
 def replacement(conv: nn.Conv2d, scheme: Scheme) -> nn.Module:
@@ -104,7 +103,7 @@ def replacement(conv: nn.Conv2d, scheme: Scheme) -> nn.Module:
 def laid_out_as(old: nn.Module, new: nn.Module) -> nn.Module:
     """`new` on the device and in the dtype and memory format of `old`."""
     weight = next(old.parameters())
-    last = any(_is_channels_last(parameter) for parameter in old.parameters())
+    last = any(is_channels_last(parameter) for parameter in old.parameters())
     new = new.to(weight.device, weight.dtype)
     return new.to(memory_format=torch.channels_last) if last else new  # type: ignore[call-overload]
 
@@ -121,7 +120,8 @@ def _layer(model: nn.Module, name: str, scheme: Scheme) -> nn.Conv2d:
     return conv
 
 
-def _is_channels_last(tensor: Tensor) -> bool:
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether images or filters are in channels_last, and not in an order that fits both formats."""
     last = torch.channels_last
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
 

@@ -32,7 +32,7 @@ class Scheme(SchemeFields):
     - `to`: the filters of the closing 1x1 join as a share of d; None where there is no join.
     - `inputs`: for `exact`, the input channels where these are fewer than the dense layer has.
     - `multiple`: for `learned`, what the number of filters of each shape is a multiple of.
-    - `channel_groups`: each basis filter sees one of so many parts of the input channels. A join then mixes the
+    - `channel_groups`: each basis filter sees one of this many parts of the input channels. A join then mixes the
       parts; without one, the outputs of the parts are shuffled, so that the next layer mixes them.
 
     >>> import lowrank_cnn as lr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -19,7 +20,7 @@ from lowrank_cnn.method.scheme import Scheme
 from lowrank_cnn.system.errors import LowRankError
 
 Score = Callable[[nn.Module], float]
-"""The quality of a network, such as its accuracy; higher is better."""
+"""The quality of a network, such as its accuracy: positive, and higher for a better network."""
 _TRIED = 6
 """Numbers of basis filters that are tried for a layer; between them, the share kept is interpolated."""
 
@@ -41,6 +42,8 @@ def measured_keeps(
     """
     right = outputs(model, batches) if batches else None
     whole = _scored(score, model) if score else 1.0
+    if not 0 < whole < math.inf:
+        raise LowRankError(f"evaluate scores the network itself with {whole}: a score is positive.")
     keeps = {}
     for name, conv in convs.items():
         points = []
@@ -74,6 +77,6 @@ def data_fitted(name: str, conv: nn.Conv2d, scheme: Scheme, given: Sequence[tupl
 
 def _scored(score: Score, model: nn.Module) -> float:
     value = score(copy_with(model))
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise LowRankError(f"evaluate gives a number, more for a better network, not {value!r}.")
     return float(value)

@@ -25,30 +25,13 @@ from torch.utils._pytree import tree_leaves
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.init import init_
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.method.rewriting import copy_with
+from lowrank_cnn.method.resizing import CONVS, LAYERS, NORMS, PendingLayer
+from lowrank_cnn.method.rewriting import copy_with, is_channels_last
 from lowrank_cnn.method.selection import check_module
+from lowrank_cnn.system.autograd import upstream
 from lowrank_cnn.system.errors import LowRankError, first_line, nearest
 
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_LAYERS = (*_CONVS, *_NORMS, nn.Linear, nn.GroupNorm)
 _STEPS = 14
-
-
-class _Pending(nn.Module):
-    """Stands for a layer until the first input says how many channels arrive."""
-
-    def __init__(self, layer: nn.Module, channels: Callable[[int], int]) -> None:
-        super().__init__()
-        self.layer, self.channels = layer, channels
-        self.built: nn.Module | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.built is None:
-            with torch.device("meta"):
-                self.built = _resized(self.layer, x, self.channels).train(self.training)
-        return self.built(x)
 
 
 def thin(
@@ -136,9 +119,9 @@ class _Thinning:
             return (lambda n: n) if layer in self.last else (lambda n: _rounded(n, share, self.multiple))
 
         pending = {
-            layer: _Pending(copy.deepcopy(layer), channels(layer))
+            layer: PendingLayer(copy.deepcopy(layer), channels(layer))
             for layer in self.blank.modules()
-            if type(layer) in _LAYERS or isinstance(layer, _NORMS)
+            if type(layer) in LAYERS or isinstance(layer, NORMS)
         }
         new = copy.deepcopy(self.blank, {id(old): stand_in for old, stand_in in pending.items()}).eval()
         try:
@@ -156,7 +139,7 @@ class _Thinning:
 
 @torch.no_grad()
 def _fresh(new: nn.Module, model: nn.Module) -> nn.Module:
-    """Real memory with fresh weights, on the device, in the dtypes and in the modes of the model."""
+    """Real memory with fresh weights, on the device, in the dtypes, memory formats and modes of the model."""
     sources = dict(chain(model.named_parameters(remove_duplicate=False), model.named_buffers()))
     new = new.to_empty(device=next(model.parameters()).device)
     _share_parameters(new, model)
@@ -168,7 +151,8 @@ def _fresh(new: nn.Module, model: nn.Module) -> nn.Module:
             reset()
     init_(new)
     for name, tensor in _tensors(new):
-        tensor.data = tensor.data.to(sources[name].dtype)
+        layout = torch.channels_last if is_channels_last(sources[name]) else torch.preserve_format
+        tensor.data = tensor.data.to(sources[name].dtype, memory_format=layout)
         if tensor.is_floating_point() and not tensor.is_meta and bool(tensor.isnan().any()):
             _take(name, tensor, sources[name])
     for name, module in model.named_modules():
@@ -226,7 +210,7 @@ def _output_layers(blank: nn.Module, x: Tensor) -> tuple[set[nn.Module], list[to
         made_by[output.grad_fn] = places[module]
 
     for module in twin.modules():
-        if type(module) in (*_CONVS, nn.Linear):
+        if type(module) in (*CONVS, nn.Linear):
             module.register_forward_hook(remember)
             module.requires_grad_(True)
     try:
@@ -236,17 +220,8 @@ def _output_layers(blank: nn.Module, x: Tensor) -> tuple[set[nn.Module], list[to
         raise LowRankError(
             f"the network does not take an image of {tuple(x.shape[1:])}: {first_line(error)}"
         ) from error
-    found, seen = set(), set()
-    waiting = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node in made_by:
-            found.add(made_by[node])
-        else:
-            waiting += [before for before, _ in node.next_functions]
+    ends = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    found = {made_by[node] for node in upstream(ends, until=made_by) if node in made_by}
     return found or set(order[-1:]), _shapes(output)
 
 
@@ -258,40 +233,3 @@ def _rounded(channels: int, width: float, multiple: int) -> int:
     if channels < multiple:
         return channels
     return max(multiple, round(channels * width / multiple) * multiple)
-
-
-def _resized(layer: nn.Module, x: Tensor, channels: Callable[[int], int]) -> nn.Module:
-    """A layer of the same kind for the channels that arrive in `x`."""
-    if isinstance(layer, nn.Linear):
-        return nn.Linear(x.shape[-1], channels(layer.out_features), bias=layer.bias is not None)
-    arriving = x.shape[1]
-    if isinstance(layer, nn.GroupNorm):
-        return nn.GroupNorm(_groups(layer.num_groups, arriving), arriving, eps=layer.eps, affine=layer.affine)
-    if isinstance(layer, _NORMS):
-        return _resized_norm(layer, arriving)
-    assert isinstance(layer, _CONVS)
-    depthwise = layer.groups == layer.in_channels > 1
-    leaving = arriving * layer.out_channels // layer.in_channels if depthwise else channels(layer.out_channels)
-    groups = arriving if depthwise else _groups(layer.groups, arriving, leaving)
-    names = ("stride", "padding", "dilation", "padding_mode")
-    names += ("output_padding",) if isinstance(layer, _TRANSPOSED) else ()
-    options: dict[str, Any] = {name: getattr(layer, name) for name in names}
-    return type(layer)(arriving, leaving, layer.kernel_size, groups=groups, bias=layer.bias is not None, **options)  # type: ignore[arg-type]
-
-
-def _resized_norm(layer: nn.Module, channels: int) -> nn.Module:
-    """A copy of a batch norm, of whatever class, for other channels."""
-    new = copy.deepcopy(layer)
-    new.num_features = channels  # type: ignore[assignment]
-    for name, parameter in new._parameters.items():
-        if parameter is not None:
-            new._parameters[name] = nn.Parameter(parameter.new_empty(channels))
-    for name, buffer in new._buffers.items():
-        if buffer is not None and buffer.dim():  # the number of batches has none
-            new._buffers[name] = buffer.new_empty(channels)
-    return new
-
-
-def _groups(wanted: int, *channels: int) -> int:
-    """The largest number of groups up to `wanted` that divides all of these channels."""
-    return next(groups for groups in range(wanted, 0, -1) if all(n % groups == 0 for n in channels))

@@ -20,8 +20,8 @@ class ExperimentPart:
 
     variants: a label, and what it changes of the recipe and of the network.
     own: what single networks have of their own in the same way, and "recipe" for another recipe.
-    as_costly_as: give networks so many more epochs that they cost as many MACs as this one.
-    tables: the published tables that it is held against.
+    as_costly_as: give networks as many more epochs as make them cost as many MACs as this one.
+    tables: the published tables that it is compared with.
     note: what must be known to read it.
     """
 

@@ -80,7 +80,7 @@ def demand_of(experiment: str, network: str) -> Demand:
 
 
 def full_run(demand: Demand, supply: Supply, gpus: int) -> FullRun:
-    """The run on so many devices."""
+    """The run on this many devices."""
     if gpus < 1 or demand.batch % gpus:
         raise LowRankError(f"a batch of {demand.batch} does not divide over {gpus} GPUs.")
     share = demand.batch / gpus

@@ -1,7 +1,7 @@
 """Run an experiment of the paper: train what is not trained yet, go on where a run was cut, write the table.
 
-A run lives in a directory of its own, named after its network, variant and seed. It meets the test set once, at
-its end: what a recipe decides on the way, it decides on training images held out.
+A run lives in a directory of its own, named after its network, variant and seed. It uses the test set once, at
+its end: decisions on the way are made on training images that are held out.
 
 Several processes may share the work, with the same directory for all: each takes the runs that no other holds.
 """
@@ -165,7 +165,7 @@ def _check_made_by(recipe: Recipe, directory: Path) -> None:
 
 
 def _tested_once(recipe: Recipe) -> Recipe:
-    """Without images held out the test set would be watched on the way: it is met at the end alone."""
+    """A recipe that evaluates on the test set does so at the end alone; with held-out images it stays as it is."""
     return recipe if recipe.holdout else replace(recipe, evaluate_every=max(1, recipe.epochs))
 
 

@@ -7,6 +7,7 @@ NaN and infinity give an infinite difference, and so do results of other shapes 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -99,7 +100,8 @@ def _of_leaves(ours: Any, right: Any, by: str) -> float:
     if not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
         return float("inf")
     size = torch.linalg.vector_norm if by == "norm" else lambda values: values.abs().max()
-    return float(size(a - b) / size(b).clamp_min(_TINY))
+    error = float(size(a - b) / size(b).clamp_min(_TINY))
+    return float("inf") if math.isnan(error) else error  # norms of huge values overflow
 
 
 def _equal(ours: Any, right: Any) -> bool:
@@ -117,9 +119,8 @@ def random_like(value: Any, *, seed: int | None = None) -> Any:
     """Random numbers with the mean and deviation of an input. Values that are not floating-point tensors stay."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
-    place = (
-        value.device if value.is_cuda else torch.device("cpu")
-    )  # a CPU takes a second for a batch of 256 photos
+    # On the device of the value: a CPU takes a second for a batch of 256 photos.
+    place = value.device if value.is_cuda else torch.device("cpu")
     numbers = torch.Generator(place).manual_seed(value.numel() if seed is None else seed)
     drawn = torch.randn(value.shape, generator=numbers, dtype=torch.float64, device=place)
     exact = value.to(place).double()

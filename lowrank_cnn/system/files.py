@@ -86,7 +86,7 @@ def delete(path: Path) -> bool:
 
 
 def read_regular(path: str | Path, *, most: int) -> bytes:
-    """The content of a regular file of at most so many bytes.
+    """The content of a regular file of at most this many bytes.
 
     A FIFO would block, and a device may have no end: both raise `OSError`, as does a larger file.
     """

@@ -2,7 +2,7 @@
 
 A user's module may have a child or an attribute of any name, `plan` or `input_size` say, and that one stays the
 user's. The record survives `copy.deepcopy` and `torch.save`. It is no parameter, buffer or child, so tools that
-walk those never meet it.
+walk those do not see it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ATTRIBUTE = "_lowrank"
 
 @dataclass(frozen=True)
 class Notes:
-    """What is known of a module; a field that nobody wrote has its default.
+    """What is known of a module; fields that were not set have their defaults.
 
     - `name`: what the user calls a network that is not ours, `torchvision:resnet18` say.
     - `input_size`: (channels, height, width) of the images that the network takes.

@@ -18,7 +18,7 @@ BINS = 15
 WORST = 20
 PAIRS = 20
 MOST_CLASSES = 200
-"""A record holds the whole confusion matrix of so many classes at most; of more, the most confused pairs."""
+"""A record holds the whole confusion matrix of this many classes at most; of more, the most confused pairs."""
 
 
 @dataclass(frozen=True)

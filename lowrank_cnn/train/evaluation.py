@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def evaluate(
     )
     with ImageProgress("Evaluating", len(data.test), enabled=progress) as shown:
         batches = _relabelled(loader, places.to(place), shown)
-        return score(
+        found = score(
             network,
             batches,
             device=place,
@@ -85,6 +86,9 @@ def evaluate(
             classes=trained.classes,
             split=data.test,
         )
+    if math.isnan(found.loss):  # the largest of scores that are NaN is a class like any other
+        raise LowRankError(f"the network gives NaN on images of {data.name}, so it has no accuracy.")
+    return found
 
 
 def held_out_images(trained: Trained, source: str | Path, **options: Any) -> Data | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.kernels.autotune.compile_ahead import prepare
 from lowrank_cnn.kernels.mode import for_graphs
+from lowrank_cnn.system.errors import first_line
 from lowrank_cnn.system.memory import is_out_of_memory
 from lowrank_cnn.train.step import GraphedStep, TrainingStep, put_back
 
@@ -31,7 +32,7 @@ TIMED_STEPS = 10
 BRIGHTER = 1 + 2**-8
 """Images so much brighter are the same to a network but for rounding: what changes is the noise of a step."""
 SURE, NOISES = 0.01, 3
-"""Gradients of two ways may differ by so much, relative to their norm, and by so many times that noise."""
+"""Gradients of two ways may differ by this share of their norm, and by this many times that noise."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,7 @@ class StepBuilder:
             update, execution = self._build(COMPILED, step, images, labels)
             trial = _time_steps(step, update, images, labels)
         except Exception as error:  # a compiler can fail at anything that a foreign forward does
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            self.say(f"The network is not compiled: {reason}")
+            self.say(f"The network is not compiled: {first_line(error)}.")
             return None
         times = f"{trial.seconds * 1e3:.1f} ms a step compiled, {plain.seconds * 1e3:.1f} ms without"
         apart = _apart(trial.gradients, plain.gradients)
@@ -112,8 +112,7 @@ class StepBuilder:
         except RuntimeError as error:
             if is_out_of_memory(error) or compiled:
                 raise
-            reason = str(error).partition("\n")[0]
-            self.say(f"Steps run one kernel at a time, not as a CUDA graph: {reason}")
+            self.say(f"Steps run one kernel at a time, not as a CUDA graph: {first_line(error)}.")
             return step, Execution(compiled)
 
 

@@ -36,7 +36,7 @@ from lowrank_cnn.train.progress import Lines, Progress, moving_line
 from lowrank_cnn.train.recipe import Recipe, changed
 from lowrank_cnn.train.recipes import get_recipe
 from lowrank_cnn.train.record import Record
-from lowrank_cnn.train.remarks import dropout_remarks, precision_remarks, remarks
+from lowrank_cnn.train.remarks import dropout_remarks, precision_remarks, remarks, rounding_remarks
 from lowrank_cnn.train.score import Evaluation, LossEvaluation, check_fits
 from lowrank_cnn.train.short_runs import whiten_first_layer
 from lowrank_cnn.train.step import put_back
@@ -140,15 +140,15 @@ def _train(job: Job, saved: Checkpoint | None, *, log: Sequence[str], checkpoint
     model.to(fabric.device)
     with told_out_of_memory(recipe.batch_size, fabric.device), batch_norm_over_all(fabric, model, shown.say):
         seen = input_size(job.data.test, augmentation(recipe))
-        check_memory(
-            model, job.data, recipe, seen, fabric.device
-        )  # before images are prepared, which takes memory
+        # Before images are prepared, which takes memory.
+        check_memory(model, job.data, recipe, seen, fabric.device)
         inputs = job.inputs(saved)
         classes = None if job.extras.loss else len(job.data.classes)
         check_fits(model, inputs.size, classes, fabric.device, output=recipe.output)
         if recipe.whiten_first:
             whiten_first_layer(model, inputs.train, add_up=partial(add_up, fabric))
-        for sentence in dropout_remarks(model, recipe, inputs.size):
+        told = [*dropout_remarks(model, recipe, inputs.size), *rounding_remarks(model, recipe, inputs.size)]
+        for sentence in told:
             shown.say(sentence)
         in_int8 = trained_in_int8(model) if recipe.quantize == "int8" else contextlib.nullcontext({})
         image, held_out = job.data.test.size or (), held_out_part(job.about["data"])

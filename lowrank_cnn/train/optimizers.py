@@ -123,10 +123,9 @@ def freeze(network: nn.Module, patterns: str) -> list[nn.Module]:
     names = [name for name, _ in network.named_parameters()]
     every = [*names, *(name for name, _ in network.named_buffers())]
     matched = {name for name in every for pattern in wanted if fnmatch(name, pattern)}
-    if BACKBONE in wanted:
-        last = next(name for name, p in reversed(list(network.named_parameters())) if p.ndim > 1).rpartition(".")[
-            0
-        ]
+    weights = [name for name, parameter in network.named_parameters() if parameter.ndim > 1]
+    if BACKBONE in wanted and weights:
+        last = weights[-1].rpartition(".")[0]
         matched |= {name for name in every if name.rpartition(".")[0] != last}
     if wanted and matched.isdisjoint(names):
         known = ", ".join(names[:3])

@@ -88,6 +88,8 @@ def predict(
         seen = _whole_to_window(preprocess(pixels[None]), trained)
         with evaluating(network):
             scores = class_scores(network(seen), trained.recipe.output)
+        if bool(scores.isnan().any()):
+            raise LowRankError("the network gives NaN in place of class scores.")
         answers.append(_ranked(scores.softmax(1)[0], trained.classes, top))
     return answers
 

@@ -84,8 +84,8 @@ class Recipe:
     - `layer_decay`: each layer's learning rate is that of the layer behind it times this, for fine-tuning.
     - `freeze`: names of parameters that are not trained, as patterns parted by commas (`features.*`);
       `backbone` is everything before the last layer.
-    - `accumulate`: a batch is computed in so many parts, which takes less memory; batch norm sees one part.
-    - `early_stop`: stop after so many evaluations without a gain on held-out images; 0 never stops early.
+    - `accumulate`: a batch is computed in this many parts, which takes less memory; batch norm sees one part.
+    - `early_stop`: stop after this many evaluations without a gain on held-out images; 0 never stops early.
     - `class_weights`: balanced lets rare classes count as much as frequent ones.
     - `mixup`, `cutmix`: how evenly two images are blended, Beta(a, a); 0 blends none.
     - `zoom`: the least share of an image that a random resized crop shows; 1 shows all.
@@ -93,14 +93,15 @@ class Recipe:
     - `auto_augment`: none, trivial (TrivialAugment) or rand (RandAugment).
     - `distill_weight`, `distill_temperature`: how much a teacher's answers count, where `fit` is given one.
     - `output`: the name or number of the output with the class scores, of a network with several.
-    - `quantize`: int8 trains with inputs and weights of layers rounded, as a file of `lr.quantize` runs them.
+    - `quantize`: int8 trains with inputs and weights of layers rounded, as a file of `lr.quantize` runs them. It
+      rounds the inputs of modules, not those of functions that a forward calls (`F.avg_pool2d`).
     Fields for short runs, which any network can use:
     - `schedule="triangle"` rises from `lr_start` of the rate over the warm-up and falls to `lr_end` of it.
-    - `bias_rate`: batch norms' biases learn so many times faster, and decay as fast as weights do.
-    - `lookahead`: every so many steps the weights go back towards a slow average, by up to `lookahead_decay`.
+    - `bias_rate`: batch norms' biases learn this many times faster, and decay as fast as weights do.
+    - `lookahead`: steps after which the weights go back towards a slow average, by up to `lookahead_decay`.
     - `whiten_first`: the first layer whitens patches of the training images, and is not trained.
     - `alternate_mirror`: an image is mirrored every other epoch, and not by chance.
-    - `test_mirror`, `test_shift`: logits are averaged over mirrored images, and over shifts by so many pixels.
+    - `test_mirror`, `test_shift`: logits are averaged over mirrored images, and over shifts by this many pixels.
     """
 
     name: str = "custom"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
+from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.models.network import Network
+from lowrank_cnn.system.autograd import upstream
 from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recompute import buffers_as_they_were
@@ -109,18 +113,41 @@ def _runs_in_training(model: nn.Module, size: Sequence[int]) -> bool:
 def _first_reached(inputs: list[tuple[Any, str]], outputs: dict[Any, str]) -> list[tuple[str, str]]:
     found: dict[str, str] = {}
     for node, norm in inputs:
-        for dropout in (outputs[past] for past in _upstream(node) if past in outputs):
+        for dropout in (outputs[past] for past in upstream([node]) if past in outputs):
             found.setdefault(dropout, norm)
     return list(found.items())
 
 
-def _upstream(node: Any) -> Iterator[Any]:
-    """The graph nodes that a node depends on, itself among them."""
-    seen, waiting = set(), [node]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        waiting += [past for past, _ in node.next_functions]
+def rounding_remarks(model: nn.Module, recipe: Recipe, size: Sequence[int]) -> list[str]:
+    """A warning where training with int8 layers does not see an average pool, which is called as a function."""
+    if recipe.quantize == "none":
+        return []
+    pools = [module for module in model.modules() if isinstance(module, nn.AvgPool2d | nn.AdaptiveAvgPool2d)]
+    calls, by_module = _PoolCalls(), []
+    hooks = [pool.register_forward_hook(lambda pool, *_: by_module.append(pool)) for pool in pools]
+    try:
+        with evaluating(model), torch.no_grad(), calls:
+            model(torch.zeros(2, *size, device=next(model.parameters()).device))
+    except (RuntimeError, ValueError):  # training says what is wrong with a network that cannot run
+        return []
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if calls.number <= len(by_module):
+        return []
+    return [
+        "The network calls F.avg_pool2d or F.adaptive_avg_pool2d: an int8 file rounds what they read, and "
+        "training does not. Use nn.AvgPool2d or nn.AdaptiveAvgPool2d."
+    ]
+
+
+class _PoolCalls(TorchFunctionMode):
+    """Counts calls of average pools, by modules and by functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func in (functional.avg_pool2d, functional.adaptive_avg_pool2d)
+        return func(*args, **(kwargs or {}))

@@ -82,14 +82,14 @@ class LevelOff:
     patience: int
     levels: int
     min_delta: float = 0.0
-    best: float = -1.0
+    best: float | None = None
     waited: int = 0
     gained: bool = True
     drops: list[int] = field(default_factory=list)
 
     def update(self, accuracy: float, epoch: int) -> Verdict:
-        """Judge the accuracy reached at the end of an epoch (`epoch` of them are done)."""
-        if accuracy > self.best + self.min_delta:
+        """Judge the accuracy, or a negative loss, reached at the end of an epoch (`epoch` of them are done)."""
+        if self.best is None or accuracy > self.best + self.min_delta:
             self.best, self.waited, self.gained = accuracy, 0, True
             return "go"
         self.waited += 1

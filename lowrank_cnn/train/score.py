@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,14 +13,14 @@ from torch.nn import functional
 
 from lowrank_cnn.data import Split
 from lowrank_cnn.method.activations import evaluating
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.memory import is_out_of_memory
 from lowrank_cnn.train.details import DetailsCollector, EvaluationDetails
 from lowrank_cnn.train.objective import Loss, hits
 from lowrank_cnn.train.outputs import class_scores
 
 TOP_FIVE = 5
-"""Top-5 asks whether the right class is among so many; of no more classes than that it says nothing."""
+"""Top-5 counts an answer as right if the class is among this many; it is not shown for fewer classes."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class LossEvaluation:
 
     @property
     def rank(self) -> float:
-        """Larger is better."""
-        return -self.loss
+        """Larger is better; a loss that is NaN comes last."""
+        return -math.inf if math.isnan(self.loss) else -self.loss
 
     def to_dict(self) -> dict[str, float | None]:
         """The figures in values that JSON can hold."""
@@ -100,8 +101,8 @@ def check_fits(
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        reason = str(error).partition("\n")[0]
-        raise LowRankError(f"the network cannot take images of {'x'.join(map(str, size))}: {reason}") from error
+        shape = "x".join(map(str, size))
+        raise LowRankError(f"the network cannot take images of {shape}: {first_line(error)}") from error
     if classes is None:
         return
     logits = class_scores(outputs, output)

@@ -30,6 +30,15 @@ def read_value(field: str, kind: object, value: object) -> typing.Any:
         raise LowRankError(f"{field} wants a value of type {wanted}, not {value!r}.") from error
 
 
+def _read_text(value: object) -> str:
+    """Text, or a number that names something; several names are joined as the command line writes them."""
+    if isinstance(value, list | tuple):
+        return ", ".join(_read_text(one) for one in value)
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise TypeError(value)
+    return str(value)
+
+
 def _read_bool(value: object) -> bool:
     return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[str(value).lower()]
 
@@ -47,7 +56,7 @@ def _read_numbers(value: object) -> tuple[int, ...]:
 
 
 _READERS: dict[object, typing.Callable[[typing.Any], object]] = {
-    str: str,
+    str: _read_text,
     bool: _read_bool,
     int: _read_int,
     float: float,

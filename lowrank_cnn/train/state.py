@@ -40,7 +40,7 @@ class Position:
     changes: list[dict[str, Any]] = field(default_factory=list)
 
     def done(self, epochs: int) -> bool:
-        """Whether a run of so many epochs is complete."""
+        """Whether a run of this many epochs is complete."""
         return self.stopped or self.epoch >= epochs
 
     def told(self, epochs: int) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -61,8 +61,23 @@ def test_an_engine_that_uses_more_threads_than_it_was_given_is_refused():
     assert cpu_engines.refusal(2, own=1.78, others=0.5) == "others used 0.50 cores"
 
 
+def test_processes_that_begin_and_end_meanwhile_are_counted():
+    busy = [sys.executable, "-c", "import time\nwhile time.process_time() < 0.4: pass"]
+    _, own, others = cpu_engines.cores_used(lambda: subprocess.run(busy, check=True), patience=0)
+    assert others > 0.2
+    assert own < 0.2
+
+
 def test_the_work_of_this_process_is_not_counted():
-    assert os.getpid() not in cpu_engines.spent_by_others()
+    def work() -> None:
+        start = time.process_time()
+        while time.process_time() - start < 0.4:
+            pass
+
+    with mock.patch.object(cpu_engines, "busy_seconds", time.process_time):
+        _, own, others = cpu_engines.cores_used(work, patience=0)
+    assert own > 0.2
+    assert others < 0.2
 
 
 def test_fast_networks_warm_up_as_long_as_slow_ones():

@@ -87,6 +87,16 @@ def test_it_can_be_held_out() -> None:
     assert record.result["epochs"] < 30
 
 
+def test_a_loss_of_ones_own_that_is_large_and_falls_does_not_end_the_run() -> None:
+    images = torch.rand(40, 1, 4, 4)
+    data = TensorDataset(images, 100 * images.mean((2, 3)))
+    network = nn.Sequential(nn.Conv2d(1, 1, 4), nn.Flatten())
+    recipe = dataclasses.replace(RECIPE, holdout=0.2, early_stop=1, epochs=3, lr=0.01, momentum=0.0)
+    record = fit(network, data, recipe, loss=nn.functional.mse_loss, **QUIET)
+    assert record.result["loss"] > 1
+    assert record.result["epochs"] == 3
+
+
 def test_regression_by_a_loss_of_ones_own(tmp_path) -> None:
     images = torch.rand(32, 1, 4, 4)
     data = TensorDataset(images, images.mean((2, 3)))

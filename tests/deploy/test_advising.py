@@ -113,3 +113,10 @@ def test_bad_wishes_get_one_sentence(options, words):
         design(net(), EXAMPLE, repeats=3, **options)
     with pytest.raises(lr.LowRankError, match="batch of images"):
         design(net(), EXAMPLE[0], macs=0.5)
+
+
+def test_the_random_generator_stays_where_it_is(monkeypatch):
+    clock(monkeypatch, lambda name, m: macs_of(m))
+    model, before = net(), torch.get_rng_state()
+    design(model, EXAMPLE, macs=0.5)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -176,7 +176,7 @@ def images(batch: int, seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def check(
+def assert_same_function(
     make: Callable[[nn.Module], nn.Module], net: nn.Module, *, read: Callable[[Any], Any] = lambda result: result
 ) -> None:
     """The result is the original for other inputs and other batches, and the original is as it was."""
@@ -199,7 +199,7 @@ SLOWLY = [HealthCheck.too_slow]
 @settings(max_examples=60, suppress_health_check=SLOWLY)
 @given(NETWORKS, st.booleans(), st.sampled_from([None, True]))
 def test_merge(net: nn.Module, told: bool, chains: bool | None):
-    check(lambda net: merge(net, chains=chains, example_input=EXAMPLE if told else None), net)
+    assert_same_function(lambda net: merge(net, chains=chains, example_input=EXAMPLE if told else None), net)
 
 
 @pytest.fixture
@@ -221,13 +221,13 @@ FIXTURE = HealthCheck.function_scoped_fixture  # which stays the same for all ex
 @given(net=NETWORKS)
 def test_plan(last_wins: None, way: str, net: nn.Module):
     ways = {"as given": CANDIDATES["as given"], way: CANDIDATES[way]}
-    check(lambda net: plan(net, EXAMPLE, cache=False, candidates=ways), net)
+    assert_same_function(lambda net: plan(net, EXAMPLE, cache=False, candidates=ways), net)
 
 
 @settings(max_examples=40, suppress_health_check=[*SLOWLY, FIXTURE])
 @given(net=NETWORKS)
 def test_optimize(last_wins: None, net: nn.Module):
-    check(lambda net: optimize(net, EXAMPLE, compile=False, cache=False), net)
+    assert_same_function(lambda net: optimize(net, EXAMPLE, compile=False, cache=False), net)
 
 
 @settings(max_examples=3, suppress_health_check=SLOWLY)
@@ -239,7 +239,7 @@ def test_export(net: nn.Module):
             export(net, path, input_size=tuple(EXAMPLE.shape[1:]))
             return load(path, trusted=True)
 
-    check(written, net, read=named_tensors)  # a file has no containers within containers
+    assert_same_function(written, net, read=named_tensors)  # a file has no containers within containers
 
 
 def test_the_networks_drawn_are_folded_planned_and_refused(last_wins: None):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.timing import LayerTime, pearson, time_model
+from lowrank_cnn.deploy.exporting import export
+from lowrank_cnn.deploy.timing import LayerTime, pearson, time_file, time_model
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.clock import measure, torch_threads
@@ -71,3 +72,12 @@ def test_bad_input_is_refused_in_a_sentence(options: dict, says: str):
         time_model(create_model("nin", width=0.05), **options)
     with pytest.raises(LowRankError, match="size of the images"):
         time_model(nn.Conv2d(3, 4, 3))
+
+
+def test_the_random_generator_stays_where_it_is(tmp_path):
+    net = create_model("nin-c3-lr", width=0.05)  # its dense twin is built, and draws weights
+    before = torch.get_rng_state()
+    time_model(net, (3, 32, 32), repeats=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    time_file(export(net, tmp_path / "net.onnx", input_size=(3, 32, 32)).path, repeats=3)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -7,7 +7,7 @@ from lowrank_cnn.deploy.transforms import affine_bias, compose_bias, norm_affine
 from lowrank_cnn.kernels.dense import compose
 
 
-def close(a: torch.Tensor, b: torch.Tensor) -> None:
+def assert_equal(a: torch.Tensor, b: torch.Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
@@ -23,8 +23,8 @@ def test_two_convs_are_one(first: tuple[int, int], second: tuple[int, int], grou
     chain = F.conv2d(F.conv2d(x, a, bias_a, groups=groups), b, bias_b, groups=groups)
     weight = compose(a, b, groups=groups)
     bias = compose_bias(bias_a, b, bias_b, groups=groups)
-    close(F.conv2d(x, weight, bias, groups=groups), chain)
-    close(compose_bias(bias_a, b, None, groups=groups), bias - bias_b)
+    assert_equal(F.conv2d(x, weight, bias, groups=groups), chain)
+    assert_equal(compose_bias(bias_a, b, None, groups=groups), bias - bias_b)
     assert compose_bias(None, b, bias_b) is bias_b
 
 
@@ -43,4 +43,4 @@ def test_a_batch_norm_folds_into_the_filters(affine: bool, biased: bool):
     scale, shift = norm_affine(norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
     x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
     folded = F.conv2d(x, scale_filters(conv.weight, scale), affine_bias(conv.bias, scale, shift))
-    close(folded, norm(conv(x)))
+    assert_equal(folded, norm(conv(x)))

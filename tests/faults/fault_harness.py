@@ -57,7 +57,7 @@ class Fault:
 
 
 def faults(count: int, seed: int = 0) -> Iterator[Fault]:
-    """So many faults, all kinds in turn, each as often as `KINDS` says."""
+    """This many faults, all kinds in turn, each as often as `KINDS` says."""
     kinds = [kind for kind, (share, _) in KINDS.items() for _ in range(share)]
     random.Random(seed).shuffle(kinds)
     for number in range(count):
@@ -65,7 +65,7 @@ def faults(count: int, seed: int = 0) -> Iterator[Fault]:
 
 
 def run_faults(count: int, folder: Path, *, seed: int = 0, show: bool = False) -> tuple[Counter[str], list[str]]:
-    """Inject so many faults: how many had which outcome, and an explanation of each that was not identical."""
+    """Inject this many faults: how many had which outcome, and an explanation of each that was not identical."""
     torch.set_num_threads(1)
     import_module("lightning_fabric")  # once, here, not in every forked process
     assert run.wait(run.start(folder / "reference")) == run.FINISHED, run.said(folder / "reference")

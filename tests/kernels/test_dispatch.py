@@ -49,7 +49,13 @@ class ConvCounter(TorchFunctionMode):
 @pytest.mark.parametrize("padding", ["same", "valid", 2])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize(
-    "groups", [[(3, 1, 4), (1, 3, 2)], [(3, 3, 2), (1, 1, 3)], [(5, 1, 2), (1, 5, 2), (1, 1, 1)], [(2, 3, 2), (3, 2, 2)]]
+    "groups",
+    [
+        [(3, 1, 4), (1, 3, 2)],
+        [(3, 3, 2), (1, 1, 3)],
+        [(5, 1, 2), (1, 5, 2), (1, 1, 1)],
+        [(2, 3, 2), (3, 2, 2)],
+    ],
 )
 def test_as_one_dense_conv_results_and_gradients_are_the_same(groups, stride, padding):
     layer = CompositeConv2d(3, groups, stride=stride, padding=padding).double()

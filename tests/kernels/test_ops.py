@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import composite_conv2d, composite_reference, forced
+from tests.kernels.helpers import assert_well_formed
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -53,11 +54,7 @@ def test_operators_are_well_formed():
         leaves[0], leaves[1:3], leaves[3], None, [1, 1], ops.flat_padding(PADDING), "relu", "floor", True, plan,
         False,
     )  # fmt: skip
-    torch.library.opcheck(
-        ops.composite_conv2d,
-        arguments,
-        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-    )
+    assert_well_formed(ops.composite_conv2d, arguments, gradients=True)
 
 
 def test_operations_are_counted():
@@ -79,7 +76,7 @@ def test_gradients_are_as_tracing_expects_them(channels, kernels):
     padding = [side for h, w in kernels for side in (h // 2, h // 2, w // 2, w // 2)]
     y = torch.rand(2, 16, 6, 5, device=DEVICE)
     arguments = (y, x, weights, y.permute(0, 2, 3, 1), [1, 1], padding, True, "", channels > 4, True)
-    torch.library.opcheck(composite_conv2d_backward, arguments, test_utils=("test_schema", "test_faketensor"))
+    assert_well_formed(composite_conv2d_backward, arguments, gradients=False)
     found = composite_conv2d_backward(*arguments)
     assert len({part.untyped_storage().data_ptr() for part in found if part.numel()}) == sum(
         part.numel() > 0 for part in found

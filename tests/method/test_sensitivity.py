@@ -49,3 +49,11 @@ def test_a_score_decides_where_it_is_given_and_must_be_a_number():
     assert keeps["0"](4) == pytest.approx(1.0)
     with pytest.raises(LowRankError, match="evaluate gives a number"):
         measured_keeps(model, {"0": model[0]}, SEPARABLE, [], lambda network: "good")  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("score", [0.0, -1.5, float("inf")])
+def test_shares_of_a_score_need_a_positive_one(score: float):
+    """A share of a negative loss would be larger for a worse network."""
+    model = net()
+    with pytest.raises(LowRankError, match="a score is positive"):
+        measured_keeps(model, {"0": model[0]}, SEPARABLE, [], lambda network: score)

@@ -192,3 +192,37 @@ def test_a_network_without_memory_gets_thinner_without_memory():
     new = thin(net, width=0.5, input_size=(3, 8, 8))
     assert {parameter.device.type for parameter in new.parameters()} == {"meta"}
     assert new[0].out_channels == 16
+
+
+class ReadsLayers(nn.Module):
+    """A forward that calls layers by keyword and looks at their options, or at their weights."""
+
+    def __init__(self, *, weights: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)
+        self.up, self.weights = nn.ConvTranspose2d(32, 4, 2, stride=2), weights
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        side, step = x.shape[2], self.up.stride[0]
+        maps = self.first(input=x)
+        maps = nn.functional.conv2d(maps, self.second.weight, padding=1) if self.weights else self.second(maps)
+        return self.up(maps, output_size=[step * side, step * side])
+
+
+def test_a_forward_may_look_at_its_layers():
+    net = thin(ReadsLayers(weights=False), width=0.5, input_size=SIZE)
+    assert net.second.out_channels == 16
+    assert net(torch.randn(2, *SIZE)).shape == (2, 4, 64, 64)
+
+
+def test_a_refusal_names_classes_of_the_network_alone():
+    with pytest.raises(LowRankError, match="reads the weight of a Conv2d that has not run"):
+        thin(ReadsLayers(weights=True), width=0.5, input_size=SIZE)
+
+
+def test_the_memory_format_stays():
+    last = torch.channels_last
+    net = thin(Residual().to(memory_format=last), width=0.5, input_size=SIZE)
+    assert net.left.weight.is_contiguous(memory_format=last)
+    assert not net.left.weight.is_contiguous()
+    assert thin(Residual(), width=0.5, input_size=SIZE).left.weight.is_contiguous()

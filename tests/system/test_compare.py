@@ -25,6 +25,11 @@ def test_what_is_not_finite_never_agrees(bad: float, by):
         assert not agree([ONES, ours], [ONES, right], by=by)
 
 
+def test_values_whose_norm_overflows_never_agree():
+    huge = 1e200 * ONES.double()
+    assert not agree([ONES, 2 * huge], [ONES, huge], by="norm")
+
+
 @pytest.mark.parametrize(
     ("ours", "right"),
     [

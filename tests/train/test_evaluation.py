@@ -281,6 +281,17 @@ def test_a_bare_network_is_evaluated_too(data):
         evaluate(nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten()), data, device="cpu")
 
 
+def test_a_network_that_gives_nan_has_no_accuracy(data):
+    """The largest of several NaN is the first: it would be right for all images of the first class."""
+
+    class Spoilt(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mean((2, 3))[:, :1].expand(-1, 2) * float("nan")
+
+    with pytest.raises(LowRankError, match="gives NaN on images of"):
+        evaluate(Spoilt(), data, device="cpu")
+
+
 def test_hits_are_counted_by_hand():
     logits = torch.tensor([[5.0, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 0], [1, 0, 0, 0, 0, 2]])
     labels = torch.tensor([0, 4, 5, 5])

@@ -76,7 +76,7 @@ def test_a_short_run_does_not_wait_for_the_compiler(monkeypatch):
 
 def test_a_compiler_that_stumbles_or_errs_is_not_used(monkeypatch):
     compiled, said, step = chosen(monkeypatch, lambda net: Stumbles())
-    assert (compiled, said) == (False, ["The network is not compiled: no rule for this operator"])
+    assert (compiled, said) == (False, ["The network is not compiled: no rule for this operator."])
     assert not isinstance(step.forward, Stumbles)
     for factor in (1.5, float("nan")):
         compiled, said, _ = chosen(monkeypatch, lambda net, factor=factor: Scaled(net, factor))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -93,3 +94,10 @@ def test_the_mode_of_the_network_stays(trained: Trained, green: np.ndarray) -> N
     trained.network.train()
     predict(trained, green)
     assert all(module.training for module in trained.network.modules())
+
+
+def test_a_network_that_gives_nan_is_refused(trained: Trained, green: np.ndarray) -> None:
+    spoilt = nn.Sequential(*trained.network, nn.Linear(3, 3))
+    nn.init.constant_(spoilt[-1].bias, float("nan"))
+    with pytest.raises(LowRankError, match="the network gives NaN"):
+        predict(dataclasses.replace(trained, network=spoilt), green, device="cpu")

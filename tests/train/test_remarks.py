@@ -12,6 +12,7 @@ from lowrank_cnn.train.remarks import (
     dropout_remarks,
     precision_remarks,
     remarks,
+    rounding_remarks,
 )
 
 
@@ -85,3 +86,27 @@ def test_half_precision_on_a_cpu_is_said_to_be_slow():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [bool(precision_remarks(name, cpu)) for name in ("fp32", "bf16", "fp16")] == [False, True, True]
     assert precision_remarks("fp16", gpu) == []
+
+
+class Pooled(nn.Module):
+    """An average pool as a module, and another as a function."""
+
+    def __init__(self, *, function: bool) -> None:
+        super().__init__()
+        self.conv, self.pool, self.head = nn.Conv2d(3, 4, 3), nn.AvgPool2d(2), nn.Linear(4, 2)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pool(self.conv(x))
+        x = nn.functional.adaptive_avg_pool2d(x, 1) if self.function else x.amax((2, 3), keepdim=True)
+        return self.head(x.flatten(1))
+
+
+def test_average_pools_that_int8_training_does_not_see_are_said():
+    recipe = get_recipe("modern", quantize="int8")
+    assert rounding_remarks(Pooled(function=False), recipe, (3, 8, 8)) == []
+    assert rounding_remarks(Pooled(function=True), get_recipe("modern"), (3, 8, 8)) == []
+    network = Pooled(function=True)
+    [said] = rounding_remarks(network, recipe, (3, 8, 8))
+    assert "Use nn.AvgPool2d or nn.AdaptiveAvgPool2d." in said
+    assert all(module.training and not module._forward_hooks for module in network.modules())

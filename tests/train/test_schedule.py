@@ -17,6 +17,7 @@ from lowrank_cnn.train.schedule import (
     poly_rate,
     replayed_drops,
 )
+from lowrank_cnn.train.score import LossEvaluation
 
 
 def test_the_papers_rate():
@@ -88,3 +89,15 @@ def test_the_rule_goes_on_from_its_saved_state():
         second.restore(json.loads(json.dumps(first.state())))
         verdicts += [second.update(a, e) for e, a in enumerate(accuracies[cut:], cut + 1)]
         assert verdicts == expected
+
+
+def test_a_loss_that_falls_has_not_levelled_off():
+    rule = LevelOff(patience=2, levels=0)
+    assert [rule.update(-loss, e) for e, loss in enumerate([5.0, 4.0, 3.0, 2.0], 1)] == ["go"] * 4
+
+
+def test_a_loss_that_is_nan_comes_last():
+    rule = LevelOff(patience=1, levels=0)
+    ranks = [LossEvaluation(loss, 1).rank for loss in (float("nan"), 2.0, float("nan"))]
+    assert [rule.update(rank, epoch) for epoch, rank in enumerate(ranks, 1)] == ["go", "go", "stop"]
+    assert rule.best == -2.0

@@ -36,3 +36,14 @@ def test_none_and_yes_are_understood():
 def test_a_setting_without_a_value_is_refused():
     with pytest.raises(LowRankError, match="field=value"):
         parse_settings(["lr"])
+
+
+def test_several_names_may_be_given_as_a_list():
+    assert get_recipe("modern", freeze=["features.*", "stem.*"]).freeze == "features.*, stem.*"
+    assert get_recipe("modern", output=1).output == "1"
+
+
+@pytest.mark.parametrize("value", [None, 0.5, True, {"features": True}, ["features.*", None]])
+def test_what_is_no_name_is_refused(value):
+    with pytest.raises(LowRankError, match="freeze wants a value of type str, not"):
+        get_recipe("modern", freeze=value)

@@ -48,7 +48,7 @@ def test_several_processes_give_results_in_the_order_of_the_jobs(monkeypatch: py
         assert str(found[1][1]) == "this job cannot be done."
         done = [result for _, result in found if isinstance(result, tuple)]
         assert os.getpid() not in {process for _, process, *_ in done}
-        assert {(kernels, threads) for *_, kernels, threads in done} == {(KERNELS, 3)}  # no times on a shared device
+        assert {(kernels, threads) for *_, kernels, threads in done} == {(KERNELS, 3)}
         # A job that waits for another, and a limit that is reached.
         seen: list[tuple[str, float]] = []
         order = pool.results(

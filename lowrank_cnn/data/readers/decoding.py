@@ -138,7 +138,7 @@ def read_headers(store: ImageStore, rows: Tensor) -> list[ImageHeader]:
 
 
 def sample_rows(n: int, most: int) -> Tensor:
-    """At most so many positions of 0 to n - 1, in short runs: reading one row reads its neighbours too."""
+    """At most this many positions of 0 to n - 1, in short runs: reading one row reads its neighbours too."""
     if n <= most:
         return torch.arange(n)
     runs = max(1, most // _RUN)

@@ -30,7 +30,7 @@ def write_card(
 
 
 def _preparation(runner: Runner) -> list[str]:
-    """How images are prepared and what the outputs are called, where the file says so."""
+    """How images are prepared and what the outputs are called, as far as the file tells."""
     found = []
     for key, words in (("mean", "subtract the mean"), ("std", "divide by the deviation"), ("classes", "classes")):
         if value := runner.metadata.get(key):

@@ -71,7 +71,7 @@ invisible label is shifted to the left by as much, and so stands on the mark.
 MOST_LABELS = 60
 """Charts of more points label none: they would all be lost in the crowd."""
 FEW_LABELS = 8
-"""Charts of at most so many points have room to keep labels clear of every line; others of the arrows' middles."""
+"""Up to this many points, labels keep clear of every line; with more points, only of the middles of the arrows."""
 
 
 def label_rows(points: Sequence[Spec], arrows: Sequence[Spec], others: Sequence[Spec] = ()) -> list[Spec]:

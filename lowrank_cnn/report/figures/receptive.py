@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LARGEST_IMAGE = 160
 PIXELS = 3 * LARGEST_IMAGE**2
-"""As many random images as have so many pixels together: the smaller, the more of them even the noise out."""
+"""All random images together have this many pixels: more small images are needed to average the noise out."""
 SHARE = 0.9
 
 

@@ -9,15 +9,11 @@ import torch
 
 from lowrank_cnn.kernels.problem import describe
 from lowrank_cnn.kernels.reference import composite_reference
+from tests.kernels.helpers import same
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 LIMITS = {torch.float32: 2e-3 if GPU else 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
-
-def same(height, width):
-    rows, columns = (height - 1) // 2, (width - 1) // 2
-    return (rows, height - 1 - rows), (columns, width - 1 - columns)
 
 
 def posed(size, groups, *, dtype=torch.float32, bias=True, stride=(1, 1), padding=None, residual=False, **options):

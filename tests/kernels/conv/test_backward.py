@@ -13,6 +13,7 @@ from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import ConvTensors, describe, empty_codes
 from lowrank_cnn.kernels.reference import composite_reference
+from tests.kernels.helpers import same
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -26,11 +27,6 @@ CASES = [
     pytest.param((2, 16, 5, 6), [(1, 1, 24)], None, id="pointwise"),
     pytest.param((2, 8, 6, 5), [(3, 1, 6), (1, 3, 38), (3, 3, 4)], None, id="groups that begin within 16 bytes"),
 ]
-
-
-def same(height, width):
-    rows, columns = (height - 1) // 2, (width - 1) // 2
-    return (rows, height - 1 - rows), (columns, width - 1 - columns)
 
 
 def last(x):

@@ -9,11 +9,7 @@ pytest.importorskip("triton")
 
 from lowrank_cnn.kernels.conv import backward_plan
 from lowrank_cnn.kernels.problem import describe, pose
-
-
-def same(height, width):
-    rows, columns = (height - 1) // 2, (width - 1) // 2
-    return (rows, height - 1 - rows), (columns, width - 1 - columns)
+from tests.kernels.helpers import same
 
 
 def test_groups_that_add_up_have_no_single_convolution():

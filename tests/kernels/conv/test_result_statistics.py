@@ -13,15 +13,11 @@ from lowrank_cnn.kernels.conv.hopper_plan import HopperTile, part_count
 from lowrank_cnn.kernels.conv.pack import pack_rows
 from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.problem import ConvTensors, describe
+from tests.kernels.helpers import assert_well_formed, same
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 LIMIT = 2e-3 if GPU else 1e-5
-
-
-def same(height, width):
-    rows, columns = (height - 1) // 2, (width - 1) // 2
-    return (rows, height - 1 - rows), (columns, width - 1 - columns)
 
 
 def posed(size, groups, stride=(1, 1)):
@@ -143,5 +139,4 @@ def test_the_operator_is_well_formed():
     x, weights, bias, options = posed((1, 16, 6, 6), [(3, 1, 8), (1, 3, 8)])
     leaves = [x.requires_grad_(), [w.requires_grad_() for w in weights], bias.requires_grad_()]
     arguments = (*leaves, [1, 1], ops.flat_padding(options["padding"]), "tiled-p32-f16-d16-w4-s3")
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(ops.composite_conv2d_statistics, arguments, test_utils=checks)
+    assert_well_formed(ops.composite_conv2d_statistics, arguments, gradients=True)

@@ -12,14 +12,10 @@ pytest.importorskip("triton")
 from lowrank_cnn.kernels.conv import fold, gradients, stride_parity
 from lowrank_cnn.kernels.problem import describe
 from lowrank_cnn.kernels.reference import composite_reference
+from tests.kernels.helpers import same
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = 2e-3 if DEVICE == "cuda" else 1e-5
-
-
-def same(height, width):
-    rows, columns = (height - 1) // 2, (width - 1) // 2
-    return (rows, height - 1 - rows), (columns, width - 1 - columns)
 
 
 def gradients_agree(size, groups, stride):

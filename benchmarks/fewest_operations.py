@@ -1,14 +1,15 @@
-"""The fewest multiply-accumulates, and seconds, in which training reaches an accuracy: low-rank against dense.
+"""The fewest operations, and seconds, in which training reaches an accuracy: low-rank against dense.
 
-    python -m benchmarks.fewest_products --data CIFAR10 --ways "dense 12" "dense 10" "mixture 12" "mixture 14"
+    python -m benchmarks.fewest_operations --data CIFAR10 --ways "dense 12" "dense 10" "mixture 12" "mixture 14"
 
 A way is a design of `lowrank frontier`, a number of epochs, and settings of the recipe where they differ:
 `"dense 8 optimizer=muon lr=0.24"`. Dense and low-rank ways get equally many tries on held-out training images. On
-each side, the way with the fewest products whose tries reach the target is then trained on all images, and tested.
-Where none reaches it, the most accurate one is. Tries train on fewer images than full runs, so their target is
-lower: by as much as the tries of the first way are below `--known`, its accuracy on test images in earlier runs.
+each side, the way with the fewest operations whose tries reach the target is then trained on all images, and
+tested. Where none reaches it, the most accurate one is. Tries train on fewer images than full runs, so their
+target is lower: by as much as the tries of the first way are below `--known`, its accuracy on test images in
+earlier runs.
 
-Training counts as three times the products of the network on each image: forward, and two gradients. Seconds are
+Training counts as three times the operations of the network on each image: forward, and two gradients. Seconds are
 those of runs that had the device alone (`--processes 1`); `--seeds 3 --processes 1`, then `--seeds 100
 --processes 4`, gives both. The record is written after every run; started again, the command trains what is
 missing. The target is that of `lowrank_cnn/frontier/questions.json`.
@@ -51,7 +52,7 @@ from lowrank_cnn.train.recipe import changed
 from lowrank_cnn.train.settings import parse_settings
 from lowrank_cnn.train.side_by_side import WorkerPool
 
-KIND = "fewest-products"
+KIND = "fewest-operations"
 FLOP, PASSES = 2, 3
 """Floating-point operations of a multiply-accumulate, and passes of a training step: forward, two gradients."""
 
@@ -76,7 +77,7 @@ def parse_way(text: str, recipe: Recipe) -> Way:
 
 
 @dataclass(frozen=True)
-class ProductBench:
+class OperationBench:
     """Trains designs of one family, on images to choose a way by and on all of them."""
 
     builder: Builder
@@ -111,7 +112,7 @@ class ProductBench:
         return FLOP * PASSES * macs * len(self.data.train) * way.recipe.epochs / 1e15
 
 
-def train_all(bench: ProductBench, book: RunBook, options: argparse.Namespace) -> None:
+def train_all(bench: OperationBench, book: RunBook, options: argparse.Namespace) -> None:
     """Tries of all ways, then full runs of the cheapest way of each side that reaches the target."""
     places = range(TUNING_SEED, TUNING_SEED + options.tries)
     try:
@@ -124,7 +125,7 @@ def train_all(bench: ProductBench, book: RunBook, options: argparse.Namespace) -
         print(f"The budget of {options.budget:.0f} s is spent: the same command continues.")
 
 
-def chosen_ways(bench: ProductBench, book: RunBook, options: argparse.Namespace) -> list[str]:
+def chosen_ways(bench: OperationBench, book: RunBook, options: argparse.Namespace) -> list[str]:
     """The way of each side, dense and low-rank, that is trained on all images."""
     found = {way: _mean(book.of(TRY, way=way)) for way in options.ways}
     gap = 0.0 if options.known is None else options.known - found[options.ways[0]]
@@ -145,7 +146,7 @@ def _mean(rows: list[Row]) -> float:
     return 100 * fmean(row["top1"] or 0.0 for row in rows) if rows else 0.0
 
 
-def summary(bench: ProductBench, book: RunBook) -> list[dict[str, Any]]:
+def summary(bench: OperationBench, book: RunBook) -> list[dict[str, Any]]:
     """For each way: its operations, its accuracies and its seconds."""
     found = []
     for way in dict.fromkeys(row["way"] for row in book.rows):
@@ -179,7 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
     book = RunBook(options.out, KIND, about, options.budget)
     size = input_size(data.test, augmentation(recipe))
     builder = Builder(find_family(options.network), size, len(data.classes), recipe.norm, options.width)
-    bench = ProductBench(builder, recipe, data, held_out, options.device, options.processes == 1)
+    bench = OperationBench(builder, recipe, data, held_out, options.device, options.processes == 1)
     train_all(bench, book, options)
     rows = summary(bench, book)
     book.save(summary=rows)
@@ -204,7 +205,7 @@ def _line(row: dict[str, Any]) -> tuple[object, ...]:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     asked = read_questions()["record"]
     names = {"network": asked["family"], "recipe": find_family(asked["family"]).recipe}
-    made = training_parser(__doc__, "fewest_products.json", **names, seeds=asked["runs"])
+    made = training_parser(__doc__, "fewest_operations.json", **names, seeds=asked["runs"])
     made.add_argument("--ways", nargs="+", required=True)
     made.add_argument("--tries", type=int, default=2, help="runs of each way on held-out images")
     made.add_argument("--target", type=float, default=asked["accuracy"], help="percent")
