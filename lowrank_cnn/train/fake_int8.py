@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.shaping import ShapedConv2d
+from lowrank_cnn.models.network import GlobalAveragePool
 from lowrank_cnn.system.errors import LowRankError
 
 Ranges = Mapping[str, tuple[float, float]]
 """The least and largest input of each layer that int8 represents."""
 ROUNDED_LAYERS = (nn.Conv2d, nn.Linear, CompositeConv2d)
-ROUNDED_INPUTS = (*ROUNDED_LAYERS, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
-"""An int8 file rounds what an average pool reads, too."""
+ROUNDED_INPUTS = (*ROUNDED_LAYERS, nn.AvgPool2d, nn.AdaptiveAvgPool2d, GlobalAveragePool)
+"""Modules whose input is rounded: an int8 file rounds what average pools read, too."""
 WEIGHT_LEVELS, INPUT_LEVELS = 127, 255
 SLOWEST = 0.01
 """How much the newest batch counts in a range after the first hundred, which all count equally."""
@@ -50,11 +51,10 @@ def trained_in_int8(network: nn.Module) -> Iterator[dict[str, Tensor]]:
 @contextmanager
 def rounded_by(network: nn.Module, ranges: Ranges) -> Iterator[nn.Module]:
     """Within the block, the layers that have a range round as int8 does, with that range; no gradients then."""
-    layers = dict(network.named_modules())
+    layers, device = dict(network.named_modules()), next(network.parameters()).device
     with ExitStack() as attached, torch.no_grad():
         for name, ends in ranges.items():
             if isinstance(layers.get(name), ROUNDED_INPUTS):
-                device = next(network.parameters()).device
                 attached.enter_context(rounding(layers[name], device))[:2] = torch.tensor(ends)
         yield network
 

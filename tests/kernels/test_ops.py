@@ -9,22 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels import composite_conv2d, composite_reference, forced
-from tests.kernels.helpers import assert_well_formed
-
-GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if GPU else "cpu")
-PADDING = [((1, 1), (0, 0)), ((0, 0), (1, 1))]
-
-
-def numbers(size, dtype=torch.float32):
-    """Random numbers that TF32 holds exactly, or a pool on a GPU could choose another winner than float64 does."""
-    return (torch.randn(size, device=DEVICE) * 64).round().div(64).to(dtype)
-
-
-def inputs(size=(2, 8, 6, 6), filters=8, dtype=torch.float32):
-    x = numbers(size, dtype).contiguous(memory_format=torch.channels_last)
-    weights = [numbers((filters, size[1], *shape), dtype) for shape in ((3, 1), (1, 3))]
-    return x, weights, numbers(2 * filters)
+from tests.kernels.helpers import DEVICE, GPU, PADDING, assert_well_formed, inputs
 
 
 @pytest.mark.parametrize(("channels", "pool"), [(8, None), (8, "floor"), (24, "ceil"), (3, "floor")])

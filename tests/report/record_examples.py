@@ -1,6 +1,10 @@
-"""The smallest whole records, that tests read and damage."""
+"""The smallest whole records, that tests read and damage, and records read from such values."""
 
 from pathlib import Path
+
+from lowrank_cnn.report.gathering import gather
+from lowrank_cnn.report.reading import read_record
+from lowrank_cnn.report.records import NetworkResult, Records
 
 HERE = Path("record.json")
 RUN = {
@@ -32,3 +36,17 @@ TIMING = {
     "layers": [{"name": "a", "macs": 3000, "ms": 5.0}, {"name": "pool", "macs": 0, "ms": 1.0}],
     "twin": {"name": "nin", "input": [4, 3, 30, 30], "device": "cuda:0", "total": {"ms": 16.0}, "macs": 8000},
 }
+
+
+def records_of(*values: dict) -> Records:
+    """The records that a report reads from these."""
+    records = Records()
+    for value in values:
+        for record in read_record(value, HERE):
+            records.add(record)
+    return records
+
+
+def gathered(*values: dict) -> list[NetworkResult]:
+    """One result for each network of these records."""
+    return gather(records_of(*values))

@@ -1,8 +1,7 @@
-"""What a network is held against: ours by its name, any other by what its record tells."""
-
-from pathlib import Path
+"""What a network is compared with: ours by its name, any other by what its record tells."""
 
 import pytest
+from record_examples import gathered
 from torch import nn
 
 from lowrank_cnn.method.converting import convert
@@ -13,9 +12,7 @@ from lowrank_cnn.models.rebuild import run_entry
 from lowrank_cnn.models.twins import dense_cost
 from lowrank_cnn.report.cards import cards
 from lowrank_cnn.report.comparing import is_twin, twin_id, twin_known
-from lowrank_cnn.report.gathering import gather
-from lowrank_cnn.report.reading import read_record
-from lowrank_cnn.report.records import NetworkId, NetworkResult, Records
+from lowrank_cnn.report.records import NetworkId, NetworkResult
 from lowrank_cnn.report.tables import summary_table
 
 SIZE = (3, 30, 30)
@@ -45,14 +42,6 @@ def timed(network: nn.Module, ms: float, twin: dict | None = None) -> dict:
     name = str(getattr(network, "config", {}).get("name", type(network).__name__))
     about = {"kind": "timing", "name": name, "input": [1, *SIZE], "device": "cpu", "ms": ms, "twin": twin}
     return {**about, "macs": count(network, SIZE).macs}
-
-
-def gathered(*values: dict) -> list[NetworkResult]:
-    records = Records()
-    for value in values:
-        for record in read_record(value, Path("record.json")):
-            records.add(record)
-    return gather(records)
 
 
 def by_name(*values: dict) -> dict[str, NetworkResult]:

@@ -1,12 +1,11 @@
 import time
-from pathlib import Path
 
 import pytest
+from record_examples import gathered, records_of
 
 from lowrank_cnn.report.charts.trade import our_point, trade_chart
 from lowrank_cnn.report.gathering import comparable, gather, variants
-from lowrank_cnn.report.reading import read_record
-from lowrank_cnn.report.records import NetworkResult, Records
+from lowrank_cnn.report.records import NetworkResult
 
 SIZE = [3, 30, 30]
 
@@ -26,14 +25,6 @@ def run(name: str, top1: float, *, macs: int = 100, seed: int = 0, recipe: dict 
 def timing(name: str, ms: float, *, batch: int = 1, device: str = "cpu", runtime: str = "torch") -> dict:
     inside = {"input": SIZE, "batch": batch, "device": device, "runtime": runtime, "ms": ms, "macs": 50}
     return {"kind": "timing", "model": name, **inside}
-
-
-def gathered(*values: dict) -> list[NetworkResult]:
-    records = Records()
-    for value in values:
-        for record in read_record(value, Path("record.json")):
-            records.add(record)
-    return gather(records)
 
 
 def entries_of(*values: dict) -> dict[str, NetworkResult]:
@@ -184,11 +175,7 @@ def test_the_fastest_runtime_counts_and_batches_must_agree():
 def test_a_timing_at_another_image_size_belongs_to_nobody_else():
     found = entries_of(run("nin", 0.9), {**timing("nin", 10.0), "input": [3, 224, 224]})
     assert len(found) == 1  # both are called nin; the second is the one that was only timed
-    records = Records()
-    for value in (run("nin", 0.9), {**timing("nin", 10.0), "input": [3, 224, 224]}):
-        for record in read_record(value, Path("record.json")):
-            records.add(record)
-    trained, timed = gather(records)
+    trained, timed = gathered(run("nin", 0.9), {**timing("nin", 10.0), "input": [3, 224, 224]})
     assert (trained.timings, len(timed.timings), timed.data) == ((), 1, "")
 
 
@@ -228,14 +215,12 @@ def test_two_runs_of_one_seed_have_no_spread():
 
 def test_four_thousand_records_take_no_more_than_linear_time():
     def seconds(count: int) -> float:
-        values = [
-            run(("nin", "nin-c3-lr")[i % 2], 0.5, seed=i // 2 % 3, recipe={"lr": i // 6, "epochs": 9})
-            for i in range(count)
-        ]
-        records = Records()
-        for value in values:
-            for record in read_record(value, Path("record.json")):
-                records.add(record)
+        records = records_of(
+            *(
+                run(("nin", "nin-c3-lr")[i % 2], 0.5, seed=i // 2 % 3, recipe={"lr": i // 6, "epochs": 9})
+                for i in range(count)
+            )
+        )
         begun = time.process_time()
         gather(records)
         return time.process_time() - begun

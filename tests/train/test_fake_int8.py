@@ -14,6 +14,7 @@ from lowrank_cnn.deploy.exporting import Exported
 from lowrank_cnn.deploy.quantizing import quantize
 from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.models.network import GlobalAveragePool
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note
 from lowrank_cnn.train import fit
@@ -164,6 +165,33 @@ def test_the_file_rounds_average_pools_as_training_does(driver, tmp_path):
     given = torch.from_numpy(open_engine(found.path)(images.numpy())["output"])
     assert (given - expected).norm() < 0.05 * expected.norm()
     assert (net(images) - expected).norm() > 0.07 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("pool", "suffix"),
+    [
+        (nn.AvgPool2d(6), ".onnx"),
+        (nn.AdaptiveAvgPool2d(1), ".onnx"),
+        (GlobalAveragePool(), ".onnx"),
+        (nn.AdaptiveAvgPool2d(1), ".xml"),
+    ],
+)
+def test_the_file_has_the_ranges_of_every_average_pool(driver, tmp_path, pool: nn.Module, suffix: str):
+    pytest.importorskip({".onnx": "onnxruntime", ".xml": "nncf"}[suffix])
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), pool, nn.Flatten(), nn.Linear(8, 4))
+    data = driver.tiny_data()
+    fit(net, data, driver.PLAIN, epochs=1, quantize="int8", progress=False, device="cpu")
+    trained = carried_by(net.eval())
+    images = torch.cat([x for x, _ in _batches(trained, data)]).contiguous()
+    # A range so narrow that calibration would never find it.
+    narrow = trained.ranges | {"2": on_grid(0.0, trained.ranges["2"][1] / 8)}
+    with rounded_by(net, narrow):
+        expected = net(images)
+    found = quantize(dataclasses.replace(trained, ranges=narrow), images, tmp_path / f"net{suffix}")
+    given = torch.from_numpy(open_engine(found.path)(images.numpy())["output"])
+    assert (given - expected).norm() < 0.05 * expected.norm()
+    assert (net(images) - expected).norm() > 0.3 * expected.norm()
 
 
 def test_a_run_keeps_its_ranges(driver, tmp_path):

@@ -11,7 +11,7 @@ from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.system.errors import LowRankError, first_line, require
 from lowrank_cnn.train.fake_int8 import widen
 
-_AVERAGES = ("AveragePool", "GlobalAveragePool")
+_AVERAGES = ("AveragePool", "GlobalAveragePool", "ReduceMean")
 """They stay in float: the tool would give means the levels of the values, which are too coarse for them."""
 _READERS = ("Conv", "Gemm", "MatMul", *_AVERAGES)
 """Operations whose input may have a range that training found."""

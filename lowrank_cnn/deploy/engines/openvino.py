@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _NOTES = "lowrank_cnn"
 """The key of `rt_info` under which a file keeps our metadata."""
-_LAYERS = ("Convolution", "GroupConvolution", "MatMul", "AvgPool")
+_LAYERS = ("Convolution", "GroupConvolution", "MatMul", "AvgPool", "ReduceMean")
 _SAME_RANGE = ("MaxPool", "Reshape", "Squeeze", "Transpose", "Concat")
 
 

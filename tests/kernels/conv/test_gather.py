@@ -11,17 +11,9 @@ from lowrank_cnn.kernels.conv import gather
 from lowrank_cnn.kernels.conv.pack import pack_union
 from lowrank_cnn.kernels.problem import ConvTensors
 from lowrank_cnn.system.errors import LowRankError
+from tests.kernels.helpers import FIRST_LAYERS
 
 LOW_RANK = [(3, 1, 16), (1, 3, 8)]
-FIRST_LAYERS = [
-    pytest.param((2, 3, 9, 7), [(3, 1, 8), (1, 3, 8)], {"relu": True, "pool": "floor"}, id="low-rank, pool"),
-    pytest.param((1, 3, 8, 6), [(3, 3, 20)], {"relu": True}, id="dense, ragged filters"),
-    pytest.param(
-        (1, 3, 11, 9), [(7, 1, 8), (1, 7, 8)], {"stride": (2, 2), "pool": "ceil"}, id="stride 2, clipped"
-    ),
-    pytest.param((1, 1, 5, 5), [(5, 1, 8), (1, 5, 8), (1, 1, 4)], {"bias": False}, id="grey"),
-    pytest.param((1, 4, 7, 8), [(3, 1, 8), (1, 3, 8)], {"stride": (1, 2)}, id="uneven stride"),
-]
 
 
 @pytest.mark.parametrize(("size", "groups", "options"), FIRST_LAYERS)
