@@ -81,7 +81,7 @@ def _next_command(record: Record, out: Path, data: str, source: str, names: Path
 
 
 def _told(recipe: Recipe) -> str:
-    """The name, the usual settings, and every field that has not the default of all recipes."""
+    """The name, the usual settings, and every field that differs from its default."""
     from lowrank_cnn.train.recipe import Recipe
     from lowrank_cnn.train.schedule import warmup_epochs
 

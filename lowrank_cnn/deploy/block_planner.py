@@ -41,7 +41,7 @@ def timed(modules: Mapping[str, nn.Module], inputs: tuple[Tensor, ...], repeats:
 
 
 def objection_on(ours: nn.Module, given: nn.Module, *inputs: Tensor) -> str:
-    """Why a network is not the one that it stands for; a GPU may multiply float32 by TF32."""
+    """Why a rewritten network differs from the original, empty if it agrees. A GPU may multiply by TF32."""
     return objection(ours, given, *inputs, single=1e-2 if inputs[0].is_cuda else 1e-3)
 
 
@@ -132,7 +132,7 @@ class BlockPlanner:
         return [self.decisions[block.name] for block in self.blocks if block.name in self.decisions]
 
     def _take_back(self) -> dict[str, nn.Module]:
-        """Run every block as given again; the ways that were chosen are given back."""
+        """Run every block as given again, and return the ways that were chosen."""
         chosen, self.ways = self.ways, {}
         for block in self.blocks:
             if block.name in chosen:

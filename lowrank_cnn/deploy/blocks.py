@@ -34,7 +34,7 @@ class Epilogue:
     add_last: bool = False
 
     def __call__(self, y: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Finish a result that nobody else holds: it may be overwritten."""
+        """Finish a result. It may be overwritten, because nothing else refers to it."""
         if self.pool is not None and is_monotone(self.activation) and not self.add_last:
             y = max_pool(self._added(y, residual), self.pool)  # first, which leaves fewer values to activate
             return self._activated(y)
@@ -141,7 +141,7 @@ def in_blocks(
 
 
 def as_network(network: nn.Module, captured: NetworkGraph, original: nn.Module) -> nn.Module:
-    """What runs for every input: the rewritten network, beside the original where it holds for one size."""
+    """A network for every input: the rewritten one, and the original for sizes that it was not captured for."""
     return network if captured.sizes is None else ForSizes(network, original, captured.sizes).eval()
 
 

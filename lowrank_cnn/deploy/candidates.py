@@ -87,7 +87,7 @@ def groups_apart(model: nn.Module) -> nn.Module:
 
 
 def in_layers(model: nn.Module) -> nn.Module:
-    """A copy whose convs are layers again where a plan has products of its own, which other programs lack."""
+    """A copy with plain layers in place of the products that a plan computes itself, which other programs lack."""
     ours = (
         module for module in model.modules() if isinstance(module, MatrixConv2d | StripConv2d | WinogradConv2d)
     )

@@ -22,7 +22,7 @@ class InexactError(Exception):
 
 
 def merge_chain(chain: FactoredConv2d) -> nn.Module:
-    """The one conv that a chain is, in float64 on the CPU; raises `InexactError` where it is none."""
+    """The single conv that equals a chain, in float64 on the CPU; raises `InexactError` if there is none."""
     return reduce(_joined, (_Plain.of(copy.deepcopy(stage).cpu().double()) for stage in chain)).conv()
 
 

@@ -32,7 +32,7 @@ def request_for(
     names: Mapping[str, Sequence[str] | None] = MappingProxyType({}),
     preprocess: bool | Layout = False,
 ) -> tuple[nn.Module, ExportRequest]:
-    """The network that the file is compared with, and what its writer takes, both on the CPU."""
+    """The network that the file is compared with, and the request for its writer, both on the CPU."""
     network = copy_with(stored.network).eval().cpu()
     if isinstance(network, Optimized):
         network.forget()  # compiled code stays behind; it would be compiled anew for every size that is compared

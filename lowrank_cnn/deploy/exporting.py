@@ -199,7 +199,7 @@ def _check_suffix(path: Path) -> None:
 
 
 def _as_given(stored: Stored) -> Stored:
-    """What a file of weights holds of an optimised network: the network before, and what was chosen for it."""
+    """An optimised network as a file of weights stores it: the original network, and the form chosen for it."""
     made = stored.network
     if not isinstance(made, Optimized) or made.given is None:
         return stored

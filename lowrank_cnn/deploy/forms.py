@@ -274,7 +274,7 @@ class Workshop:
 
 
 def best_form(times: Mapping[str, float]) -> str:
-    """The form of the least time; the fused one where a plan is as fast within what clocks differ by.
+    """The form of the least time; the fused one if a plan is not faster by more than timing noise.
 
     >>> best_form({"as given": 3.0, "fused, recorded": 1.005, "planned, recorded": 1.0})
     'fused, recorded'

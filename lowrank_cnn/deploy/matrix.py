@@ -176,13 +176,13 @@ def _spread(weights: list[Tensor], looks: list[tuple[list[int], list[int]]]) -> 
 
 
 def _unstacked(matrices: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    """The weights out of which `_stacked` made its products."""
+    """The weights from which `_stacked` made its products."""
     pairs = zip(matrices, shapes, strict=True)
     return [matrix.view(f, h, w, c).permute(0, 3, 1, 2) for matrix, (f, c, h, w) in pairs]
 
 
 def _gathered(matrices: list[Tensor], taps: list[list[_Tap]], shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    """The weights out of which `_spread` made its products: the one tap that a group lacks is its centre."""
+    """The weights from which `_spread` made its products: the one tap that a group lacks is its centre."""
     others = list(zip(matrices[1:], (each[0] for each in taps[1:]), strict=True))
     weights, first = [], 0
     for filters, channels, height, width in shapes:

@@ -111,7 +111,7 @@ class _Folds:
     given: bool
 
     def all(self) -> tuple[dict[nn.Module, nn.Module], list[Merging]]:
-        """What stands for each replaced module, and a row about every layer that changes or cannot."""
+        """The replacement of each replaced module, and a row about every layer that changes or cannot."""
         replaced: dict[nn.Module, nn.Module] = {}
         report = []
         for pattern in find_patterns(self.captured, norms=self.norms, kinds=_KINDS):
@@ -163,7 +163,7 @@ class _Folds:
     def _merged(
         self, name: str, layer: nn.Module, norm: nn.Module | None, norm_name: str
     ) -> tuple[nn.Module | None, Merging | None]:
-        """What stands for a layer (None: itself) and the row about it (None: there is nothing to say)."""
+        """The replacement of a layer (None: it stays) and the row about it (None: there is nothing to say)."""
         parts, reason, new = [type(layer).__name__], "", None
         if isinstance(layer, FactoredConv2d):
             parts = [key for key, _ in layer.named_children()]

@@ -120,7 +120,7 @@ def _matrices(weight: Tensor, axis: int) -> Tensor:
 
 
 def _taps(matrices: Tensor, axis: int) -> Tensor:
-    """[filters, channels, height, width]: the weight that `_matrices` made its own of, up to rounding."""
+    """[filters, channels, height, width]: the weight from which `_matrices` was computed, up to rounding."""
     if not axis:
         return matrices[0, 0].t()[:, :, None, None]
     m = matrices.double()

@@ -22,7 +22,7 @@ DIVERGED = "some runs diverged"
 
 @dataclass(frozen=True)
 class Answer:
-    """What a record says to one question about one design.
+    """The answer of a record to one question about one design.
 
     `gap` is the design's accuracy less the control's, in points, with its interval; `time` the design's time as a
     share of the control's. `p` is for a gap above `margin`, and `corrected` the same among all questions asked.
@@ -51,7 +51,7 @@ def read_questions(path: Path = QUESTIONS) -> dict[str, Any]:
 
 
 def question_set(found: Frontier, questions: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What is asked of this family on these images, by the name of their folder; None where nothing is."""
+    """The questions about this family on these images, by the name of their folder; None if there are none."""
     family, data = found.about["family"], found.about["data"]["name"].lower()
     return next((one for one in questions["sets"] if one["family"] == family and one["data"] in data), None)
 

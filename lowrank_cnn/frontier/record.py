@@ -70,7 +70,7 @@ class DesignTime:
 
     @property
     def ratio(self) -> float:
-        """The time as a share of the dense network's in the same turns, which clocks of a day do not change."""
+        """The time as a share of the dense network's in the same turns, so that the speed of the day cancels."""
         return self.ms / self.reference_ms
 
 
@@ -268,7 +268,7 @@ def open_frontier(folder: Path, about: dict[str, Any], images: int) -> Frontier:
 
 
 def _comparable(about: dict[str, Any]) -> dict[str, Any]:
-    """With the defaults of fields that recipes did not have when the record was written: they change nothing."""
+    """The description, with defaults for fields that recipes did not have when the record was written."""
     defaults = json.loads(json.dumps(Recipe().to_dict()))
     return {**about, "recipe": {**defaults, **(about["recipe"] or {})}}
 

@@ -13,7 +13,7 @@ from lowrank_cnn.method.scheme import Scheme
 
 
 def macs_per_pixel(conv: nn.Conv2d, scheme: Scheme) -> int:
-    """MACs per pixel of the output of what replaces a conv; of the conv itself these are its weights.
+    """MACs per output pixel of what replaces a conv; for the conv itself this is its number of weights.
 
     The first half of a separable pair has the stride of its own axis alone, and so computes more pixels; the first
     layer of a CP form has none.

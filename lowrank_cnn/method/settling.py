@@ -197,7 +197,7 @@ def _picked(layer: nn.Module, places: Tensor, *, dim: int) -> tuple[nn.Module, S
 
 
 def _change(network: nn.Module, name: str, new: nn.Module, scheme: Scheme) -> Change:
-    """From the dense layer to the settled one, though the layer between has a larger kernel."""
+    """The change from the dense layer to the settled one; the layer that learned had a larger kernel."""
     change = change_of(name, network.get_submodule(name), new, scheme)
     dense = next((row for row in changes_of(network) if row.name == name), change)
     return replace(change, before=dense.before, params_before=dense.params_before)

@@ -81,7 +81,7 @@ def _per_filter(costs: ShapeCosts, name: str, like: Tensor) -> Tensor:
 
 
 def damage_by_gates(network: nn.Module) -> dict[str, Damage]:
-    """What a shape loses is how seldom a filter would draw it, were all shapes free."""
+    """The damage of a shape: how seldom a filter would draw it if all shapes cost nothing."""
     found = {}
     for name, layer in shaped_convs(network).items():
         lost = 1 - _gates(layer).double().softmax(1).cpu()

@@ -119,7 +119,7 @@ def _relabelled(loader: Loader, places: Tensor, shown: ImageProgress) -> Iterato
 
 
 def how_far(path: str | Path, *, best: bool = False) -> str | None:
-    """After how much of its training the weights are that `load_checkpoint` reads; None where after all of it.
+    """How far training was when the weights that `load_checkpoint` reads were saved; None if it was complete.
 
     None as well for an exported file, which does not say.
     """

@@ -43,7 +43,7 @@ Vary = Callable[[Any, Any, int, int], tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Inputs:
-    """The batches of a run: to train on, to watch on the way, and to test on at the end."""
+    """The batches of a run: for training, for evaluation on the way, and for the test at the end."""
 
     data: Data
     train: Loader

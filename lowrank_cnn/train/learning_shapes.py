@@ -62,7 +62,7 @@ COSTS, FOUND = "shape_costs.json", "shapes.json"
 
 @dataclass(frozen=True)
 class Learned:
-    """What came of learning shapes.
+    """The result of learning shapes.
 
     - `network`: the trained network, of plain convs and composites.
     - `shapes`: the filters of each layer; `shapes.apply(dense)` gives a fresh network to train from scratch.
@@ -137,7 +137,7 @@ def _shrink(network: nn.Module, share: float) -> None:
 
 
 def _agree(network: nn.Module) -> None:
-    """Let every process have the choice of the first: sums on GPUs may differ in their last bits."""
+    """Copy the choice of the first process to all: sums on GPUs may differ in their last bits."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     for module in network.modules():
@@ -225,7 +225,7 @@ def learn_shapes(
 
 
 def _sample(data: Data, recipe: Recipe, epoch: int, network: nn.Module) -> Iterator[tuple[Tensor, Any]]:
-    """A few batches of training images, others after each epoch, prepared as those that the network trains on."""
+    """A few batches of training images, prepared as in training; they change after each epoch."""
     card = carried_by(network)
     device = next(network.parameters()).device
     images = min(recipe.batch_size, IMAGES)  # the batches of fast recipes would take a third of a run's time
@@ -250,7 +250,7 @@ def _cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def learned_scheme(shapes: Sequence[str] | Scheme, multiple: int = 8) -> Scheme:
-    """The scheme of these shapes; one that is a scheme already stays."""
+    """The scheme of these shapes; a scheme is returned as it is."""
     if isinstance(shapes, Scheme):
         return shapes
     if isinstance(shapes, str) or not all(isinstance(shape, str) for shape in shapes):
@@ -268,7 +268,7 @@ def _costs(
     device: str,
     batch: int | None,
 ) -> ShapeCosts:
-    """What shapes cost; times are measured once for a run, which is then the same when it is resumed."""
+    """What shapes cost; times are measured once and stored, so that a resumed run uses the same."""
     if kind == "macs":
         return mac_costs(shaped, model, size)
     known = out / COSTS if out is not None else None

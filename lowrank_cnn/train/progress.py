@@ -128,7 +128,7 @@ def _as_text(line: str) -> dict[str, str]:
 
 
 def moving_line() -> type[Live] | None:
-    """The line that can move here: on a terminal, in a notebook; None elsewhere."""
+    """The class of the line that is rewritten in place: on a terminal or in a notebook; None elsewhere."""
     if sys.stdout.isatty():
         return Live
     rich = require("rich.console", extra="train", purpose="the progress line")

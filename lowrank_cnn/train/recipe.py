@@ -216,7 +216,7 @@ class Recipe:
 
 
 def differences(one: Mapping[str, object], other: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """Fields in which two recipes of `to_dict` would teach otherwise; what an older one lacks has its default."""
+    """Fields that train differently in two recipes of `to_dict`; those that an older one lacks have defaults."""
     first, second = Recipe.from_dict(one).to_dict(), Recipe.from_dict(other).to_dict()
     return {
         field: (value, second[field])

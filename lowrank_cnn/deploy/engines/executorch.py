@@ -120,7 +120,7 @@ def _layers_of(node: torch.fx.Node, layers: Iterable[str]) -> list[str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings of passes about passes, and what the runtime prints about the processor."""
+    """Silence warnings of the exporter, and what the runtime prints about the processor."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

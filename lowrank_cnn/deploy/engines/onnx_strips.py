@@ -51,7 +51,7 @@ def use_strips(model: Any) -> None:
 
 
 def _take_over(ir: Any, graph: Any, node: Any) -> None:
-    """Let a node do what alone reads its result: a ReLU, then a pool."""
+    """Move a ReLU, then a pool, into a node if nothing else reads its result."""
     while (behind := _reader(node.outputs[0])) is not None:
         flags = _flags(node)
         if behind.op_type == "Relu" and not flags["relu"]:
@@ -64,7 +64,7 @@ def _take_over(ir: Any, graph: Any, node: Any) -> None:
 
 
 def _joins(node: Any) -> bool:
-    """Whether a node concatenates the results of two of ours, which do the same to the same input."""
+    """Whether a node concatenates the results of two strip nodes that have the same input and epilogue."""
     if node.op_type != "Concat" or len(node.inputs) != 2 or node.attributes["axis"].as_int() not in (1, -3):
         return False
     both = [value.producer() for value in node.inputs]

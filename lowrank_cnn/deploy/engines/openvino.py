@@ -120,7 +120,7 @@ def _set_ranges(model: Any, request: ExportRequest) -> None:
 
 
 def _rounders(node: Any) -> Iterator[Any]:
-    """The operations that round what a node gives, behind those that hand values on."""
+    """The operations that round the result of a node, looking through those that only move values."""
     if node.get_type_name() == "FakeQuantize":
         yield node
     elif node.get_type_name() in _SAME_RANGE:
