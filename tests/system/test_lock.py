@@ -37,6 +37,12 @@ def hold(directory: Path, how: str = "") -> subprocess.Popen[str]:
     return process
 
 
+def assert_free(folder: Path) -> None:
+    """Assert that this process can take the lock: it raises `HeldError` otherwise."""
+    with locked(folder):
+        pass
+
+
 def test_a_second_process_is_refused_and_told_who_holds_it(tmp_path):
     process = hold(tmp_path)
     try:
@@ -45,8 +51,7 @@ def test_a_second_process_is_refused_and_told_who_holds_it(tmp_path):
     finally:
         process.kill()
         process.wait()
-    with locked(tmp_path):
-        pass
+    assert_free(tmp_path)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the child is forked")
@@ -55,8 +60,7 @@ def test_a_child_that_outlives_its_killed_parent_does_not_keep_the_lock(tmp_path
     try:
         process.kill()
         process.wait()
-        with locked(tmp_path):
-            pass
+        assert_free(tmp_path)
     finally:
         os.killpg(process.pid, 9)
 
@@ -92,22 +96,19 @@ def test_nothing_is_left_behind(tmp_path):
 
 def test_a_lock_file_of_a_killed_process_is_no_obstacle(tmp_path):
     (tmp_path / LOCK).write_text("12345")
-    with locked(tmp_path):
-        pass
+    assert_free(tmp_path)
 
 
 def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch):
     monkeypatch.setattr("lowrank_cnn.system.lock.fcntl", None)
-    with locked(tmp_path):
-        pass
+    assert_free(tmp_path)
 
 
 def test_the_processes_of_one_run_hold_it_once(tmp_path, monkeypatch):
     process = hold(tmp_path)
     try:
         monkeypatch.setenv("RANK", "1")
-        with locked(tmp_path):
-            pass
+        assert_free(tmp_path)
     finally:
         process.kill()
         process.wait()

@@ -35,7 +35,7 @@ def close(found, right, limit):
     return torch.linalg.vector_norm(found.double() - right) <= limit * torch.linalg.vector_norm(right) + 1e-12
 
 
-def compare(x, options, seed=1):
+def assert_right(x, options, seed=1):
     """Result and gradient are right, of the input's type, and the result is channels-last."""
     x, wide = x.requires_grad_(), x.detach().double().requires_grad_()
     y, right = ours(x, *options), F.local_response_norm(wide, *options)
@@ -51,13 +51,13 @@ def compare(x, options, seed=1):
 @pytest.mark.parametrize("channels", [3, 64, 100, 192])
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 def test_as_googlenet_has_it(channels, dtype):
-    compare(maps((2, channels, 5, 3), dtype), (5, 1e-4, 0.75, 1.0))
+    assert_right(maps((2, channels, 5, 3), dtype), (5, 1e-4, 0.75, 1.0))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 9, 16, 33, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_windows_odd_and_even_and_wider_than_the_channels(size, dtype):
-    compare(maps((1, 20, 3, 7), dtype), (size, 0.5, 0.75, 1.0))
+    assert_right(maps((1, 20, 3, 7), dtype), (size, 0.5, 0.75, 1.0))
 
 
 SIZES = st.tuples(
@@ -72,7 +72,7 @@ OPTIONS = st.tuples(
 @given(SIZES, OPTIONS, st.sampled_from(list(ROUNDING)), st.integers(0, 99))
 @settings(max_examples=12)
 def test_result_and_gradient(size, options, dtype, seed):
-    compare(maps(size, dtype, seed), options, seed + 1)
+    assert_right(maps(size, dtype, seed), options, seed + 1)
 
 
 @pytest.mark.parametrize("beta", [0.75, 0.6])
@@ -80,7 +80,7 @@ def test_result_and_gradient(size, options, dtype, seed):
 def test_without_k_what_is_beyond_the_borders_counts_for_nothing(beta):
     x = maps((1, 20, 4, 3))
     x[:, 0] = x[:, -2:] = 0
-    compare(x, (5, 0.5, beta, 0.0))
+    assert_right(x, (5, 0.5, beta, 0.0))
 
 
 @pytest.mark.parametrize("at", [0, 7, 8, 19])

@@ -38,7 +38,7 @@ def poison(monkeypatch, module):
     monkeypatch.setattr(module, "empty_result", lambda *args: fill(*args).fill_(torch.nan))
 
 
-def agrees(y, exact, dtype):
+def assert_agrees(y, exact, dtype):
     assert y.shape == exact.shape
     assert y.is_contiguous(memory_format=torch.channels_last)
     assert torch.linalg.vector_norm(y - exact) <= LIMITS[dtype] * torch.linalg.vector_norm(exact)
@@ -47,4 +47,4 @@ def agrees(y, exact, dtype):
 @pytest.fixture(scope="session")
 def layers() -> SimpleNamespace:
     """Functions that pose a layer, poison the memory of results, and compare a result with float64."""
-    return SimpleNamespace(posed=posed, poison=poison, agrees=agrees, same=same)
+    return SimpleNamespace(posed=posed, poison=poison, assert_agrees=assert_agrees, same=same)

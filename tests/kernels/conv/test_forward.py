@@ -36,7 +36,7 @@ def test_epilogues(layers, monkeypatch, kernel, activation, residual, add_last):
         "gather": KernelPlan("gather", gather.GatherTile(pixels=32, filters=16, depth=16)),
     }[kernel]
     y = forward.run_plan(plan, problem, x, weights, bias, residual=added)
-    layers.agrees(y, exact, x.dtype)
+    layers.assert_agrees(y, exact, x.dtype)
 
 
 def test_a_residual_of_another_size_is_refused(layers):

@@ -22,13 +22,13 @@ def test_gather(layers, monkeypatch, size, groups, options):
     x, weights, bias, problem, exact, _ = layers.posed(size, groups, **options)
     packed = pack_union(weights, problem, gather.gathered_values(problem), x.dtype)
     tile = gather.GatherTile(pixels=32, filters=16, depth=16)
-    layers.agrees(gather.launch_gather(problem, ConvTensors(x, packed, bias), tile), exact, x.dtype)
+    layers.assert_agrees(gather.launch_gather(problem, ConvTensors(x, packed, bias), tile), exact, x.dtype)
 
 
 def test_gather_takes_many_channels_at_stride_two(layers):
     x, weights, bias, problem, exact, _ = layers.posed((1, 20, 7, 6), LOW_RANK, stride=(2, 2), relu=True)
     packed = pack_union(weights, problem, gather.gathered_values(problem), x.dtype)
-    layers.agrees(
+    layers.assert_agrees(
         gather.launch_gather(problem, ConvTensors(x, packed, bias), gather.GatherTile(pixels=16, filters=32)),
         exact,
         x.dtype,

@@ -19,7 +19,7 @@ def test_stem(layers, monkeypatch, size, groups, options):
     x, weights, bias, problem, exact, _ = layers.posed(size, groups, **options)
     assert stem.unsupported(problem) is None
     packed = pack_union(weights, problem, gathered_values(problem), x.dtype)
-    layers.agrees(
+    layers.assert_agrees(
         stem.launch_stem(problem, ConvTensors(x, packed, bias), stem.StemTile(pixels=32)), exact, x.dtype
     )
 

@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = 2e-3 if DEVICE == "cuda" else 1e-5
 
 
-def gradients_agree(size, groups, stride):
+def assert_gradients_agree(size, groups, stride):
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(size, generator=draw).to(DEVICE)
     weights = [torch.randn(f, size[1], h, w, generator=draw).to(DEVICE) for h, w, f in groups]
@@ -51,7 +51,7 @@ def test_any_groups_and_strides(size, stride, groups):
     # Groups of one size of result: a filter and its own padding keep it.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fold, "fold_pixels", _fails)
-        gradients_agree(size, groups, stride)
+        assert_gradients_agree(size, groups, stride)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_any_groups_and_strides(size, stride, groups):
 )
 def test_the_layers_of_residual_networks(size, groups, monkeypatch):
     monkeypatch.setattr(fold, "fold_pixels", _fails)
-    gradients_agree(size, groups, (2, 2))
+    assert_gradients_agree(size, groups, (2, 2))
 
 
 def test_every_tap_reads_one_parity():

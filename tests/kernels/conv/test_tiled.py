@@ -36,7 +36,7 @@ def test_tiled(layers, monkeypatch, size, groups, options):
     x, weights, bias, problem, exact, _ = layers.posed(size, groups, **options)
     assert tiled.unsupported(problem) is None
     tile = tiled.Tile(pixels=32, filters=16, depth=16)
-    layers.agrees(
+    layers.assert_agrees(
         tiled.launch_tiled(problem, ConvTensors(x, pack_rows(weights, x.dtype), bias), tile), exact, x.dtype
     )
 
@@ -54,7 +54,9 @@ def test_tiled_in_sixteen_bits(layers, monkeypatch, dtype):
     layers.poison(monkeypatch, tiled)
     x, weights, bias, problem, exact, _ = layers.posed((1, 32, 8, 8), LOW_RANK, dtype=dtype, relu=True)
     tile = tiled.Tile(pixels=32, filters=16, depth=32)
-    layers.agrees(tiled.launch_tiled(problem, ConvTensors(x, pack_rows(weights, dtype), bias), tile), exact, dtype)
+    layers.assert_agrees(
+        tiled.launch_tiled(problem, ConvTensors(x, pack_rows(weights, dtype), bias), tile), exact, dtype
+    )
 
 
 STRIDED = [
@@ -76,7 +78,9 @@ def test_tiled_at_a_stride(layers, monkeypatch, size, groups, options):
     assert tiled.unsupported(problem) is None
     tile = tiled.Tile(pixels=32, filters=16, depth=32)
     packed = pack_rows(weights, x.dtype)
-    layers.agrees(tiled.launch_tiled(problem, ConvTensors(x, packed, bias, residual=added), tile), exact, x.dtype)
+    layers.assert_agrees(
+        tiled.launch_tiled(problem, ConvTensors(x, packed, bias, residual=added), tile), exact, x.dtype
+    )
 
 
 @pytest.mark.parametrize(("size", "why"), [((1, 16, 7, 8), "does not divide"), ((1, 24, 8, 8), "multiple of 16")])
