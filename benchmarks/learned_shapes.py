@@ -21,19 +21,20 @@ the learning rate first, each as often, on held-out training images; then it tra
 The record is written after every run; started again, the command trains what is missing. `--budget 300` begins no
 run that would not end within 300 seconds. `--train 1000` trains on 1000 images and holds out the other training
 images to try rates on; without it a tenth is held out. `--processes 4` trains four networks at a time on the
-device. `--time` then times the networks of the first seed through `optimize`, one by one and alone.
-It ends with answers to the questions of `lowrank_cnn/frontier/questions.json`: does learning beat every rival?
+device. `--time` then times the networks of the first seed through `optimize`, in turns. Where a rival takes more
+or less time than the learned network, `--ways thin:0.6` adds the rival with another share of the MACs.
+It ends with answers to the questions of `lowrank_cnn/frontier/questions.json`: does learning beat every rival, at
+equal MACs and at equal time?
 """
 
 from __future__ import annotations
 
 import argparse
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
-from statistics import mean, stdev
 from typing import Any
 from unittest import mock
 
@@ -43,9 +44,10 @@ from torch import nn
 from benchmarks import run_book
 from benchmarks.common import run_command, training_parser
 from benchmarks.run_book import FULL, TRY, Key, Row, RunBook
+from benchmarks.shape_verdicts import FIXED, LEARNING, SHAPES, WAYS, base_way, judged, needs, read_way, shown
 from benchmarks.stripes import rows_share, stripes
 from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.frontier.answering import read_questions
+from lowrank_cnn.deploy.optimizing import optimize
 from lowrank_cnn.frontier.tracing import BudgetSpent
 from lowrank_cnn.frontier.training import free_memory
 from lowrank_cnn.method.converting import convert
@@ -55,9 +57,8 @@ from lowrank_cnn.method.settling import LearnedShapes
 from lowrank_cnn.method.shaping import ShapedConv2d
 from lowrank_cnn.method.thinning import thin
 from lowrank_cnn.models import create_model
-from lowrank_cnn.system.clock import measure
+from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.text import text_table
 from lowrank_cnn.train import Recipe, fit, get_recipe
 from lowrank_cnn.train import learning_shapes as learning
 from lowrank_cnn.train.fabric import resolve_device
@@ -67,22 +68,9 @@ from lowrank_cnn.train.record import Record
 from lowrank_cnn.train.settings import parse_settings
 from lowrank_cnn.train.side_by_side import WorkerPool
 
-KIND, SHAPES = "learned-shapes", ("kx1", "1xk", "1x1", "kxk")
-FIXED = {"strips": ("kx1", "1xk"), "points": ("1x1",)}
-"""Fixed shares: the filters beside kxk ones."""
-LEARNING: dict[str, dict[str, Any]] = {
-    "proximal": {"by": "proximal"},
-    "loss": {"by": "loss"},
-    "energy": {"by": "energy"},
-    "gates": {"by": "gates"},
-    "regrowth": {"by": "loss"},
-    "none": {"shapes": (*SHAPES, "none")},
-}
-"""What `learn_shapes` is asked for."""
-WAYS = ("dense", "thin", *FIXED, "proximal", "again", "loss", "energy", "gates", "regrowth", "none")
-LEARNED, MECHANISMS = WAYS[4:], ("gates", "loss", "energy", "regrowth")
-NEEDS = {"again": ("proximal",)}
-"""Ways that need the result of others."""
+KIND = "learned-shapes"
+LIKED = 8
+"""Kernels for bfloat16 like filters in multiples of this: so has a thin network, where learned ones have more."""
 PARTS = 64
 """Shares of kxk filters are multiples of one in this many."""
 
@@ -101,19 +89,19 @@ def main(arguments: list[str] | None = None) -> None:
     _train_all(bench)
     if options.time:
         bench.time_all()
-    answers, mechanisms = judged(book), compared(book)
-    book.save(answers=answers, mechanisms=mechanisms)
-    print(_table(book), run_book.answer_table(answers), run_book.answer_table(mechanisms), sep="\n\n")
+    verdicts = judged(book)
+    book.save(**verdicts)
+    print(shown(book, verdicts))
 
 
 def _train_all(bench: ShapeBench) -> None:
     """The first seed of every way, then the second. A way that the budget of MACs rules out is left out."""
     book, options = bench.book, bench.options
     left_out: set[str] = set()
-    ways = list(dict.fromkeys(one for way in options.ways for one in (*NEEDS.get(way, ()), way)))
+    ways = list(dict.fromkeys(one for way in options.ways for one in (*needs(way), way)))
 
     def ready(key: Key) -> bool:
-        return key["way"] not in left_out and all(bench.needed(key, way) for way in NEEDS.get(key["way"], ()))
+        return key["way"] not in left_out and all(bench.needed(key, way) for way in needs(key["way"]))
 
     def failed(key: Key, error: LowRankError) -> None:
         if key["way"] not in left_out:
@@ -132,31 +120,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     made = training_parser(__doc__, "learned_shapes.json", network="nin", recipe="modern", seeds=4)
     made.add_argument("--macs", type=float, default=0.4)
     made.add_argument("--multiple", type=int, default=8)
-    made.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    made.add_argument("--ways", nargs="+", type=read_way, default=list(WAYS), help=f"any of {', '.join(WAYS)}")
     made.add_argument("--rates", type=float, nargs="+", default=[1.0], help="factors of the learning rate to try")
     made.add_argument("--tries", type=int, default=1, help="runs of each rate")
     made.add_argument("--train", type=int, help="images to train on; the others are held out")
     made.add_argument("--time", action="store_true")
     return made.parse_args(arguments)
-
-
-def judged(book: RunBook) -> list[dict[str, Any]]:
-    """The questions that were written down before the runs: each learned way against each rival."""
-    asked = read_questions()["learned_shapes"]
-    pairs = [(way, rival) for way in LEARNED for rival in asked["rivals"]]
-    how = {"margin": asked["better_by"], "alpha": asked["alpha"], "least_runs": asked["seeds"]}
-    return run_book.paired_answers(pairs, _full_runs(book), **how)
-
-
-def compared(book: RunBook) -> list[dict[str, Any]]:
-    """The default mechanism against the others, whatever the gap: these pairs were not asked beforehand."""
-    asked, pairs = read_questions()["learned_shapes"], [("proximal", way) for way in MECHANISMS]
-    how = {"margin": 0.0, "alpha": asked["alpha"], "least_runs": asked["seeds"]}
-    return run_book.paired_answers(pairs, _full_runs(book), **how)
-
-
-def _full_runs(book: RunBook) -> dict[str, list[Row]]:
-    return {way: [row for row in book.of(FULL, way=way) if row["top1"] is not None] for way in WAYS}
 
 
 class ShapeBench:
@@ -179,6 +148,10 @@ class ShapeBench:
         same = ("phase", "rate", "seed") if key["phase"] == TRY else ("phase", "seed")
         return self.book.find(way=way, **{name: key[name] for name in same})
 
+    def macs_of(self, way: str) -> float:
+        """The share of the dense MACs that a way has."""
+        return float(way.partition(":")[2] or self.options.macs)
+
     def dense(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         made = {"num_classes": len(self.data.classes), "in_channels": self.size[0], "image_size": self.size[1]}
@@ -186,12 +159,12 @@ class ShapeBench:
 
     def run(self, key: Key) -> Row:
         """The result of one run."""
-        way, seed = key["way"], key["seed"]
+        way, macs, seed = base_way(key["way"]), self.macs_of(key["way"]), key["seed"]
         data = self.held_out if key["phase"] == TRY else self.data
         recipe = replace(self.recipe, lr=key["rate"] * self.recipe.lr)
         if way in LEARNING:
             with mock.patch.object(ShapedConv2d, "regrow", way == "regrowth"):
-                network, shapes, record = self.learned(seed, data, recipe, **LEARNING[way])
+                network, shapes, record = self.learned(seed, data, recipe, macs, **LEARNING[way])
         else:
             network, shapes = self.built(key)
             record = fit(network, data, recipe, seed=seed, **self.how)
@@ -202,6 +175,7 @@ class ShapeBench:
             "macs": cost.macs / count(self.dense(seed), self.size).macs,
             "params": cost.params,
             "shapes": shapes.to_dict()["learned_shapes"] if shapes else None,
+            **({"scheme": str(self.fixed(FIXED[way], macs))} if way in FIXED else {}),
             **({"rows": rows_share(shapes)} if shapes and self.data.name == "stripes" else {}),
         }
         free_memory()
@@ -209,32 +183,31 @@ class ShapeBench:
 
     def built(self, key: Key) -> tuple[nn.Module, LearnedShapes | None]:
         """A network of given shapes, with fresh weights. `again` has the shapes that `proximal` learned."""
-        way, dense = key["way"], self.dense(key["seed"])
+        way, macs, dense = base_way(key["way"]), self.macs_of(key["way"]), self.dense(key["seed"])
         if way == "dense":
             return dense, None
         if way == "thin":
-            return thin(dense, macs=self.options.macs, input_size=self.size, multiple=1), None
+            return thin(dense, macs=macs, input_size=self.size, multiple=min(LIKED, self.options.multiple)), None
         if way in FIXED:
-            scheme = self.fixed(FIXED[way])
-            return convert(dense, scheme, allow_costlier=True), None
+            return convert(dense, self.fixed(FIXED[way], macs), allow_costlier=True), None
         self.book.reload()  # they may have been learned by another process
-        found = self.needed(key, "proximal")
+        found = self.needed(key, *needs(key["way"]))
         if found is None or found["top1"] is None:
             raise NotFiniteError("the run that was to learn shapes diverged.")
         shapes = LearnedShapes({name: parse_scheme(text) for name, text in found["shapes"].items()})
         return shapes.apply(dense), shapes
 
     def learned(
-        self, seed: int, data: Data, recipe: Recipe, shapes: tuple[str, ...] = SHAPES, **options: Any
+        self, seed: int, data: Data, recipe: Recipe, macs: float, shapes: Sequence[str] = SHAPES, **options: Any
     ) -> tuple[nn.Module, LearnedShapes, Record]:
         found = learning.learn_shapes(
-            self.dense(seed), data, recipe, macs=self.options.macs, shapes=shapes, seed=seed,
+            self.dense(seed), data, recipe, macs=macs, shapes=shapes, seed=seed,
             multiple=self.options.multiple, **options, **self.how,
         )  # fmt: skip
         return found.network, found.shapes, found.record
 
     @cache  # noqa: B019
-    def fixed(self, strips: tuple[str, ...]) -> Scheme:
+    def fixed(self, strips: tuple[str, ...], macs: float) -> Scheme:
         """The largest share of kxk filters, the same in every layer, that meets the budget."""
 
         def scheme(part: int) -> Scheme:
@@ -243,7 +216,7 @@ class ShapeBench:
 
         with torch.device("meta"):
             dense = self.dense(0)
-            target = self.options.macs * count(dense, self.size).macs
+            target = macs * count(dense, self.size).macs
 
             def too_costly(part: int) -> bool:
                 network = convert(dense, scheme(part), allow_costlier=True)
@@ -251,46 +224,41 @@ class ShapeBench:
 
             first = bisect_left(range(PARTS + 1), True, key=too_costly)
         if not first:
-            raise LowRankError(f"macs={self.options.macs:g} is below what filters of {', '.join(strips)} cost.")
+            raise LowRankError(f"macs={macs:g} is below what filters of {', '.join(strips)} cost.")
         return scheme(first - 1)
 
     def time_all(self) -> None:
-        """Milliseconds of the networks of the first seed through `optimize`, beside the dense one in turns."""
-        from lowrank_cnn.deploy.optimizing import optimize
+        """Time the networks of the first seed, all in turns, unless that was done before."""
+        rows = {row["way"]: row for row in self.book.of(FULL, seed=0) if row["top1"] is not None}
+        if all("ms" in row for row in rows.values()):
+            return
+        times = self.times({"dense": self.dense(0), **{way: self.rebuilt(row) for way, row in rows.items()}})
+        for way, row in rows.items():
+            ours, dense = times[way], times["dense"]
+            row["ms"] = {"ours": ours.ms, "low": ours.low, "high": ours.high, "dense": dense.ms}
+            print(f"{way}: {ours.ms:.3f} ms, dense {dense.ms:.3f} ms", flush=True)
+        self.book.save()
 
+    def rebuilt(self, row: Row) -> nn.Module:
+        """The network of a run with fresh weights."""
+        if not row["shapes"]:
+            return self.built(row)[0]
+        shapes = LearnedShapes({name: parse_scheme(text) for name, text in row["shapes"].items()})
+        return shapes.apply(self.dense(0))
+
+    def times(self, networks: Mapping[str, nn.Module]) -> dict[str, Sample]:
+        """Milliseconds through `optimize`: of 256 images in bfloat16 on a GPU, of one in float32 on a CPU."""
         device = torch.device(resolve_device(self.options.device))
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        images = torch.randn(256 if device.type == "cuda" else 1, *self.size, device=device, dtype=dtype)
+        batch, dtype = (256, torch.bfloat16) if device.type == "cuda" else (1, torch.float32)
+        images = torch.randn(batch, *self.size, device=device, dtype=dtype)
         images = images.contiguous(memory_format=torch.channels_last)
 
         def fast(network: nn.Module) -> Callable[[], Any]:
             optimized = optimize(network.to(device, dtype).eval(), images)
             return lambda: optimized(images)
 
-        dense = fast(self.dense(0))
-        rows = [row for row in self.book.of(FULL, seed=0) if row["top1"] is not None and "ms" not in row]
-        for row in rows:
-            if row["shapes"]:
-                shapes = LearnedShapes({name: parse_scheme(text) for name, text in row["shapes"].items()})
-                network = shapes.apply(self.dense(0))
-            else:
-                network, _ = self.built(row)
-            times = measure({"ours": fast(network), "dense": dense}, repeats=21, cuda=images.is_cuda)
-            row["ms"] = {name: sample.ms for name, sample in times.items()}
-            self.book.save()
-            print(f"{row['way']}: {row['ms']['ours']:.3f} ms, dense {row['ms']['dense']:.3f} ms", flush=True)
-
-
-def _table(book: RunBook) -> str:
-    lines = []
-    for way, found in _full_runs(book).items():
-        if found:
-            scores = [100 * row["top1"] for row in found]
-            spread = f" ± {stdev(scores):.2f}" if len(scores) > 1 else ""
-            lines.append(
-                (way, f"{mean(row['macs'] for row in found):.3f}", f"{mean(scores):.2f}{spread}", len(found))
-            )
-    return text_table(("way", ">of the MACs", ">top-1 %", ">n"), lines)
+        runs = {name: fast(network) for name, network in networks.items()}
+        return measure(runs, repeats=21, cuda=images.is_cuda)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -10,17 +11,23 @@ from typing import Any
 from tables import form
 from tables.form import NO_RUNS, markdown, source
 
+from lowrank_cnn.frontier.answering import NO, YES
 from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.method.settling import LearnedShapes
 from lowrank_cnn.models import create_model
 from lowrank_cnn.report.charts.shapes import shapes_spec
 from lowrank_cnn.report.charts.vega import save_charts
 
+UNDECIDED = "nothing is decided"
+
 
 def learned_shapes() -> str:
-    """One table for each record: the ways by falling accuracy, and the verdicts that were reached."""
-    paths = sorted(form.RESULTS.glob("learned_shapes*.json"))
-    return "\n".join(_ways(path.name, json.loads(path.read_text())) for path in paths) or NO_RUNS
+    """For each record, those of GPUs first: the ways by falling accuracy, and the verdicts that were reached."""
+    found = {path.name: json.loads(path.read_text()) for path in sorted(form.RESULTS.glob("learned_shapes*.json"))}
+    names = sorted(found, key=lambda name: not found[name]["environment"].get("gpu"))
+    alone = "**Only miniatures have been run so far**: short runs of small networks on a CPU.\n\n"
+    start = alone if names and not found[names[0]]["environment"].get("gpu") else ""
+    return start + "\n".join(_ways(name, found[name]) for name in names) or NO_RUNS
 
 
 def initialisations() -> str:
@@ -34,35 +41,93 @@ def _ways(name: str, found: dict[str, Any]) -> str:
     rows = [row for row in found["rows"] if row.get("phase", "full") == "full" and row["top1"] is not None]
     ways = {way: [row for row in rows if row["way"] == way] for way in dict.fromkeys(row["way"] for row in rows)}
     order = sorted(ways, key=lambda way: -fmean(row["top1"] for row in ways[way]))
+    timed = any("ms" in row for row in rows)
     rivals = list(dict.fromkeys(one["theirs"] for one in answers))
     gaps = {(one["ours"], one["theirs"]): _gap(one) for one in answers}
     width = f" (width {about['width']:g})" if about["width"] != 1 else ""
     images = f", {about['train']:,} images" if about.get("train") else ""
     title = f"**{about['network']}{width} on {about['data']}{images}, {about['recipe']['epochs']} epochs**\n\n"
-    columns = ["way", "of the MACs", "top-1 %", "runs", *(f"over `{rival}`, 99 % interval" for rival in rivals)]
-    lines = [[*_line(way, ways[way]), *(gaps.get((way, rival), "") for rival in rivals)] for way in order]
-    decided = [one for one in answers if one["verdict"] in ("yes", "no")]
+    columns = ["way", "of the MACs", *(["ms", "of the dense time"] if timed else []), "top-1 %", "runs"]
+    columns += [f"over `{rival}`, 99 % interval" for rival in rivals]
+    lines = [
+        [*_line(way, ways[way], timed=timed), *(gaps.get((way, rival), "") for rival in rivals)] for way in order
+    ]
+    parts = [markdown(columns, lines), _notes(rows), _at_equal_macs(answers)]
+    parts += [_at_equal_time(found.get("equal_time", [])), _mechanisms(found)]
+    return title + "".join(parts) + source(name, found["environment"])
+
+
+def _line(way: str, rows: list[dict[str, Any]], *, timed: bool) -> list[object]:
+    shares = [100 * row["top1"] for row in rows]
+    accuracy = f"{fmean(shares):.2f}" + (f" ± {stdev(shares):.2f}" if len(shares) > 1 else "")
+    ms = next((row["ms"] for row in rows if "ms" in row), None)
+    times = ["", ""] if ms is None else [f"{ms['ours']:.3f}", f"{ms['ours'] / ms['dense']:.2f}"]
+    return [
+        f"`{way}`",
+        f"{fmean(row['macs'] for row in rows):.3f}",
+        *(times if timed else []),
+        accuracy,
+        len(rows),
+    ]
+
+
+def _notes(rows: list[dict[str, Any]]) -> str:
+    """The fixed shares, and what was timed."""
+    schemes = {row["way"]: row["scheme"] for row in rows if "scheme" in row}
+    told = [f"`{way}` is `{scheme}` in every layer." for way, scheme in schemes.items()]
+    if any("ms" in row for row in rows):
+        told.append("Times are those of the networks of the first seed through `lr.optimize`, in turns.")
+    return f"\n{' '.join(told)}\n" if told else ""
+
+
+def _at_equal_macs(answers: list[dict[str, Any]]) -> str:
+    decided = [one for one in answers if one["verdict"] in (YES, NO)]
     verdicts = [
         f"`{one['ours']}` over `{one['theirs']}` by {one['margin']:g}: {one['verdict']}" for one in decided
     ]
-    told = f"\nBy the margins written down before the runs: {'; '.join(verdicts) or 'nothing is decided'}.\n"
-    return title + markdown(columns, lines) + told + _mechanisms(found) + source(name, found["environment"])
+    return f"\nAt equal MACs, by the margins written down before the runs: {'; '.join(verdicts) or UNDECIDED}.\n"
+
+
+def _at_equal_time(answers: list[dict[str, Any]]) -> str:
+    """Each learned way against each rival, with the rival's time, and whether the aim is met."""
+    if not answers:
+        return "\nThe networks have not been timed.\n"
+    margin = answers[0]["margin"]
+    columns = ["learned", "<rival", "<time of the rival", "ahead, 99 % interval", f"<by {margin:g} at equal time"]
+    lines = [
+        [f"`{one['ours']}`", f"`{one['theirs']}`", _relative_time(one), _gap(one), one["verdict"]]
+        for one in answers
+    ]
+    ways = dict.fromkeys(one["ours"] for one in answers)
+    aims = [f"`{way}`: {_all(one['verdict'] for one in answers if one['ours'] == way)}" for way in ways]
+    aim = f"\nAhead of every rival by {margin:g} points at equal time? {'; '.join(aims)}.\n"
+    return f"\n{markdown(columns, lines)}{aim}"
+
+
+def _relative_time(one: dict[str, Any]) -> str:
+    equal = abs(one["time"] - 1) <= one["tolerance"]
+    kind = "equal" if equal else "faster" if one["time"] < 1 else "slower"
+    return f"{one['time']:.2f}, {kind}"
+
+
+def _all(verdicts: Iterable[str]) -> str:
+    """Yes if all are, no if one is, else the first of the others."""
+    found = list(verdicts)
+    return NO if NO in found else next((one for one in found if one != YES), YES)
 
 
 def _mechanisms(found: dict[str, Any]) -> str:
     """The default against the other ways to learn shapes."""
-    gaps = [f"`{one['theirs']}` {_gap(one)}" for one in found.get("mechanisms", [])]
-    return f"\n`proximal` is ahead by, in points with 99 % intervals: {'; '.join(gaps)}.\n" if gaps else ""
+    gaps = [f"`{one['theirs']}` by {_gap(one)}{_p(one)}" for one in found.get("mechanisms", [])]
+    return f"\n`proximal` is ahead of, in points with 99 % intervals: {'; '.join(gaps)}.\n" if gaps else ""
+
+
+def _p(one: dict[str, Any]) -> str:
+    return f", decided with p = {one['corrected']:.1g}" if one["verdict"] == YES else f", {one['verdict']}"
 
 
 def _gap(one: dict[str, Any]) -> str:
     return f"{one['gap']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})"
-
-
-def _line(way: str, rows: list[dict[str, Any]]) -> list[object]:
-    shares = [100 * row["top1"] for row in rows]
-    accuracy = f"{fmean(shares):.2f}" + (f" ± {stdev(shares):.2f}" if len(shares) > 1 else "")
-    return [f"`{way}`", f"{fmean(row['macs'] for row in rows):.3f}", accuracy, len(rows)]
 
 
 def _inits(name: str, found: dict[str, Any]) -> str:

@@ -35,6 +35,9 @@ def design_command(
         str,
         typer.Option(help="torch, optimize, an engine (onnx, openvino, ncnn, ...), or auto: the fastest."),
     ] = "torch",
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, fp16 or bf16; in an engine fp32, fp16 or int8.")
+    ] = None,
     batch: Batch = 1,
     device: Device = "auto",
     threads: Threads = None,
@@ -62,7 +65,8 @@ def design_command(
     example = torch.randn(batch, *size).to(place, dtype_of(network))
     batches = None if data is None else _batches(data, source, size, place)
     with torch_threads(threads):
-        advice = design(network, example, macs=macs, latency=latency, data=batches, engine=engine)
+        how = {"macs": macs, "latency": latency, "engine": engine, "precision": precision}
+        advice = design(network, example, data=batches, **how)
     if as_json:
         return print_json({"model": source.name, "input": list(example.shape), **advice.to_dict()})
     _print_advice(source.name, advice)

@@ -45,7 +45,8 @@ def _learn(scheme: Scheme, budget: dict[str, float | None], network: Any, *given
 
     found = learn_shapes(network, *given, shapes=scheme, **budget, **options)
     if options.get("progress") and first_process():
-        console.print(f"{found.shapes}\n{found.macs:.3f} of the MACs", markup=False, highlight=False)
+        time = "" if found.time is None else f", {found.time:.2f} of the time"
+        console.print(f"{found.shapes}\n{found.macs:.3f} of the MACs{time}", markup=False, highlight=False)
     return found.record
 
 

@@ -32,26 +32,25 @@ from lowrank_cnn.deploy.layer_forms import (
     measured_damage,
     variants_of,
 )
+from lowrank_cnn.deploy.network_forms import MIXED, Build, form_builders
 from lowrank_cnn.deploy.optimizing import optimize
+from lowrank_cnn.deploy.quantizing import quantize
 from lowrank_cnn.deploy.strips import has_strips
 from lowrank_cnn.method.budget import Budget
-from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.method.selection import select
 from lowrank_cnn.method.shape_damage import Damage
 from lowrank_cnn.method.shape_network import layer_inputs
-from lowrank_cnn.method.thinning import thin
 from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.errors import LowRankError, nearest
 from lowrank_cnn.system.text import text_table
 
-MIXED = "mixed"
 ENGINES = ("torch", "optimize", "auto", *TARGETS)
-_MULTIPLE, _STEPS = 8, 5
-
-Build = Callable[[float], nn.Module | None]
+_STEPS = 5
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_IN_ENGINES = ("fp32", "fp16", "int8")
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,7 @@ def design(
     data: Iterable[tuple[Tensor, Tensor]] | None = None,
     loss: Callable[[Any, Any], Tensor] = functional.cross_entropy,
     engine: str = "torch",
+    precision: str | None = None,
     repeats: int = 9,
 ) -> Advice:
     """Advise how to bring a network to a share of its MACs or time, by what is measured on this machine.
@@ -120,6 +120,8 @@ def design(
     - `engine`: "torch" as it is, "optimize" for the form that `optimize` finds, or an engine of `export`: "onnx",
       "openvino", "ncnn", "mnn"... "auto" takes the installed engine and precision (fp32 or fp16) that run the
       network fastest on the CPU.
+    - `precision`: "fp32", "fp16" or "bf16" in place of the example's dtype; of engines "fp32", "fp16" or "int8",
+      for which ranges come from random numbers: they are right for the time alone.
     """
     budget = Budget.of(macs=macs, latency=latency)
     if budget is None or budget.share == 1:
@@ -128,11 +130,22 @@ def design(
         raise LowRankError(f"there is no engine {engine!r}; {nearest(engine, ENGINES)}")
     if not isinstance(example, Tensor) or example.dim() != 4:
         raise LowRankError("the example is a batch of images, as [N, channels, height, width].")
+    if engine in ("torch", "optimize"):
+        example, precision = example.to(_dtype(precision) or example.dtype), None
+    elif precision not in (None, *_IN_ENGINES):
+        raise LowRankError(f"engines run in {', '.join(_IN_ENGINES)}, not in {precision!r}.")
     placed = copy_with(model).to(example.device, example.dtype).eval()
-    bench = AdviceBench(placed, example, *engine_for(placed, example, engine), repeats)
+    bench = AdviceBench(placed, example, *engine_for(placed, example, engine, precision), repeats)
     layers = bench.layers(None if data is None else measured_damage(model, example, list(data), loss))
     forms = bench.forms(layers, budget)
     return _advice(bench, layers, forms, budget)
+
+
+def _dtype(precision: str | None) -> torch.dtype | None:
+    """The dtype that torch computes in; None if none is named."""
+    if precision not in (None, *_DTYPES):
+        raise LowRankError(f"torch runs in {', '.join(_DTYPES)}, not in {precision!r}: name an engine for int8.")
+    return None if precision is None else _DTYPES[precision]
 
 
 @dataclass(frozen=True)
@@ -167,8 +180,11 @@ class AdviceBench:
         with tempfile.TemporaryDirectory() as scratch:
             target = TARGETS[self.engine]
             path = Path(scratch) / f"net{target.suffix}"
-            how: Any = {"precision": self.precision, "strips": target.strips and has_strips(placed)}
-            export(placed, path, input_size=tuple(example.shape[1:]), **how)
+            if self.precision == "int8":
+                quantize(placed, example, path, dynamic=())
+            else:
+                how: Any = {"precision": self.precision, "strips": target.strips and has_strips(placed)}
+                export(placed, path, input_size=tuple(example.shape[1:]), **how)
             runner = open_engine(path, threads=torch.get_num_threads(), trusted=True)
         array = example.contiguous().numpy()
         return lambda _: runner(array)
@@ -189,7 +205,7 @@ class AdviceBench:
 
     def forms(self, layers: tuple[LayerAdvice, ...], budget: Budget) -> dict[str, tuple[MeasuredForm, nn.Module]]:
         """The forms that reach the budget, measured in turns beside the dense network."""
-        builders = _builders(self.model, self.size, layers)
+        builders = form_builders(self.model, self.size, layers)
         if budget.kind == "macs":
             found = {name: build(budget.share) for name, build in builders.items()}
         else:
@@ -223,49 +239,6 @@ class AdviceBench:
         ours, dense = count(network, self.size), count(self.model, self.size)
         ms = times[name].ms
         return MeasuredForm(name, ours.macs / dense.macs, ours.params / dense.params, ms, ms / times["dense"].ms)
-
-
-def _builders(model: nn.Module, size: tuple[int, ...], layers: tuple[LayerAdvice, ...]) -> dict[str, Build]:
-    """How each form is made for a share of the MACs; one that cannot be made gives None."""
-    strips = [row.name for row in layers if row.choice == LOW_RANK]
-    forms: dict[str, Build] = {
-        LOW_RANK: lambda share: _low_rank(model, size, share, None),
-        THINNER: lambda share: _thinner(model, size, share),
-    }
-    if 0 < len(strips) < len(layers):
-        forms[MIXED] = lambda share: _low_rank(model, size, share, strips)
-    return {name: _or_none(build) for name, build in forms.items()}
-
-
-def _or_none(build: Build) -> Build:
-    def made(share: float) -> nn.Module | None:
-        try:
-            return build(share)
-        except LowRankError:
-            return None
-
-    return made
-
-
-def _low_rank(model: nn.Module, size: tuple[int, ...], share: float, where: list[str] | None) -> nn.Module:
-    """Strips in all layers, or in some; where that does not save enough, all layers are thinner as well."""
-    if where is None:
-        try:
-            return convert(model, "lr", macs=share, input_size=size)
-        except LowRankError:
-            pass
-    cheaper = count(convert(model, "lr", where=where, input_size=size), size).macs / count(model, size).macs
-    return convert(_thinner(model, size, min(1.0, share / cheaper)), "lr", where=where, input_size=size)
-
-
-def _thinner(model: nn.Module, size: tuple[int, ...], share: float) -> nn.Module:
-    """A thinner network of at most this share: `thin` gives the nearest, which may lie above."""
-    allowed = share * count(model, size).macs
-    for part in (1.0, 0.9, 0.7):
-        found = thin(model, macs=part * share, input_size=size, multiple=_MULTIPLE)
-        if count(found, size).macs <= allowed:
-            return found
-    raise LowRankError(f"no thinner network has {share:.3f} of the MACs.")
 
 
 def _advice(

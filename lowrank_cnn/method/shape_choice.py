@@ -10,10 +10,9 @@ saves what its channel costs in the layers that read it: low rank and thinner la
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -32,6 +31,8 @@ _ROUNDS = 3
 _CHEAPEST, _DEAREST = 1e-6, 1e9
 """Prices of the whole dense network. The least is above zero: of two shapes that keep all, the cheaper wins."""
 _LEAST = 1e-3
+_LEFT = 0.02
+"""The share of a budget that is not worth spending."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class ShapeCosts:
     """What filters cost, in MACs for one image or in milliseconds.
 
     - `filters`: for each conv the cost of one filter of each of its shapes, over all input channels.
+    - `splits`: for each conv the cost of every shape beyond the first, as each is a conv of its own; none in MACs.
     - `linear`: for each linear layer that reads removable channels its cost with all of them.
     - `rest`: the cost of everything else.
     - `dense`: the cost of the dense network.
@@ -49,18 +51,11 @@ class ShapeCosts:
     linear: Mapping[str, float]
     rest: float
     dense: float
+    splits: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """In values that JSON can hold."""
         return asdict(self)
-
-
-def read_costs(path: Path) -> ShapeCosts:
-    """The costs that a run has measured and written."""
-    try:
-        return ShapeCosts(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise LowRankError(f"{path} holds no costs of shapes: remove it, and they are measured anew.") from error
 
 
 @dataclass(frozen=True)
@@ -69,20 +64,44 @@ class _Layer:
 
     damage: Damage
     cost: Tensor
+    split: float
     unit: int
     free: bool
     removable: bool
 
-    def pick(self, weight: float, price: Tensor, *, rounded: bool) -> _Pick:
-        """The shapes that lose least, where what is lost is weighed against the price of each shape."""
+    def limited_to(self, shapes: Sequence[int]) -> _Layer:
+        """The layer with these shapes alone: by any other it would lose everything."""
+        lost = torch.full_like(self.damage.shapes, torch.inf)
+        lost[:, list(shapes)] = self.damage.shapes[:, list(shapes)]
+        return replace(self, damage=Damage(lost, self.damage.removal))
+
+    def pick(self, weight: float, price: Tensor, split: float, *, rounded: bool) -> _Pick:
+        """The shapes that lose least, where what is lost is weighed against the price of each shape.
+
+        `split` is the price of every shape beyond the first. Shapes that are not worth it are given up one by one.
+        """
         scores = weight * (self.damage.removal[:, None] - self.damage.shapes) - price
+        best, worth = self._pick(scores, split, rounded=rounded)
+        while split > 0 and len(used := best.choice[best.kept].unique()) > 1:
+            without = [scores.index_fill(1, shape, -torch.inf) for shape in used]
+            fewer = [self._pick(one, split, rounded=rounded) for one in without]
+            place = max(range(len(fewer)), key=lambda place: fewer[place][1])
+            if fewer[place][1] <= worth:
+                break
+            scores, (best, worth) = without[place], fewer[place]
+        return best
+
+    def _pick(self, scores: Tensor, split: float, *, rounded: bool) -> tuple[_Pick, float]:
+        """The choice with the best scores, and what it is worth."""
         if self.free:
             choice, kept = pick_each(scores, self.unit if rounded else 1, removable=self.removable)
         else:
             choice, kept = pick_segments(scores, self.unit), torch.ones(len(scores), dtype=torch.bool)
         lost = self.damage.shapes.gather(1, choice[:, None])[kept].sum() + self.damage.removal[~kept].sum()
         share = 1 - float(lost) / self.damage.whole
-        return _Pick(choice, kept, share, float(self.cost[choice][kept].sum()))
+        more = max(0, len(choice[kept].unique()) - 1)
+        found = _Pick(choice, kept, share, float(self.cost[choice][kept].sum()) + more * self.split)
+        return found, float(scores.gather(1, choice[:, None])[kept].sum()) - more * split
 
 
 @dataclass(frozen=True)
@@ -140,6 +159,8 @@ class ShapeChooser:
         found = self._pick_all(layers, price, picks, rounded=True)
         if self.total(found) > allowed:
             found = self._pick_all(layers, _DEAREST, picks, rounded=True)
+        if any(self.costs.splits.values()):
+            found = self._spend(layers, found, allowed)
         self._set(network, found)
         return self.total(found) / self.costs.dense
 
@@ -173,12 +194,44 @@ class ShapeChooser:
 
     def _pick_all(self, layers: Layers, price: float, now: Picks | None, *, rounded: bool = False) -> Picks:
         """The best choice of each layer at a price, with what its neighbours cost as they are `now`."""
-        picks = {}
-        for name, layer in layers.items():
-            weight = (1.0 if now is None else 1 / max(now[name].share, _LEAST)) / layer.damage.whole
-            cost = (layer.cost * self._arriving(name, now) + self._reading(name, now)) / self.costs.dense
-            picks[name] = layer.pick(weight, price * cost, rounded=rounded)
-        return picks
+        return {name: self._pick_one(name, layer, price, now, rounded=rounded) for name, layer in layers.items()}
+
+    def _pick_one(
+        self, name: str, layer: _Layer, price: float, now: Picks | None, *, rounded: bool, priced: bool = True
+    ) -> _Pick:
+        """The best choice of one layer; shapes beyond the first are free of charge unless they are `priced`."""
+        weight = (1.0 if now is None else 1 / max(now[name].share, _LEAST)) / layer.damage.whole
+        arriving = self._arriving(name, now)
+        cost = (layer.cost * arriving + self._reading(name, now)) / self.costs.dense
+        split = price * layer.split * arriving / self.costs.dense if priced else 0.0
+        return layer.pick(weight, price * cost, split, rounded=rounded)
+
+    def _spend(self, layers: Layers, found: Picks, allowed: float) -> Picks:
+        """Spend what is left: the layers that lost most try each pair of shapes at its own price.
+
+        Where shapes beyond the first cost something, choices jump as the one price falls, from one shape to
+        another and over all mixtures of both.
+        """
+        for name in sorted(layers, key=lambda name: found[name].share):
+            for shapes in combinations(range(len(layers[name].cost)), 2):
+                if allowed - self.total(found) < _LEFT * allowed:
+                    return found
+                found = self._spend_on(name, layers[name].limited_to(shapes), found, allowed)
+        return found
+
+    def _spend_on(self, name: str, layer: _Layer, found: Picks, allowed: float) -> Picks:
+        """The choice with the best of this layer's that is allowed, found by bisection of its price."""
+        low, high, best = _CHEAPEST, _DEAREST, found
+        for _ in range(_STEPS):
+            middle = (low * high) ** 0.5
+            pick = self._pick_one(name, layer, middle, found, rounded=True, priced=False)
+            more = {**found, name: pick}
+            if self.total(more) > allowed:
+                low = middle
+                continue
+            high = middle
+            best = more if pick.share > best[name].share else best
+        return best
 
     def _reading(self, name: str, picks: Picks | None) -> float:
         """What one channel of a conv costs in the layers that read it."""
@@ -203,7 +256,8 @@ class ShapeChooser:
             cost = torch.tensor(list(self.costs.filters[name]), dtype=torch.float64)
             free = name in self.routes
             removable = free and self._removable(network, name)
-            found[name] = _Layer(damage[name], cost, unit_of(layer), free, removable)
+            split = self.costs.splits.get(name, 0.0)
+            found[name] = _Layer(damage[name], cost, split, unit_of(layer), free, removable)
         return found
 
     @torch.no_grad()

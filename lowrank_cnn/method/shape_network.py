@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -22,11 +21,8 @@ from lowrank_cnn.method.shape_choice import ShapeCosts
 from lowrank_cnn.method.shaping import (
     GatedLinear,
     ShapedConv2d,
-    conv_of_form,
-    exact_scheme,
     may_remove,
 )
-from lowrank_cnn.system.clock import measure
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note
 
@@ -94,41 +90,6 @@ def mac_costs(network: nn.Module, dense: nn.Module, input_size: Sequence[int]) -
             linear[name] = float(macs.get(name, 0))
     rest = found.macs - sum(macs.get(name, 0) for name in (*filters, *linear))
     return ShapeCosts("macs", filters, linear, float(rest), float(found.macs))
-
-
-@torch.no_grad()
-def time_costs(network: nn.Module, dense: nn.Module, input_size: Sequence[int], *, batch: int = 1) -> ShapeCosts:
-    """Milliseconds, measured on the network's device: each conv with filters of one shape after the other.
-
-    Between shares of shapes the time is interpolated, and so it is for fewer input channels. What lies between
-    the layers is the time of the whole dense network less that of its layers.
-    """
-    like = next(dense.parameters())
-    dtype = torch.bfloat16 if like.is_cuda else like.dtype
-    twin = _placed(dense, like.device, dtype)
-    image = torch.randn(batch, *input_size, device=like.device, dtype=dtype)
-    seen = layer_inputs(twin, [n for n, m in network.named_modules() if isinstance(m, ShapedConv2d)], image)
-    whole = measure({"": lambda: twin(image)}, repeats=7, cuda=image.is_cuda)[""].ms
-    filters, spent = {}, 0.0
-    for name, x in seen.items():
-        layer = network.get_submodule(name)
-        assert isinstance(layer, ShapedConv2d)
-        options = {shape: _only(layer, shape).to(x) for shape in dict.fromkeys((*layer.shapes, layer.form.kernel))}
-        runs = {f"{h}x{w}": (lambda conv=conv, x=x: conv(x)) for (h, w), conv in options.items()}
-        times = measure(runs, repeats=7, budget=1.0, cuda=x.is_cuda)
-        filters[name] = tuple(times[f"{h}x{w}"].ms / layer.out_channels for h, w in layer.shapes)
-        height, width = layer.form.kernel
-        spent += times[f"{height}x{width}"].ms
-    return ShapeCosts("latency", filters, {}, max(0.0, whole - spent), max(whole, spent))
-
-
-def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    return copy.deepcopy(model).eval().to(device, dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-
-def _only(layer: ShapedConv2d, shape: tuple[int, int]) -> nn.Module:
-    conv = conv_of_form(layer.form, exact_scheme([(shape, layer.out_channels)]))
-    return conv.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def layer_inputs(network: nn.Module, names: Sequence[str], image: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median, quantiles
+from typing import TypeVar
 
 import torch
 
 from lowrank_cnn.system.errors import LowRankError
 
+Key = TypeVar("Key", bound=Hashable)
 TimedCall = Callable[[], object]
 _FEWEST = 3
 
@@ -28,14 +30,14 @@ class Sample:
 
 
 def measure(
-    runs: Mapping[str, TimedCall],
+    runs: Mapping[Key, TimedCall],
     *,
     repeats: int = 15,
     budget: float = 20.0,
     cuda: bool = False,
     rest: float = 0.0,
     warm: int = 0,
-) -> dict[str, Sample]:
+) -> dict[Key, Sample]:
     """Time several functions in turns: each `repeats` times, or fewer (at least three) within `budget` seconds.
 
     `rest` seconds pass before each run: the threads of a runtime spin for a while after its last run, and would
@@ -48,7 +50,7 @@ def measure(
     for run in runs.values():  # twice: the first run of a kernel also compiles, allocates or packs
         run()
         run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    times: dict[Key, list[float]] = {name: [] for name in runs}
     end = time.perf_counter() + budget
     for turn in range(repeats):
         if turn >= _FEWEST and time.perf_counter() > end:

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from lowrank_cnn.train.recipe import PRECISIONS
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
+Made = TypeVar("Made")
 STRATEGIES = ("auto", "ddp")
 _FOUND: dict[str, Callable[[], int]] = {
     "cpu": lambda: sys.maxsize,  # the CPU is one device, whatever number it is given
@@ -143,6 +144,25 @@ def gather_objects(fabric: Fabric, value: Any) -> list[Any]:
     found: list[Any] = [None] * fabric.world_size
     torch.distributed.all_gather_object(found, value)
     return found
+
+
+def made_by_first(make: Callable[[], Made], device: str) -> Made:
+    """What the first process makes, in all processes that torchrun started; they all raise its error."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return make()
+    fabric = launch(device)
+    made, failure = None, None
+    if fabric.is_global_zero:
+        try:
+            made = make()
+        except Exception as error:  # raised below: the others wait for an answer
+            failure = error
+    made, told = fabric.broadcast((made, failure and str(failure)))
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise LowRankError(told)
+    return made  # type: ignore[return-value]
 
 
 def agree_on(fabric: Fabric, wish: int) -> int:

@@ -8,6 +8,7 @@ Then shapes stay as they are, and the rest of the run trains the filters that ar
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,19 +26,17 @@ from lowrank_cnn.data.types import generator
 from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.channel_order import free_routes
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.method.selection import Where
 from lowrank_cnn.method.settling import LearnedShapes, settle
-from lowrank_cnn.method.shape_choice import ShapeChooser, ShapeCosts, check_reachable, read_costs
+from lowrank_cnn.method.shape_choice import ShapeChooser, check_reachable
 from lowrank_cnn.method.shape_damage import Damage, damage_by_loss
 from lowrank_cnn.method.shape_gates import add_gates, charge_gates, close_gates, damage_by_gates, learn_gates
-from lowrank_cnn.method.shape_network import mac_costs, shape_network, time_costs
+from lowrank_cnn.method.shape_network import shape_network
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, may_remove
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.files import write_json
 from lowrank_cnn.train.determinism import generator_states, restore_generators
-from lowrank_cnn.train.fabric import resolve_device
+from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.fitting import fit
 from lowrank_cnn.train.inputs import augmentation, input_size
 from lowrank_cnn.train.objective import Loss
@@ -46,6 +45,7 @@ from lowrank_cnn.train.outputs import class_scores
 from lowrank_cnn.train.recipe import Recipe, changed
 from lowrank_cnn.train.recipes import get_recipe
 from lowrank_cnn.train.record import Epoch, Record
+from lowrank_cnn.train.shape_budget import ShapeBudget
 from lowrank_cnn.train.trained import carried_by, load_checkpoint
 
 SHAPES = ("kx1", "1xk", "1x1", "kxk")
@@ -54,10 +54,8 @@ FALLING, CHOOSING = 0.4, 0.6
 """Shares of the epochs: until the budget has fallen to the target, and until shapes stay as they are."""
 SAMPLED, IMAGES, _SEED = 8, 128, 24
 """Batches that the damage of shapes is measured on, the most images in each, and the seed of their order."""
-BATCH = 64
-"""Images at a time that a GPU is timed with, unless the user says how many."""
-COSTS, FOUND = "shape_costs.json", "shapes.json"
-"""In the directory of a run: the measured costs, which a run that is resumed reads again, and the result."""
+FOUND = "shapes.json"
+"""The result, in the directory of a run."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +66,14 @@ class Learned:
     - `shapes`: the filters of each layer; `shapes.apply(dense)` gives a fresh network to train from scratch.
     - `macs`: the share of the dense network's multiply-accumulates that is left.
     - `record`: the record of the run.
+    - `time`: for a budget of time, the share of the dense network's that the whole network was measured to take.
     """
 
     network: nn.Module
     shapes: LearnedShapes
     macs: float
     record: Record
+    time: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ class ShapeSchedule:
     sample: Callable[[int, nn.Module], Iterator[tuple[Tensor, Any]]] | None = None
     """Batches after an epoch, to measure the damage of shapes on, or to move gates."""
     loss: Loss | None = None
+    choose_last: Callable[[Callable[[float], Any], nn.Module], None] | None = None
+    """Makes the last choice, by a function that chooses for a share; the target is that share by default."""
     met: list[int] = field(default_factory=list)
     """The epochs of this process."""
 
@@ -109,11 +111,17 @@ class ShapeSchedule:
             self.chooser.choose(network, self.target, self._damage(row.epoch, network, self.target))
             _shrink(network, (row.epoch / self.changes_until) ** 2)
         else:
-            share = self.share_after(row.epoch)
-            self.chooser.choose(network, share, self._damage(row.epoch, network, share))
-        if self.by == "gates" and row.epoch == self.changes_until:
-            close_gates(network)
+            self._choose_within(self.share_after(row.epoch), row.epoch, network)
         _agree(network)
+
+    def _choose_within(self, share: float, epoch: int, network: nn.Module) -> None:
+        damage = self._damage(epoch, network, share)
+        if self.by == "gates" and epoch == self.changes_until:
+            close_gates(network)
+        if epoch == self.changes_until and self.choose_last is not None:
+            self.choose_last(lambda allowed: self.chooser.choose(network, allowed, damage), network)
+        else:
+            self.chooser.choose(network, share, damage)
 
     def _damage(self, epoch: int, network: nn.Module, share: float) -> dict[str, Damage] | None:
         """What shapes would lose; None for the damage by energy. Gates are moved first."""
@@ -205,13 +213,20 @@ def learn_shapes(
     data = open_for(model, data, recipe)
     size = input_size(data.test, augmentation(recipe))
     shaped = shape_network(model, scheme, size, where=where)
-    costs = _costs(shaped, model, size, budget.kind, None if out is None else Path(out), device, batch)
+    asked = {budget.kind: budget.share, "by": by, "shapes": str(scheme)}
+    plan = ShapeBudget(asked, None if out is None else RunDirectory(Path(out)), device, batch)
+    costs = plan.costs(shaped, model, size, resume=resume)
     chooser = ShapeChooser(free_routes(shaped, size), costs)
     check_reachable(chooser, shaped, budget.share)
+    if os.environ.get("RANK", "0") == "0":
+        plan.keep(costs)
     if by == "gates":
         add_gates(shaped)
     sample = None if by == "energy" else partial(_sample, data, recipe)
-    schedule = ShapeSchedule(chooser, budget.share, recipe.epochs, by, sample, options.get("loss"))
+    last = None
+    if budget.kind == "latency":
+        last = partial(plan.choose_last, blank=copy.deepcopy(shaped), model=model, size=size)
+    schedule = ShapeSchedule(chooser, budget.share, recipe.epochs, by, sample, options.get("loss"), last)
     run = {**options, "out": out, "resume": resume, "device": device}
     record = fit(shaped.train(), data, recipe, callbacks=(schedule, *callbacks), **run)
     if len(record.history) < schedule.changes_until:
@@ -221,7 +236,7 @@ def learn_shapes(
         )
     if not schedule.met and out is not None:  # the run was finished before
         shaped = load_checkpoint(out, network=shaped).network
-    return _finished(model, shaped, size, record, out)
+    return _finished(model, shaped, size, record, plan)
 
 
 def _sample(data: Data, recipe: Recipe, epoch: int, network: nn.Module) -> Iterator[tuple[Tensor, Any]]:
@@ -259,39 +274,12 @@ def learned_scheme(shapes: Sequence[str] | Scheme, multiple: int = 8) -> Scheme:
     return parse_scheme(str(found))
 
 
-def _costs(
-    shaped: nn.Module,
-    model: nn.Module,
-    size: tuple[int, ...],
-    kind: str,
-    out: Path | None,
-    device: str,
-    batch: int | None,
-) -> ShapeCosts:
-    """What shapes cost; times are measured once and stored, so that a resumed run uses the same."""
-    if kind == "macs":
-        return mac_costs(shaped, model, size)
-    known = out / COSTS if out is not None else None
-    if known is not None and known.is_file():
-        return read_costs(known)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise LowRankError("times are measured by one process: start with one, and go on with several by resume.")
-    place = resolve_device(device)
-    images = (1 if place == "cpu" else BATCH) if batch is None else batch
-    if images < 1:
-        raise LowRankError(f"batch is the number of images at a time, one or more, not {batch!r}.")
-    costs = time_costs(shaped.to(place), copy_with(model).to(place), size, batch=images)
-    if known is not None:
-        known.parent.mkdir(parents=True, exist_ok=True)
-        write_json(known, costs.to_dict())
-    return costs
-
-
 def _finished(
-    model: nn.Module, shaped: nn.Module, size: tuple[int, ...], record: Record, out: str | Path | None
+    model: nn.Module, shaped: nn.Module, size: tuple[int, ...], record: Record, plan: ShapeBudget
 ) -> Learned:
     network = settle(shaped, size)
     shapes = LearnedShapes.of(network)
-    if out is not None and os.environ.get("RANK", "0") == "0":
-        shapes.save(Path(out) / FOUND)
-    return Learned(network, shapes, count(network, size).macs / count(model, size).macs, record)
+    if plan.directory and os.environ.get("RANK", "0") == "0":
+        shapes.save(plan.directory.path / FOUND)
+    macs = count(network, size).macs / count(model, size).macs
+    return Learned(network, shapes, macs, record, plan.time_of(network, model, size))

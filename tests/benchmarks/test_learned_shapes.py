@@ -7,13 +7,13 @@ import json
 import pickle
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from lowrank_cnn.data import open_data
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
+from lowrank_cnn.system.clock import Sample
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import get_recipe
 
@@ -86,7 +86,7 @@ def bench(learned_shapes, tmp_path: Path):
 def test_a_fixed_share_is_the_largest_within_the_budget(learned_shapes, bench):
     dense = count(bench.dense(0), bench.size).macs
     for strips in learned_shapes.FIXED.values():
-        found = bench.fixed(strips)
+        found = bench.fixed(strips, 0.6)
         parts = dict(found.shapes)["kxk"]
         more = (*((shape, n * (63 - parts) / (64 - parts)) for shape, n in found.shapes[:-1]), ("kxk", parts + 1))
         costs = [
@@ -102,14 +102,20 @@ def test_a_run_in_another_process_finds_the_same(bench):
     assert {**ours, "wall": 0} == {**theirs, "wall": 0}
 
 
-def test_networks_are_timed_once_from_their_shapes(learned_shapes, bench, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lowrank_cnn.deploy.optimizing.optimize", lambda network, images: network)
-    monkeypatch.setattr(
-        learned_shapes,
-        "measure",
-        lambda runs, **_: {name: SimpleNamespace(ms=2.0) for name in runs if runs[name]() is not None},
-    )
+def test_networks_are_timed_together_and_once(learned_shapes, bench, monkeypatch: pytest.MonkeyPatch):
+    measured: list[list[str]] = []
+
+    def measure(runs, **_):
+        measured.append([name for name, run in runs.items() if run() is not None])
+        return {name: Sample(2.0, 1.9, 2.1, 21) for name in runs}
+
+    monkeypatch.setattr(learned_shapes, "optimize", lambda network, images: network)
+    monkeypatch.setattr(learned_shapes, "measure", measure)
     bench.book.add({**_full("proximal"), **bench(_full("proximal"))})
-    bench.book.add({"way": "thin", "seed": 0, "top1": 0.5, "wall": 1.0, "shapes": None, "ms": {"ours": 1.0}})
-    bench.time_all()
-    assert [row["ms"] for row in bench.book.rows] == [{"ours": 2.0, "dense": 2.0}, {"ours": 1.0}]
+    bench.book.add({**_full("points:0.7"), **bench(_full("points:0.7"))})
+    for _ in range(2):
+        bench.time_all()
+    assert measured == [["dense", "proximal", "points:0.7"]]
+    assert [row["ms"] for row in bench.book.rows] == 2 * [{"ours": 2.0, "low": 1.9, "high": 2.1, "dense": 2.0}]
+    assert bench.book.rows[0]["macs"] <= 0.6 < bench.book.rows[1]["macs"] <= 0.7
+    assert bench.book.rows[1]["scheme"].startswith("mixture(1x1=")

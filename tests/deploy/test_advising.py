@@ -103,9 +103,26 @@ def test_real_times_are_measured(engine):
     assert advice.to_dict()["engine"] == engine
 
 
+def test_a_precision_of_torch_is_that_of_the_example(monkeypatch):
+    seen = []
+    clock(monkeypatch, lambda name, m: seen.append(next(m.parameters()).dtype) or macs_of(m))
+    advice = design(net(), EXAMPLE, macs=0.5, precision="bf16")
+    assert "in torch, bfloat16" in advice.verdict
+    assert torch.bfloat16 in seen
+
+
+def test_int8_is_measured_in_an_engine(monkeypatch):
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(advising.AdviceBench, "layers", lambda self, damage: ())
+    advice = design(net(), EXAMPLE, macs=0.5, engine="onnx", precision="int8", repeats=3)
+    assert "in onnx, int8" in advice.verdict
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"macs": 0}, "above 0"), ({}, "needs a budget"), ({"macs": 0.5, "engine": "onxx"}, "did you mean onnx"),
+    [({"macs": 0.5, "precision": "int8"}, "name an engine for int8"),
+     ({"macs": 0.5, "precision": "bf16", "engine": "onnx"}, "engines run in fp32, fp16, int8"),
+     ({"macs": 0}, "above 0"), ({}, "needs a budget"), ({"macs": 0.5, "engine": "onxx"}, "did you mean onnx"),
      ({"macs": 1e-6}, "no form of this network")],
 )  # fmt: skip
 def test_bad_wishes_get_one_sentence(options, words):

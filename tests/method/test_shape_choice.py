@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,26 @@ def test_filters_take_the_shape_that_holds_their_weights():
     chooser.choose(shaped, 0.4)
     layer = shaped.get_submodule("3")
     assert layer.choice.tolist() == [0] * 8 + [1] * 8 + [2] * 16
+
+
+@pytest.mark.parametrize("share", [0.9, 0.6])
+@pytest.mark.parametrize("free", [True, False])
+def test_a_layer_has_fewer_shapes_where_each_costs_more(share, free):
+    shaped, chooser = chosen("learned(multiple=1)", two_convs())
+    split = 0.1 * chooser.costs.dense
+    routes = chooser.routes if free else {}
+    dear = ShapeChooser(routes, replace(chooser.costs, splits={"0": split, "3": split}))
+    cost = dear.choose(shaped, share)
+    groups = {name: len(layer.choice.unique()) for name, layer in shaped_convs(shaped).items()}
+    alone = sum(
+        float(torch.tensor(chooser.costs.filters[name])[layer.choice].sum())
+        for name, layer in shaped_convs(shaped).items()
+    )
+    spent = chooser.costs.rest + alone + split * sum(number - 1 for number in groups.values())
+    assert cost == pytest.approx(spent / chooser.costs.dense, rel=1e-5)
+    assert share - 0.25 <= cost <= share  # by one price alone the cost would jump from 1 to 0.19
+    ShapeChooser(routes, chooser.costs).choose(shaped, share)
+    assert sum(groups.values()) < sum(len(layer.choice.unique()) for layer in shaped_convs(shaped).values())
 
 
 def test_useless_filters_are_removed_first():

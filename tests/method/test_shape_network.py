@@ -8,7 +8,7 @@ from torch import nn
 
 import lowrank_cnn as lr
 from lowrank_cnn.method.scheme import parse_scheme
-from lowrank_cnn.method.shape_network import mac_costs, shape_network, time_costs
+from lowrank_cnn.method.shape_network import mac_costs, shape_network
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d
 
 SIZE = (3, 8, 8)
@@ -42,15 +42,6 @@ def test_macs_by_shape_add_up_to_the_dense_network():
     assert (strip, point, square) == (3 * 3 * 64, 3 * 64, 9 * 3 * 64)
     whole = costs.rest + sum(8 * c[-1] if n == "0" else 4 * c[-1] for n, c in costs.filters.items())
     assert whole == costs.dense == lr.count(dense, SIZE).macs
-
-
-def test_times_are_measured_for_every_shape():
-    dense = net()
-    costs = time_costs(shape_network(dense, parse_scheme("learned(kx1, kxk)"), SIZE), dense, SIZE)
-    assert costs.kind == "latency"
-    assert costs.filters.keys() == {"0", "6"}
-    assert all(cost > 0 for row in costs.filters.values() for cost in row)
-    assert costs.dense >= costs.rest
 
 
 def test_a_network_of_grouped_convs_is_refused():

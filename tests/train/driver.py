@@ -144,10 +144,11 @@ def train_until_stuck(out: Path) -> None:
         fit(network, tiny_data(), STATEFUL, out=out, checkpoint_every=0.0, progress=False, device="cpu")
 
 
-def learn(out: Path) -> Learned:
+def learn(out: Path, **budget: float) -> Learned:
     """A tiny run that learns shapes."""
     options = {"progress": False, "device": "cpu", "shapes": ("kx1", "1xk", "kxk", "none"), "multiple": 1}
-    return learn_shapes(tiny_net(stateful=True), tiny_data(), PLAIN, macs=0.6, out=out, resume=True, **options)
+    how = {"out": out, "resume": True, **budget, **options}
+    return learn_shapes(tiny_net(stateful=True), tiny_data(), PLAIN, **how)
 
 
 def main() -> None:
@@ -161,7 +162,8 @@ def main() -> None:
     elif command == "stuck":
         train_until_stuck(out)
     elif command == "shapes":
-        learn(out)
+        kind, _, share = sys.argv[3].partition("=")
+        learn(out, **{kind: float(share)})
     elif command == "endless":
         try:
             train(out, progress=True, epochs=100_000)

@@ -12,7 +12,7 @@ from torch import nn
 
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import load_record
-from lowrank_cnn.train.fabric import batch_norm_over_all, launch, resolve_device
+from lowrank_cnn.train.fabric import batch_norm_over_all, launch, made_by_first, resolve_device
 
 
 def processes(n: int, device: str) -> Any:
@@ -39,6 +39,30 @@ def test_devices_are_counted_from_0(monkeypatch):
     assert resolve_device("cuda:1") == "cuda:1"
     with pytest.raises(LowRankError, match="no device 'cuda:2': this machine has 2"):
         resolve_device("cuda:2")
+
+
+def test_the_first_process_makes_a_thing_for_all(monkeypatch):
+    assert made_by_first(lambda: 3, "cpu") == 3
+    sent: list[Any] = []
+
+    def process(first: bool) -> Any:
+        def broadcast(value: Any) -> Any:
+            sent.extend([value] if first else [])
+            return sent[-1]
+
+        return SimpleNamespace(is_global_zero=first, broadcast=broadcast)
+
+    def fail() -> int:
+        raise LowRankError("no such luck.")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for first in (True, False):
+        monkeypatch.setattr("lowrank_cnn.train.fabric.launch", lambda _, first=first: process(first))
+        assert made_by_first((lambda: 5) if first else (lambda: pytest.fail("made twice")), "cpu") == 5
+    for first in (True, False):
+        monkeypatch.setattr("lowrank_cnn.train.fabric.launch", lambda _, first=first: process(first))
+        with pytest.raises(LowRankError, match="no such luck"):
+            made_by_first(fail, "cpu")
 
 
 def test_fabric_starts_without_hints_and_speaks_as_before_afterwards():

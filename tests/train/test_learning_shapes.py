@@ -13,8 +13,8 @@ import lowrank_cnn as lr
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.settling import has_learned
-from lowrank_cnn.method.shape_network import time_costs
-from lowrank_cnn.train import Recipe, learning_shapes
+from lowrank_cnn.method.shape_times import time_costs
+from lowrank_cnn.train import Recipe, learning_shapes, shape_budget
 from lowrank_cnn.train.learning_shapes import Learned, ShapeSchedule, learn_shapes
 from lowrank_cnn.train.trained import load_checkpoint
 
@@ -141,6 +141,10 @@ def test_a_resumed_run_learns_the_same_bits(tmp_path, by):
         run(tmp_path / "parts", callbacks=(stop,), checkpoint_every=0.0)
     parts = run(tmp_path / "parts", resume=True)
     again = run(tmp_path / "parts", resume=True)  # nothing is left to do
+    with pytest.raises(lr.LowRankError, match=r"learns shapes with macs=0.5, not macs=0.4"):
+        learn_shapes(
+            small_net(), stripes(n=48), RECIPE, macs=0.4, by=by, out=tmp_path / "parts", resume=True, **QUIET
+        )
     for other in (parts, again):
         assert other.shapes == whole.shapes
         for name, tensor in whole.network.state_dict().items():
@@ -182,8 +186,10 @@ def test_time_is_a_budget_too(tmp_path, monkeypatch: pytest.MonkeyPatch):
         timed.append((dense, batch))
         return time_costs(shaped, dense, size, batch=batch)
 
-    monkeypatch.setattr(learning_shapes, "time_costs", keeping)
+    monkeypatch.setattr(shape_budget, "time_costs", keeping)
     found = learn_shapes(model, stripes(), RECIPE, latency=0.95, epochs=2, out=tmp_path, **QUIET)
+    assert found.time is not None
+    assert 0 < found.time < 2
     assert (tmp_path / "shape_costs.json").exists()
     assert found.macs < 1
     assert timed[0][0] is not model  # that would move the user's model to the device
@@ -222,16 +228,25 @@ def test_the_budget_falls_to_its_target():
     assert (shares[0], shares[4], schedule.changes_until) == (1.0, 0.4, 6)
 
 
+def test_a_budget_that_is_refused_leaves_no_directory(tmp_path):
+    with pytest.raises(lr.LowRankError, match="below"):
+        learn_shapes(small_net(), stripes(n=8), RECIPE, macs=0.001, out=tmp_path / "run", **QUIET)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without it")
-def test_two_processes_learn_the_same_shapes(driver, program, tmp_path):
+@pytest.mark.parametrize("budget", ["macs=0.6", "latency=0.9"])
+def test_two_processes_learn_the_same_shapes(driver, program, tmp_path, budget):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    process = program("shapes", tmp_path / "two", launcher=launcher)
+    process = program("shapes", tmp_path / "two", budget, launcher=launcher)
     _, complaints = process.communicate(timeout=120)
     assert process.returncode == 0, complaints
-    two = driver.learn(tmp_path / "two")  # nothing is left to do: it is read
+    kind, _, share = budget.partition("=")
+    two = driver.learn(tmp_path / "two", **{kind: float(share)})  # nothing is left to do: it is read
     assert two.record.processes == 2
-    assert two.macs <= 0.6
+    if kind == "macs":
+        assert two.macs <= 0.6
     x = torch.randn(2, 1, 8, 8)
     loaded = load_checkpoint(tmp_path / "two", network=driver.tiny_net(stateful=True)).network
     assert torch.equal(loaded.eval()(x), two.network.eval()(x))

@@ -110,16 +110,19 @@ def time_engines(
     return EngineTimes(ours, bench.failed, found, theirs)
 
 
-def engine_for(model: nn.Module, example: torch.Tensor, engine: str) -> tuple[str, str]:
-    """An engine by name, in fp32; for "auto", the engine and precision (fp32 or fp16) that are fastest here."""
+def engine_for(
+    model: nn.Module, example: torch.Tensor, engine: str, precision: str | None = None
+) -> tuple[str, str]:
+    """The engine and precision to use: fp32 if none is named; for "auto" the fastest, in fp32 or fp16."""
     if engine != "auto":
-        return engine, "fp32"
+        return engine, precision or "fp32"
     if example.is_cuda:
         raise LowRankError("engine='auto' measures engines on the CPU: give an example on the CPU, or an engine.")
+    precisions = ("fp32", "fp16") if precision is None else (precision,)
     threads = torch.get_num_threads()
-    found = time_engines(model, tuple(example.shape[1:]), precisions=("fp32", "fp16"), threads=threads)
-    name, _, precision = found.fastest.partition(", ")
-    return name, precision
+    found = time_engines(model, tuple(example.shape[1:]), precisions=precisions, threads=threads)
+    name, _, fastest = found.fastest.partition(", ")
+    return name, fastest
 
 
 @dataclass(frozen=True)
