@@ -65,10 +65,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     made.add_argument("--data", default="cifar10")
     made.add_argument("--network", default="nin")
     made.add_argument("--scheme", default="cp(m=96)")
-    made.add_argument("--images", type=int, default=3200, help="training images of an epoch")
+    made.add_argument("--images", type=int, default=2560, help="training images of an epoch")
     made.add_argument("--epochs", type=int, default=1)
-    made.add_argument("--rate", type=float, default=0.01, help="the learning rate of both trainings")
-    made.add_argument("--test", type=int, default=4000, help="test images, from the first on")
+    made.add_argument("--rate", type=float, default=0.0003, help="the learning rate of both trainings")
+    made.add_argument("--test", type=int, default=2000, help="test images, from the first on")
     made.add_argument("--seed", type=int, default=0)
     return made.parse_args(arguments)
 

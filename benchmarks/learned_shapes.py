@@ -69,8 +69,6 @@ from lowrank_cnn.train.settings import parse_settings
 from lowrank_cnn.train.side_by_side import WorkerPool
 
 KIND = "learned-shapes"
-LIKED = 8
-"""Kernels for bfloat16 like filters in multiples of this: so has a thin network, where learned ones have more."""
 PARTS = 64
 """Shares of kxk filters are multiples of one in this many."""
 
@@ -187,7 +185,7 @@ class ShapeBench:
         if way == "dense":
             return dense, None
         if way == "thin":
-            return thin(dense, macs=macs, input_size=self.size, multiple=min(LIKED, self.options.multiple)), None
+            return thin(dense, macs=macs, input_size=self.size, multiple=self.options.multiple), None
         if way in FIXED:
             return convert(dense, self.fixed(FIXED[way], macs), allow_costlier=True), None
         self.book.reload()  # they may have been learned by another process

@@ -203,10 +203,15 @@ def test_learned_shapes_are_shown_by_falling_accuracy_with_what_was_decided(bloc
     answer = {"ours": "proximal", "theirs": "thin", "margin": 0.5, "verdict": "yes", **gap}
     put(
         "learned_shapes_x.json",
-        {"about": about, "rows": rows, "answers": [answer], "mechanisms": [{"theirs": "gates", **gap}]},
+        {
+            "about": about,
+            "rows": rows,
+            "answers": [answer],
+            "mechanisms": [{"theirs": "gates", "verdict": "undecided", **gap}],
+        },
     )
     text = blocks.TABLES["learned-shapes"]()
-    assert "`gates` +9.00 (+1.50 to +16.50)." in text
+    assert "`gates` by +9.00 (+1.50 to +16.50), undecided." in text
     assert text.index("`proximal` |") < text.index("`thin` |")
     assert cells(text, "`thin`") == ["`thin`", "0.500", "51.00 ± 1.41", "2", ""]  # neither tries nor diverged runs
     assert cells(text, "`proximal`")[-1] == "+9.00 (+1.50 to +16.50)"
