@@ -72,7 +72,7 @@ def judged(book: RunBook) -> dict[str, Answers]:
     """
     asked, runs = read_questions(), full_runs(book)
     own = asked["learned_shapes"]
-    how = {"margin": own["better_by"], "alpha": own["alpha"], "least_runs": own["seeds"]}
+    how: dict[str, Any] = {"margin": own["better_by"], "alpha": own["alpha"], "least_runs": own["seeds"]}
     pairs = [(way, rival) for way in LEARNED for rival in own["rivals"]]
     mechanisms = [("proximal", way) for way in MECHANISMS]
     found = {
