@@ -75,10 +75,11 @@ def judged(book: RunBook) -> dict[str, Answers]:
     how: dict[str, Any] = {"margin": own["better_by"], "alpha": own["alpha"], "least_runs": own["seeds"]}
     pairs = [(way, rival) for way in LEARNED for rival in own["rivals"]]
     mechanisms = [("proximal", way) for way in MECHANISMS]
+    by_any: dict[str, Any] = {**how, "margin": 0.0}
     found = {
         "answers": paired_answers(pairs, runs, **how),
         "equal_time": _at_equal_time(runs, LEARNED, own["rivals"], tolerance=asked["timing"]["tolerance"], **how),
-        "mechanisms": paired_answers(mechanisms, runs, **how | {"margin": 0.0}),
+        "mechanisms": paired_answers(mechanisms, runs, **by_any),
     }
     diverged = {row["way"] for row in book.of(FULL) if row["top1"] is None}
     for one in (one for answers in found.values() for one in answers):
