@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowrank_cnn.cli.options import Json, PackageWeights, Runs
+from lowrank_cnn.cli.options import Into, Json, PackageWeights, Runs
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
 from lowrank_cnn.system.errors import LowRankError
 
@@ -62,6 +62,7 @@ def figure_command(
     ] = None,
     pretrained: PackageWeights = None,
     checkpoint: Annotated[Path | None, typer.Option(help="A run's folder or one of its checkpoints.")] = None,
+    into: Into = None,
     seed: Annotated[int, typer.Option(help="Seed of an untrained network and of random images.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -74,7 +75,9 @@ def figure_command(
       lowrank figure
       lowrank figure vgg -o vgg.svg
       lowrank figure filters --model nin-c3-lr --pretrained cifar10 -o filters.svg
+      lowrank figure shapes --checkpoint runs/own --into model.py:make -o shapes.svg
     """
+    from lowrank_cnn.cli.source import find_into
     from lowrank_cnn.report.figures import FigureOptions, draw_figure
     from lowrank_cnn.report.figures.charts import TRADE_FIGURES
     from lowrank_cnn.report.reading import read_records
@@ -84,7 +87,10 @@ def figure_command(
     records = read_records(runs) if runs else None
     if records is not None and not records:
         raise LowRankError(f"there is no record in {' or '.join(map(str, runs or []))} to draw from.")
-    options = FigureOptions(records, model, checkpoint, seed, pretrained)
+    if into and checkpoint is None:
+        raise LowRankError("--into names the network of a checkpoint: give --checkpoint as well.")
+    unconverted = find_into(into, checkpoint) if checkpoint else None
+    options = FigureOptions(records, model, checkpoint, seed, pretrained, unconverted)
     written = draw_figure(name, out or Path(f"{name}.svg"), options)
     if as_json:
         return print_json({"figure": name, "file": str(written)})

@@ -50,3 +50,25 @@ def test_wrong_options_get_one_sentence(options, words, capsys):
     errors = " ".join(capsys.readouterr().err.split())
     assert words in errors
     assert errors.count("lowrank:") == 1
+
+
+OWN = """
+from torch import nn
+
+def make():
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)]
+    return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), *head)
+"""
+
+
+def test_the_shapes_of_a_network_of_ones_own_are_drawn(tmp_path, capsys):
+    own, out, figure = tmp_path / "own.py", tmp_path / "run", tmp_path / "shapes.svg"
+    own.write_text(OWN)
+    model = [f"{own}:make", "--data", "digits", "--limit", "20", "--epochs", "2", "--batch-size", "10"]
+    assert run(["train", *model, "--scheme", "learned(kx1, 1xk)", "--macs", "0.4", "--out", str(out)]) == 0
+    drawing = ["figure", "shapes", "--out", str(figure)]
+    assert run([*drawing, "--checkpoint", str(out), "--into", f"{own}:make"]) == 0
+    assert "3x1" in figure.read_text() or "1x3" in figure.read_text()
+    capsys.readouterr()
+    assert run([*drawing, "--into", f"{own}:make"]) == 2
+    assert "give --checkpoint as well" in " ".join(capsys.readouterr().err.split())

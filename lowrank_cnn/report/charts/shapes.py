@@ -25,13 +25,17 @@ COLOURS = {
 
 def shape_bars(network: nn.Module) -> list[dict[str, Any]]:
     """A bar for each layer and shape, with its share of the filters that the dense layer had."""
-    layers = {name: groups for name, module in network.named_modules() if (groups := _groups(module))}
     changed = {change.name: change.before for change in changes_of(network)}
-    shown = [name for name in layers if name in changed] or list(layers)
-    if not shown:
+    spatial = {name for name, before in changed.items() if not before.startswith("1x1,")}
+    layers = {
+        name: groups
+        for name, module in network.named_modules()
+        if (groups := _groups(module, spatial=name in spatial))
+    }
+    if not layers:
         raise LowRankError("the network has no spatial convolutions to show the shapes of.")
     bars = []
-    for name, label in zip(shown, short_names(shown), strict=True):
+    for name, label in zip(layers, short_names(list(layers)), strict=True):
         total = sum(count for _, count in layers[name])
         dense = int(changed[name].rpartition(",")[2]) if name in changed else total
         for place, (shape, count) in enumerate(layers[name]):
@@ -50,11 +54,11 @@ def shapes_spec(title: str, network: nn.Module) -> Spec:
     return {**spec, "title": title, "datasets": {"shapes": bars}}
 
 
-def _groups(module: nn.Module) -> list[tuple[str, int]]:
-    """The shapes of a layer with the number of their filters; none of a conv of 1x1, which has no choice."""
+def _groups(module: nn.Module, *, spatial: bool) -> list[tuple[str, int]]:
+    """The shapes of a layer with the number of their filters; none of a 1x1 conv that was not `spatial` before."""
     if isinstance(module, CompositeConv2d):
         return [(f"{g.height}x{g.width}", g.filters) for g in module.composite.groups]
-    if isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1:
+    if isinstance(module, nn.Conv2d) and (spatial or max(module.kernel_size) > 1):
         return [("x".join(map(str, module.kernel_size)), module.out_channels)]
     return []
 

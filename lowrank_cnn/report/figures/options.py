@@ -22,6 +22,7 @@ class FigureOptions:
     """The records of runs, a network's name, or the checkpoint of a run; figures take what they can use.
 
     `pretrained` names the data set whose weights, of those that come with the package, a named network gets.
+    `into` is the unconverted network of a checkpoint that is not of one of our networks.
     """
 
     records: Records | None = None
@@ -29,6 +30,7 @@ class FigureOptions:
     checkpoint: str | Path | None = None
     seed: int = 0
     pretrained: str | None = None
+    into: nn.Module | None = None
 
     def network(self, default: str) -> tuple[str, nn.Module]:
         """The network asked for, with what to call it; untrained where only its name is given."""
@@ -37,7 +39,7 @@ class FigureOptions:
         if self.checkpoint and self.pretrained:
             raise LowRankError("a checkpoint has its own weights: give it or --pretrained, not both.")
         if self.checkpoint:
-            network = load_trained(self.checkpoint)
+            network = load_trained(self.checkpoint, self.into)
             return f"{network_name(network)}, trained", network
         return self.named(self.model or default)
 
@@ -54,12 +56,12 @@ class FigureOptions:
         return self.pretrained is not None and (name, self.pretrained) in list_pretrained()
 
 
-def load_trained(path: str | Path) -> nn.Module:
+def load_trained(path: str | Path, into: nn.Module | None = None) -> nn.Module:
     """The network of a run's checkpoint, in evaluation mode, for images as it was trained on."""
     # Loaded when asked for: it brings the data and training parts along.
     from lowrank_cnn.train.evaluation import load_checkpoint
 
-    trained = load_checkpoint(path)
+    trained = load_checkpoint(path, network=into)
     note(trained.network, input_size=trained.input_size)
     return trained.network.eval()
 
