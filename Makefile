@@ -6,7 +6,8 @@ VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))$(if $(TO
 BIN := $(VENV)/bin
 # Tests start many processes: without bytecode on the disk each compiles its modules anew, pytest even its plugins.
 unexport PYTHONDONTWRITEBYTECODE
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
+# pip is not quiet: on a slow disk or line its lines are the only sign of life for minutes.
+PIP := $(BIN)/pip install --disable-pip-version-check --constraint $(VENV)/constraints.txt
 
 .PHONY: demo strips wheels test nightly faults fuzz foreign lint types format figures notebooks docs clean
 
@@ -63,9 +64,9 @@ clean:
 
 # torch goes first and by its pin: an open range would take the newest build with all of CUDA.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@echo "Setting up $(VENV): this takes a minute or two the first time."
-	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
+	@echo "Setting up $(VENV), this once: pip fetches torch and about 60 packages, often in 2 minutes, at worst in 15."
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) torch
 	$(PIP) --editable ".[all]"
 	@touch $@

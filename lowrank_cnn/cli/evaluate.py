@@ -143,6 +143,10 @@ def predict_command(
         raise typer.Exit(1)
 
 
+def _unread(path: Path) -> str:
+    return "could not be read" if path.exists() else "there is no such file"
+
+
 def _print_answers(files: list[Path], answers: Sequence[Ranking | None], as_json: bool) -> None:
     pairs = list(zip(files, answers, strict=True))
     if as_json:
@@ -154,7 +158,7 @@ def _print_answers(files: list[Path], answers: Sequence[Ranking | None], as_json
         )
         return
     rows = [
-        (path, ", ".join(f"{name} {p:.1%}" for name, p in answer) if answer else "could not be read")
+        (path, ", ".join(f"{name} {p:.1%}" for name, p in answer) if answer else _unread(path))
         for path, answer in pairs
     ]
     print_table("Predictions", ("image", "<classes"), rows)

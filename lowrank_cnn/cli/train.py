@@ -55,7 +55,7 @@ def train_command(
     building, reading = network.building(model, scheme, recipe), images.reading(data, progress=not as_json)
     seed_generators(run.seed)
     check_model(model, **building)  # before the images are read, which may take long
-    run.check(recipe.precision)
+    run.check(recipe.precision, data)
     found = reading()
     seed_generators(run.seed)
     source = build_for(found, model, into=network.into, **building)

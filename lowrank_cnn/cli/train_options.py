@@ -153,8 +153,8 @@ class RunOptions:
         ),
     ] = False
 
-    def check(self, precision: str) -> None:
-        """Refuse a device that does not exist, a directory in use and an unknown logger."""
+    def check(self, precision: str, data: str) -> None:
+        """Refuse a device that does not exist, a directory in use or of the images, and an unknown logger."""
         from lowrank_cnn.train.directory import RunDirectory
         from lowrank_cnn.train.fabric import resolve_device, resolve_precision
         from lowrank_cnn.train.loggers import check_loggers
@@ -164,6 +164,7 @@ class RunOptions:
         if self.resume and self.out is None:
             raise LowRankError("there is nothing to resume without the directory of a run: give --out.")
         if self.out is not None and not self.resume:
+            RunDirectory(self.out).check_apart_from(data)
             RunDirectory(self.out).check_free()
 
     def for_fit(self) -> dict[str, Any]:

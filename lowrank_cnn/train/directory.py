@@ -74,6 +74,14 @@ class RunDirectory:
         """The newest whole checkpoint, or None where the run never came to write one."""
         return self.store.latest(lambda damage: say(f"{damage} The one before it is used."))
 
+    def check_apart_from(self, data: str | Path) -> None:
+        """Refuse the folder of the images as the directory of the run, whose files would lie among them."""
+        if self.path.is_dir() and self.path.resolve() == Path(data).resolve():
+            raise LowRankError(
+                f"{self.path} holds the images to train on: choose another directory for the run, such as "
+                "runs/first."
+            )
+
     def kept_nothing(self) -> bool:
         """Whether a run has finished here and its weights are gone: a new run would overwrite its record."""
         try:

@@ -37,7 +37,7 @@ from lowrank_cnn.train.recipe import Recipe, changed
 from lowrank_cnn.train.recipes import get_recipe
 from lowrank_cnn.train.record import Record
 from lowrank_cnn.train.remarks import dropout_remarks, precision_remarks, remarks, rounding_remarks
-from lowrank_cnn.train.score import Evaluation, LossEvaluation, check_fits
+from lowrank_cnn.train.score import Evaluation, LossEvaluation, check_classes, check_fits
 from lowrank_cnn.train.short_runs import whiten_first_layer
 from lowrank_cnn.train.step import put_back
 from lowrank_cnn.train.trained import Trained, held_out_part
@@ -56,6 +56,8 @@ def fit(
     out: str | Path | None = None,
     resume: bool = False,
     epochs: int | None = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
     quantize: str | None = None,
     device: str = "auto",
     precision: str | None = None,
@@ -83,6 +85,7 @@ def fit(
     - `loss`: a function of the outputs and targets of a batch in place of cross-entropy, for any other task.
     - `callbacks`: functions called after each epoch with its figures and the network; True ends the run.
     - `teacher`: a trained network whose answers count beside the labels (`distill_weight` of the recipe).
+    - `epochs`, `batch_size` and `lr` replace those of the recipe; `get_recipe` changes its other fields.
     - `quantize`: "int8" trains with rounded inputs and weights, for a network that loses accuracy when
       `lr.quantize` rounds it after training. Start from trained weights, with a low rate. The result is that of
       the rounded network; its weights stay in float, and `lr.quantize` writes them with the ranges found here.
@@ -108,10 +111,15 @@ def fit(
     names = ((log,) if isinstance(log, str) else tuple(log)) + (("tensorboard",) if tensorboard else ())
     check_loggers(names)
     options = ExecutionOptions(compile, cuda_graphs, checkpoint_activations, workers, decode)
-    recipe = _resolve(recipe, data, {"epochs": epochs, "quantize": quantize})
-    data = open_for(model, data, recipe)
-    extras = Extras(loss, tuple(callbacks), teacher)
+    changes = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "quantize": quantize}
+    recipe = _resolve(recipe, data, changes)
     directory = None if out is None else RunDirectory(Path(out))
+    if directory and not resume and isinstance(data, str | Path):
+        directory.check_apart_from(data)
+    data = open_for(model, data, recipe)
+    if loss is None:
+        check_classes(data)
+    extras = Extras(loss, tuple(callbacks), teacher)
     fabric = launch(device, precision or recipe.precision, strategy)
     shown = Lines() if progress and fabric.is_global_zero else Progress()
     precision = precision or recipe.precision
@@ -128,7 +136,12 @@ def fit(
 def _resolve(recipe: Recipe | str, data: Any, fields: Mapping[str, Any]) -> Recipe:
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     own = loader_batch(data[0] if isinstance(data, tuple) and data else data)
-    given = {name: value for name, value in {**fields, "batch_size": own}.items() if value is not None}
+    if own is not None and fields["batch_size"] not in (None, own):
+        raise LowRankError(
+            f"the DataLoader makes batches of {own}: leave batch_size out, or change the DataLoader."
+        )
+    fields = {**fields, "batch_size": own or fields["batch_size"]}
+    given = {name: value for name, value in fields.items() if value is not None}
     return changed(recipe, given) if given else recipe
 
 

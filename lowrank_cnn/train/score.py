@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowrank_cnn.data import Split
+from lowrank_cnn.data import Data, Split
 from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.memory import is_out_of_memory
@@ -83,6 +83,16 @@ def score_by_loss(
 
 
 @torch.no_grad()
+def check_classes(data: Data) -> None:
+    """Refuse a data set of one class: a network learns nothing from it, and every answer would be right."""
+    if len(data.classes) < 2:
+        names = ", ".join(map(str, data.classes)) or "none"
+        raise LowRankError(
+            f"{data.name} has fewer than two classes ({names}): give the folder that has a folder of images for "
+            "each class, or a loss of your own for another task (fit(..., loss=...))."
+        )
+
+
 def check_fits(
     network: nn.Module,
     size: Sequence[int],

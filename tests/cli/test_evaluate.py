@@ -32,6 +32,12 @@ def test_train_evaluate_predict(lowrank, train_small, tmp_path):
     answer = lowrank("predict", tmp_path / "run", tmp_path / "a.png", "--device", "cpu", "--json")
     [prediction] = json.loads(answer.output)
     assert {c["class"] for c in prediction["classes"]} == {"dark", "bright"}
+    (tmp_path / "damaged.png").write_bytes(b"")
+    files = [tmp_path / name for name in ("a.png", "missing.png", "damaged.png")]
+    mixed = lowrank("predict", tmp_path / "run", *files, "--device", "cpu")
+    assert mixed.exit_code == 1
+    assert "there is no such file" in mixed.output
+    assert "could not be read" in mixed.output
 
 
 @pytest.mark.parametrize("limit", [(), ("--limit", "24")])

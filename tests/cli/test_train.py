@@ -22,6 +22,7 @@ from lowrank_cnn.train import fit, get_recipe, load_record
 from lowrank_cnn.train.evaluation import load_checkpoint
 from lowrank_cnn.train.trainer import Trainer
 
+HERE = Path(__file__).parent
 pytestmark = pytest.mark.usefixtures("squares")
 SMALL = ["--width", "0.05", "--epochs", "1", "--batch-size", "16", "--set", "crop=14", "--device", "cpu"]
 
@@ -250,6 +251,7 @@ def test_a_run_is_fine_tuned_for_other_classes(lowrank, tmp_path):
         (("train", "nin", "--data", "squares", "--device", "meta"), "no device to compute on"),
         (("train", "nin", "--data", "squares", "--epochs", "0"), "epochs lies between 1 and"),
         (("train", "nin", "--data", "squares", "--resume"), "give --out"),
+        (("train", "nin", "--data", str(HERE), "--out", str(HERE)), "holds the images to train on"),
         (("train", "nin", "--data", "squares", "--batch-size", "16", "--workers=-1"), "workers are 0 or more"),
     ],
 )

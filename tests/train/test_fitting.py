@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
@@ -163,6 +164,27 @@ def test_epochs_are_read_as_a_recipe_reads_them(driver):
     assert len(record.history) == 1
     with pytest.raises(LowRankError, match="epochs wants a value of type int, not 'many'"):
         driver.train(None, driver.PLAIN, epochs="many")
+
+
+def test_batch_size_and_rate_replace_those_of_the_recipe(driver):
+    _, record = driver.train(None, driver.PLAIN, epochs=1, batch_size=8, lr=0.02)
+    assert (record.recipe["batch_size"], record.recipe["lr"]) == (8, 0.02)
+    loader = DataLoader(TensorDataset(torch.rand(8, 1, 8, 8), torch.arange(8) % 4), batch_size=4)
+    with pytest.raises(LowRankError, match="makes batches of 4: leave batch_size out"):
+        fit(driver.tiny_net(), loader, driver.PLAIN, batch_size=8)
+
+
+def test_one_class_is_refused(driver, tmp_path):
+    alone = dataclasses.replace(driver.tiny_data(), classes=("dark",))
+    with pytest.raises(LowRankError, match=r"fewer than two classes \(dark\)"):
+        fit(driver.tiny_net(), alone, driver.PLAIN, out=tmp_path, device="cpu")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_among_its_images_is_refused(driver, tmp_path):
+    with pytest.raises(LowRankError, match="holds the images to train on: choose another directory"):
+        fit(driver.tiny_net(), tmp_path, driver.PLAIN, out=tmp_path, device="cpu")
+    assert not list(tmp_path.iterdir())
 
 
 def test_data_may_be_named(driver, monkeypatch):

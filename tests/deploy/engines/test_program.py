@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -29,6 +30,13 @@ def test_a_program_keeps_no_paths_and_no_example(file: Path):
     assert not [name for name, content in parts.items() if HERE in content or b"site-packages" in content]
     example = torch.full((16,), 0.123).numpy().tobytes()
     assert not [name for name, content in parts.items() if example in content]
+
+
+def test_channels_last_weights_are_written_without_a_warning(tmp_path: Path):
+    layer = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "No complete tensor")
+        export(layer, tmp_path / "net.pt2", input_size=(4, 8, 8))
 
 
 def test_a_program_runs_by_names_if_trusted(file: Path):
