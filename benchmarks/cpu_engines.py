@@ -53,12 +53,24 @@ ENGINES = {
     "openvino": ".xml",
     "ncnn": ".param",
     "mnn": ".mnn",
+    "litert": ".tflite",
     "executorch": ".pte",
     STRIPS: ".onnx",
 }
 TORCH = ("torch", "torch.compile", "lr.optimize")
 """Timed in fp32, from the network itself."""
-PACKAGES = ("onnxruntime", "openvino", "nncf", "ncnn", "pnnx", "MNN", "executorch", "torchao", "torch")
+PACKAGES = (
+    "onnxruntime",
+    "openvino",
+    "nncf",
+    "ncnn",
+    "pnnx",
+    "MNN",
+    "ai-edge-litert",
+    "executorch",
+    "torchao",
+    "torch",
+)
 PRECISIONS = ("fp32", "fp16", "int8")
 REST, WARM, FEWEST_WARM = 0.05, 0.03, 2
 """Before each timed run: seconds for threads to fall asleep, then seconds and least number of runs not timed.

@@ -89,7 +89,8 @@ def export_command(
     named: SourceOptions,
     graph: GraphOptions,
     path: Annotated[
-        Path | None, typer.Argument(help="A file: .onnx, .xml, .param, .mnn, .pte, .pt2, .ts or .safetensors.")
+        Path | None,
+        typer.Argument(help="A file: .onnx, .xml, .param, .mnn, .tflite, .pte, .pt2, .ts or .safetensors."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The file; or with --to the directory, made if needed.")
@@ -97,7 +98,8 @@ def export_command(
     to: Annotated[
         str | None,
         typer.Option(
-            help="onnx, onnx-strips, openvino, ncnn, mnn, executorch, pt2 or torchscript: writes into a directory."
+            help="onnx, onnx-strips, openvino, ncnn, mnn, litert, executorch, pt2 or torchscript: writes into a "
+            "directory."
         ),
     ] = None,
     scheme: Scheme = None,

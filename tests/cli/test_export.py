@@ -53,7 +53,6 @@ def test_int8_prints_the_accuracy_before_and_after(output_of, tmp_path, monkeypa
         (["nin"], "say once where to write"),
         (["nin", "net.onnx", "--int8"], "give --calibrate"),
         (["nin", "net.onnx", "--int8", "--calibrate", "digits"], "give --calibrate path.py:function"),
-        (["nin", "-o", "phone", "--to", "litert"], "onnx2tf"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, words, lowrank, tmp_path, monkeypatch):

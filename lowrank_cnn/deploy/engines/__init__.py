@@ -18,6 +18,7 @@ ENGINES = {
     ".xml": ("openvino", "OpenVinoRunner", "write_openvino"),
     ".param": ("ncnn", "NcnnRunner", "write_ncnn"),
     ".mnn": ("mnn", "MnnRunner", "write_mnn"),
+    ".tflite": ("litert", "LitertRunner", "write_litert"),
     ".pte": ("executorch", "ExecuTorchRunner", "write_executorch"),
 }
 """By suffix: the module here, its runner, and the function that writes such a file."""

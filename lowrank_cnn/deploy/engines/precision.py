@@ -18,7 +18,7 @@ from lowrank_cnn.models.files import dtype_of
 from lowrank_cnn.system.errors import LowRankError
 
 Precision = Literal["fp32", "fp16"]
-_BY_THE_ENGINE = (".xml", ".param", ".mnn")
+_BY_THE_ENGINE = (".xml", ".param", ".mnn", ".tflite")
 """Engines that lower a float32 graph to half precision themselves."""
 
 

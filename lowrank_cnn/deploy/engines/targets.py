@@ -41,11 +41,14 @@ net.load_param({file}); net.load_model({weights})
 run = net.create_extractor(); {fed}; logits = run.extract("out0")[1]"""
 _MNN = """import numpy, MNN.nn, MNN.expr as F; {made}
 run = MNN.nn.create_runtime_manager(({{"precision": "{mode}"}},)); \
-network = MNN.nn.load_module_from_file({file}, [{names}], ["{output}"], runtime_manager=run)
+network = MNN.nn.load_module_from_file({file}, [{names}], [{output}], runtime_manager=run)
 logits = F.convert(network.forward([F.const(x, x.shape, F.NCHW) for x in [{given}]])[0], F.NCHW).read()"""
 _EXECUTORCH = """import torch; from executorch.runtime import Runtime; {made}
 method = Runtime.get().load_program({file}).load_method("forward")
 logits = method.execute([{given}])[0]"""
+_LITERT = """import numpy; from ai_edge_litert.interpreter import Interpreter; {made}
+network = Interpreter({file}).get_signature_runner()
+logits = network(**{{{named}}})[{output}]"""
 _PROGRAM = """import torch; {made}
 network = torch.export.load({file}).module()
 with torch.no_grad(): logits = network({called})"""
@@ -60,6 +63,7 @@ TARGETS = {
     "openvino": Target(".xml", "openvino", _OPENVINO, int8=True),
     "ncnn": Target(".param", "ncnn", _NCNN),
     "mnn": Target(".mnn", "MNN", _MNN),
+    "litert": Target(".tflite", "ai_edge_litert", _LITERT),
     "executorch": Target(".pte", "executorch", _EXECUTORCH, int8=True),
     "pt2": Target(".pt2", "torch", _PROGRAM),
     "torchscript": Target(".ts", "torch", _SCRIPT),
@@ -68,8 +72,6 @@ TARGETS = {
 _ELSEWHERE = {
     "tensorrt": "TensorRT reads .onnx: export to onnx, then trtexec --onnx=net.onnx --saveEngine=net.plan.",
     "coreml": "Core ML reads TorchScript: export to torchscript, then coremltools.convert of it on a Mac.",
-    "litert": "LiteRT's converter (litert-torch) has no build for Linux on Arm, and onnx2tf needs TensorFlow: "
-    "export to onnx here, then run onnx2tf -i net.onnx in an environment of its own on x86.",
 }
 """Targets whose converters do not run here, and the way to them."""
 
@@ -102,7 +104,7 @@ def usage(runner: Runner, path: str | Path, *, precision: str = "fp32") -> str:
         names=", ".join(_quoted(name) for _, name in pairs),
         called=", ".join(f"{name}={variable}" if name in keywords else variable for variable, name in pairs),
         fed="; ".join(f'run.input("in{n}", ncnn.Mat({variable}[0]))' for n, variable in enumerate(variables)),
-        output=runner.outputs[0].name,
+        output=_quoted(runner.outputs[0].name),
         hint="f16" if half else "f32",
         mode="low" if half else "high",
         single="" if half else _IN_SINGLE,

@@ -9,7 +9,7 @@ from lowrank_cnn.deploy.exporting import export
 from lowrank_cnn.system.errors import LowRankError
 
 
-@pytest.mark.parametrize("name", ["ncnn", "executorch"])
+@pytest.mark.parametrize("name", ["ncnn", "litert", "executorch"])
 def test_other_sizes_are_refused(name: str, tiny, tmp_path):
     if not TARGETS[name].installed:
         pytest.skip(f"{name} is not installed")

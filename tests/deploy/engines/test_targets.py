@@ -31,8 +31,6 @@ def test_targets_reached_through_others_say_how():
         target_of("tensorrt")
     with pytest.raises(LowRankError, match="coremltools"):
         target_of("coreml")
-    with pytest.raises(LowRankError, match="onnx2tf"):
-        target_of("litert")
     with pytest.raises(LowRankError, match="did you mean openvino"):
         target_of("openvin")
 

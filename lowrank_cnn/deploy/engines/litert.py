@@ -1,0 +1,104 @@
+"""LiteRT (TensorFlow Lite): write .tflite files by way of ONNX, and run them on the CPU through XNNPACK.
+
+LiteRT's own converter has no build for Linux on Arm, so the file is written here, by the schema that the runtime's
+package holds. A file holds the network for one image, which it takes as [1, C, H, W].
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lowrank_cnn.deploy.engines.litert_file import LitertGraph, LitertTensor, Operation, packed, read_notes
+from lowrank_cnn.deploy.engines.litert_operators import translate
+from lowrank_cnn.deploy.engines.mnn import silent_process
+from lowrank_cnn.deploy.engines.onnx import write_onnx
+from lowrank_cnn.deploy.engines.per_image import PerImageRunner, first_image
+from lowrank_cnn.deploy.engines.request import ExportRequest
+from lowrank_cnn.deploy.engines.runner import Port, parse_metadata, ports_from
+from lowrank_cnn.deploy.merging import merge
+from lowrank_cnn.system.errors import LowRankError, first_line, require
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+_WEIGHTED = ("CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED")
+
+
+class LitertRunner(PerImageRunner):
+    """A .tflite file in LiteRT's interpreter."""
+
+    engine = "litert"
+
+    def __init__(self, path: Path, *, threads: int = 0) -> None:
+        library: Any = require("ai_edge_litert.interpreter", extra="engines", purpose="running a .tflite file")
+        try:
+            with silent_process():
+                content = path.read_bytes()
+                self.metadata = parse_metadata(read_notes(content))
+                count = threads or torch.get_num_threads()
+                self.interpreter = library.Interpreter(model_content=content, num_threads=count)
+                self.interpreter.allocate_tensors()
+        except Exception as error:  # of the schema's own reader, or the interpreter's
+            raise LowRankError(f"litert cannot read {path}: {first_line(error)}.") from error
+        details = self.interpreter.get_input_details(), self.interpreter.get_output_details()
+        self.inputs, self.outputs = (
+            ports_from(self.metadata.get(key)) or tuple(map(_port, found))
+            for key, found in zip(("inputs", "outputs"), details, strict=True)
+        )
+        self.places = [[each["index"] for each in found] for found in details]
+
+    def _run_image(self, inputs: list[ndarray]) -> list[ndarray]:
+        for place, array in zip(self.places[0], inputs, strict=True):
+            self.interpreter.set_tensor(place, array[None])
+        self.interpreter.invoke()
+        return [self.interpreter.get_tensor(place)[0] for place in self.places[1]]
+
+
+def write_litert(folder: Path, stem: str, request: ExportRequest) -> Path:
+    """Write a .tflite file; in fp16 the weights of layers are stored in half precision."""
+    require("ai_edge_litert.schema_py_generated", extra="engines", purpose="writing a .tflite file")
+    call, half = first_image(request, "litert"), request.precision == "fp16"
+    if wrong := [t.dtype for t in call.tensors.values() if t.dtype not in (torch.float32, torch.uint8)]:
+        raise LowRankError(f"files for LiteRT take float32 or uint8, not {wrong[0]}: export model.float().")
+    fixed = replace(request, network=_folded(request), call=call, axes={name: {} for name in call.names})
+    onnx = write_onnx(folder, stem, replace(fixed, precision="fp32"))
+    graph = translate(onnx)
+    onnx.unlink()
+    if half:
+        _store_in_half(graph)
+    notes = json.dumps({**request.metadata, "precision": request.precision}).encode()
+    path = folder / f"{stem}.tflite"
+    path.write_bytes(packed(graph, notes, half=half))
+    return path
+
+
+def _folded(request: ExportRequest) -> nn.Module:
+    """The network with its batch norms in the layers before them, where it has any."""
+    args, keywords = request.call.arguments
+    norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in request.network.modules())
+    return merge(request.network, chains=False, example_input=args) if norms and not keywords else request.network
+
+
+def _store_in_half(graph: LitertGraph) -> None:
+    """Keep the weights of layers in half precision; an operation before each layer gives them in float32."""
+    made: list[Operation] = []
+    for operation in graph.operations:
+        weight = operation.inputs[1] if operation.kind in _WEIGHTED else None
+        if weight is not None and weight.data is not None:
+            stored = LitertTensor("weight", weight.shape, "float16", weight.data.astype("float16"))
+            whole = LitertTensor(f"{operation.layer}/weight", weight.shape)
+            made.append(Operation("DEQUANTIZE", [stored], whole, {}, operation.layer))
+            operation.inputs[1] = whole
+        made.append(operation)
+    graph.operations = made
+
+
+def _port(details: Any) -> Port:
+    """An input or output of a file that others wrote."""
+    return Port(details["name"], tuple(int(size) for size in details["shape"]), details["dtype"].__name__)

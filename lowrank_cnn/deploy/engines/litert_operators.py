@@ -1,0 +1,210 @@
+"""From an .onnx file to a graph of LiteRT: one function for each operation, in a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lowrank_cnn.deploy.engines.litert_elementwise import ELEMENTWISE, Translator
+from lowrank_cnn.deploy.engines.litert_file import LitertGraph, constant, integers
+from lowrank_cnn.deploy.engines.litert_graph import (
+    CHANNELS_FIRST,
+    CHANNELS_LAST,
+    OnnxNode,
+    Translation,
+    read_onnx,
+)
+from lowrank_cnn.deploy.engines.litert_windows import average_pool, conv, crop, fill, max_pool
+
+
+def translate(path: Path) -> LitertGraph:
+    """The graph of an .onnx file of fixed sizes as LiteRT's operations."""
+    values, nodes, outputs = read_onnx(path)
+    graph = values.graph
+    for node in nodes:
+        graph.layer = node.layer
+        if node.kind not in OPERATORS:
+            raise node.refused()
+        OPERATORS[node.kind](values, node)
+    graph.layer = ""
+    for name in outputs:
+        tensor = values.plain(name)
+        if tensor.data is not None or tensor in (*graph.inputs, *graph.outputs):
+            sizes = integers(tensor.shape)  # a copy: each output is a tensor of its own
+            tensor = graph.add("RESHAPE", [tensor, sizes], tensor.shape, newShape=list(tensor.shape))
+        tensor.name = name
+        graph.outputs.append(tensor)
+    return graph
+
+
+def _reshape(values: Translation, node: OnnxNode) -> None:
+    name, result = node.inputs[0], node.outputs[0]
+    tensor, places = values.stored(name)
+    long = [place for place in places if tensor.shape[place] > 1]
+    if long != sorted(long):  # the values stand in another order than ONNX's
+        tensor = values.plain(name)
+    values.first[result] = values.graph.reshaped(tensor, values.shapes[result])
+
+
+def _transpose(values: Translation, node: OnnxNode) -> None:
+    name, result = node.inputs[0], node.outputs[0]
+    rank = len(values.shapes[name])
+    order = tuple(node.attributes.get("perm", range(rank)[::-1]))
+    if order == CHANNELS_LAST:
+        values.first[result] = values.image(name)
+    elif order == CHANNELS_FIRST:
+        values.last[result] = values.plain(name)
+    else:
+        values.first[result] = values.graph.transposed(values.plain(name), order)
+
+
+def _concat(values: Translation, node: OnnxNode) -> None:
+    result = node.outputs[0]
+    axis, rank = node.attributes["axis"] % len(values.shapes[result]), len(values.shapes[result])
+    image = rank == 4 and any(name in values.last for name in node.inputs)
+    parts = [values.image(name) if image else values.plain(name) for name in node.inputs]
+    shape = [values.shapes[result][a] for a in CHANNELS_LAST] if image else values.shapes[result]
+    axis = CHANNELS_LAST.index(axis) if image else axis
+    tensor = values.graph.add("CONCATENATION", parts, shape, axis=axis, fusedActivationFunction="NONE")
+    (values.last if image else values.first)[result] = tensor
+
+
+def _slice(values: Translation, node: OnnxNode) -> None:
+    tensor, places = values.stored(node.inputs[0])
+    starts, ends = values.numbers(node, 1) or [], values.numbers(node, 2) or []
+    axes = values.numbers(node, 3) or list(range(len(starts)))
+    steps = values.numbers(node, 4) or [1] * len(starts)
+    if min(steps) < 1:
+        raise node.refused("goes backwards")
+    bounds = [(0, size, 1) for size in tensor.shape]
+    for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
+        place = places[axis]
+        bounds[place] = slice(start, end, step).indices(tensor.shape[place])
+    values.put(node.outputs[0], crop(values.graph, tensor, bounds), like=node.inputs[0])
+
+
+def _split(values: Translation, node: OnnxNode) -> None:
+    tensor, places = values.stored(node.inputs[0])
+    place, start = places[node.attributes.get("axis", 0)], 0
+    for name in node.outputs:
+        bounds = [(0, size, 1) for size in tensor.shape]
+        size = values.shapes[name][node.attributes.get("axis", 0)]
+        bounds[place] = (start, start + size, 1)
+        start += size
+        values.put(name, crop(values.graph, tensor, bounds), like=node.inputs[0])
+
+
+def _pad(values: Translation, node: OnnxNode) -> None:
+    tensor, places = values.stored(node.inputs[0])
+    if node.attributes.get("mode", b"constant") != b"constant":
+        raise node.refused(f"has the mode {node.attributes['mode'].decode()}")
+    given = len(node.inputs) > 2 and bool(node.inputs[2])
+    value = float(values.array(node, 2).reshape(())) if given else 0.0
+    amounts, rank = values.numbers(node, 1) or [], len(places)
+    axes = values.numbers(node, 3) or list(range(rank))
+    sides = [(0, 0)] * rank
+    for axis, before, after in zip(axes, amounts, amounts[len(axes) :], strict=False):
+        sides[places[axis]] = (before, after)
+    bounds = [
+        (max(0, -low), size + min(0, high), 1) for size, (low, high) in zip(tensor.shape, sides, strict=True)
+    ]
+    tensor = crop(values.graph, tensor, bounds)
+    tensor = fill(values.graph, tensor, [(max(0, low), max(0, high)) for low, high in sides], value)
+    values.put(node.outputs[0], tensor, like=node.inputs[0])
+
+
+def _linear(values: Translation, node: OnnxNode) -> None:
+    """A Gemm, or a product with a constant matrix."""
+    attributes, weight = node.attributes, values.array(node, 1)
+    odd = attributes.get("transA", 0) or any(attributes.get(name, 1.0) != 1 for name in ("alpha", "beta"))
+    if odd or weight.ndim != 2:
+        raise node.refused("has factors or transpositions of its own")
+    weight = weight if attributes.get("transB", 0) else weight.T
+    bias = values.array(node, 2) if len(node.inputs) > 2 else weight[:, 0] * 0
+    tensor, shape = values.plain(node.inputs[0]), values.shapes[node.outputs[0]]
+    parts = [tensor, constant(weight), constant(bias.reshape(-1))]
+    options = {"keepNumDims": len(shape) > 2, "fusedActivationFunction": node.activation}
+    values.first[node.outputs[0]] = values.graph.add("FULLY_CONNECTED", parts, shape, **options)
+
+
+def _matmul(values: Translation, node: OnnxNode) -> None:
+    if node.inputs[1] in values.constants and values.constants[node.inputs[1]].ndim == 2:
+        return _linear(values, node)
+    parts = [values.plain(name) for name in node.inputs]
+    values.first[node.outputs[0]] = values.graph.add("BATCH_MATMUL", parts, values.shapes[node.outputs[0]])
+    return None
+
+
+def _softmax(values: Translation, node: OnnxNode) -> None:
+    name, result = node.inputs[0], node.outputs[0]
+    rank = len(values.shapes[name])
+    axis = node.attributes.get("axis", -1) % rank
+    if rank == 4 and axis == 1:
+        tensor = values.image(name)
+        values.last[result] = values.graph.add("SOFTMAX", [tensor], tensor.shape, beta=1.0)
+    elif axis == rank - 1:
+        tensor = values.plain(name)
+        values.first[result] = values.graph.add("SOFTMAX", [tensor], tensor.shape, beta=1.0)
+    else:
+        raise node.refused("is over another axis than the channels or the last")
+
+
+def _resize(values: Translation, node: OnnxNode) -> None:
+    attributes, tensor = node.attributes, values.image(node.inputs[0])
+    way = attributes.get("coordinate_transformation_mode", b"half_pixel").decode()
+    mode, rounding = (attributes.get(n, b"").decode() for n in ("mode", "nearest_mode"))
+    modes = {("nearest", "asymmetric"): "RESIZE_NEAREST_NEIGHBOR"}
+    modes |= {("linear", one): "RESIZE_BILINEAR" for one in ("half_pixel", "pytorch_half_pixel", "align_corners")}
+    kind = modes.get((mode, way))
+    if kind is None or attributes.get("antialias") or (mode == "nearest" and rounding != "floor"):
+        raise node.refused(f"interpolates by {mode}, {way}")
+    size = values.shapes[node.outputs[0]][2:]
+    options = {"alignCorners": way == "align_corners", "halfPixelCenters": "half_pixel" in way}
+    shape = (tensor.shape[0], *size, tensor.shape[3])
+    values.last[node.outputs[0]] = values.graph.add(kind, [tensor, integers(size)], shape, **options)
+
+
+def _reduce(kind: str) -> Translator:
+    def translated(values: Translation, node: OnnxNode) -> None:
+        name, result = node.inputs[0], node.outputs[0]
+        rank = len(values.shapes[name])
+        axes = (
+            node.attributes.get("axes")
+            or values.numbers(node, 1)
+            or list(range(2 if "Global" in node.kind else 0, rank))
+        )
+        keep = bool(node.attributes.get("keepdims", 1))
+        axes = sorted(axis % rank for axis in axes)
+        spatial = rank == 4 and axes == [2, 3]
+        tensor = values.image(name) if spatial else values.plain(name)
+        places = [1, 2] if spatial else axes
+        shape = [1 if p in places else size for p, size in enumerate(tensor.shape) if keep or p not in places]
+        made = values.graph.add(kind, [tensor, integers(places)], shape, keepDims=keep)
+        (values.last if spatial and keep else values.first)[result] = made
+
+    return translated
+
+
+OPERATORS: dict[str, Translator] = {
+    **ELEMENTWISE,
+    "AveragePool": average_pool,
+    "Concat": _concat,
+    "Conv": conv,
+    "Flatten": _reshape,
+    "Gemm": _linear,
+    "GlobalAveragePool": _reduce("MEAN"),
+    "GlobalMaxPool": _reduce("REDUCE_MAX"),
+    "MatMul": _matmul,
+    "MaxPool": max_pool,
+    "Pad": _pad,
+    "ReduceMax": _reduce("REDUCE_MAX"),
+    "ReduceMean": _reduce("MEAN"),
+    "Reshape": _reshape,
+    "Resize": _resize,
+    "Slice": _slice,
+    "Softmax": _softmax,
+    "Split": _split,
+    "Squeeze": _reshape,
+    "Transpose": _transpose,
+    "Unsqueeze": _reshape,
+}
+"""By the name of an ONNX operation: the function that writes it for LiteRT."""

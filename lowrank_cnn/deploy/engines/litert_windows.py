@@ -1,0 +1,220 @@
+"""Convs and pools for LiteRT, whose windows are padded as SAME or VALID alone: other padding is written out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowrank_cnn.deploy.engines.litert_file import LitertGraph, LitertTensor, constant, integers
+from lowrank_cnn.deploy.engines.litert_graph import OnnxNode, Translation
+
+_KEEPING_SIGNS = ("MAX_POOL_2D", "AVERAGE_POOL_2D", "RESHAPE", "TRANSPOSE", "PAD", "CONCATENATION", "SLICE")
+"""Operations that give no negative values where they are given none."""
+_LOWEST = float("-inf")
+Sides = Sequence[tuple[int, int]]
+"""For each axis, how much is appended before and after."""
+
+
+@dataclass(frozen=True)
+class AxisWindow:
+    """Windows along one axis: `count` of them, each `step` behind the last, the first at `-before`."""
+
+    size: int
+    count: int
+    taps: int
+    step: int
+    dilation: int
+    before: int
+    after: int
+
+    @property
+    def needed(self) -> int:
+        """What the last window reads behind the end."""
+        return (self.count - 1) * self.step + self.dilation * (self.taps - 1) + 1 - self.size - self.before
+
+    @property
+    def is_same(self) -> bool:
+        """Whether LiteRT's SAME pads as these windows are padded."""
+        total = max(0, self.needed + self.before)
+        return self.count == -(-self.size // self.step) and self.before == total // 2
+
+    def divisors(self, *, padding: bool) -> list[int]:
+        """How many values an average divides by, at each window; `padding` says whether zeros count."""
+        starts = [place * self.step - self.before for place in range(self.count)]
+        if padding:
+            return [min(start + self.taps, self.size + self.after) - start for start in starts]
+        return [min(start + self.taps, self.size) - max(start, 0) for start in starts]
+
+
+def conv(values: Translation, node: OnnxNode) -> None:
+    """A conv, with as many groups of channels as it has."""
+    import numpy
+
+    weight = values.array(node, 1)
+    if weight.ndim != 4:
+        raise node.refused(f"is a conv of {weight.ndim - 2} dimensions, and only those of 2 are written")
+    bias = values.array(node, 2) if len(node.inputs) > 2 else numpy.zeros(len(weight), weight.dtype)
+    windows = _windows(values, node, weight.shape[2:])
+    tensor = values.image(node.inputs[0])
+    channels = tensor.shape[3]
+    tensor, padding = _padded(values.graph, tensor, windows)
+    options: dict[str, Any] = {"padding": padding, "fusedActivationFunction": node.activation, **_strides(windows)}
+    options |= {"dilationHFactor": windows[0].dilation, "dilationWFactor": windows[1].dilation}
+    if 1 < channels == node.attributes.get("group", 1):
+        kind, order = "DEPTHWISE_CONV_2D", (1, 2, 3, 0)
+        options["depthMultiplier"] = len(weight) // channels
+    else:
+        kind, order = "CONV_2D", (0, 2, 3, 1)
+    parts = [tensor, constant(weight.transpose(order)), constant(bias)]
+    shape = (tensor.shape[0], *(window.count for window in windows), len(weight))
+    values.last[node.outputs[0]] = values.graph.add(kind, parts, shape, **options)
+
+
+def max_pool(values: Translation, node: OnnxNode) -> None:
+    """A max-pool: behind a ReLU it is padded with zeros, else with the lowest value."""
+    if any(step != 1 for step in node.attributes.get("dilations", ())) or len(node.outputs) > 1:
+        raise node.refused("has dilations or gives places")
+    windows = _windows(values, node, node.attributes["kernel_shape"])
+    tensor = values.image(node.inputs[0])
+    low = 0.0 if _has_no_negatives(values.graph, tensor) else _LOWEST
+    tensor, padding = _padded(values.graph, tensor, windows, low)
+    values.last[node.outputs[0]] = _pool(values.graph, "MAX_POOL_2D", tensor, windows, padding, node.activation)
+
+
+def average_pool(values: Translation, node: OnnxNode) -> None:
+    """An average pool; where LiteRT would divide by another number, a constant corrects it."""
+    kernel = node.attributes["kernel_shape"]
+    if len(kernel) == 3:
+        return _average_over_channels(values, node)
+    windows = _windows(values, node, kernel)
+    values.last[node.outputs[0]] = _averages(values.graph, node, values.image(node.inputs[0]), windows)
+    return None
+
+
+def _averages(
+    graph: LitertGraph, node: OnnxNode, tensor: LitertTensor, windows: Sequence[AxisWindow]
+) -> LitertTensor:
+    import numpy
+
+    zeros_count = bool(node.attributes.get("count_include_pad", 0))
+    whole = all(window.before == 0 and window.needed <= 0 for window in windows)
+    if whole or (not zeros_count and all(window.is_same for window in windows)):  # LiteRT counts no padding
+        padding = "VALID" if whole else "SAME"
+        return _pool(graph, "AVERAGE_POOL_2D", tensor, windows, padding, node.activation)
+    tensor, _ = _padded(graph, tensor, windows, same=False)
+    rows, columns = (numpy.array(window.divisors(padding=zeros_count), "float64") for window in windows)
+    factors = windows[0].taps * windows[1].taps / numpy.outer(rows, columns)
+    if (factors == 1).all():
+        return _pool(graph, "AVERAGE_POOL_2D", tensor, windows, "VALID", node.activation)
+    tensor = _pool(graph, "AVERAGE_POOL_2D", tensor, windows, "VALID", "NONE")
+    correction = constant(factors.astype("float32")[None, :, :, None])
+    return graph.add("MUL", [tensor, correction], tensor.shape, fusedActivationFunction=node.activation)
+
+
+def _average_over_channels(values: Translation, node: OnnxNode) -> None:
+    """That of torch's local response norm: over the channels of [N, 1, C, H, W], which stand as rows here."""
+    name, result, attributes = node.inputs[0], node.outputs[0], node.attributes
+    batch, one, channels, *size = values.shapes[name]
+    taps, *flat = attributes["kernel_shape"]
+    pads, strides = attributes.get("pads", [0] * 6), attributes.get("strides", [1] * 3)
+    if one != 1 or flat != [1, 1] or any(pads[1:3] + pads[4:]) or list(strides) != [1] * 3:
+        raise node.refused("is a pool of 3 dimensions")
+    width, count = size[0] * size[1], values.shapes[result][2]
+    windows = [
+        AxisWindow(channels, count, taps, 1, 1, pads[0], pads[3]),
+        AxisWindow(width, width, 1, 1, 1, 0, 0),
+    ]
+    rows = values.graph.reshaped(values.plain(name), (batch, channels, width, 1))
+    made = _averages(values.graph, node, rows, windows)
+    values.first[result] = values.graph.reshaped(made, values.shapes[result])
+
+
+def _windows(values: Translation, node: OnnxNode, kernel: Sequence[int]) -> list[AxisWindow]:
+    """The windows along height and width."""
+    if len(kernel) != 2:
+        raise node.refused(f"is of {len(kernel)} dimensions, and only those of 2 are written")
+    attributes, found = node.attributes, []
+    sizes, counts = (values.shapes[name][2:] for name in (node.inputs[0], node.outputs[0]))
+    pads = attributes.get("pads", [0] * 4)
+    way = attributes.get("auto_pad", b"NOTSET")
+    for axis, (size, count, taps) in enumerate(zip(sizes, counts, kernel, strict=True)):
+        step, dilation = (attributes.get(name, [1, 1])[axis] for name in ("strides", "dilations"))
+        window = AxisWindow(size, count, taps, step, dilation, pads[axis], pads[axis + 2])
+        if way.startswith(b"SAME"):
+            total = max(0, AxisWindow(size, count, taps, step, dilation, 0, 0).needed)
+            half = total // 2 if way == b"SAME_UPPER" else total - total // 2
+            window = AxisWindow(size, count, taps, step, dilation, half, total - half)
+        found.append(window)
+    return found
+
+
+def _padded(
+    graph: LitertGraph,
+    tensor: LitertTensor,
+    windows: Sequence[AxisWindow],
+    value: float = 0.0,
+    *,
+    same: bool = True,
+) -> tuple[LitertTensor, str]:
+    """What windows read, padded or cropped unless LiteRT's SAME or VALID does it, and which of the two is left."""
+    if same and all(window.is_same for window in windows):
+        return tensor, "SAME"
+    cut = [(max(0, -window.before), window.size, 1) for window in windows]
+    tensor = crop(graph, tensor, [(0, tensor.shape[0], 1), *cut, (0, tensor.shape[3], 1)])
+    sides = [(max(0, window.before), max(0, window.needed)) for window in windows]
+    return fill(graph, tensor, [(0, 0), *sides, (0, 0)], value), "VALID"
+
+
+def fill(graph: LitertGraph, tensor: LitertTensor, sides: Sides, value: float = 0.0) -> LitertTensor:
+    """A tensor with a constant before and after its values."""
+    import numpy
+
+    if not any(map(any, sides)):
+        return tensor
+    shape = [size + low + high for size, (low, high) in zip(tensor.shape, sides, strict=True)]
+    amounts = constant(numpy.array(sides, numpy.int32))
+    if value == 0:
+        return graph.add("PAD", [tensor, amounts], shape)
+    return graph.add("PADV2", [tensor, amounts, constant(numpy.array([value], tensor.dtype))], shape)
+
+
+def crop(graph: LitertGraph, tensor: LitertTensor, bounds: Sequence[tuple[int, int, int]]) -> LitertTensor:
+    """A part of a tensor: for each axis a start, an end and a step."""
+    if all(
+        (start, end, step) == (0, size, 1) for (start, end, step), size in zip(bounds, tensor.shape, strict=True)
+    ):
+        return tensor
+    starts, ends, steps = zip(*bounds, strict=True)
+    shape = [len(range(*bound)) for bound in bounds]
+    if max(steps) == 1:
+        return graph.add("SLICE", [tensor, integers(starts), integers(shape)], shape)
+    return graph.add("STRIDED_SLICE", [tensor, *map(integers, (starts, ends, steps))], shape)
+
+
+def _pool(
+    graph: LitertGraph,
+    kind: str,
+    tensor: LitertTensor,
+    windows: Sequence[AxisWindow],
+    padding: str,
+    activation: str,
+) -> LitertTensor:
+    shape = (tensor.shape[0], *(window.count for window in windows), tensor.shape[3])
+    options = {"filterHeight": windows[0].taps, "filterWidth": windows[1].taps, **_strides(windows)}
+    return graph.add(kind, [tensor], shape, padding=padding, fusedActivationFunction=activation, **options)
+
+
+def _strides(windows: Sequence[AxisWindow]) -> dict[str, int]:
+    return {"strideH": windows[0].step, "strideW": windows[1].step}
+
+
+def _has_no_negatives(graph: LitertGraph, tensor: LitertTensor) -> bool:
+    maker = next((each for each in reversed(graph.operations) if each.output is tensor), None)
+    if maker is None:
+        return False
+    activations = (maker.kind, maker.options.get("fusedActivationFunction"))
+    if any(each in ("RELU", "RELU6", "LOGISTIC") for each in activations):
+        return True
+    parts = maker.inputs if maker.kind == "CONCATENATION" else maker.inputs[:1]
+    return maker.kind in _KEEPING_SIGNS and all(_has_no_negatives(graph, part) for part in parts)
