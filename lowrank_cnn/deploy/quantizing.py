@@ -2,8 +2,9 @@
 
 Weights are quantised per output channel, activations per tensor with ranges from calibration images. The engines'
 own tools write the files: ONNX Runtime's for .onnx, NNCF for OpenVINO's .xml, torchao's pt2e for ExecuTorch's
-.pte. Before that, each layer is quantised alone in torch, to find those that int8 changes most: they stay in
-float. A network trained with `fit(..., quantize="int8")` brings the ranges of its layers' inputs along.
+.pte; LiteRT's .tflite is quantised here. Before that, each layer is quantised alone in torch, to find those that
+int8 changes most: they stay in float. A network trained with `fit(..., quantize="int8")` brings the ranges of its
+layers' inputs along.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from lowrank_cnn.train.evaluation import evaluate, held_out_images, match_classe
 from lowrank_cnn.train.fake_int8 import ROUNDED_LAYERS, rounded_by, rounding
 from lowrank_cnn.train.trained import Trained, carried_by
 
-INT8 = (".onnx", ".xml", ".pte")
+INT8 = (".onnx", ".xml", ".tflite", ".pte")
 """Suffixes of the files that can hold a network in int8."""
 _MOST_ERROR = 0.25
 """A layer that alone changes the network's output by more than this share stays in float."""
@@ -93,7 +94,7 @@ def quantize(
     dynamic: Sequence[str] = ("batch",),
     overwrite: bool = False,
 ) -> Quantized:
-    """Write `model` in int8 to an .onnx, .xml (OpenVINO) or .pte (ExecuTorch) file.
+    """Write `model` in int8 to an .onnx, .xml (OpenVINO), .tflite (LiteRT) or .pte (ExecuTorch) file.
 
     - `calibration`: images with labels (a `Data`, or what `open_data` takes), for a trained network: `images` of
       the training images set the ranges of activations, and the test images give the accuracy before and after.

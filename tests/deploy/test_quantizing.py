@@ -25,9 +25,11 @@ def tiny() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).eval()
 
 
-@pytest.mark.parametrize("suffix", [".onnx", ".xml", ".pte"])
+@pytest.mark.parametrize("suffix", [".onnx", ".xml", ".tflite", ".pte"])
 def test_int8_is_near_the_network(suffix: str, tmp_path):
-    pytest.importorskip({".onnx": "onnxruntime", ".xml": "nncf", ".pte": "executorch"}[suffix])
+    pytest.importorskip(
+        {".onnx": "onnxruntime", ".xml": "nncf", ".tflite": "ai_edge_litert", ".pte": "executorch"}[suffix]
+    )
     net, images = tiny(), torch.randn(32, *SIZE)
     found = quantize(net, images, tmp_path / f"net{suffix}")
     given = torch.from_numpy(open_engine(Path(found.path))(images.numpy())["output"])
@@ -132,7 +134,7 @@ def test_bad_calibration_is_refused(images, words: str, tmp_path):
 
 
 def test_other_files_and_layers_are_refused(tmp_path):
-    with pytest.raises(LowRankError, match=r"int8 is written to \.onnx, \.xml, \.pte, not to \.param"):
+    with pytest.raises(LowRankError, match=r"int8 is written to \.onnx, \.xml, \.tflite, \.pte, not to \.param"):
         quantize(tiny(), torch.randn(4, *SIZE), tmp_path / "net.param")
     with pytest.raises(LowRankError, match="has none"):
         quantize(nn.Sequential(nn.ReLU()), torch.randn(4, *SIZE), tmp_path / "net.onnx")

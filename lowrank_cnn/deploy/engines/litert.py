@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.deploy.engines.litert_file import LitertGraph, LitertTensor, Operation, packed, read_notes
+from lowrank_cnn.deploy.engines.litert_int8 import quantize_litert
 from lowrank_cnn.deploy.engines.litert_operators import translate
 from lowrank_cnn.deploy.engines.mnn import silent_process
 from lowrank_cnn.deploy.engines.onnx import write_onnx
@@ -72,6 +73,8 @@ def write_litert(folder: Path, stem: str, request: ExportRequest) -> Path:
     onnx.unlink()
     if half:
         _store_in_half(graph)
+    elif request.precision == "int8":
+        graph = quantize_litert(graph, request)
     notes = json.dumps({**request.metadata, "precision": request.precision}).encode()
     path = folder / f"{stem}.tflite"
     path.write_bytes(packed(graph, notes, half=half))

@@ -19,8 +19,8 @@ _HALF = {"reduced_precision_support": b"fp16accfp16"}
 """The entry that lets XNNPACK compute in half precision, on processors that can."""
 _VERSIONS = {"DEQUANTIZE": 3, "RESIZE_BILINEAR": 3, "RESIZE_NEAREST_NEIGHBOR": 3}
 """Versions of operations, where the first lacks what is written here."""
-_INT8_VERSIONS = {"CONV_2D": 3, "DEPTHWISE_CONV_2D": 3, "FULLY_CONNECTED": 4}
-"""Versions of operations that give int8; all others have int8 from their second on."""
+_INT8_VERSIONS = {"CONV_2D": 3, "DEPTHWISE_CONV_2D": 3, "FULLY_CONNECTED": 4, "QUANTIZE": 1, "RESHAPE": 1}
+"""Versions of operations that give int8; all others have it from their second on."""
 _OPTIONS = {
     "CONV_2D": "Conv2DOptions",
     "DEPTHWISE_CONV_2D": "DepthwiseConv2DOptions",
@@ -70,7 +70,7 @@ class Operation:
     def version(self) -> int:
         """The first version of this operation that does what is asked."""
         if self.output.dtype == "int8":
-            return max(_VERSIONS.get(self.kind, 1), _INT8_VERSIONS.get(self.kind, 2))
+            return _INT8_VERSIONS.get(self.kind, 2)
         return _VERSIONS.get(self.kind, 1)
 
 

@@ -29,8 +29,8 @@ class OnnxNode:
 
     kind: str
     layer: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    inputs: Sequence[str]
+    outputs: Sequence[str]
     attributes: dict[str, Any]
     activation: str = "NONE"
 
@@ -79,7 +79,7 @@ class Translation:
         """Keep a result in the layout in which another value is stored."""
         (self.last if like in self.last else self.first)[name] = tensor
 
-    def array(self, node: OnnxNode, place: int) -> ndarray:
+    def array(self, node: OnnxNode, place: int) -> Any:
         """An input of a node that must be a constant."""
         name = node.inputs[place] if place < len(node.inputs) else ""
         if name not in self.constants:

@@ -187,7 +187,7 @@ def crop(graph: LitertGraph, tensor: LitertTensor, bounds: Sequence[tuple[int, i
         return tensor
     starts, ends, steps = zip(*bounds, strict=True)
     shape = [len(range(*bound)) for bound in bounds]
-    if max(steps) == 1:
+    if set(steps) == {1}:
         return graph.add("SLICE", [tensor, integers(starts), integers(shape)], shape)
     return graph.add("STRIDED_SLICE", [tensor, *map(integers, (starts, ends, steps))], shape)
 
@@ -201,7 +201,11 @@ def _pool(
     activation: str,
 ) -> LitertTensor:
     shape = (tensor.shape[0], *(window.count for window in windows), tensor.shape[3])
-    options = {"filterHeight": windows[0].taps, "filterWidth": windows[1].taps, **_strides(windows)}
+    options: dict[str, Any] = {
+        "filterHeight": windows[0].taps,
+        "filterWidth": windows[1].taps,
+        **_strides(windows),
+    }
     return graph.add(kind, [tensor], shape, padding=padding, fusedActivationFunction=activation, **options)
 
 

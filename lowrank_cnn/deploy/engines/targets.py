@@ -63,7 +63,7 @@ TARGETS = {
     "openvino": Target(".xml", "openvino", _OPENVINO, int8=True),
     "ncnn": Target(".param", "ncnn", _NCNN),
     "mnn": Target(".mnn", "MNN", _MNN),
-    "litert": Target(".tflite", "ai_edge_litert", _LITERT),
+    "litert": Target(".tflite", "ai_edge_litert", _LITERT, int8=True),
     "executorch": Target(".pte", "executorch", _EXECUTORCH, int8=True),
     "pt2": Target(".pt2", "torch", _PROGRAM),
     "torchscript": Target(".ts", "torch", _SCRIPT),

@@ -42,8 +42,8 @@ def test_low_rank_networks_run_as_they_do_in_float64(name: str, size: tuple[int,
 
 def test_a_converted_network_of_another_library(tmp_path: Path):
     provider = pytest.importorskip("pytorchcv.model_provider")
-    net = convert(provider.get_model("resnet10").eval(), "lr", input_size=(3, 224, 224))
-    written = export(net, tmp_path / "net.tflite", input_size=(3, 224, 224), dynamic=())
+    net = convert(provider.get_model("nin_cifar10").eval(), "lr")
+    written = export(net, tmp_path / "net.tflite", input_size=(3, 32, 32), dynamic=())
     assert written.error is not None
     assert written.error < 1e-5
 

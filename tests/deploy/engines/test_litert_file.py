@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -40,7 +42,7 @@ def test_metadata_and_constants(half: bool):
 
     content = packed(doubled(), b'{"a": "b"}', half=half)
     assert read_notes(content) == b'{"a": "b"}'
-    model = schema.Model.GetRootAs(content)
+    model: Any = schema.Model.GetRootAs(content)
     names = [model.Metadata(place).Name() for place in range(model.MetadataLength())]
     assert (b"reduced_precision_support" in names) == half
     for place in range(model.BuffersLength()):

@@ -1,0 +1,114 @@
+"""int8 files for LiteRT are as near the network as others, and leave layers in float where asked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowrank_cnn.deploy.engines import open_engine
+from lowrank_cnn.deploy.engines.litert_file import LitertGraph, LitertTensor, constant
+from lowrank_cnn.deploy.engines.litert_int8 import _asymmetric, _chosen, _int8_weights, _levels
+from lowrank_cnn.deploy.quantizing import quantize
+from lowrank_cnn.method.building import build_conv
+
+pytest.importorskip("ai_edge_litert")
+
+
+class Gated(nn.Module):
+    """Groups of channels, strips, a residual, a gate, pools of both kinds and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.grouped, self.deep = nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.strips, self.gate = build_conv(8, 8, 3, "lr"), nn.Conv2d(8, 8, 1)
+        self.pool, self.head = nn.AvgPool2d(2), nn.Linear(8 * 9, 5)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.first(image)
+        x = torch.relu(self.strips(x) + self.deep(self.grouped(x)))
+        x = x * torch.sigmoid(self.gate(x.mean((2, 3), keepdim=True)))
+        return self.head(self.pool(x).flatten(1))
+
+
+def test_int8_is_near_the_network_in_one_piece(tmp_path: Path):
+    torch.manual_seed(0)
+    net, images = Gated().eval(), torch.randn(24, 3, 24, 24)
+    quantize(net, images, tmp_path / "net.tflite")
+    given = torch.from_numpy(open_engine(tmp_path / "net.tflite")(images.numpy())["output"])
+    expected = net(images).detach()
+    assert 0 < (given - expected).norm() / expected.norm() < 0.03
+    details = open_engine(tmp_path / "net.tflite").interpreter._get_ops_details()  # type: ignore[attr-defined]
+    kinds = [each["op_name"] for each in details]
+    assert (
+        kinds.count("QUANTIZE") == kinds.count("DEQUANTIZE") == 2
+    )  # about the network, and about the average pool
+
+
+def test_layers_and_ranges_that_are_given_are_kept(tmp_path: Path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3)).eval()
+    with torch.no_grad():
+        net[2].weight[:, 0] = 1e5  # type: ignore[index]
+        net[0].bias[0] = -1e4  # type: ignore[index]
+    found = quantize(net, torch.randn(8, 3, 8, 8), tmp_path / "net.tflite")
+    assert found.in_float == ("2",)
+    details = open_engine(found.path).interpreter.get_tensor_details()  # type: ignore[attr-defined]
+    kinds = {each["dtype"] for each in details if list(each["shape"]) == [4, 3, 3, 4]}
+    assert kinds == {np.float32}
+
+
+def request(*, in_float: str = "") -> SimpleNamespace:
+    return SimpleNamespace(is_in_float=lambda layer: bool(in_float) and layer == in_float)
+
+
+def test_what_hands_values_on_shares_one_range():
+    graph = LitertGraph([LitertTensor("image", (1, 4, 4, 2))])
+    image, weight = graph.inputs[0], constant(np.ones((2, 1, 1, 2), np.float32))
+    graph.layer = "a"
+    parts = [graph.add("CONV_2D", [image, weight, constant(np.zeros(2, np.float32))], image.shape) for _ in "ab"]
+    joined = graph.add("CONCATENATION", parts, (1, 4, 4, 4), axis=3)
+    pooled = graph.add("AVERAGE_POOL_2D", [joined], (1, 2, 2, 4))
+    shaped = graph.reshaped(pooled, (1, 16))
+    graph.outputs = [shaped]
+    chosen = _chosen(graph, request())  # type: ignore[arg-type]
+    assert [each.kind for each in graph.operations if each in chosen] == ["CONV_2D", "CONV_2D", "CONCATENATION"]
+    assert not _chosen(graph, request(in_float="a"))  # type: ignore[arg-type]
+    ranges = {image: (-1.0, 1.0), parts[0]: (0.0, 2.0), parts[1]: (-3.0, 1.0), joined: (-3.0, 2.0)}
+    ranges |= {pooled: (0.0, 1.0), shaped: (0.0, 1.0)}
+    levels = _levels(graph, chosen, ranges, {})
+    scales = [float(levels[tensor].scale[0]) for tensor in (*parts, joined)]
+    assert scales == [pytest.approx(5 / 255)] * 3
+    trained = _levels(graph, chosen, ranges, {joined: (-1.0, 1.0)})
+    assert [float(trained[tensor].scale[0]) for tensor in (*parts, joined)] == [pytest.approx(2 / 255)] * 3
+    assert float(levels[image].scale[0]) == pytest.approx(2 / 255)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "zero"), [(0.0, 2.0, -128), (-2.0, 0.0, 127), (-1.0, 1.0, 0), (0.0, 0.0, -128)]
+)
+def test_zero_is_a_level(low: float, high: float, zero: int):
+    found = _asymmetric([(low, high)])
+    assert int(found.zero[0]) == pytest.approx(zero, abs=1)
+    assert found.scale[0] > 0
+
+
+def test_a_dead_channel_keeps_its_bias():
+    weight = np.zeros((2, 1, 1, 3), np.float32)
+    weight[0] = 0.5
+    bias = np.array([0.25, 7.0], np.float32)
+    given = LitertTensor("x", (1, 1, 1, 3), "int8", levels=_asymmetric([(-1.0, 1.0)]))
+    result = replace(given, levels=_asymmetric([(-8.0, 8.0)]))
+    graph = LitertGraph()
+    graph.add("CONV_2D", [given, constant(weight), constant(bias)], (1, 1, 1, 2))
+    small, steps = _int8_weights(graph.operations[0], given, result)
+    assert small.data is not None
+    assert steps.data is not None
+    assert small.data[0].tolist() == [[[127, 127, 127]]]
+    np.testing.assert_allclose(steps.data * steps.levels.scale, bias, rtol=1e-2)  # type: ignore[union-attr]
