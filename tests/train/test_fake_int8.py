@@ -174,10 +174,12 @@ def test_the_file_rounds_average_pools_as_training_does(driver, tmp_path):
         (nn.AdaptiveAvgPool2d(1), ".onnx"),
         (GlobalAveragePool(), ".onnx"),
         (nn.AdaptiveAvgPool2d(1), ".xml"),
+        (nn.AvgPool2d(6), ".tflite"),
+        (nn.AdaptiveAvgPool2d(1), ".tflite"),
     ],
 )
 def test_the_file_has_the_ranges_of_every_average_pool(driver, tmp_path, pool: nn.Module, suffix: str):
-    pytest.importorskip({".onnx": "onnxruntime", ".xml": "nncf"}[suffix])
+    pytest.importorskip({".onnx": "onnxruntime", ".xml": "nncf", ".tflite": "ai_edge_litert"}[suffix])
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), pool, nn.Flatten(), nn.Linear(8, 4))
     data = driver.tiny_data()
@@ -220,7 +222,7 @@ def test_ranges_of_a_run_on_own_batches_reach_the_file(driver, tmp_path, monkeyp
 def test_executorch_refuses_ranges(tmp_path):
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten()).eval()
     note(net, int8_ranges={"0": (-1.0, 1.0)})
-    with pytest.raises(LowRankError, match=r"go to \.onnx and \.xml"):
+    with pytest.raises(LowRankError, match=r"go to \.onnx, \.xml and \.tflite"):
         quantize(net, torch.randn(4, 1, 8, 8), tmp_path / "net.pte")
 
 

@@ -66,7 +66,7 @@ class ExecuTorchRunner(PerImageRunner):
 def write_executorch(folder: Path, stem: str, request: ExportRequest) -> Path:
     """Write a .pte file for one image; convs, pools and products go to XNNPACK."""
     if request.ranges:
-        raise LowRankError("ranges found in training go to .onnx and .xml files: ExecuTorch sets its own.")
+        raise LowRankError("ranges found in training go to .onnx, .xml and .tflite, but ExecuTorch sets its own.")
     path, call = folder / f"{stem}.pte", first_image(request, "executorch")
     apart = replace(request, network=groups_apart(request.network)).positional()
     for parameter in apart.parameters():  # of a network trained in channels_last, which XNNPACK's passes refuse

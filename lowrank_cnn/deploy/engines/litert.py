@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowrank_cnn.deploy.engines.litert_file import LitertGraph, LitertTensor, Operation, packed, read_notes
 from lowrank_cnn.deploy.engines.litert_int8 import quantize_litert
@@ -67,7 +67,8 @@ def write_litert(folder: Path, stem: str, request: ExportRequest) -> Path:
     call, half = first_image(request, "litert"), request.precision == "fp16"
     if wrong := [t.dtype for t in call.tensors.values() if t.dtype not in (torch.float32, torch.uint8)]:
         raise LowRankError(f"files for LiteRT take float32 or uint8, not {wrong[0]}: export model.float().")
-    fixed = replace(request, network=_folded(request), call=call, axes={name: {} for name in call.names})
+    call = call.replaced({name: _laid_out(tensor) for name, tensor in call.tensors.items()})
+    fixed = replace(request, network=_prepared(request), call=call, axes={name: {} for name in call.names})
     onnx = write_onnx(folder, stem, replace(fixed, precision="fp32"))
     graph = translate(onnx)
     onnx.unlink()
@@ -81,11 +82,21 @@ def write_litert(folder: Path, stem: str, request: ExportRequest) -> Path:
     return path
 
 
-def _folded(request: ExportRequest) -> nn.Module:
-    """The network with its batch norms in the layers before them, where it has any."""
+def _prepared(request: ExportRequest) -> nn.Module:
+    """The network with its batch norms in the layers before them."""
     args, keywords = request.call.arguments
     norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in request.network.modules())
-    return merge(request.network, chains=False, example_input=args) if norms and not keywords else request.network
+    network = request.network
+    if norms and not keywords:
+        network = merge(network, chains=False, example_input=args)
+    for parameter in network.parameters():
+        parameter.data = _laid_out(parameter.data)
+    return network
+
+
+def _laid_out(tensor: Tensor) -> Tensor:
+    """A tensor as torch lays it out by default: of channels_last, torch.export writes strides into the graph."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _store_in_half(graph: LitertGraph) -> None:
