@@ -59,7 +59,8 @@ def test_batch_norms_are_folded_and_maps_are_transposed_once(tmp_path: Path):
 
 def test_networks_and_images_in_channels_last(tmp_path: Path):
     net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
-    net, images = (part.to(memory_format=torch.channels_last) for part in (net.eval(), torch.randn(1, 1, 8, 8)))
+    net = net.to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
+    images = torch.randn(1, 1, 8, 8).to(memory_format=torch.channels_last)
     written = export(net, tmp_path / "net.tflite", example_input=images, dynamic=())
     assert written.error is not None
     assert written.error < 1e-5
