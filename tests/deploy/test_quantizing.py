@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import lowrank_cnn as lr
 from lowrank_cnn.data import open_data
+from lowrank_cnn.deploy import quantizing
 from lowrank_cnn.deploy.engines import open_engine
 from lowrank_cnn.deploy.quantizing import Quantized, QuantizedLayer, quantize, sensitivities
 from lowrank_cnn.method.building import build_conv
@@ -59,6 +61,36 @@ def test_a_layer_with_outliers_stays_in_float(tmp_path):
     assert kinds == ["DequantizeLinear", "DequantizeLinear", "float"]
 
 
+def test_a_layer_that_was_trained_in_int8_stays_in_int8():
+    """The others have learned to rely on its rounding: in float it would harm them."""
+    net = tiny()
+    with torch.no_grad():
+        net[3].weight.mul_(10)
+        net[3].weight[:, 0] = 1e5
+        net[0].bias[0] = -1e4
+    rows = {row.name: row for row in sensitivities(net, torch.randn(32, *SIZE), trained={"3": (0.0, 1.0)})}
+    assert not rows["3"].in_float
+
+
+def test_where_no_try_is_within_the_loss_the_best_is_written(monkeypatch):
+    scores = iter([0.9, 0.5, 0.7, 0.6, 0.4])  # the network, then files with 0, 1, 2 and 3 layers in float
+
+    class Job:
+        path = Path("none.onnx")
+        written: ClassVar[list[int]] = []
+
+        def write(self, layers):
+            self.written.append(sum(layer.in_float for layer in layers))
+            return self.written[-1]
+
+    layers = tuple(QuantizedLayer(str(place), place / 10, False) for place in range(5))
+    monkeypatch.setattr(quantizing, "_top1", lambda *_: next(scores))
+    monkeypatch.setattr(quantizing, "load", lambda _: nn.Identity())
+    trained = lr.load_pretrained("nin-c3-lr", "cifar10")
+    assert quantizing._within_loss(Job(), layers, trained, None, 0.3) == 1
+    assert Job.written == [0, 1, 2, 3, 1]
+
+
 def test_weights_come_back_after_looking(tmp_path):
     net = tiny()
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
@@ -96,7 +128,11 @@ def test_layers_go_back_to_float_by_other_images_than_the_test_ones(tmp_path, mo
     network = nn.Sequential(nn.Conv2d(1, 4, 5, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
     fit(network, data, "digits", epochs=1, progress=False, device="cpu")
     judged = []
-    monkeypatch.setattr(quantizing, "_top1", lambda trained, images: judged.append(images) or -float(len(judged)))
+    monkeypatch.setattr(
+        quantizing,
+        "_top1",
+        lambda trained, images: judged.append(images) or (1.0 if len(judged) == 1 else -1 / len(judged)),
+    )
     monkeypatch.setattr(quantizing._Job, "write", lambda _, layers: Quantized("net.onnx", 1, 0.0, layers))
     monkeypatch.setattr(quantizing, "load", lambda _: network)
     found = quantize(network, data, tmp_path / "net.onnx", images=16)
