@@ -195,7 +195,8 @@ def stored_of(model: nn.Module | Trained, input_size: Sequence[int] | None) -> S
 def _check_suffix(path: Path) -> None:
     if path.suffix not in ENGINES:
         known = ", ".join([*ENGINES, ".safetensors"])
-        raise LowRankError(f"a network's file ends in one of {known}, not in {path.suffix!r}.")
+        folder = "" if path.suffix else "; for a folder, the command takes --to onnx or another target"
+        raise LowRankError(f"a network's file ends in one of {known}, and {path.name} does not{folder}.")
 
 
 def _as_given(stored: Stored) -> Stored:

@@ -134,7 +134,7 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     if differing:
         started = " and ".join(f"the {what} {_short(then.get(what))}" for what in differing)
         offered = " and ".join(_short(wanted.get(what)) for what in differing)
-        raise LowRankError(f"this run was started with {started}, and cannot go on with {offered}.")
+        raise _other_run(started, offered)
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -163,6 +163,11 @@ def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _other_run(started: str, offered: str) -> LowRankError:
+    hint = "leave that as it was, or start a new run in another --out"
+    return LowRankError(f"this run was started with {started}, and cannot go on with {offered}: {hint}.")
+
+
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
@@ -175,5 +180,5 @@ def recipe_changes(saved: dict[str, Any], recipe: Recipe) -> dict[str, tuple[Any
     for field in FIXED:
         if field in changes:
             then, after = changes[field]
-            raise LowRankError(f"this run was started with {field}={then}, and cannot go on with {after}.")
+            raise _other_run(f"{field}={then}", str(after))
     return changes

@@ -91,6 +91,17 @@ class Trained:
         return self
 
 
+def _first_difference(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
+    """The first tensor that is missing on one side, or has another shape."""
+
+    def shape(tensors: Mapping[str, Tensor], name: str) -> str:
+        return "x".join(map(str, tensors[name].shape)) or "one number" if name in tensors else "missing"
+
+    pairs = ((name, shape(weights, name), shape(wanted, name)) for name in {**wanted, **weights})
+    name, stored, own = next(pair for pair in pairs if pair[1] != pair[2])
+    return f"{name} is {stored} in the file and {own} in the network"
+
+
 def load_checkpoint(
     path: str | Path, *, best: bool = False, network: nn.Module | None = None, trusted: bool = False
 ) -> Trained:
@@ -113,7 +124,8 @@ def load_checkpoint(
     try:
         network.load_state_dict(weights)
     except RuntimeError as error:
-        raise LowRankError(f"the weights in {path} are not those of {state['model']['name']}.") from error
+        differing = _first_difference(weights, network.state_dict())
+        raise LowRankError(f"the weights in {path} are not those of this network: {differing}.") from error
     note(network, begun_from=path.name)
     trained = _trained(
         network, checkpoint.part("preprocess"), {**state, "int8": ranges_of(checkpoint.part("int8"))}

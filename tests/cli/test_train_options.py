@@ -41,7 +41,7 @@ def test_options_of_a_run_have_the_names_and_defaults_of_fit():
 )
 def test_a_run_that_cannot_start_is_refused(options: dict, says: str):
     with pytest.raises(LowRankError, match=says):
-        RunOptions(**options).check("fp32")
+        RunOptions(**options).check("fp32", "digits")
 
 
 def test_images_are_read_with_every_option_and_hold_in_bytes(monkeypatch: pytest.MonkeyPatch):

@@ -88,7 +88,7 @@ def test_a_run_goes_on_with_the_same_conversion_alone(data, tmp_path):
     dense = create_model("nin", num_classes=2, in_channels=1, width=0.05, norm="batch")
     finer = convert(decompose(dense, "separable(m=4)", where="*conv2*"), "lr", where="*conv1*")
     cases = (
-        (dense, r"the network nin\+separable\+lr, and cannot go on with nin\."),
+        (dense, r"the network nin\+separable\+lr, and cannot go on with nin: leave"),
         (finer, "network's conversion"),
     )
     for other, says in cases:
@@ -117,6 +117,10 @@ def test_a_run_of_a_network_of_others_is_loaded_into_it(data, tmp_path, scheme: 
         assert evaluate(trained, data, device="cpu").loss == record.result["loss"]
     with pytest.raises(LowRankError, match=r"are not those of|has no layer"):
         load(tmp_path, into=nn.Sequential(nn.Conv2d(1, 5, 3)))
+    wide = own()
+    wide[4] = nn.Linear(8, 5)
+    with pytest.raises(LowRankError, match=r"4\.weight is 2x8 in the file and 5x8 in the network"):
+        load_checkpoint(tmp_path, network=wide)
 
 
 def test_the_size_that_a_trained_network_sees_is_known(run):
@@ -270,7 +274,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path):
     with pytest.raises(LowRankError, match="holds no checkpoint"):
         load_checkpoint(tmp_path)
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(LowRankError, match=r"ends in one of .* not in '\.txt'"):
+    with pytest.raises(LowRankError, match=r"ends in one of .*, and notes\.txt does not"):
         load_checkpoint(tmp_path / "notes.txt")
 
 

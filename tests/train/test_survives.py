@@ -216,7 +216,8 @@ def test_going_on_with_another_network_names_what_differs():
     before = {"model": {"name": "nin", "width": 1.0, "norm": None}, "data": data, "seed": 0}
     now = {**before, "model": {"name": "nin", "width": 0.5, "norm": None}}
     with pytest.raises(
-        LowRankError, match=r"^this run .* with the network's width 1.0, and cannot go on with 0.5\.$"
+        LowRankError,
+        match=r"^this run .* with the network's width 1.0, and cannot go on with 0.5: leave .* another --out\.$",
     ):
         check_same_run(before, now)
 
