@@ -22,6 +22,10 @@ TOLERANCES = {"fp32": 1e-3, "fp16": ROUNDED, "int8": 0.3}
 """How far an output may be off, relative to its largest value. Of int8, accuracy on real images says more."""
 
 
+class DifferentOutputError(LowRankError):
+    """A file that does not compute what its network does."""
+
+
 @torch.no_grad()
 def parity(path: Path, request: ExportRequest, network: nn.Module) -> float:
     """The largest difference between file and network; too large is an error."""
@@ -42,7 +46,7 @@ def parity(path: Path, request: ExportRequest, network: nn.Module) -> float:
             error = _output_error(given, name, right)
             if not error <= limit:
                 size = ", ".join("x".join(map(str, tensor.shape)) for tensor in call.tensors.values())
-                raise LowRankError(
+                raise DifferentOutputError(
                     f"for an input of {size}, {name} of the exported network differs from the original by "
                     f"{error:.1e}: nothing was written."
                 )

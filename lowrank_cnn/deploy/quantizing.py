@@ -24,6 +24,7 @@ from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.export_request import request_for
 from lowrank_cnn.deploy.exporting import check_place, load, stored_of, write_request
 from lowrank_cnn.deploy.merging import merge
+from lowrank_cnn.deploy.parity import DifferentOutputError
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.system.compare import difference, is_finite
 from lowrank_cnn.system.errors import LowRankError
@@ -144,9 +145,13 @@ def _within_loss(
     """
     before, tried = _top1(trained, judged), []
     for _ in range(_TRIES + 1):
-        written, after = job.write(layers), _top1(replace(trained, network=load(job.path)), judged)
-        if 100 * (before - after) <= most_loss:
-            return written
+        try:
+            written, after = job.write(layers), _top1(replace(trained, network=load(job.path)), judged)
+        except DifferentOutputError:
+            after = -1.0
+        else:
+            if 100 * (before - after) <= most_loss:
+                return written
         tried.append((after, layers))
         layers = _one_more_in_float(layers)
     return job.write(max(tried, key=lambda pair: pair[0])[1])
