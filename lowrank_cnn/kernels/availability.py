@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from lowrank_cnn.kernels import gpu
-from lowrank_cnn.kernels.mode import asked_for, mode, survey
+from lowrank_cnn.kernels.mode import asked_for, by_torch, survey
 from lowrank_cnn.system.memory import is_out_of_memory
 
 LARGEST = 2**30
@@ -23,7 +23,7 @@ def takes(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> b
 
 def kernels_run(device: torch.device) -> bool:
     """Whether kernels are wanted on a device, and Triton can build and launch them there."""
-    if mode() == "off" or survey() is not None or not (device.type == "cuda" or asked_for()):
+    if by_torch() or survey() is not None or not (device.type == "cuda" or asked_for()):
         return False
     return _able(device)
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from lowrank_cnn.kernels.autotune import choice
 from lowrank_cnn.kernels.dense import compose
 from lowrank_cnn.kernels.dispatch import composite_conv2d
-from lowrank_cnn.kernels.mode import asked_for, mode
+from lowrank_cnn.kernels.mode import asked_for, by_torch
 from lowrank_cnn.kernels.problem import Pair, Problem, Sides, pose
 
 MACS_PER_MS, BYTES_PER_MS = 3e11, 4e9
@@ -107,10 +107,10 @@ class FusedChain(nn.Module):
 
     def merges(self, x: Tensor) -> bool:
         """Whether the dense conv is faster than the two stages on such an input."""
-        # First, because torch.compile cannot trace what `mode` reads.
+        # First, because torch.compile cannot trace what `by_torch` reads.
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return False
-        if mode() == "off" or not (x.is_cuda or asked_for()) or not self.is_joined:
+        if by_torch() or not (x.is_cuda or asked_for()) or not self.is_joined:
             return False
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         if not (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())):

@@ -1,9 +1,12 @@
-"""The dense equivalent of convolutions in a chain, as a function of their weights."""
+"""The dense equivalents of smaller filters and of convolutions in a chain, as functions of their weights."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def compose(first: Tensor, second: Tensor, *, groups: int = 1) -> Tensor:
@@ -23,6 +26,12 @@ def compose(first: Tensor, second: Tensor, *, groups: int = 1) -> Tensor:
     left = left.expand(-1, -1, -1, height, width)
     right = right.expand(-1, -1, -1, height, width)
     return torch.einsum("gdmhw,gmchw->gdchw", right, left).reshape(-1, channels, height, width)
+
+
+def placed(weight: Tensor, kernel: Sequence[int], start: Sequence[int]) -> Tensor:
+    """The weight in a larger kernel, its first tap at a row and column of it, zeros around."""
+    (height, width), (top, left) = kernel, start
+    return F.pad(weight, [left, width - weight.shape[3] - left, top, height - weight.shape[2] - top])
 
 
 def ungrouped(weight: Tensor, groups: int) -> Tensor:

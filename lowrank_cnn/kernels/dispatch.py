@@ -16,7 +16,7 @@ from lowrank_cnn.kernels import mode
 from lowrank_cnn.kernels.activation import canonical, is_monotone
 from lowrank_cnn.kernels.autotune import choice
 from lowrank_cnn.kernels.problem import OVERLAPPING, CallOptions, Pair, Sides, describe
-from lowrank_cnn.kernels.reference import composite_by_torch, followed
+from lowrank_cnn.kernels.reference import composite_by_torch, enclosed, followed
 
 
 def composite_conv2d(
@@ -178,6 +178,10 @@ def _unfused(
 def _by_torch(
     x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None, asked: CallOptions
 ) -> Tensor:
+    # torch.compile cannot trace what `mode` reads.
+    if len(weights) > 1 and not torch.compiler.is_compiling() and mode.mode() == "dense":
+        weight, sides = enclosed(weights, asked.padding)
+        weights, asked = [weight], asked._replace(padding=(sides,))
     return composite_by_torch(x, weights, bias, **_options(asked), residual=residual)
 
 

@@ -1,6 +1,7 @@
 """How to choose between the fused kernels and torch: an environment variable, and context managers.
 
-LOWRANK_KERNELS=off   torch's own convolutions, always
+LOWRANK_KERNELS=off   torch's own convolutions, always: one for each filter group
+LOWRANK_KERNELS=dense torch's own convolutions, always: one for a whole layer, its filters padded with zeros
 LOWRANK_KERNELS=on    the fused kernels wherever they can run
 LOWRANK_KERNELS=auto  the faster of the two on this device and shape, measured once (the default)
 """
@@ -15,7 +16,7 @@ from typing import Any
 
 from lowrank_cnn.system.errors import LowRankError
 
-MODES = ("off", "on", "auto")
+MODES = ("off", "dense", "on", "auto")
 _forced: ContextVar[str | None] = ContextVar("lowrank_kernels", default=None)
 _tuning: ContextVar[bool] = ContextVar("lowrank_tuning", default=False)
 _recording: ContextVar[bool] = ContextVar("lowrank_recording", default=False)
@@ -46,6 +47,11 @@ def mode() -> str:
     return _forced.get() or _known(os.environ.get("LOWRANK_KERNELS", "auto"))
 
 
+def by_torch() -> bool:
+    """Whether no kernel of ours is to run."""
+    return mode() in ("off", "dense")
+
+
 def _known(chosen: str) -> str:
     if chosen not in MODES:
         raise LowRankError(f"LOWRANK_KERNELS is {', '.join(MODES)}, not {chosen!r}.")
@@ -58,7 +64,7 @@ def asked_for() -> bool:
 
 
 def forced(chosen: str) -> KernelSettings:
-    """Within the block, the mode is `chosen`: "off", "on" or "auto"."""
+    """Within the block, the mode is `chosen`: "off", "dense", "on" or "auto"."""
     return KernelSettings({_forced: _known(chosen)})
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowrank_cnn.kernels.activation import activate, canonical
+from lowrank_cnn.kernels.dense import placed
 from lowrank_cnn.kernels.mode import survey
 from lowrank_cnn.kernels.problem import OVERLAPPING, Pair, Sides
 
@@ -64,6 +65,21 @@ def composite_by_torch(
         for weight, part, (rows, columns) in zip(weights, _biases(bias, weights), padding, strict=True)
     ]
     return followed(_joined(parts), None, None, pool)
+
+
+def enclosed(weights: Sequence[Tensor], padding: Sequence[Sides]) -> tuple[Tensor, Sides]:
+    """One dense weight that computes what all filter groups do, zeros around their taps, and its padding."""
+    top, left = (max(sides[axis][0] for sides in padding) for axis in (0, 1))
+    starts = [(top - rows[0], left - columns[0]) for rows, columns in padding]
+    height, width = (
+        max(start[axis] + weight.shape[2 + axis] for start, weight in zip(starts, weights, strict=True))
+        for axis in (0, 1)
+    )
+    parts = [placed(weight, (height, width), start) for weight, start in zip(weights, starts, strict=True)]
+    # All groups end at the same row and column.
+    bottom = padding[0][0][1] + height - starts[0][0] - weights[0].shape[2]
+    right = padding[0][1][1] + width - starts[0][1] - weights[0].shape[3]
+    return torch.cat(parts), ((top, bottom), (left, right))
 
 
 def followed(

@@ -13,11 +13,10 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 from torch.nn.utils.prune import BasePruningMethod
 
 from lowrank_cnn.kernels import composite_conv2d, explain_call
-from lowrank_cnn.kernels.dense import ungrouped
+from lowrank_cnn.kernels.dense import placed, ungrouped
 from lowrank_cnn.kernels.reference import conv_on_sides, interleaved, pad_on_sides
 from lowrank_cnn.method.geometry import Padding, Sides, enclosing_padding, offsets, pair, symmetric
 from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
@@ -256,11 +255,10 @@ def weights_of(layer: nn.Module) -> list[nn.Parameter]:
 def dense_weight(weights: Sequence[Tensor], composite: Composite, channel_groups: int = 1) -> Tensor:
     """The groups' kernels as one tensor, each centred with zeros around it in the enclosing kernel."""
     kernel = composite.kernel
-    blocks = []
-    for group, weight in zip(composite.groups, weights, strict=True):
-        top, left = offsets(group, kernel)
-        sides = (left, kernel[1] - group.width - left, top, kernel[0] - group.height - top)
-        blocks.append(F.pad(weight, sides))
+    blocks = [
+        placed(weight, kernel, offsets(group, kernel))
+        for group, weight in zip(composite.groups, weights, strict=True)
+    ]
     return interleaved(blocks, channel_groups, 0)
 
 

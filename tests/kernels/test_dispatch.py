@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from lowrank_cnn.kernels import composite_conv2d, composite_reference, describe, explain, forced
 from lowrank_cnn.method.layers import CompositeConv2d
@@ -19,6 +20,40 @@ def test_switched_off_it_is_the_reference(pool):
     assert torch.equal(
         y, composite_reference(x, weights, bias, stride=(1, 1), padding=PADDING, relu=True, pool=pool)
     )
+
+
+class ConvCounter(TorchFunctionMode):
+    """Counts the convs that torch runs."""
+
+    convs = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.convs += func in (torch.conv2d, torch.nn.functional.conv2d)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("padding", ["same", "valid", 2])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [(3, 1, 4), (1, 3, 2)],
+        [(3, 3, 2), (1, 1, 3)],
+        [(5, 1, 2), (1, 5, 2), (1, 1, 1)],
+        [(2, 3, 2), (3, 2, 2)],
+    ],
+)
+def test_as_one_dense_conv_results_and_gradients_are_the_same(groups, stride, padding):
+    layer = CompositeConv2d(3, groups, stride=stride, padding=padding).double()
+    x = torch.randn(2, 3, 9, 8, dtype=torch.float64, requires_grad=True)
+    found = {}
+    for how in ("off", "dense"):
+        with forced(how), ConvCounter() as counter:
+            y = layer(x)
+        gradients = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+        found[how] = [y, *gradients]
+        assert counter.convs == (1 if how == "dense" else len(groups))
+    assert all(torch.allclose(a, b) for a, b in zip(found["dense"], found["off"], strict=True))
 
 
 def test_it_says_why():

@@ -24,8 +24,16 @@ def test_a_block_goes_before_the_environment(monkeypatch):
         assert mode.mode() == "on"
     assert mode.mode() == "off"
     monkeypatch.setenv("LOWRANK_KERNELS", "fast")
-    with pytest.raises(LowRankError, match="LOWRANK_KERNELS is off, on, auto, not 'fast'"):
+    with pytest.raises(LowRankError, match="LOWRANK_KERNELS is off, dense, on, auto, not 'fast'"):
         mode.mode()
+
+
+def test_off_and_dense_both_mean_torch():
+    found = {}
+    for chosen in mode.MODES:
+        with forced(chosen):
+            found[chosen] = mode.by_torch()
+    assert found == {"off": True, "dense": True, "on": False, "auto": False}
 
 
 def test_a_survey_collects_and_can_be_ignored():

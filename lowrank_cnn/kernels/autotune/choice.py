@@ -20,7 +20,7 @@ from lowrank_cnn.kernels.autotune import tuned
 from lowrank_cnn.kernels.autotune.kernel_request import Request, plans_of, refusal
 from lowrank_cnn.kernels.autotune.kernel_trial import agrees, times
 from lowrank_cnn.kernels.autotune.tuned import FAILED, Times, entry_of, plan_for, plan_in, tuned_plan
-from lowrank_cnn.kernels.mode import is_for_graphs, is_tuning, mode, survey
+from lowrank_cnn.kernels.mode import by_torch, is_for_graphs, is_tuning, mode, survey
 from lowrank_cnn.kernels.problem import CallOptions, Problem, pose
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def choose(
 ) -> Choice:
     """The path of a problem under the current mode; in training, `need_input` asks for the input's gradient."""
     request = Request(problem, device, training, need_input, bias)
-    if mode() == "off":
+    if by_torch():
         return Choice(False, "switched off")
     if reason := refusal(request):
         return Choice(False, reason)

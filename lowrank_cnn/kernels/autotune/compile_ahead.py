@@ -19,7 +19,7 @@ import torch
 from lowrank_cnn.kernels.autotune.choice import in_question
 from lowrank_cnn.kernels.autotune.kernel_request import Request
 from lowrank_cnn.kernels.autotune.kernel_trial import KernelTrial
-from lowrank_cnn.kernels.mode import compiling_ahead, mode, surveying
+from lowrank_cnn.kernels.mode import by_torch, compiling_ahead, surveying
 
 WORKERS = 16
 """The most threads. Compilation holds Python's lock part of the time, so more would not be busy."""
@@ -27,7 +27,7 @@ WORKERS = 16
 
 def prepare(run: Callable[[], object]) -> None:
     """Compile the kernels that a run of a network needs; it runs once, on shapes alone."""
-    if torch.cuda.is_available() and find_spec("triton") is not None and mode() != "off":
+    if torch.cuda.is_available() and find_spec("triton") is not None and not by_torch():
         compile_kernels(surveyed(run))
 
 
