@@ -86,8 +86,7 @@ def in_question(request: Request) -> list[KernelPlan]:
     if mode() == "on" or not (_to_tune(request) or _stored(request) is None):
         choice = choose(request.problem, request.device, training=request.training, need_input=request.need_input)
         return [choice.plan] if choice.plan else []
-    plans = list(plans_of(request.problem, request.device))
-    return plans if is_tuning() else plans[:1]
+    return _candidates(request)
 
 
 def fastest(problem: Problem, device: torch.device, *, training: bool, need_input: bool = True) -> float | None:
@@ -164,9 +163,9 @@ def _without_search() -> Iterator[None]:
 
 
 def _fastest(request: Request) -> tuple[KernelPlan, bool]:
-    """The default plan, or while tuning the fastest right one; and whether memory sufficed to try all plans."""
-    plans = plans_of(request.problem, request.device)
-    if not is_tuning() or len(plans) == 1:
+    """The fastest right one of the plans in question; and whether memory sufficed to try all of them."""
+    plans = _candidates(request)
+    if len(plans) == 1:
         return plans[0], True
     if (found := tuned_plan(request.problem, request.device)) is not None:
         return found, True
@@ -176,6 +175,14 @@ def _fastest(request: Request) -> tuple[KernelPlan, bool]:
     taken = {plan: times(inference, plan) for plan in candidates}
     tried = None not in (*right.values(), *taken.values())
     return min(taken, key=lambda plan: (taken[plan] or FAILED).graph), tried
+
+
+def _candidates(request: Request) -> list[KernelPlan]:
+    """The plans to measure: while tuning all, else the default and what it may lose to."""
+    from lowrank_cnn.kernels.conv.plans import shortlist
+
+    plans = list(plans_of(request.problem, request.device))
+    return plans if is_tuning() else shortlist(plans)
 
 
 def _to_tune(request: Request) -> bool:

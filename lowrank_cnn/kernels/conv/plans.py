@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from lowrank_cnn.kernels.conv import fold, gather, hopper_plan, overlap_plan, stem, tiled, window_plan
+from lowrank_cnn.kernels.conv import fold, gather, hopper_plan, lengthen, overlap_plan, stem, tiled, window_plan
 from lowrank_cnn.kernels.conv.presets import preset
 from lowrank_cnn.kernels.problem import OVERLAPPING, Problem
 
@@ -48,8 +48,14 @@ def _unfoldable(problem: Problem) -> str | None:
     return None if fold.folded(problem) else "no blocks of pixels"
 
 
+def _unlengthenable(problem: Problem) -> str | None:
+    longer = lengthen.lengthened(problem)
+    return hopper_plan.unsupported(longer) if longer else "groups that cannot be lengthened, or need not be"
+
+
 KERNELS = {
     "hopper": ForwardKernel(hopper_plan.HopperTile, hopper_plan.unsupported, "rows", "hopper.launch_hopper"),
+    "lengthened": ForwardKernel(hopper_plan.HopperTile, _unlengthenable, "lengthened", "hopper.launch_hopper"),
     "tiled": ForwardKernel(tiled.Tile, tiled.unsupported, "rows", "tiled.launch_tiled"),
     "stem": ForwardKernel(stem.StemTile, stem.unsupported, "union", "stem.launch_stem"),
     "gather": ForwardKernel(gather.GatherTile, gather.unsupported, "union", "gather.launch_gather"),
@@ -113,6 +119,8 @@ def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: b
         return _taken(found, problem)
     if capability[0] == 9 and not _small(problem):
         found += [KernelPlan("hopper", tile) for tile in hopper_tiles(problem, 2 if thorough else 1)]
+        if (longer := lengthen.lengthened(problem)) is not None:
+            found += [KernelPlan("lengthened", tile) for tile in hopper_tiles(longer, 2 if thorough else 1)]
     if tiled.unsupported(problem) is None:
         found += [KernelPlan("tiled", tile) for tile in plain_tiles(problem, capability, thorough)]
         return _taken(found, problem)
@@ -120,6 +128,16 @@ def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: b
         found.append(KernelPlan("folded", plain_tiles(inner, capability)[0]))
     found.append(KernelPlan("gather", gather.GatherTile(filters=32 if problem.pool else 64)))
     return _taken(found, problem)
+
+
+def shortlist(found: Sequence[KernelPlan]) -> list[KernelPlan]:
+    """The plans that are measured without tuning: the default, and what it may lose to.
+
+    A lengthened plan computes products with zeros. Whether that pays is measured: the first plan of each kernel.
+    """
+    if found[0].kernel != "lengthened":
+        return [found[0]]
+    return list({plan.kernel: plan for plan in reversed(found)}.values())[::-1]
 
 
 def _taken(found: list[KernelPlan], problem: Problem) -> list[KernelPlan]:

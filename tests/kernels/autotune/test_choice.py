@@ -15,6 +15,7 @@ from lowrank_cnn.kernels.autotune import choice, tuned
 from lowrank_cnn.kernels.autotune.choice import Choice
 from lowrank_cnn.kernels.autotune.kernel_request import Request
 from lowrank_cnn.kernels.autotune.tuned import FAILED, Times
+from lowrank_cnn.kernels.conv.hopper_plan import HopperTile
 from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import pose
@@ -170,6 +171,15 @@ def test_tuning_without_memory_leaves_what_was_stored(bench, short):
     assert bench.choose().plan == OTHER
     [entry] = stored_entries().values()
     assert entry["tuned"]
+
+
+def test_a_lengthened_plan_is_measured_beside_a_plain_one(bench):
+    """Without tuning: products with zeros may not pay."""
+    longer = KernelPlan("lengthened", HopperTile())
+    bench.right = {longer: True, PLAN: True, OTHER: True}
+    bench.taken |= {longer: Times(1.5, 1.5)}
+    assert choice.in_question(Request(problem(), torch.device("cpu"))) == [longer, PLAN]
+    assert bench.choose().plan == PLAN  # OTHER has no time: measuring it would be an error
 
 
 def test_a_tuned_plan_is_not_looked_for_again(bench):
