@@ -36,6 +36,7 @@ CASES = [
     pytest.param((32, 128, 28, 28), [(3, 3, 64), (1, 1, 64)], id="lengthened half"),
     pytest.param((16, 64, 27, 29), [(3, 1, 16), (1, 3, 32), (1, 1, 16), (3, 3, 32)], id="lengthened quarters"),
     pytest.param((16, 64, 30, 30), [(1, 5, 64), (3, 3, 32)], id="three lengthened to five"),
+    pytest.param((16, 64, 28, 28), [(3, 1, 24), (1, 3, 24), (3, 3, 16)], id="narrow, enclosed"),
 ]
 
 
@@ -89,6 +90,7 @@ EPILOGUES = [
     pytest.param((16, 512, 7, 7), [(3, 1, 256), (1, 3, 256)], (1, 1), "leaky_relu:0.1", id="small maps"),
     pytest.param((8, 48, 31, 29), [(3, 1, 24), (1, 3, 40)], (1, 1), "hardswish", id="ragged"),
     pytest.param((32, 64, 56, 56), [(3, 3, 32), (1, 1, 32)], (1, 1), "relu", id="lengthened"),
+    pytest.param((32, 64, 28, 28), [(3, 1, 32), (3, 3, 32)], (2, 2), "relu", id="enclosed, stride 2"),
     pytest.param((8, 40, 15, 13), [(3, 3, 64)], (2, 2), "relu", id="odd size, stride 2"),
     pytest.param((8, 3, 64, 64), [(7, 1, 32), (1, 7, 32)], (2, 2), "silu", id="first"),
 ]

@@ -53,8 +53,7 @@ def run_packed(plan: KernelPlan, problem: Problem, given: ConvTensors) -> Tensor
         inner = fold.folded(problem)
         assert inner is not None
         problem, given = inner, given._replace(x=fold.fold_pixels(given.x, problem.stride))
-    if plan.kernel == "lengthened":
-        problem = _lengthened(problem)
+    problem = _with_zeros(plan.kernel, problem)
     return _launcher(plan.kernel)(problem, given, plan.tile)
 
 
@@ -68,6 +67,8 @@ def pack_weights(layout: str, problem: Problem, weights: Sequence[Tensor], dtype
         return pack_union(weights, problem, gather.gathered_values(problem), dtype)
     if layout == "lengthened":
         return lengthen.pack_lengthened(weights, problem, dtype)
+    if layout == "enclosed":
+        return lengthen.pack_enclosed(weights, problem, dtype)
     return pack_rows(folded_weights(problem, weights) if layout == "blocks" else weights, dtype)
 
 
@@ -88,10 +89,11 @@ def run_with_statistics(
 
 def _part_count(plan: KernelPlan, problem: Problem) -> int:
     """The number of parts of the statistics that a plan stores; 0 if it stores none."""
-    if plan.kernel == "lengthened":
-        return hopper_plan.part_count(_lengthened(problem), plan.tile)
-    counts = {"hopper": hopper_plan.part_count, "tiled": tiled.part_count}
-    return counts[plan.kernel](problem, plan.tile) if plan.kernel in counts else 0
+    if plan.kernel == "tiled":
+        return tiled.part_count(problem, plan.tile)
+    if KERNELS[plan.kernel].tile is not hopper_plan.HopperTile:
+        return 0
+    return hopper_plan.part_count(_with_zeros(plan.kernel, problem), plan.tile)
 
 
 def packed_shape(layout: str, problem: Problem) -> tuple[int, int]:
@@ -102,8 +104,7 @@ def packed_shape(layout: str, problem: Problem) -> tuple[int, int]:
         return len(overlap_plan.slabs_of(problem)) * problem.filters, 4 * overlap_plan.PLACES
     if layout == "union":
         return gather.gathered_values(problem), problem.filters
-    changed = {"blocks": fold.folded, "lengthened": lengthen.lengthened}
-    inner = changed[layout](problem) if layout in changed else problem
+    inner = fold.folded(problem) if layout == "blocks" else _with_zeros(layout, problem)
     assert inner is not None
     return sum(group.taps * group.filters for group in inner.groups), inner.channels
 
@@ -116,10 +117,13 @@ def folded_weights(problem: Problem, weights: Sequence[Tensor]) -> list[Tensor]:
     return [fold.fold_weights(weight, group, problem.stride, inner.channels) for weight, group in pairs]
 
 
-def _lengthened(problem: Problem) -> Problem:
-    longer = lengthen.lengthened(problem)
-    assert longer is not None
-    return longer
+def _with_zeros(kernel: str, problem: Problem) -> Problem:
+    """The problem that a kernel runs: if lengthened or enclosed, with zeros around the taps of the groups."""
+    if kernel == "enclosed":
+        return problem.as_dense
+    form = lengthen.lengthened(problem) if kernel == "lengthened" else problem
+    assert form is not None
+    return form
 
 
 def _check_residual(problem: Problem, residual: Tensor) -> None:

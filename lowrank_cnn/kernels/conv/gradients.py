@@ -114,7 +114,7 @@ def weight_gradient(problem: Problem, g: Tensor, pixels: Tensor) -> list[Tensor]
     if capability[0] == 9 and hopper_weights_plan.unsupported(longer) is None:
         from lowrank_cnn.kernels.conv.hopper_weights import launch_weights_hopper
 
-        return lengthen.own_taps(launch_weights_hopper(longer, g, pixels, programs), problem, longer)
+        return lengthen.own_taps(launch_weights_hopper(longer, g, pixels, programs), problem, longer.groups)
     return backward.launch_weight_gradient(problem, g, pixels, programs, _weight_tile(problem, capability))
 
 
