@@ -1,6 +1,7 @@
 """`composite_conv2d`: one composite layer with its epilogue, fused if that is supported and faster, else by torch.
 
-`autotune.choice` decides. torch.export always records torch's own convolutions, which run anywhere.
+`autotune.choice` decides; in training it may find one dense conv faster. torch.export always records torch's own
+convolutions, which run anywhere.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ def composite_conv2d(
     plan = plan_of(shapes, x.dtype, x.device, tuple(asked), training, x.requires_grad, added)
     if plan is None:
         return _unfused(x, weights, bias, residual, asked, packed)
+    if plan == choice.DENSE:
+        weight, sides = enclosed(weights, padding)
+        return composite_conv2d(x, [weight], bias, **_options(asked._replace(padding=(sides,))))
     from lowrank_cnn.kernels import ops
 
     how = (list(stride), ops.flat_padding(padding), asked.activation or "", pool or "")
@@ -107,6 +111,11 @@ def composite_conv2d_with_statistics(
         training = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
         added = None if bias is None else bias.dtype
         plan = plan_of(shapes, x.dtype, x.device, tuple(asked), training, x.requires_grad, added)
+    if plan == choice.DENSE:
+        weight, sides = enclosed(weights, padding)
+        return composite_conv2d_with_statistics(
+            x, [weight], bias, stride=stride, padding=[sides], by_torch=by_torch
+        )
     if plan is None:
         y = _by_torch(x, weights, bias, None, asked)
         if not by_torch:
