@@ -68,7 +68,9 @@ def composite_conv2d(
     if plan is None:
         return _unfused(x, weights, bias, residual, asked, packed)
     if plan == choice.DENSE:
-        weight, sides = enclosed(weights, padding)
+        from lowrank_cnn.kernels.enclose import enclose
+
+        weight, sides = enclose(weights, padding)
         return composite_conv2d(x, [weight], bias, **_options(asked._replace(padding=(sides,))))
     from lowrank_cnn.kernels import ops
 
@@ -112,7 +114,9 @@ def composite_conv2d_with_statistics(
         added = None if bias is None else bias.dtype
         plan = plan_of(shapes, x.dtype, x.device, tuple(asked), training, x.requires_grad, added)
     if plan == choice.DENSE:
-        weight, sides = enclosed(weights, padding)
+        from lowrank_cnn.kernels.enclose import enclose
+
+        weight, sides = enclose(weights, padding)
         return composite_conv2d_with_statistics(
             x, [weight], bias, stride=stride, padding=[sides], by_torch=by_torch
         )

@@ -17,7 +17,7 @@ from lowrank_cnn.kernels.autotune.kernel_request import DensePath, Request
 from lowrank_cnn.kernels.autotune.tuned import FAILED, Times
 from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.kernels.problem import Problem, Sides, empty_codes
-from lowrank_cnn.kernels.reference import composite_by_torch, enclosed
+from lowrank_cnn.kernels.reference import composite_by_torch
 from lowrank_cnn.system.compare import difference
 from lowrank_cnn.system.errors import LostDeviceError, first_line
 from lowrank_cnn.system.memory import is_out_of_memory
@@ -144,7 +144,9 @@ class KernelTrial:
     def _as_dense(
         self, path: DensePath, x: Tensor, weights: list[Tensor], bias: Tensor | None, **options: Any
     ) -> Tensor:
-        weight, sides = enclosed(weights, options.pop("padding"))
+        from lowrank_cnn.kernels.enclose import enclose
+
+        weight, sides = enclose(weights, options.pop("padding"))
         return self._convolution(path.plan)(x, [weight], bias, padding=[sides], **options)
 
     def _operator(

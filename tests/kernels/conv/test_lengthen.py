@@ -7,12 +7,15 @@ import torch
 
 pytest.importorskip("triton")
 
+from lowrank_cnn.kernels import forced
+from lowrank_cnn.kernels.autotune import choice
 from lowrank_cnn.kernels.conv import forward, hopper_plan, hopper_weights_plan, result_statistics
 from lowrank_cnn.kernels.conv.hopper_plan import HopperTile
 from lowrank_cnn.kernels.conv.hopper_weights_plan import WeightTile
 from lowrank_cnn.kernels.conv.lengthen import is_worth_enclosing, lengthened, own_taps
 from lowrank_cnn.kernels.conv.pack import pack_rows, unpack_rows
 from lowrank_cnn.kernels.conv.plans import KernelPlan, plans
+from lowrank_cnn.kernels.fused_conv import FrozenComposite
 from lowrank_cnn.kernels.problem import describe, pose
 from lowrank_cnn.kernels.reference import composite_reference, enclosed
 from tests.kernels.helpers import same
@@ -134,6 +137,21 @@ def test_the_hopper_kernel_gives_the_same_results(monkeypatch, hopper_model, ker
         exact = None if added is None else added.double()
         numbers = (x.double(), [w.double() for w in weights], bias.double())
         assert_close(y, composite_reference(*numbers, **options, residual=exact))
+
+
+@pytest.mark.parametrize("kernel", ["lengthened", "enclosed"])
+def test_a_frozen_layer_keeps_its_packed_weights(monkeypatch, hopper_model, kernel):
+    x, weights, bias, options = layer(*CASES[0].values[:3])
+    hopper_model.poison(hopper_model.emulate(monkeypatch))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(choice, "plan_text", lambda *_: str(plan_of(kernel)))
+    frozen = FrozenComposite(weights, bias, **options)
+    right = composite_reference(x.double(), [w.double() for w in weights], bias.double(), **options)
+    with forced("on"):
+        found = [frozen(x) for _ in range(2)]
+    assert f"packed_{kernel}_float32" in dict(frozen.named_buffers())
+    assert torch.equal(*found)
+    assert_close(found[0], right)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the model of the hardware runs on the host")
