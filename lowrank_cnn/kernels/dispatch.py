@@ -191,11 +191,19 @@ def _unfused(
 def _by_torch(
     x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None, asked: CallOptions
 ) -> Tensor:
-    # torch.compile cannot trace what `mode` reads.
-    if len(weights) > 1 and not torch.compiler.is_compiling() and mode.mode() == "dense":
+    if _trains_as_dense(x, weights):
         weight, sides = enclosed(weights, asked.padding)
         weights, asked = [weight], asked._replace(padding=(sides,))
     return composite_by_torch(x, weights, bias, **_options(asked), residual=residual)
+
+
+def _trains_as_dense(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether the mode asks for one dense conv: in training alone, as counts and exports show the layer."""
+    # torch.compile cannot trace what `mode` reads.
+    if len(weights) == 1 or torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return False
+    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *weights))
+    return needs_gradient and mode.mode() == "dense"
 
 
 def _options(asked: CallOptions) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from lowrank_cnn.kernels import (
     forced,
 )
 from lowrank_cnn.kernels.autotune import choice
+from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.system.errors import LowRankError
 from tests.kernels.helpers import DEVICE, GPU, PADDING, inputs, numbers
@@ -62,6 +63,15 @@ def test_as_one_dense_conv_results_and_gradients_are_the_same(groups, stride, pa
         found[how] = [y, *gradients]
         assert counter.convs == (1 if how == "dense" else len(groups))
     assert all(torch.allclose(a, b) for a, b in zip(found["dense"], found["off"], strict=True))
+
+
+def test_counts_and_exports_are_of_the_layer_itself():
+    layer = CompositeConv2d(3, [(3, 1, 4), (1, 3, 4)])
+    macs = count(layer, (3, 8, 8)).macs
+    with forced("dense"):
+        assert count(layer, (3, 8, 8)).macs == macs == 8 * 8 * 3 * 3 * 8
+        exported = torch.export.export(layer, (torch.randn(1, 3, 8, 8),))
+    assert sum("conv2d" in str(node.target) for node in exported.graph.nodes) == 2
 
 
 def test_it_says_why():
