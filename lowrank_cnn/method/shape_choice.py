@@ -1,8 +1,9 @@
 """Choose the shape of every filter, so that the network stays within a budget and loses little.
 
-`shape_damage` estimates what a layer loses if a filter has a shape. The choice maximises
+`shape_damage` estimates what a filter keeps with each shape, and `filter_picking` what a layer of such filters is
+worth. The choice maximises
 
-    sum over layers of log(share of the layer that is kept)  -  lambda * cost
+    sum over layers of log(worth of the layer)  -  lambda * cost
 
 with the one lambda, found by bisection, at which the network meets its budget. A filter may also be removed, which
 saves what its channel costs in the layers that read it: low rank and thinner layers compete for the same budget.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -19,18 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.method.channel_order import Route
-from lowrank_cnn.method.filter_picking import pick_each, pick_segments
+from lowrank_cnn.method.filter_picking import alike, pick_units, share_out, slope, worth
 from lowrank_cnn.method.shape_damage import Damage, damage_by_energy, shaped_convs
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, may_remove
 from lowrank_cnn.system.errors import LowRankError
 
-_STEPS, _ROUNDED_STEPS = 20, 8
-"""Bisections: twenty find a price among fifteen powers of ten to four digits."""
+_STEPS = 24
+"""Bisections: they find a price among fifteen powers of ten to five digits."""
 _ROUNDS = 3
-"""Rounds of the choice: the cost of a filter depends on the choices of other layers."""
+"""Rounds of the choice where filters may be removed: what a filter costs then depends on other layers."""
 _CHEAPEST, _DEAREST = 1e-6, 1e9
 """Prices of the whole dense network. The least is above zero: of two shapes that keep all, the cheaper wins."""
-_LEAST = 1e-3
+_TINY = 1e-30
 _LEFT = 0.02
 """The share of a budget that is not worth spending."""
 
@@ -60,7 +62,7 @@ class ShapeCosts:
 
 @dataclass(frozen=True)
 class _Layer:
-    """What the choice of a conv's shapes depends on: the damage and the cost of each shape, and its freedom."""
+    """What the choice of a conv's shapes depends on: what each shape keeps and costs, and the layer's freedom."""
 
     damage: Damage
     cost: Tensor
@@ -70,53 +72,89 @@ class _Layer:
     removable: bool
 
     def limited_to(self, shapes: Sequence[int]) -> _Layer:
-        """The layer with these shapes alone: by any other it would lose everything."""
-        lost = torch.full_like(self.damage.shapes, torch.inf)
-        lost[:, list(shapes)] = self.damage.shapes[:, list(shapes)]
-        return replace(self, damage=Damage(lost, self.damage.removal))
+        """The layer with these shapes alone: any other costs too much."""
+        cost = torch.full_like(self.cost, torch.inf)
+        cost[list(shapes)] = self.cost[list(shapes)]
+        return replace(self, cost=cost)
 
-    def pick(self, weight: float, price: Tensor, split: float, *, rounded: bool) -> _Pick:
-        """The shapes that lose least, where what is lost is weighed against the price of each shape.
+    def pick(self, price: Tensor, split: float) -> _Pick:
+        """The shapes with which the layer is worth most, less the price of each filter and of every further shape.
 
-        `split` is the price of every shape beyond the first. Shapes that are not worth it are given up one by one.
+        Shapes that are not worth their price are given up one by one.
         """
-        scores = weight * (self.damage.removal[:, None] - self.damage.shapes) - price
-        best, worth = self._pick(scores, split, rounded=rounded)
-        while split > 0 and len(used := best.choice[best.kept].unique()) > 1:
-            without = [scores.index_fill(1, shape, -torch.inf) for shape in used]
-            fewer = [self._pick(one, split, rounded=rounded) for one in without]
+        best, value = self._pick(price, split)
+        while split > 0 and len(used := best.shapes) > 1:
+            fewer = [self._pick(price.index_fill(0, shape, torch.inf), split) for shape in used]
             place = max(range(len(fewer)), key=lambda place: fewer[place][1])
-            if fewer[place][1] <= worth:
+            if fewer[place][1] <= value:
                 break
-            scores, (best, worth) = without[place], fewer[place]
+            price = price.index_fill(0, used[place], torch.inf)
+            best, value = fewer[place]
         return best
 
-    def _pick(self, scores: Tensor, split: float, *, rounded: bool) -> tuple[_Pick, float]:
-        """The choice with the best scores, and what it is worth."""
-        if self.free:
-            choice, kept = pick_each(scores, self.unit if rounded else 1, removable=self.removable)
-        else:
-            choice, kept = pick_segments(scores, self.unit), torch.ones(len(scores), dtype=torch.bool)
-        lost = self.damage.shapes.gather(1, choice[:, None])[kept].sum() + self.damage.removal[~kept].sum()
-        share = 1 - float(lost) / self.damage.whole
-        more = max(0, len(choice[kept].unique()) - 1)
-        found = _Pick(choice, kept, share, float(self.cost[choice][kept].sum()) + more * self.split)
-        return found, float(scores.gather(1, choice[:, None])[kept].sum()) - more * split
+    def _pick(self, price: Tensor, split: float) -> tuple[_Pick, float]:
+        """The best choice, and what it is worth. Filters that are removed have a shape of their own, for free."""
+        kept, whole = self._kept, self._whole
+        splits = torch.full_like(price, split)
+        if self.removable:
+            price, splits = torch.cat([price, price.new_zeros(1)]), torch.cat([splits, splits.new_zeros(1)])
+        order = alike(kept.sum(2) / whole.sum() - price) if self.free else torch.arange(len(kept))
+        units = kept[order].unflatten(0, (-1, self.unit)).sum(1)
+        chosen, value = pick_units(units, whole, self.unit * price, splits)
+        kept_now = _kept_by(units, chosen)
+        share = kept_now / whole.clamp_min(_TINY)
+        stay = chosen[chosen < len(self.cost)]
+        cost = self.unit * float(self.cost[stay].sum()) + (len(stay.unique()) - 1) * self.split
+        left = float(worth(kept_now, whole))
+        return _Pick(chosen, stay.unique(), price, share, left, cost, len(kept), len(stay) / len(chosen)), value
+
+    def assigned(self, pick: _Pick) -> tuple[Tensor, Tensor]:
+        """The shape of each filter by itself, and whether it stays."""
+        if not self.free:
+            choice = pick.units.sort().values.repeat_interleave(self.unit)
+            return choice, torch.ones(len(choice), dtype=torch.bool)
+        # A position of which little is kept counts more, as in the worth of the layer.
+        values = (self._kept * slope(pick.share)).sum(2) / self._whole.sum()
+        choice = share_out(values - pick.price, self.unit * pick.units.bincount(minlength=len(pick.price)))
+        stays = choice < len(self.cost)
+        return torch.where(stays, choice, values[:, : len(self.cost)].argmax(1)), stays
+
+    @cached_property
+    def _kept(self) -> Tensor:
+        """What each filter keeps with each shape, by position; a filter that is removed keeps nothing."""
+        kept = self.damage.kept
+        return torch.cat([kept, torch.zeros_like(kept[:, :1])], 1) if self.removable else kept
+
+    @cached_property
+    def _whole(self) -> Tensor:
+        """All that filters can keep, by position."""
+        return self.damage.kept.amax(1).sum(0)
+
+
+def _kept_by(kept: Tensor, choice: Tensor) -> Tensor:
+    """What all units keep together with the shapes that were chosen, by position."""
+    return kept[torch.arange(len(choice)), choice].sum(0)
 
 
 @dataclass(frozen=True)
 class _Pick:
-    """A shape for each filter of a layer and whether it stays; the share that the layer keeps, and its cost."""
+    """A choice of shapes for one layer.
 
-    choice: Tensor
-    kept: Tensor
-    share: float
+    - `units`: the shape of each unit of filters. `shapes`: those in use.
+    - `price`: of a filter of each shape, at which it was made.
+    - `share`: what is kept at each position of the kernel. `worth`: what the layer is still worth.
+    - `cost`: of the layer with all its input channels.
+    - `filters`: of the dense layer. `width`: the share of them that stays.
+    """
+
+    units: Tensor
+    shapes: Tensor
+    price: Tensor
+    share: Tensor
+    worth: float
     cost: float
-
-    @property
-    def width(self) -> float:
-        """The share of the filters that stay."""
-        return float(self.kept.double().mean())
+    filters: int
+    width: float
 
 
 Layers = Mapping[str, _Layer]
@@ -135,7 +173,7 @@ class ShapeChooser:
         layers = self._layers(network, None)
         picks = self._pick_all(layers, _CHEAPEST, None)
         for _ in range(_ROUNDS):
-            picks = self._pick_all(layers, _DEAREST, picks, rounded=True)
+            picks = self._pick_all(layers, _DEAREST, picks)
         return self.total(picks) / self.costs.dense
 
     def choose(self, network: nn.Module, share: float, damage: Mapping[str, Damage] | None = None) -> float:
@@ -143,25 +181,17 @@ class ShapeChooser:
 
         Without a `damage`, that by energy is taken: then the choice depends on the weights alone.
         """
-        layers = self._layers(network, damage)
-        picks, allowed, price = (
-            self._pick_all(layers, _CHEAPEST, None),
-            share * self.costs.dense * (1 + 1e-9),
-            _CHEAPEST,
-        )
-        if self.total(picks) > allowed:
-            for _ in range(_ROUNDS):
-                price = self._price(layers, picks, allowed, (_CHEAPEST, _DEAREST), _STEPS)
-                picks = self._pick_all(layers, price, picks)
-            # Rounding moves the total a little: look for the price once more, nearby.
-            span = (price / 4, 4 * price)
-            price = self._price(layers, picks, allowed, span, _ROUNDED_STEPS, rounded=True)
-        found = self._pick_all(layers, price, picks, rounded=True)
+        layers, allowed = self._layers(network, damage), share * self.costs.dense * (1 + 1e-9)
+        found = self._pick_all(layers, _CHEAPEST, None)
+        rounds = _ROUNDS if any(layer.removable for layer in layers.values()) else 1
         if self.total(found) > allowed:
-            found = self._pick_all(layers, _DEAREST, picks, rounded=True)
-        if any(self.costs.splits.values()):
-            found = self._spend(layers, found, allowed)
-        self._set(network, found)
+            for _ in range(rounds):
+                price = self._price(layers, found, allowed)
+                found = self._pick_all(layers, price, found)
+        if self.total(found) > allowed:
+            found = self._pick_all(layers, _DEAREST, found)
+        found = self._spend(layers, found, allowed)
+        self._set(network, layers, found)
         return self.total(found) / self.costs.dense
 
     def total(self, picks: Picks) -> float:
@@ -174,45 +204,36 @@ class ShapeChooser:
         source = self.sources.get(name)
         return picks[source].width if picks is not None and source in picks else 1.0
 
-    def _price(
-        self,
-        layers: Layers,
-        now: Picks,
-        allowed: float,
-        span: tuple[float, float],
-        steps: int,
-        *,
-        rounded: bool = False,
-    ) -> float:
+    def _price(self, layers: Layers, now: Picks, allowed: float) -> float:
         """The lowest price of cost, by bisection, at which a choice is within what is allowed."""
-        low, high = span
-        for _ in range(steps):
+        low, high = _CHEAPEST, _DEAREST
+        for _ in range(_STEPS):
             middle = (low * high) ** 0.5
-            found = self._pick_all(layers, middle, now, rounded=rounded)
-            low, high = (middle, high) if self.total(found) > allowed else (low, middle)
+            low, high = (
+                (middle, high) if self.total(self._pick_all(layers, middle, now)) > allowed else (low, middle)
+            )
         return high
 
-    def _pick_all(self, layers: Layers, price: float, now: Picks | None, *, rounded: bool = False) -> Picks:
+    def _pick_all(self, layers: Layers, price: float, now: Picks | None) -> Picks:
         """The best choice of each layer at a price, with what its neighbours cost as they are `now`."""
-        return {name: self._pick_one(name, layer, price, now, rounded=rounded) for name, layer in layers.items()}
+        return {name: self._pick_one(name, layer, price, now) for name, layer in layers.items()}
 
     def _pick_one(
-        self, name: str, layer: _Layer, price: float, now: Picks | None, *, rounded: bool, priced: bool = True
+        self, name: str, layer: _Layer, price: float, now: Picks | None, *, priced: bool = True
     ) -> _Pick:
         """The best choice of one layer; shapes beyond the first are free of charge unless they are `priced`."""
-        weight = (1.0 if now is None else 1 / max(now[name].share, _LEAST)) / layer.damage.whole
         arriving = self._arriving(name, now)
         cost = (layer.cost * arriving + self._reading(name, now)) / self.costs.dense
         split = price * layer.split * arriving / self.costs.dense if priced else 0.0
-        return layer.pick(weight, price * cost, split, rounded=rounded)
+        return layer.pick(price * cost, split)
 
     def _spend(self, layers: Layers, found: Picks, allowed: float) -> Picks:
         """Spend what is left: the layers that lost most try each pair of shapes at its own price.
 
-        Where shapes beyond the first cost something, choices jump as the one price falls, from one shape to
-        another and over all mixtures of both.
+        As the one price falls, choices jump: by a unit of filters and, where shapes beyond the first cost
+        something, from one shape to another, over all mixtures of both.
         """
-        for name in sorted(layers, key=lambda name: found[name].share):
+        for name in sorted(layers, key=lambda name: found[name].worth):
             for shapes in combinations(range(len(layers[name].cost)), 2):
                 if allowed - self.total(found) < _LEFT * allowed:
                     return found
@@ -224,13 +245,13 @@ class ShapeChooser:
         low, high, best = _CHEAPEST, _DEAREST, found
         for _ in range(_STEPS):
             middle = (low * high) ** 0.5
-            pick = self._pick_one(name, layer, middle, found, rounded=True, priced=False)
+            pick = self._pick_one(name, layer, middle, found, priced=False)
             more = {**found, name: pick}
             if self.total(more) > allowed:
                 low = middle
                 continue
             high = middle
-            best = more if pick.share > best[name].share else best
+            best = more if pick.worth > best[name].worth else best
         return best
 
     def _reading(self, name: str, picks: Picks | None) -> float:
@@ -242,7 +263,7 @@ class ShapeChooser:
             picks[reader.name].cost if reader.name in picks else self.costs.linear.get(reader.name, 0.0)
             for reader in route.readers
         ]
-        return sum(costs) / len(picks[name].choice)
+        return sum(costs) / picks[name].filters
 
     def _removable(self, network: nn.Module, name: str) -> bool:
         readers = [network.get_submodule(reader.name) for reader in self.routes[name].readers]
@@ -261,16 +282,17 @@ class ShapeChooser:
         return found
 
     @torch.no_grad()
-    def _set(self, network: nn.Module, picks: Picks) -> None:
+    def _set(self, network: nn.Module, layers: Layers, picks: Picks) -> None:
         """Set the masks in place, because optimisers and CUDA graphs hold references to the buffers."""
         for name, pick in picks.items():
             layer: Any = network.get_submodule(name)
-            layer.choice.copy_(pick.choice)
-            layer.kept.copy_(pick.kept)
+            choice, kept = layers[name].assigned(pick)
+            layer.choice.copy_(choice)
+            layer.kept.copy_(kept)
             for reader in self.routes[name].readers if name in self.routes else ():
                 module: Any = network.get_submodule(reader.name)
                 if isinstance(module, ShapedConv2d | GatedLinear):
-                    module.inputs.copy_(pick.kept.repeat_interleave(reader.block))
+                    module.inputs.copy_(kept.repeat_interleave(reader.block))
 
 
 def unit_of(layer: ShapedConv2d) -> int:
