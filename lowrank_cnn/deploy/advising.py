@@ -38,7 +38,7 @@ from lowrank_cnn.deploy.quantizing import quantize
 from lowrank_cnn.deploy.strips import has_strips
 from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.rewriting import copy_with
+from lowrank_cnn.method.rewriting import copy_with, in_channels_last
 from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.method.selection import select
 from lowrank_cnn.method.shape_damage import Damage
@@ -174,7 +174,7 @@ class AdviceBench:
     def _prepared(self, network: nn.Module, example: Tensor) -> Callable[[Tensor], Any]:
         placed: nn.Module = copy_with(network).to(example.device, example.dtype).eval()
         if self.engine == "torch":
-            return placed.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            return in_channels_last(placed)
         if self.engine == "optimize":
             return optimize(placed, example, compile=False, cache=False, repeats=3)
         with tempfile.TemporaryDirectory() as scratch:

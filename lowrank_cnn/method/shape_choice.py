@@ -11,26 +11,26 @@ saves what its channel costs in the layers that read it: low rank and thinner la
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import combinations
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lowrank_cnn.method.channel_order import Route
-from lowrank_cnn.method.filter_picking import pick_each, pick_segments
+from lowrank_cnn.method.channel_order import Route, why_fixed
+from lowrank_cnn.method.layer_choice import LayerChoice, LayerPick
 from lowrank_cnn.method.shape_damage import Damage, damage_by_energy, shaped_convs
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, may_remove
 from lowrank_cnn.system.errors import LowRankError
 
-_STEPS, _ROUNDED_STEPS = 20, 8
+_STEPS, _NEAR_STEPS = 20, 8
 """Bisections: twenty find a price among fifteen powers of ten to four digits."""
+_NEAR = 8
+"""How far a price moves, up or down, from one round to the next."""
 _ROUNDS = 3
 """Rounds of the choice: the cost of a filter depends on the choices of other layers."""
 _CHEAPEST, _DEAREST = 1e-6, 1e9
 """Prices of the whole dense network. The least is above zero: of two shapes that keep all, the cheaper wins."""
-_LEAST = 1e-3
 _LEFT = 0.02
 """The share of a budget that is not worth spending."""
 
@@ -58,69 +58,8 @@ class ShapeCosts:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """What the choice of a conv's shapes depends on: the damage and the cost of each shape, and its freedom."""
-
-    damage: Damage
-    cost: Tensor
-    split: float
-    unit: int
-    free: bool
-    removable: bool
-
-    def limited_to(self, shapes: Sequence[int]) -> _Layer:
-        """The layer with these shapes alone: by any other it would lose everything."""
-        lost = torch.full_like(self.damage.shapes, torch.inf)
-        lost[:, list(shapes)] = self.damage.shapes[:, list(shapes)]
-        return replace(self, damage=Damage(lost, self.damage.removal))
-
-    def pick(self, weight: float, price: Tensor, split: float, *, rounded: bool) -> _Pick:
-        """The shapes that lose least, where what is lost is weighed against the price of each shape.
-
-        `split` is the price of every shape beyond the first. Shapes that are not worth it are given up one by one.
-        """
-        scores = weight * (self.damage.removal[:, None] - self.damage.shapes) - price
-        best, worth = self._pick(scores, split, rounded=rounded)
-        while split > 0 and len(used := best.choice[best.kept].unique()) > 1:
-            without = [scores.index_fill(1, shape, -torch.inf) for shape in used]
-            fewer = [self._pick(one, split, rounded=rounded) for one in without]
-            place = max(range(len(fewer)), key=lambda place: fewer[place][1])
-            if fewer[place][1] <= worth:
-                break
-            scores, (best, worth) = without[place], fewer[place]
-        return best
-
-    def _pick(self, scores: Tensor, split: float, *, rounded: bool) -> tuple[_Pick, float]:
-        """The choice with the best scores, and what it is worth."""
-        if self.free:
-            choice, kept = pick_each(scores, self.unit if rounded else 1, removable=self.removable)
-        else:
-            choice, kept = pick_segments(scores, self.unit), torch.ones(len(scores), dtype=torch.bool)
-        lost = self.damage.shapes.gather(1, choice[:, None])[kept].sum() + self.damage.removal[~kept].sum()
-        share = 1 - float(lost) / self.damage.whole
-        more = max(0, len(choice[kept].unique()) - 1)
-        found = _Pick(choice, kept, share, float(self.cost[choice][kept].sum()) + more * self.split)
-        return found, float(scores.gather(1, choice[:, None])[kept].sum()) - more * split
-
-
-@dataclass(frozen=True)
-class _Pick:
-    """A shape for each filter of a layer and whether it stays; the share that the layer keeps, and its cost."""
-
-    choice: Tensor
-    kept: Tensor
-    share: float
-    cost: float
-
-    @property
-    def width(self) -> float:
-        """The share of the filters that stay."""
-        return float(self.kept.double().mean())
-
-
-Layers = Mapping[str, _Layer]
-Picks = dict[str, _Pick]
+Layers = Mapping[str, LayerChoice]
+Picks = dict[str, LayerPick]
 
 
 class ShapeChooser:
@@ -150,17 +89,18 @@ class ShapeChooser:
             _CHEAPEST,
         )
         if self.total(picks) > allowed:
+            price = self._price(layers, picks, allowed, (_CHEAPEST, _DEAREST), _STEPS)
             for _ in range(_ROUNDS):
-                price = self._price(layers, picks, allowed, (_CHEAPEST, _DEAREST), _STEPS)
                 picks = self._pick_all(layers, price, picks)
-            # Rounding moves the total a little: look for the price once more, nearby.
-            span = (price / 4, 4 * price)
-            price = self._price(layers, picks, allowed, span, _ROUNDED_STEPS, rounded=True)
+                price = self._price(layers, picks, allowed, (price / _NEAR, _NEAR * price), _NEAR_STEPS)
+            # Rounding moves the total a little: look for the price once more.
+            span = (price / _NEAR, _NEAR * price)
+            price = self._price(layers, picks, allowed, span, _NEAR_STEPS, rounded=True)
         found = self._pick_all(layers, price, picks, rounded=True)
         if self.total(found) > allowed:
-            found = self._pick_all(layers, _DEAREST, picks, rounded=True)
-        if any(self.costs.splits.values()):
-            found = self._spend(layers, found, allowed)
+            price = self._price(layers, picks, allowed, (price, _DEAREST), _STEPS, rounded=True)
+            found = self._pick_all(layers, price, picks, rounded=True)
+        found = self._spend(layers, found, allowed)
         self._set(network, found)
         return self.total(found) / self.costs.dense
 
@@ -197,29 +137,24 @@ class ShapeChooser:
         return {name: self._pick_one(name, layer, price, now, rounded=rounded) for name, layer in layers.items()}
 
     def _pick_one(
-        self, name: str, layer: _Layer, price: float, now: Picks | None, *, rounded: bool, priced: bool = True
-    ) -> _Pick:
+        self, name: str, layer: LayerChoice, price: float, now: Picks | None, *, rounded: bool, priced: bool = True
+    ) -> LayerPick:
         """The best choice of one layer; shapes beyond the first are free of charge unless they are `priced`."""
-        weight = (1.0 if now is None else 1 / max(now[name].share, _LEAST)) / layer.damage.whole
         arriving = self._arriving(name, now)
         cost = (layer.cost * arriving + self._reading(name, now)) / self.costs.dense
         split = price * layer.split * arriving / self.costs.dense if priced else 0.0
-        return layer.pick(weight, price * cost, split, rounded=rounded)
+        return layer.pick(price * cost, split, rounded=rounded)
 
     def _spend(self, layers: Layers, found: Picks, allowed: float) -> Picks:
-        """Spend what is left: the layers that lost most try each pair of shapes at its own price.
-
-        Where shapes beyond the first cost something, choices jump as the one price falls, from one shape to
-        another and over all mixtures of both.
-        """
+        """Spend what is left: the layers that lost most choose again, each at a price of its own."""
         for name in sorted(layers, key=lambda name: found[name].share):
-            for shapes in combinations(range(len(layers[name].cost)), 2):
+            for layer in layers[name].that_jump():
                 if allowed - self.total(found) < _LEFT * allowed:
                     return found
-                found = self._spend_on(name, layers[name].limited_to(shapes), found, allowed)
+                found = self._spend_on(name, layer, found, allowed)
         return found
 
-    def _spend_on(self, name: str, layer: _Layer, found: Picks, allowed: float) -> Picks:
+    def _spend_on(self, name: str, layer: LayerChoice, found: Picks, allowed: float) -> Picks:
         """The choice with the best of this layer's that is allowed, found by bisection of its price."""
         low, high, best = _CHEAPEST, _DEAREST, found
         for _ in range(_STEPS):
@@ -244,7 +179,13 @@ class ShapeChooser:
         ]
         return sum(costs) / len(picks[name].choice)
 
+    def removable(self, network: nn.Module) -> list[str]:
+        """The convs whose filters can be removed."""
+        return [name for name in shaped_convs(network) if self._removable(network, name)]
+
     def _removable(self, network: nn.Module, name: str) -> bool:
+        if name not in self.routes:
+            return False
         readers = [network.get_submodule(reader.name) for reader in self.routes[name].readers]
         gated = all(isinstance(reader, ShapedConv2d | GatedLinear) for reader in readers)
         return gated and may_remove(network.get_submodule(name).scheme)  # type: ignore[arg-type]
@@ -254,10 +195,9 @@ class ShapeChooser:
         found = {}
         for name, layer in shaped_convs(network).items():
             cost = torch.tensor(list(self.costs.filters[name]), dtype=torch.float64)
-            free = name in self.routes
-            removable = free and self._removable(network, name)
+            free, removable = name in self.routes, self._removable(network, name)
             split = self.costs.splits.get(name, 0.0)
-            found[name] = _Layer(damage[name], cost, split, unit_of(layer), free, removable)
+            found[name] = LayerChoice(damage[name], cost, split, unit_of(layer), free, removable)
         return found
 
     @torch.no_grad()
@@ -285,7 +225,15 @@ def check_reachable(chooser: ShapeChooser, network: nn.Module, share: float) -> 
     """Refuse a budget that no choice of shapes meets."""
     least = chooser.least(network)
     if share < least:
+        some = any(may_remove(layer.scheme) for layer in shaped_convs(network).values())
         raise LowRankError(
             f"{chooser.costs.kind}={share:g} is below {least:.3f}, what the cheapest shapes and all else cost: "
-            'ask for more, or let filters go by the shape "none".'
+            + ("ask for more." if some else 'ask for more, or let filters go by the shape "none".')
         )
+
+
+def check_removable(chooser: ShapeChooser, network: nn.Module, input_size: Sequence[int]) -> None:
+    """Refuse to remove filters of a network that has none to spare."""
+    if not chooser.removable(network):
+        why = why_fixed(network, input_size) or "their channels meet others or reach the output"
+        raise LowRankError(f'no filters of this network can be removed, because {why}: leave "none" out.')
