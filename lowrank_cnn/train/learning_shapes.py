@@ -26,6 +26,7 @@ from lowrank_cnn.data.types import generator
 from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.channel_order import free_routes
 from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.init import weight_layers
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.method.selection import Where, check_module
@@ -172,6 +173,8 @@ def _shaped(model: nn.Module, scheme: Scheme, size: tuple[int, ...], where: Wher
     """The network that learns. Layers that the recipe freezes keep their filters."""
     with flags_restored(model):
         freeze(model, recipe.freeze)
+        for _, first in list(weight_layers(model))[: int(recipe.whiten_first)]:
+            first.requires_grad_(False)  # the filters that whiten are not trained
         shaped = shape_network(model, scheme, size, where=where)
     for name, parameter in model.named_parameters():
         shaped.get_parameter(name).requires_grad_(parameter.requires_grad)

@@ -66,6 +66,15 @@ def test_what_the_recipe_freezes_is_not_changed():
         learn(net(), recipe=changed(RECIPE, {"freeze": "backbone"}))
 
 
+def test_the_layer_that_whitens_keeps_its_filters():
+    recipe = changed(RECIPE, {"whiten_first": True})
+    found = learn(net(), recipe=recipe).network
+    assert found[0].weight.shape == (8, 1, 3, 3)
+    plain = net()
+    lr.fit(plain, images(), recipe, progress=False, device="cpu")
+    assert torch.equal(found[0].weight, plain[0].weight)  # whitening depends on the images alone
+
+
 class Tied(nn.Module):
     """Two linear layers with one weight."""
 
