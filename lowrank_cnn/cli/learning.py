@@ -45,8 +45,9 @@ def _learn(scheme: Scheme, budget: dict[str, float | None], network: Any, *given
 
     found = learn_shapes(network, *given, shapes=scheme, **budget, **options)
     if options.get("progress") and first_process():
-        time = "" if found.time is None else f", {found.time:.2f} of the time"
-        console.print(f"{found.shapes}\n{found.macs:.3f} of the MACs{time}", markup=False, highlight=False)
+        shares = {"MACs": found.macs, "time": found.time}
+        told = ", ".join(f"{share:.3f} of the {of}" for of, share in shares.items() if share is not None)
+        console.print(f"{found.shapes}\n{told}", markup=False, highlight=False)
     return found.record
 
 

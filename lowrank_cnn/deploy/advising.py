@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lowrank_cnn.deploy.engines import open_engine
 from lowrank_cnn.deploy.engines.choosing import engine_for
@@ -32,19 +31,19 @@ from lowrank_cnn.deploy.layer_forms import (
     measured_damage,
     variants_of,
 )
-from lowrank_cnn.deploy.network_forms import MIXED, Build, form_builders
+from lowrank_cnn.deploy.network_forms import MIXED, Build, form_builders, why_none
 from lowrank_cnn.deploy.optimizing import optimize
 from lowrank_cnn.deploy.quantizing import quantize
 from lowrank_cnn.deploy.strips import has_strips
 from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.rewriting import copy_with
+from lowrank_cnn.method.rewriting import copy_with, in_channels_last
 from lowrank_cnn.method.scheme import parse_scheme
-from lowrank_cnn.method.selection import select
+from lowrank_cnn.method.selection import check_module, select
 from lowrank_cnn.method.shape_damage import Damage
 from lowrank_cnn.method.shape_network import layer_inputs
 from lowrank_cnn.system.clock import Sample, measure
-from lowrank_cnn.system.errors import LowRankError, nearest
+from lowrank_cnn.system.errors import LowRankError, first_line, nearest
 from lowrank_cnn.system.text import text_table
 
 ENGINES = ("torch", "optimize", "auto", *TARGETS)
@@ -103,7 +102,7 @@ def design(
     macs: float | None = None,
     latency: float | None = None,
     data: Iterable[tuple[Tensor, Tensor]] | None = None,
-    loss: Callable[[Any, Any], Tensor] = functional.cross_entropy,
+    loss: Callable[[Any, Any], Tensor] | None = None,
     engine: str = "torch",
     precision: str | None = None,
     repeats: int = 9,
@@ -116,7 +115,8 @@ def design(
     - `example`: a batch like those that the network will run on. Its device and dtype are measured.
     - `macs` or `latency`: the share that is to be left. By `macs` the fastest form is advised, by `latency` the
       form that keeps most MACs within the time.
-    - `data`: a few batches of (images, targets), for a trained network: what a form would lose then counts too.
+    - `data`: a few batches of (images, targets), for a trained network: what a form would lose then counts too, by
+      `loss`, a function of outputs and targets (cross-entropy).
     - `engine`: "torch" as it is, "optimize" for the form that `optimize` finds, or an engine of `export`: "onnx",
       "openvino", "ncnn", "mnn"... "auto" takes the installed engine and precision (fp32 or fp16) that run the
       network fastest on the CPU.
@@ -128,17 +128,40 @@ def design(
         raise LowRankError("design needs a budget below 1: macs=0.4 or latency=0.5, as a share of the network's.")
     if engine not in ENGINES:
         raise LowRankError(f"there is no engine {engine!r}; {nearest(engine, ENGINES)}")
-    if not isinstance(example, Tensor) or example.dim() != 4:
-        raise LowRankError("the example is a batch of images, as [N, channels, height, width].")
+    if not isinstance(example, Tensor) or example.dim() != 4 or not example.is_floating_point():
+        raise LowRankError("the example is a batch of images in floating point, [N, channels, height, width].")
     if engine in ("torch", "optimize"):
         example, precision = example.to(_dtype(precision) or example.dtype), None
     elif precision not in (None, *_IN_ENGINES):
         raise LowRankError(f"engines run in {', '.join(_IN_ENGINES)}, not in {precision!r}.")
-    placed = copy_with(model).to(example.device, example.dtype).eval()
-    bench = AdviceBench(placed, example, *engine_for(placed, example, engine, precision), repeats)
-    layers = bench.layers(None if data is None else measured_damage(model, example, list(data), loss))
+    placed = _checked(model, example)
+    bench = AdviceBench(_unfrozen(model), example, *engine_for(placed, example, engine, precision), repeats)
+    layers = bench.layers(placed, None if data is None else measured_damage(bench.model, example, data, loss))
     forms = bench.forms(layers, budget)
     return _advice(bench, layers, forms, budget)
+
+
+def _checked(model: nn.Module, example: Tensor) -> nn.Module:
+    """A copy of the network with the device and dtype of the example, which it takes."""
+    check_module(model)
+    if any(tensor.is_meta for tensor in (example, *model.parameters())):
+        raise LowRankError("on the meta device nothing takes time: put network and example on a real one.")
+    placed = copy_with(model).to(example.device, example.dtype).eval()
+    try:
+        with torch.no_grad():
+            placed(example)
+    except Exception as error:  # a forward may fail in any way of its own
+        size = "x".join(map(str, example.shape))
+        raise LowRankError(f"the network does not take an example of {size}: {first_line(error)}.") from error
+    return placed
+
+
+def _unfrozen(model: nn.Module) -> nn.Module:
+    """A copy without frozen weights: every form is to be trained from scratch."""
+    new = copy_with(model)
+    for parameter in new.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    return new
 
 
 def _dtype(precision: str | None) -> torch.dtype | None:
@@ -174,7 +197,7 @@ class AdviceBench:
     def _prepared(self, network: nn.Module, example: Tensor) -> Callable[[Tensor], Any]:
         placed: nn.Module = copy_with(network).to(example.device, example.dtype).eval()
         if self.engine == "torch":
-            return placed.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            return in_channels_last(placed)
         if self.engine == "optimize":
             return optimize(placed, example, compile=False, cache=False, repeats=3)
         with tempfile.TemporaryDirectory() as scratch:
@@ -189,11 +212,11 @@ class AdviceBench:
         array = example.contiguous().numpy()
         return lambda _: runner(array)
 
-    def layers(self, damage: Mapping[str, Damage] | None) -> tuple[LayerAdvice, ...]:
-        """Every spatial conv as it is, as strips, and thinner."""
-        convs, _ = select(self.model, parse_scheme("lr"))
+    def layers(self, placed: nn.Module, damage: Mapping[str, Damage] | None) -> tuple[LayerAdvice, ...]:
+        """Every spatial conv as it is, as strips, and thinner; `placed` is the network as the example wants it."""
+        convs, _ = select(placed, parse_scheme("lr"))
         with torch.no_grad():
-            seen = layer_inputs(self.model, list(convs), self.example)
+            seen = layer_inputs(placed, list(convs), self.example)
         found = []
         for name, conv in convs.items():
             if conv.groups != 1 or name not in seen:
@@ -212,7 +235,9 @@ class AdviceBench:
             found = {name: self._within_time(build, budget.share) for name, build in builders.items()}
         networks = {name: network for name, network in found.items() if network is not None}
         if not networks:
-            raise LowRankError(f"no form of this network reaches {budget.kind}={budget.share:g} here.")
+            why = why_none(self.model, self.size, budget.share)
+            told = f"no form of this network reaches {budget.kind}={budget.share:g} here"
+            raise LowRankError(f"{told}: {why}." if why else f"{told}.")
         times = self.times({"dense": self.model, **networks}, self.example)
         return {
             name: (self._form(name, network, times), network)
@@ -257,13 +282,15 @@ def _advice(
     if plain is not None and plain in inside and key(best) <= key(plain) + (1 - CLEARLY) * abs(key(plain)):
         best = plain
     others = "; ".join(f"{f.name} {f.time:.2f} of the time with {f.macs:.2f} of the MACs" for f in rows.values())
+    worse = "low-rank filters are not faster" if budget.kind == "macs" else "low-rank filters keep no more MACs"
     says = {
-        THINNER: "Make it thinner instead: low-rank filters gain nothing here.",
+        THINNER: f"Make it thinner instead: {worse} here.",
         LOW_RANK: "Take low-rank filters.",
         MIXED: "Take low-rank filters in the layers listed as such, and make all layers thinner.",
     }[best.name]
     device = torch.cuda.get_device_name(bench.example.device) if bench.example.is_cuda else "cpu"
     kind = str(bench.example.dtype).removeprefix("torch.") if bench.precision == "fp32" else bench.precision
     verdict = f"{says} Measured on {device} in {bench.engine}, {kind}: {others}."
+    verdict += "" if inside else f" Measured once more, none is within {budget.share:g} of the time."
     network = forms[best.name][1]
     return Advice(verdict, best.name, network, layers, tuple(f for f, _ in forms.values()), device, bench.engine)

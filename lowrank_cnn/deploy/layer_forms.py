@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.method.channel_order import free_routes
 from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.method.shape_damage import Damage, damage_by_loss
 from lowrank_cnn.method.shape_network import shape_network
+from lowrank_cnn.system.errors import LowRankError, first_line
+from lowrank_cnn.train.outputs import class_scores
 
 LOW_RANK, THINNER = "low-rank", "thinner"
 CLEARLY = 0.97
@@ -78,9 +81,23 @@ def _losses(damage: Damage, time: float) -> tuple[float, float]:
 
 
 def measured_damage(
-    model: nn.Module, example: Tensor, batches: list[tuple[Tensor, Tensor]], loss: Callable[[Any, Any], Tensor]
+    model: nn.Module,
+    example: Tensor,
+    data: Iterable[tuple[Tensor, Tensor]],
+    loss: Callable[[Any, Any], Tensor] | None = None,
 ) -> dict[str, Damage]:
-    """What strips and removals would lose in each layer, on the batches."""
-    size = tuple(example.shape[1:])
+    """What strips and removals would lose in each layer, on batches of (images, targets)."""
+    batches, size = list(data), tuple(example.shape[1:])
+    if not batches or not all(isinstance(batch, tuple | list) and len(batch) == 2 for batch in batches):
+        raise LowRankError("data has a few batches, each of (images, targets).")
     shaped = shape_network(model, parse_scheme("learned(kx1, 1xk, none)"), size)
-    return damage_by_loss(shaped, free_routes(shaped, size), batches, loss)
+    try:
+        return damage_by_loss(shaped, free_routes(shaped, size), batches, loss or _cross_entropy)
+    except LowRankError:
+        raise
+    except Exception as error:  # a loss of the user's own may fail in any way
+        raise LowRankError(f"the loss cannot be computed on data: {first_line(error)}.") from error
+
+
+def _cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(class_scores(outputs), targets)

@@ -41,6 +41,15 @@ def _or_none(build: Build) -> Build:
     return made
 
 
+def why_none(model: nn.Module, size: tuple[int, ...], share: float) -> str:
+    """Why a network cannot be made thinner to a share of the MACs, which all forms come to; empty if it can."""
+    try:
+        _thinner(model, size, share)
+    except LowRankError as error:
+        return str(error).rstrip(".")
+    return ""
+
+
 def _low_rank(model: nn.Module, size: tuple[int, ...], share: float, where: list[str] | None) -> nn.Module:
     """Strips in all layers, or in some; where that does not save enough, all layers are thinner as well."""
     if where is None:

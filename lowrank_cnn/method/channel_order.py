@@ -11,7 +11,6 @@ one of them changed.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,10 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from lowrank_cnn.kernels.network_graph import NetworkGraph, capture, layer_kind
+from lowrank_cnn.method.rewriting import copy_with
+from lowrank_cnn.method.selection import parameter_uses
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d
+from lowrank_cnn.system.errors import first_line
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 
@@ -49,16 +51,23 @@ def free_routes(model: nn.Module, input_size: Sequence[int]) -> dict[str, Route]
     >>> free_routes(net, (3, 8, 8))
     {'0': Route(norms=(), readers=(Reader(name='2', block=1),))}
     """
-    root = copy.deepcopy(model).eval().cpu()
-    image = torch.randn(2, *input_size, dtype=_dtype(root), generator=torch.Generator().manual_seed(0))
     try:
-        with torch.no_grad():
-            captured = capture(root, image)
-            values = fx.Interpreter(fx.GraphModule(root, captured.graph), garbage_collect_values=False)
-            values.run(image)
-    except Exception:  # a forward may fail in any way without real values: every order is then fixed
+        return _Walk.through(model, input_size).routes()
+    except _Uncaptured:
         return {}
-    return _Walk(captured, values.env, captured.called_once()).routes()
+
+
+def why_fixed(model: nn.Module, input_size: Sequence[int]) -> str:
+    """Why no channel of a network is free, where its graph cannot be captured; empty where it can."""
+    try:
+        _Walk.through(model, input_size)
+    except _Uncaptured as error:
+        return str(error)
+    return ""
+
+
+class _Uncaptured(Exception):
+    """The graph of a network cannot be captured; the message gives the reason."""
 
 
 @dataclass
@@ -68,6 +77,27 @@ class _Walk:
     captured: NetworkGraph
     values: dict[fx.Node, Any]
     once: dict[str, fx.Node]
+
+    @classmethod
+    def through(cls, model: nn.Module, input_size: Sequence[int]) -> _Walk:
+        """Capture a copy of the network, and run it on random images."""
+        root = copy_with(model).eval().cpu()
+        image = torch.randn(2, *input_size, dtype=_dtype(root), generator=torch.Generator().manual_seed(0))
+        try:
+            with torch.no_grad():
+                captured = capture(root, image)
+                values = fx.Interpreter(fx.GraphModule(root, captured.graph), garbage_collect_values=False)
+                values.run(image)
+        except Exception as error:  # a forward may fail in any way without real values
+            raise _Uncaptured(first_line(error)) from error
+        uses = parameter_uses(root)
+        # A layer that shares a parameter cannot follow: the other layer would have to read the same order.
+        alone = {
+            name: node
+            for name, node in captured.called_once().items()
+            if all(uses[id(parameter)] == 1 for parameter in root.get_submodule(name).parameters())
+        }
+        return cls(captured, values.env, alone)
 
     def routes(self) -> dict[str, Route]:
         found = {}

@@ -105,7 +105,21 @@ def laid_out_as(old: nn.Module, new: nn.Module) -> nn.Module:
     weight = next(old.parameters())
     last = any(is_channels_last(parameter) for parameter in old.parameters())
     new = new.to(weight.device, weight.dtype)
-    return new.to(memory_format=torch.channels_last) if last else new  # type: ignore[call-overload]
+    return in_channels_last(new) if last else new
+
+
+def in_channels_last(network: nn.Module) -> nn.Module:
+    """Lay out filters in channels_last, in place; `Module.to` refuses a network that has 3-D convs too."""
+    last = torch.channels_last
+    return network._apply(lambda tensor: tensor.contiguous(memory_format=last) if tensor.dim() == 4 else tensor)
+
+
+def frozen_like(old: nn.Module, new: nn.Module) -> nn.Module:
+    """`new` with weights and a bias that require gradients where those of `old` do."""
+    for name, parameter in new.named_parameters():
+        source = old.bias if name.endswith("bias") else old.weight
+        parameter.requires_grad_(source.requires_grad)  # type: ignore[union-attr, operator]
+    return new
 
 
 def _layer(model: nn.Module, name: str, scheme: Scheme) -> nn.Conv2d:

@@ -41,13 +41,13 @@ Where = str | Kernel | Collection[str | Kernel] | Callable[[str, nn.Conv2d], boo
 def select(
     model: nn.Module, scheme: Scheme, where: Where = None, *, trained_on: bool = False
 ) -> tuple[dict[str, nn.Conv2d], tuple[Kept, ...]]:
-    """The convs to rewrite by name, and those that stay; where they are `trained_on` afresh, frozen ones do."""
+    """The convs to rewrite by name, and those that stay; where they are `trained_on`, frozen ones do."""
     check_module(model)
     _check_exact(model)
     convs = _convs(model, scheme)
     if not convs:
         raise NothingToConvertError(f"{type(model).__name__} has no convolutions to convert.")
-    asked_for, ties, held = _selector(where, convs), _uses(model), held_by_functions(model)
+    asked_for, ties, held = _selector(where, convs), parameter_uses(model), held_by_functions(model)
     chosen: dict[str, nn.Conv2d] = {}
     kept = []
     for name, conv in convs.items():
@@ -55,7 +55,7 @@ def select(
         if not reason and id(conv) in held:
             reason = "a function of the model holds it and would go on calling the original"
         if not reason and trained_on and not conv.weight.requires_grad:
-            reason = "it is frozen, and fresh weights would never train: unfreeze it, or fit it with decompose"
+            reason = "it is frozen, and what replaces it has to train: unfreeze it, or fit it with decompose"
         if not reason and not asked_for(name, conv):
             reason = _why_not(conv) if where is None else "not selected"
         if reason:
@@ -132,7 +132,7 @@ def _is_depthwise(conv: nn.Module) -> bool:
     return isinstance(conv, _ConvNd) and conv.groups == conv.in_channels > 1
 
 
-def _uses(model: nn.Module) -> Counter[int]:
+def parameter_uses(model: nn.Module) -> Counter[int]:
     """How many layers hold each parameter."""
     return Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
 

@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 from lowrank_cnn.method.channel_order import Route, free_routes
 from lowrank_cnn.method.layers import weights_of
-from lowrank_cnn.method.rewriting import Change, Conversion, change_of, changes_of, copy_with, laid_out_as, rewrite
+from lowrank_cnn.method.rewriting import (
+    Change,
+    Conversion,
+    change_of,
+    changes_of,
+    copy_with,
+    frozen_like,
+    laid_out_as,
+    rewrite,
+)
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.method.shape_damage import shaped_convs
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, conv_of_form, exact_layer, exact_scheme
@@ -176,7 +185,7 @@ def _settled_conv(layer: ShapedConv2d, order: Tensor, arriving: Tensor | None) -
         target.copy_(layer.taps_of(filters, shape)[:, inputs])
     if layer.bias is not None:
         new.bias.copy_(layer.bias[order])  # type: ignore[operator, union-attr]
-    return new, scheme
+    return frozen_like(layer, new), scheme
 
 
 def _picked(layer: nn.Module, places: Tensor, *, dim: int) -> tuple[nn.Module, Scheme]:
@@ -193,7 +202,7 @@ def _picked(layer: nn.Module, places: Tensor, *, dim: int) -> tuple[nn.Module, S
         if tensor.dim() and not (dim and key == "bias"):
             state[key] = tensor.index_select(dim, places.to(tensor.device))
     new.load_state_dict(state, assign=True)
-    return new.train(layer.training), narrower
+    return frozen_like(layer, new).train(layer.training), narrower
 
 
 def _change(network: nn.Module, name: str, new: nn.Module, scheme: Scheme) -> Change:
@@ -207,7 +216,7 @@ def _check_equal(gated: nn.Module, settled: nn.Module, size: Sequence[int]) -> N
     """Compare the outputs of both networks in float64."""
     draw = torch.Generator().manual_seed(0)
     images = torch.randn(2, *size, generator=draw, dtype=torch.float64)
-    left, right = (copy.deepcopy(net).cpu().double().eval()(images) for net in (settled, gated))
+    left, right = (copy_with(net).cpu().double().eval()(images) for net in (settled, gated))
     error = difference(left, right)
     if not error <= _TOLERANCE:
         raise LowRankError(f"the network without its masks would differ by {error:.1e}: it is not used.")

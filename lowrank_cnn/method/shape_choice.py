@@ -12,16 +12,14 @@ saves what its channel costs in the layers that read it: low rank and thinner la
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
-from itertools import combinations
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lowrank_cnn.method.channel_order import Route
-from lowrank_cnn.method.filter_picking import alike, pick_units, share_out, slope, worth
+from lowrank_cnn.method.channel_order import Route, why_fixed
+from lowrank_cnn.method.layer_choice import LayerChoice, LayerPick
 from lowrank_cnn.method.shape_damage import Damage, damage_by_energy, shaped_convs
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, may_remove
 from lowrank_cnn.system.errors import LowRankError
@@ -32,7 +30,6 @@ _ROUNDS = 3
 """Rounds of the choice where filters may be removed: what a filter costs then depends on other layers."""
 _CHEAPEST, _DEAREST = 1e-6, 1e9
 """Prices of the whole dense network. The least is above zero: of two shapes that keep all, the cheaper wins."""
-_TINY = 1e-30
 _LEFT = 0.02
 """The share of a budget that is not worth spending."""
 
@@ -60,105 +57,8 @@ class ShapeCosts:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """What the choice of a conv's shapes depends on: what each shape keeps and costs, and the layer's freedom."""
-
-    damage: Damage
-    cost: Tensor
-    split: float
-    unit: int
-    free: bool
-    removable: bool
-
-    def limited_to(self, shapes: Sequence[int]) -> _Layer:
-        """The layer with these shapes alone: any other costs too much."""
-        cost = torch.full_like(self.cost, torch.inf)
-        cost[list(shapes)] = self.cost[list(shapes)]
-        return replace(self, cost=cost)
-
-    def pick(self, price: Tensor, split: float) -> _Pick:
-        """The shapes with which the layer is worth most, less the price of each filter and of every further shape.
-
-        Shapes that are not worth their price are given up one by one.
-        """
-        best, value = self._pick(price, split)
-        while split > 0 and len(used := best.shapes) > 1:
-            fewer = [self._pick(price.index_fill(0, shape, torch.inf), split) for shape in used]
-            place = max(range(len(fewer)), key=lambda place: fewer[place][1])
-            if fewer[place][1] <= value:
-                break
-            price = price.index_fill(0, used[place], torch.inf)
-            best, value = fewer[place]
-        return best
-
-    def _pick(self, price: Tensor, split: float) -> tuple[_Pick, float]:
-        """The best choice, and what it is worth. Filters that are removed have a shape of their own, for free."""
-        kept, whole = self._kept, self._whole
-        splits = torch.full_like(price, split)
-        if self.removable:
-            price, splits = torch.cat([price, price.new_zeros(1)]), torch.cat([splits, splits.new_zeros(1)])
-        order = alike(kept.sum(2) / whole.sum() - price) if self.free else torch.arange(len(kept))
-        units = kept[order].unflatten(0, (-1, self.unit)).sum(1)
-        chosen, value = pick_units(units, whole, self.unit * price, splits)
-        kept_now = _kept_by(units, chosen)
-        share = kept_now / whole.clamp_min(_TINY)
-        stay = chosen[chosen < len(self.cost)]
-        cost = self.unit * float(self.cost[stay].sum()) + (len(stay.unique()) - 1) * self.split
-        left = float(worth(kept_now, whole))
-        return _Pick(chosen, stay.unique(), price, share, left, cost, len(kept), len(stay) / len(chosen)), value
-
-    def assigned(self, pick: _Pick) -> tuple[Tensor, Tensor]:
-        """The shape of each filter by itself, and whether it stays."""
-        if not self.free:
-            choice = pick.units.sort().values.repeat_interleave(self.unit)
-            return choice, torch.ones(len(choice), dtype=torch.bool)
-        # A position of which little is kept counts more, as in the worth of the layer.
-        values = (self._kept * slope(pick.share)).sum(2) / self._whole.sum()
-        choice = share_out(values - pick.price, self.unit * pick.units.bincount(minlength=len(pick.price)))
-        stays = choice < len(self.cost)
-        return torch.where(stays, choice, values[:, : len(self.cost)].argmax(1)), stays
-
-    @cached_property
-    def _kept(self) -> Tensor:
-        """What each filter keeps with each shape, by position; a filter that is removed keeps nothing."""
-        kept = self.damage.kept
-        return torch.cat([kept, torch.zeros_like(kept[:, :1])], 1) if self.removable else kept
-
-    @cached_property
-    def _whole(self) -> Tensor:
-        """All that filters can keep, by position."""
-        return self.damage.kept.amax(1).sum(0)
-
-
-def _kept_by(kept: Tensor, choice: Tensor) -> Tensor:
-    """What all units keep together with the shapes that were chosen, by position."""
-    return kept[torch.arange(len(choice)), choice].sum(0)
-
-
-@dataclass(frozen=True)
-class _Pick:
-    """A choice of shapes for one layer.
-
-    - `units`: the shape of each unit of filters. `shapes`: those in use.
-    - `price`: of a filter of each shape, at which it was made.
-    - `share`: what is kept at each position of the kernel. `worth`: what the layer is still worth.
-    - `cost`: of the layer with all its input channels.
-    - `filters`: of the dense layer. `width`: the share of them that stays.
-    """
-
-    units: Tensor
-    shapes: Tensor
-    price: Tensor
-    share: Tensor
-    worth: float
-    cost: float
-    filters: int
-    width: float
-
-
-Layers = Mapping[str, _Layer]
-Picks = dict[str, _Pick]
+Layers = Mapping[str, LayerChoice]
+Picks = dict[str, LayerPick]
 
 
 class ShapeChooser:
@@ -219,8 +119,8 @@ class ShapeChooser:
         return {name: self._pick_one(name, layer, price, now) for name, layer in layers.items()}
 
     def _pick_one(
-        self, name: str, layer: _Layer, price: float, now: Picks | None, *, priced: bool = True
-    ) -> _Pick:
+        self, name: str, layer: LayerChoice, price: float, now: Picks | None, *, priced: bool = True
+    ) -> LayerPick:
         """The best choice of one layer; shapes beyond the first are free of charge unless they are `priced`."""
         arriving = self._arriving(name, now)
         cost = (layer.cost * arriving + self._reading(name, now)) / self.costs.dense
@@ -228,19 +128,19 @@ class ShapeChooser:
         return layer.pick(price * cost, split)
 
     def _spend(self, layers: Layers, found: Picks, allowed: float) -> Picks:
-        """Spend what is left: the layers that lost most try each pair of shapes at its own price.
+        """Spend what is left: the layers that lost most choose again, each at a price of its own.
 
         As the one price falls, choices jump: by a unit of filters and, where shapes beyond the first cost
         something, from one shape to another, over all mixtures of both.
         """
         for name in sorted(layers, key=lambda name: found[name].worth):
-            for shapes in combinations(range(len(layers[name].cost)), 2):
+            for layer in layers[name].pairs():
                 if allowed - self.total(found) < _LEFT * allowed:
                     return found
-                found = self._spend_on(name, layers[name].limited_to(shapes), found, allowed)
+                found = self._spend_on(name, layer, found, allowed)
         return found
 
-    def _spend_on(self, name: str, layer: _Layer, found: Picks, allowed: float) -> Picks:
+    def _spend_on(self, name: str, layer: LayerChoice, found: Picks, allowed: float) -> Picks:
         """The choice with the best of this layer's that is allowed, found by bisection of its price."""
         low, high, best = _CHEAPEST, _DEAREST, found
         for _ in range(_STEPS):
@@ -265,7 +165,13 @@ class ShapeChooser:
         ]
         return sum(costs) / picks[name].filters
 
+    def removable(self, network: nn.Module) -> list[str]:
+        """The convs whose filters can be removed."""
+        return [name for name in shaped_convs(network) if self._removable(network, name)]
+
     def _removable(self, network: nn.Module, name: str) -> bool:
+        if name not in self.routes:
+            return False
         readers = [network.get_submodule(reader.name) for reader in self.routes[name].readers]
         gated = all(isinstance(reader, ShapedConv2d | GatedLinear) for reader in readers)
         return gated and may_remove(network.get_submodule(name).scheme)  # type: ignore[arg-type]
@@ -275,10 +181,9 @@ class ShapeChooser:
         found = {}
         for name, layer in shaped_convs(network).items():
             cost = torch.tensor(list(self.costs.filters[name]), dtype=torch.float64)
-            free = name in self.routes
-            removable = free and self._removable(network, name)
+            free, removable = name in self.routes, self._removable(network, name)
             split = self.costs.splits.get(name, 0.0)
-            found[name] = _Layer(damage[name], cost, split, unit_of(layer), free, removable)
+            found[name] = LayerChoice(damage[name], cost, split, unit_of(layer), free, removable)
         return found
 
     @torch.no_grad()
@@ -307,7 +212,15 @@ def check_reachable(chooser: ShapeChooser, network: nn.Module, share: float) -> 
     """Refuse a budget that no choice of shapes meets."""
     least = chooser.least(network)
     if share < least:
+        some = any(may_remove(layer.scheme) for layer in shaped_convs(network).values())
         raise LowRankError(
             f"{chooser.costs.kind}={share:g} is below {least:.3f}, what the cheapest shapes and all else cost: "
-            'ask for more, or let filters go by the shape "none".'
+            + ("ask for more." if some else 'ask for more, or let filters go by the shape "none".')
         )
+
+
+def check_removable(chooser: ShapeChooser, network: nn.Module, input_size: Sequence[int]) -> None:
+    """Refuse to remove filters of a network that has none to spare."""
+    if not chooser.removable(network):
+        why = why_fixed(network, input_size) or "their channels meet others or reach the output"
+        raise LowRankError(f'no filters of this network can be removed, because {why}: leave "none" out.')

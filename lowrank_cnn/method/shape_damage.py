@@ -121,15 +121,17 @@ def _read(route: Route, channels: Mapping[str, Tensor], whole: Tensor) -> Tensor
 
 @contextlib.contextmanager
 def _regrowing(layers: Iterable[ShapedConv2d | GatedLinear]) -> Iterator[None]:
-    """Let gradients reach masked taps, to see what these would contribute."""
-    before = [(layer, layer.regrow) for layer in layers]
-    for layer, _ in before:
+    """Let gradients reach masked taps, to see what these would contribute, and weights that are frozen."""
+    before = [(layer, layer.regrow, layer.weight.requires_grad) for layer in layers]
+    for layer, *_ in before:
         layer.regrow = True
+        layer.weight.requires_grad_(True)
     try:
         yield
     finally:
-        for layer, regrow in before:
+        for layer, regrow, trains in before:
             layer.regrow = regrow
+            layer.weight.requires_grad_(trains)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch import nn
 from lowrank_cnn.method.channel_order import Route, free_routes
 from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.rewriting import rewrite
+from lowrank_cnn.method.rewriting import frozen_like, rewrite
 from lowrank_cnn.method.scheme import Scheme
 from lowrank_cnn.method.scheme_rules import NONE
 from lowrank_cnn.method.selection import Where, select
@@ -33,8 +33,9 @@ def shape_network(
     """A copy of a dense network, computing the same, whose spatial convs can learn the shapes of their filters.
 
     If the scheme may remove filters, convs of 1x1 take part too, and so do linear layers that read channels.
+    Frozen convs keep their filters.
     """
-    convs, kept = select(model, scheme, where)
+    convs, kept = select(model, scheme, where, trained_on=True)
     schemes = {name: scheme for name, conv in convs.items() if conv.groups == 1}
     if not schemes:
         raise LowRankError("shapes are learned by convolutions without channel groups, and this network has none.")
@@ -43,6 +44,7 @@ def shape_network(
 
     def fill(_: str, layer: nn.Module, new: nn.Module) -> None:
         new.copy_dense(layer.weight, layer.bias)  # type: ignore[operator]
+        frozen_like(layer, new)
 
     new = rewrite(model, schemes, fill=fill, kept=kept)
     note(new, input_size=tuple(input_size))

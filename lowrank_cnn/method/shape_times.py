@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.method.channel_order import free_routes
+from lowrank_cnn.method.rewriting import copy_with, in_channels_last
 from lowrank_cnn.method.settling import settle
 from lowrank_cnn.method.shape_choice import ShapeChooser, ShapeCosts
 from lowrank_cnn.method.shape_damage import shaped_convs
@@ -65,7 +65,7 @@ def corrected(
     """
     routes = free_routes(network, input_size)
     for _ in range(_ROUNDS):
-        trial = copy.deepcopy(network)
+        trial = copy_with(network)
         expected = ShapeChooser(routes, costs).choose(trial, share)
         split = sum(
             costs.splits[name] * (len(layer.choice[layer.kept].unique()) - 1)
@@ -95,9 +95,9 @@ def _timed(conv: nn.Module, x: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    return copy.deepcopy(model).eval().to(device, dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return in_channels_last(copy_with(model).eval().to(device, dtype))
 
 
 def _of_shapes(layer: ShapedConv2d, counts: Mapping[Pair, int]) -> nn.Module:
     conv = conv_of_form(layer.form, exact_scheme(list(counts.items())))
-    return conv.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return in_channels_last(conv.eval())

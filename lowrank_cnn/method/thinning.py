@@ -121,7 +121,7 @@ class _Thinning:
         pending = {
             layer: PendingLayer(copy.deepcopy(layer), channels(layer))
             for layer in self.blank.modules()
-            if type(layer) in LAYERS or isinstance(layer, NORMS)
+            if (type(layer) in LAYERS and not _computed(layer)) or isinstance(layer, NORMS)
         }
         new = copy.deepcopy(self.blank, {id(old): stand_in for old, stand_in in pending.items()}).eval()
         try:
@@ -135,6 +135,11 @@ class _Thinning:
             raise LowRankError("the network cannot be made thinner: its outputs would have other shapes.")
         built = {id(stand_in): stand_in.built or stand_in.layer for stand_in in pending.values()}
         return copy.deepcopy(new, built)
+
+
+def _computed(layer: nn.Module) -> bool:
+    """Whether hooks compute the weight from others (the older weight norm): such a layer keeps its channels."""
+    return hasattr(layer, "weight") and "weight" not in layer._parameters
 
 
 @torch.no_grad()

@@ -42,6 +42,10 @@ def read_records(paths: Iterable[str | Path]) -> Records:
     return records
 
 
+_BESIDE = ("recipe.json", "shape_costs.json", "shapes.json")
+"""Files of a run beside its record."""
+
+
 def require_records(paths: Iterable[str | Path], records: Records) -> None:
     """Refuse to go on with nothing, and say what to run first."""
     if records:
@@ -58,7 +62,7 @@ def _files(path: Path) -> Iterator[Path]:
         return
     for file in sorted(path.rglob("*.json")):
         of_checkpoint = file.with_suffix(".safetensors").exists()
-        of_run = file.name == "recipe.json" and (file.parent / "record.json").exists()
+        of_run = file.name in _BESIDE and (file.parent / "record.json").exists()
         if file.is_file() and not of_checkpoint and not of_run:
             yield file
 

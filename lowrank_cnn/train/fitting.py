@@ -112,7 +112,7 @@ def fit(
     check_loggers(names)
     options = ExecutionOptions(compile, cuda_graphs, checkpoint_activations, workers, decode)
     changes = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "quantize": quantize}
-    recipe = _resolve(recipe, data, changes)
+    recipe = recipe_for(data, recipe, changes)
     directory = None if out is None else RunDirectory(Path(out))
     if directory and not resume and isinstance(data, str | Path):
         directory.check_apart_from(data)
@@ -133,14 +133,15 @@ def fit(
         return _train(job, job.saved(resume=resume), log=names, checkpoint_every=checkpoint_every)
 
 
-def _resolve(recipe: Recipe | str, data: Any, fields: Mapping[str, Any]) -> Recipe:
+def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any]) -> Recipe:
+    """The recipe with the fields that are given, None left out, and the batch size of a DataLoader."""
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     own = loader_batch(data[0] if isinstance(data, tuple) and data else data)
-    if own is not None and fields["batch_size"] not in (None, own):
+    if own is not None and fields.get("batch_size") not in (None, own):
         raise LowRankError(
             f"the DataLoader makes batches of {own}: leave batch_size out, or change the DataLoader."
         )
-    fields = {**fields, "batch_size": own or fields["batch_size"]}
+    fields = {**fields, "batch_size": own or fields.get("batch_size")}
     given = {name: value for name, value in fields.items() if value is not None}
     return changed(recipe, given) if given else recipe
 

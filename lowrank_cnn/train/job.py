@@ -12,6 +12,7 @@ from torch import nn
 
 from lowrank_cnn.data import Data
 from lowrank_cnn.data.types import Decode
+from lowrank_cnn.method.rewriting import in_channels_last
 from lowrank_cnn.models.rebuild import run_entry
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
@@ -195,7 +196,7 @@ class Job:
 
     def laid_out(self, size: tuple[int, int, int]) -> nn.Module:
         """The model in channels_last, with its layers fused where that is possible and faster."""
-        self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        in_channels_last(self.model)
         if self.recipe.dropout is not None:
             for module in self.model.modules():
                 if isinstance(module, nn.Dropout):

@@ -8,10 +8,10 @@ Then shapes stay as they are, and the rest of the run trains the filters that ar
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -26,32 +26,31 @@ from lowrank_cnn.data.types import generator
 from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.channel_order import free_routes
 from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.init import weight_layers
+from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
-from lowrank_cnn.method.selection import Where
+from lowrank_cnn.method.selection import Where, check_module
 from lowrank_cnn.method.settling import LearnedShapes, settle
-from lowrank_cnn.method.shape_choice import ShapeChooser, check_reachable
-from lowrank_cnn.method.shape_damage import Damage, damage_by_loss
-from lowrank_cnn.method.shape_gates import add_gates, charge_gates, close_gates, damage_by_gates, learn_gates
+from lowrank_cnn.method.shape_choice import ShapeChooser, check_reachable, check_removable
+from lowrank_cnn.method.shape_gates import add_gates
 from lowrank_cnn.method.shape_network import shape_network
-from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, may_remove
+from lowrank_cnn.method.shaping import may_remove
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.determinism import generator_states, restore_generators
 from lowrank_cnn.train.directory import RunDirectory
-from lowrank_cnn.train.fitting import fit
+from lowrank_cnn.train.fitting import fit, recipe_for
 from lowrank_cnn.train.inputs import augmentation, input_size
-from lowrank_cnn.train.objective import Loss
 from lowrank_cnn.train.opening import open_for
+from lowrank_cnn.train.optimizers import flags_restored, freeze
 from lowrank_cnn.train.outputs import class_scores
-from lowrank_cnn.train.recipe import Recipe, changed
-from lowrank_cnn.train.recipes import get_recipe
-from lowrank_cnn.train.record import Epoch, Record
+from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.record import Record
 from lowrank_cnn.train.shape_budget import ShapeBudget
+from lowrank_cnn.train.shape_schedule import ShapeSchedule
 from lowrank_cnn.train.trained import carried_by, load_checkpoint
 
 SHAPES = ("kx1", "1xk", "1x1", "kxk")
 WAYS = ("proximal", "loss", "energy", "gates")
-FALLING, CHOOSING = 0.4, 0.6
-"""Shares of the epochs: until the budget has fallen to the target, and until shapes stay as they are."""
 SAMPLED, IMAGES, _SEED = 8, 128, 24
 """Batches that the damage of shapes is measured on, the most images in each, and the seed of their order."""
 FOUND = "shapes.json"
@@ -64,97 +63,16 @@ class Learned:
 
     - `network`: the trained network, of plain convs and composites.
     - `shapes`: the filters of each layer; `shapes.apply(dense)` gives a fresh network to train from scratch.
-    - `macs`: the share of the dense network's multiply-accumulates that is left.
+    - `macs`: the share of the dense network's MACs that is left; None where they cannot be counted.
     - `record`: the record of the run.
     - `time`: for a budget of time, the share of the dense network's that the whole network was measured to take.
     """
 
     network: nn.Module
     shapes: LearnedShapes
-    macs: float
+    macs: float | None
     record: Record
     time: float | None = None
-
-
-@dataclass(frozen=True)
-class ShapeSchedule:
-    """The callback of `fit` that chooses shapes after an epoch, within a budget that falls to its target."""
-
-    chooser: ShapeChooser
-    target: float
-    epochs: int
-    by: str = "energy"
-    sample: Callable[[int, nn.Module], Iterator[tuple[Tensor, Any]]] | None = None
-    """Batches after an epoch, to measure the damage of shapes on, or to move gates."""
-    loss: Loss | None = None
-    choose_last: Callable[[Callable[[float], Any], nn.Module], None] | None = None
-    """Makes the last choice, by a function that chooses for a share; the target is that share by default."""
-    met: list[int] = field(default_factory=list)
-    """The epochs of this process."""
-
-    @property
-    def changes_until(self) -> int:
-        """The epoch after which shapes are chosen for the last time."""
-        return max(1, round(CHOOSING * self.epochs))
-
-    def share_after(self, epoch: int) -> float:
-        """The share of the dense cost that is allowed after an epoch: it falls quickly first, then slowly."""
-        falling = max(1, min(self.changes_until, round(FALLING * self.epochs)))
-        left = max(0.0, 1 - epoch / falling)
-        return self.target + (1 - self.target) * left**3
-
-    def __call__(self, row: Epoch, network: nn.Module) -> None:
-        self.met.append(row.epoch)
-        if row.epoch > self.changes_until:
-            return
-        if self.by == "proximal" and row.epoch < self.changes_until:
-            self.chooser.choose(network, self.target, self._damage(row.epoch, network, self.target))
-            _shrink(network, (row.epoch / self.changes_until) ** 2)
-        else:
-            self._choose_within(self.share_after(row.epoch), row.epoch, network)
-        _agree(network)
-
-    def _choose_within(self, share: float, epoch: int, network: nn.Module) -> None:
-        damage = self._damage(epoch, network, share)
-        if self.by == "gates" and epoch == self.changes_until:
-            close_gates(network)
-        if epoch == self.changes_until and self.choose_last is not None:
-            self.choose_last(lambda allowed: self.chooser.choose(network, allowed, damage), network)
-        else:
-            self.chooser.choose(network, share, damage)
-
-    def _damage(self, epoch: int, network: nn.Module, share: float) -> dict[str, Damage] | None:
-        """What shapes would lose; None for the damage by energy. Gates are moved first."""
-        if self.sample is None:
-            return None
-        batches, loss = self.sample(epoch, network), self.loss or _cross_entropy
-        if self.by != "gates":
-            return damage_by_loss(network, self.chooser.routes, batches, loss)
-        learn_gates(network, batches, loss)
-        charge_gates(network, self.chooser.costs, share)
-        return damage_by_gates(network)
-
-
-def _shrink(network: nn.Module, share: float) -> None:
-    """Shrink the taps outside the shapes that were chosen, and use all taps again."""
-    for layer in network.modules():
-        if isinstance(layer, ShapedConv2d):
-            layer.shrink_outside(share)
-        elif isinstance(layer, GatedLinear):
-            layer.inputs.fill_(True)
-
-
-def _agree(network: nn.Module) -> None:
-    """Copy the choice of the first process to all: sums on GPUs may differ in their last bits."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return
-    for module in network.modules():
-        for name in ("choice", "kept", "inputs", "gates", "charge"):
-            buffer = getattr(module, name, None)
-            if isinstance(module, ShapedConv2d | GatedLinear) and buffer is not None:
-                value = buffer if buffer.is_floating_point() else buffer.long()
-                torch.distributed.broadcast(value, 0)
-                buffer.copy_(value)
 
 
 def learn_shapes(
@@ -203,20 +121,28 @@ def learn_shapes(
         raise LowRankError(
             "learn_shapes needs a budget below 1: macs=0.4 or latency=0.5, as a share of the dense."
         )
-    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
-    recipe = recipe if epochs is None else changed(recipe, {"epochs": epochs})
+    fields = {name: options.pop(name, None) for name in ("batch_size", "lr", "quantize")}
+    recipe = recipe_for(data, recipe, {**fields, "epochs": epochs})
     if recipe.epochs < 2:
         raise LowRankError("learning shapes takes two epochs at least: one to choose them, one to train them.")
     scheme = learned_scheme(shapes, multiple)
     if by not in WAYS or (by == "gates" and may_remove(scheme)):
         raise LowRankError(f"by is {', '.join(WAYS)}, and gates remove no filters: not {by!r} with these shapes.")
+    check_module(model)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise LowRankError("there are no weights to train: the network is on the meta device.")
+    directory = None if out is None else RunDirectory(Path(out))
+    if directory and not resume and isinstance(data, str | Path):
+        directory.check_apart_from(data)
     data = open_for(model, data, recipe)
     size = input_size(data.test, augmentation(recipe))
-    shaped = shape_network(model, scheme, size, where=where)
+    shaped = _shaped(model, scheme, size, where, recipe)
     asked = {budget.kind: budget.share, "by": by, "shapes": str(scheme)}
-    plan = ShapeBudget(asked, None if out is None else RunDirectory(Path(out)), device, batch)
+    plan = ShapeBudget(asked, directory, device, batch)
     costs = plan.costs(shaped, model, size, resume=resume)
     chooser = ShapeChooser(free_routes(shaped, size), costs)
+    if may_remove(scheme):
+        check_removable(chooser, shaped, size)
     check_reachable(chooser, shaped, budget.share)
     if os.environ.get("RANK", "0") == "0":
         plan.keep(costs)
@@ -225,10 +151,11 @@ def learn_shapes(
     sample = None if by == "energy" else partial(_sample, data, recipe)
     last = None
     if budget.kind == "latency":
-        last = partial(plan.choose_last, blank=copy.deepcopy(shaped), model=model, size=size)
-    schedule = ShapeSchedule(chooser, budget.share, recipe.epochs, by, sample, options.get("loss"), last)
+        last = partial(plan.choose_last, blank=copy_with(shaped), model=model, size=size)
+    loss = options.get("loss") or partial(_cross_entropy, output=recipe.output)
+    schedule = ShapeSchedule(chooser, budget.share, recipe.epochs, by, sample, loss, last)
     run = {**options, "out": out, "resume": resume, "device": device}
-    record = fit(shaped.train(), data, recipe, callbacks=(schedule, *callbacks), **run)
+    record = fit(shaped, data, recipe, callbacks=(schedule, *callbacks), **run)
     if len(record.history) < schedule.changes_until:
         raise LowRankError(
             f"the run was ended after epoch {len(record.history)}, and shapes are final after epoch "
@@ -236,7 +163,22 @@ def learn_shapes(
         )
     if not schedule.met and out is not None:  # the run was finished before
         shaped = load_checkpoint(out, network=shaped).network
-    return _finished(model, shaped, size, record, plan)
+    found = _finished(model, shaped, size, record, plan)
+    if found.time is not None and plan.exceeded_by(found.time) and options.get("progress", True):
+        print(f"The network takes {found.time:.2f} of the time, and {budget.share:g} was asked for.", flush=True)
+    return found
+
+
+def _shaped(model: nn.Module, scheme: Scheme, size: tuple[int, ...], where: Where, recipe: Recipe) -> nn.Module:
+    """The network that learns. Layers that the recipe freezes keep their filters."""
+    with flags_restored(model):
+        freeze(model, recipe.freeze)
+        for _, first in list(weight_layers(model))[: int(recipe.whiten_first)]:
+            first.requires_grad_(False)  # the filters that whiten are not trained
+        shaped = shape_network(model, scheme, size, where=where)
+    for name, parameter in model.named_parameters():
+        shaped.get_parameter(name).requires_grad_(parameter.requires_grad)
+    return shaped
 
 
 def _sample(data: Data, recipe: Recipe, epoch: int, network: nn.Module) -> Iterator[tuple[Tensor, Any]]:
@@ -260,15 +202,15 @@ def _sample(data: Data, recipe: Recipe, epoch: int, network: nn.Module) -> Itera
     restore_generators(before, device)
 
 
-def _cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(class_scores(outputs).float(), targets)
+def _cross_entropy(outputs: Any, targets: Tensor, *, output: str | None) -> Tensor:
+    return functional.cross_entropy(class_scores(outputs, output).float(), targets)
 
 
 def learned_scheme(shapes: Sequence[str] | Scheme, multiple: int = 8) -> Scheme:
     """The scheme of these shapes; a scheme is returned as it is."""
-    if isinstance(shapes, Scheme):
+    if isinstance(shapes, Scheme) and shapes.name == "learned":
         return shapes
-    if isinstance(shapes, str) or not all(isinstance(shape, str) for shape in shapes):
+    if isinstance(shapes, str | Scheme) or not all(isinstance(shape, str) for shape in shapes):
         raise LowRankError(f'shapes are a list like ("kx1", "1xk", "kxk", "none"), not {shapes!r}.')
     found = Scheme("learned", tuple((shape, Fraction(1)) for shape in dict.fromkeys(shapes)), multiple=multiple)
     return parse_scheme(str(found))
@@ -281,5 +223,7 @@ def _finished(
     shapes = LearnedShapes.of(network)
     if plan.directory and os.environ.get("RANK", "0") == "0":
         shapes.save(plan.directory.path / FOUND)
-    macs = count(network, size).macs / count(model, size).macs
+    macs = None
+    with contextlib.suppress(LowRankError):  # a forward that reads values cannot be counted
+        macs = count(network, size).macs / count(model, size).macs
     return Learned(network, shapes, macs, record, plan.time_of(network, model, size))

@@ -11,6 +11,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lowrank_cnn.method.activations import evaluating
+from lowrank_cnn.method.channel_order import why_fixed
+from lowrank_cnn.method.settling import has_learned
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.system.autograd import upstream
 from lowrank_cnn.system.provenance import notes
@@ -35,6 +37,9 @@ def remarks(model: nn.Module, recipe: Recipe) -> list[str]:
     if recipe.schedule in ("cosine", "poly") and (recipe.drop_epochs or recipe.levels):
         dividing = "drop_epochs" if recipe.drop_epochs else "levels"
         said.append(f"The schedule {recipe.schedule} ends at zero by itself; {dividing} divides the rate on top.")
+    learns, size = has_learned(model), notes(model).input_size
+    if learns and size and (why := why_fixed(model, size)):
+        said.append(f"Filters keep their order, so that each shape gets one run of them, because {why}.")
     if begun := notes(model).begun_from:
         said.append(
             f"The network begins with trained weights ({begun}); images are prepared anew, for these data."

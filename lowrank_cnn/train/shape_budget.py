@@ -30,8 +30,8 @@ BATCH = 64
 """Images at a time that a GPU is timed with, unless the user says how many."""
 COSTS, _LAST = "shape_costs.json", "last_share"
 """The file in the directory of a run, and in it the share that the last choice was made for."""
-_TRIES, _CLOSE, _FURTHEST = 3, 0.02, 0.8
-"""Further tries of the last choice, the excess that is no reason for one, and the least factor of one."""
+_TRIES, _CLOSE, _FURTHEST = 4, 0.02, 0.8
+"""Tries of the last choice, the excess that is no reason for another, and the least factor of one."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ShapeBudget:
     batch: int | None = None
 
     def __post_init__(self) -> None:
-        if self.batch is not None and self.batch < 1:
+        if self.batch is not None and (not isinstance(self.batch, int) or self.batch < 1):
             raise LowRankError(f"batch is the number of images at a time, one or more, not {self.batch!r}.")
 
     def costs(self, shaped: nn.Module, model: nn.Module, size: tuple[int, ...], *, resume: bool) -> ShapeCosts:
@@ -89,22 +89,32 @@ class ShapeBudget:
     ) -> None:
         """Choose for the last time: within less than the budget if the network that is found takes longer.
 
+        If no try is within the budget, the fastest is taken.
         `blank` is a copy of the network from before training: layers have hooks while they train, which take time.
-        The share that was enough is kept: a run that is killed before its next checkpoint then chooses the same.
+        The share that was taken is kept: a run that is killed before its next checkpoint then chooses the same.
         """
-        target = share = self.asked["latency"]
-        known = made_by_first(self._last_share, self.device)
-        choose(known or share)
-        for _ in range(0 if known else _TRIES):
-            blank.load_state_dict(network.state_dict())
-            taken = self.time_of(blank, model, size)
-            if taken is None or taken <= (1 + _CLOSE) * target:
-                break
-            share *= max(_FURTHEST, target / taken)
+        share = made_by_first(self._last_share, self.device)
+        if share is not None:
             choose(share)
+            return
+        share, tried = self.asked["latency"], {}
+        for _ in range(_TRIES):
+            choose(share)
+            blank.load_state_dict(network.state_dict())
+            tried[share] = taken = self.time_of(blank, model, size) or 0.0
+            if not self.exceeded_by(taken):
+                break
+            share *= max(_FURTHEST, self.asked["latency"] / taken)
+        best = min(tried, key=lambda share: tried[share])
+        if best != share:
+            choose(best)
         if self.directory and os.environ.get("RANK", "0") == "0":
             path = self.directory.path / COSTS
-            write_json(path, {**read_json(path), _LAST: known or share})
+            write_json(path, {**read_json(path), _LAST: best})
+
+    def exceeded_by(self, time: float) -> bool:
+        """Whether a measured share of the time is above the budget, by more than times differ."""
+        return time > (1 + _CLOSE) * self.asked["latency"]
 
     def _last_share(self) -> float | None:
         path = self.directory.path / COSTS if self.directory else None
@@ -126,7 +136,6 @@ class ShapeBudget:
             return
         path = self.directory.path / COSTS
         if not (self.directory.holds_run() and path.is_file()):
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, {"asked": dict(self.asked), "costs": costs.to_dict()})
 
     def _kept(self, shaped: nn.Module) -> ShapeCosts | None:

@@ -111,9 +111,18 @@ def test_a_precision_of_torch_is_that_of_the_example(monkeypatch):
     assert torch.bfloat16 in seen
 
 
+def test_what_is_advised_above_the_budget_of_time_is_said(monkeypatch):
+    times = iter(range(1, 1000))
+    monkeypatch.setattr(advising.AdviceBench, "_within_time", lambda self, build, share: build(0.5))
+    clock(monkeypatch, lambda name, m: 1.0 if name == "dense" else 0.9 + next(times) / 1e6)
+    verdict = design(net(), EXAMPLE, latency=0.5).verdict
+    assert verdict.endswith("Measured once more, none is within 0.5 of the time.")
+    assert "low-rank filters keep no more MACs here" in verdict or "Take low-rank" in verdict
+
+
 def test_int8_is_measured_in_an_engine(monkeypatch):
     pytest.importorskip("onnxruntime")
-    monkeypatch.setattr(advising.AdviceBench, "layers", lambda self, damage: ())
+    monkeypatch.setattr(advising.AdviceBench, "layers", lambda *_: ())
     advice = design(net(), EXAMPLE, macs=0.5, engine="onnx", precision="int8", repeats=3)
     assert "in onnx, int8" in advice.verdict
 
@@ -128,8 +137,72 @@ def test_int8_is_measured_in_an_engine(monkeypatch):
 def test_bad_wishes_get_one_sentence(options, words):
     with pytest.raises(lr.LowRankError, match=words):
         design(net(), EXAMPLE, repeats=3, **options)
-    with pytest.raises(lr.LowRankError, match="batch of images"):
-        design(net(), EXAMPLE[0], macs=0.5)
+    for example in (EXAMPLE[0], EXAMPLE.byte(), [1.0]):
+        with pytest.raises(lr.LowRankError, match="batch of images"):
+            design(net(), example, macs=0.5)
+    with pytest.raises(lr.LowRankError, match="does not take an example of 1x3x4x4: "):
+        design(nn.Sequential(net()[0], nn.Flatten(), nn.Linear(8, 2)), EXAMPLE[..., :4, :4], macs=0.5)
+    with pytest.raises(lr.LowRankError, match="on the meta device nothing takes time"):
+        design(net().to("meta"), EXAMPLE, macs=0.5)
+
+
+PAIR = (torch.randn(2, 3, 16, 16), torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("data", [[], PAIR, "digits", [(PAIR[0], torch.tensor([0, 9]))], [(PAIR[1], PAIR[0])]])
+def test_data_that_is_no_batches_gets_one_sentence(data):
+    with pytest.raises(
+        lr.LowRankError, match=r"a few batches, each of \(images, targets\)|cannot be computed on data"
+    ):
+        design(net(), EXAMPLE, macs=0.5, data=data)
+
+
+def test_data_of_a_network_with_named_outputs_counts(monkeypatch):
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x):
+            return {"logits": self.net(x)}
+
+    clock(monkeypatch, lambda name, m: macs_of(m))
+    assert design(Named(), EXAMPLE, macs=0.5, data=[PAIR]).layers[0].strips_lose is not None
+
+
+def test_the_advised_network_is_ready_to_be_trained(monkeypatch):
+    """In the dtype and the modes of the model, whatever was measured, and without frozen weights."""
+    clock(monkeypatch, lambda name, m: macs_of(m) * (0.5 if strips_in(m) else 1))
+    model = net().requires_grad_(False)
+    advice = design(model, EXAMPLE, macs=0.5, precision="bf16", data=[PAIR])
+    assert advice.choice == "low-rank"
+    assert {p.dtype for p in advice.network.parameters()} == {torch.float32}
+    assert all(p.requires_grad for p in advice.network.parameters())
+    assert not any(p.requires_grad for p in model.parameters())
+    assert advice.network.training
+    assert advice.layers[0].strips_lose is not None
+
+
+def test_a_network_that_has_no_cheaper_form_says_why():
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x):
+            return self.net(x) if x.sum() > -1e9 else x
+
+    with pytest.raises(lr.LowRankError, match=r"reaches macs=0.5 here: .* reads the values of tensors"):
+        design(Looks(), EXAMPLE, macs=0.5, repeats=3)
+
+
+def test_a_network_with_3d_convs_and_older_weight_norm_is_measured():
+    deep = nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv3d(1, 1, 3, padding=1), nn.Flatten(1, 2), *net())
+    assert len(design(deep, EXAMPLE, macs=0.5, repeats=3).layers) == 2
+    model = net()
+    model[3] = torch.nn.utils.weight_norm(model[3])
+    with pytest.raises(lr.LowRankError, match="cannot be made thinner"):
+        design(model, EXAMPLE, macs=0.5, repeats=3)
 
 
 def test_the_random_generator_stays_where_it_is(monkeypatch):

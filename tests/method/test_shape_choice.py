@@ -12,7 +12,7 @@ from torch import nn
 import lowrank_cnn as lr
 from lowrank_cnn.method.channel_order import free_routes
 from lowrank_cnn.method.scheme import parse_scheme
-from lowrank_cnn.method.shape_choice import ShapeChooser, check_reachable, unit_of
+from lowrank_cnn.method.shape_choice import ShapeChooser, check_reachable, check_removable, unit_of
 from lowrank_cnn.method.shape_damage import shaped_convs
 from lowrank_cnn.method.shape_network import mac_costs, shape_network
 
@@ -96,6 +96,26 @@ def test_an_unreachable_budget_is_refused():
     check_reachable(chooser, shaped, least)
     with pytest.raises(lr.LowRankError, match="what the cheapest shapes and all else cost"):
         check_reachable(chooser, shaped, least - 0.01)
+
+
+@pytest.mark.parametrize(("name", "share"), [("nin", 0.4), ("vgg11-gmp", 0.3), ("resnet18-small", 0.4)])
+def test_no_layer_collapses_where_filters_may_go(name, share):
+    torch.manual_seed(0)
+    size = (3, 32, 32)
+    net = lr.create_model(name, width=0.5, image_size=32, num_classes=10)
+    shaped = shape_network(net, parse_scheme("learned(kx1, 1xk, 1x1, kxk, none)"), size)
+    chooser = ShapeChooser(free_routes(shaped, size), mac_costs(shaped, net, size))
+    assert 0.9 * share < chooser.choose(shaped, share) <= share
+    assert min(float(layer.kept.float().mean()) for layer in shaped_convs(shaped).values()) > 0.2
+
+
+def test_removing_filters_is_refused_where_none_is_free():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 3, padding=1))
+    shaped, chooser = chosen("learned(kx1, kxk, none)", net)
+    with pytest.raises(lr.LowRankError, match="their channels meet others or reach the output"):
+        check_removable(chooser, shaped, SIZE)
+    shaped, chooser = chosen("learned(kx1, kxk, none)", two_convs())
+    check_removable(chooser, shaped, SIZE)
 
 
 def test_counts_come_in_units_of_what_the_layer_can_hold():

@@ -85,7 +85,8 @@ def test_a_folder_is_read_at_any_depth_and_bad_files_are_listed(runs: Path):
 
 def test_the_other_files_of_a_run_are_no_problem(tmp_path: Path):
     (tmp_path / "record.json").write_text(json.dumps(RUN))
-    (tmp_path / "recipe.json").write_text("{}")
+    for name in ("recipe.json", "shape_costs.json", "shapes.json"):
+        (tmp_path / name).write_text("{}")
     (tmp_path / "step-00000010.json").write_text("{}")
     (tmp_path / "step-00000010.safetensors").write_bytes(b"")
     (tmp_path / "table.json").write_text('{"kind": "reproduction", "rows": []}')

@@ -15,7 +15,7 @@ from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.settling import has_learned
 from lowrank_cnn.method.shape_times import time_costs
 from lowrank_cnn.train import Recipe, learning_shapes, shape_budget
-from lowrank_cnn.train.learning_shapes import Learned, ShapeSchedule, learn_shapes
+from lowrank_cnn.train.learning_shapes import Learned, learn_shapes
 from lowrank_cnn.train.trained import load_checkpoint
 
 RECIPE = Recipe(name="stripes", batch_size=16, epochs=10, lr=0.1, mirror=False, weight_decay=0.01)
@@ -219,13 +219,6 @@ def test_time_is_a_budget_too(tmp_path, monkeypatch: pytest.MonkeyPatch):
 def test_a_bad_budget_gets_one_sentence(options, words):
     with pytest.raises(lr.LowRankError, match=words):
         learn_shapes(small_net(), stripes(n=8), RECIPE, **QUIET, **options)
-
-
-def test_the_budget_falls_to_its_target():
-    schedule = ShapeSchedule(None, 0.4, 10)  # type: ignore[arg-type]
-    shares = [schedule.share_after(epoch) for epoch in range(11)]
-    assert shares == sorted(shares, reverse=True)
-    assert (shares[0], shares[4], schedule.changes_until) == (1.0, 0.4, 6)
 
 
 def test_a_budget_that_is_refused_leaves_no_directory(tmp_path):

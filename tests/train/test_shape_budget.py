@@ -102,6 +102,16 @@ def test_the_last_choice_is_made_for_less_where_the_network_takes_longer(begun, 
     assert costs_of(budget(begun)).to_dict() == json.loads((begun / COSTS).read_text())["costs"]
 
 
+def test_the_fastest_choice_is_taken_where_none_is_within_the_budget(begun, monkeypatch):
+    asked: list[float] = []
+    times = iter([0.9, 0.7, 0.8, 0.75])
+    monkeypatch.setattr(ShapeBudget, "time_of", lambda *_: next(times))
+    budget(begun).choose_last(asked.append, dense(), blank=dense(), model=dense(), size=SIZE)
+    assert len(asked) == 5
+    assert asked[-1] == asked[1] == pytest.approx(0.4)
+    assert json.loads((begun / COSTS).read_text())["last_share"] == asked[1]
+
+
 def test_timing_draws_no_random_number(tmp_path):
     one, other = dense(), dense()
     state = torch.get_rng_state()

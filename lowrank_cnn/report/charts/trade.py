@@ -147,7 +147,7 @@ def trade_chart(points: Sequence[TradePoint], axis: str, metric: str, *, error: 
         "axis": axis,
         "metric": metric,
         "x": AXES[axis],
-        "format": "~s" if axis in COUNTS else "~g",
+        "format": "~s" if axis in COUNTS else "~r",
         "y": METRICS[metric].replace("accuracy", "error") if error else METRICS[metric],
         "log": min(costs) > 0 and max(costs) / min(costs) > WIDE,
         "domain": _domain([end for mark in marks for end in (mark["low"], mark["high"])], least_span(accuracies)),
