@@ -20,6 +20,15 @@ def si(number: float, digits: int = 3) -> str:
     return f"{number:g}"
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number with its noun, which takes an s, or the plural given, unless the number is 1.
+
+    >>> counted(1, "class", "classes"), counted(1200, "image")
+    ('1 class', '1,200 images')
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def first_few(names: Sequence[str]) -> str:
     """Three names at most: "cat, dog, owl, ..."."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

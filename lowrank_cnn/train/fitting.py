@@ -30,7 +30,7 @@ from lowrank_cnn.train.job import ExecutionOptions, Extras, Job
 from lowrank_cnn.train.loggers import Logged, check_loggers
 from lowrank_cnn.train.memory_check import check_memory
 from lowrank_cnn.train.objective import Loss
-from lowrank_cnn.train.opening import open_for
+from lowrank_cnn.train.opening import check_network, open_for
 from lowrank_cnn.train.optimizers import flags_restored
 from lowrank_cnn.train.progress import Lines, Progress, moving_line
 from lowrank_cnn.train.recipe import Recipe, changed
@@ -119,6 +119,7 @@ def fit(
     data = open_for(model, data, recipe)
     if loss is None:
         check_classes(data)
+        check_network(model, data, recipe)
     extras = Extras(loss, tuple(callbacks), teacher)
     fabric = launch(device, precision or recipe.precision, strategy)
     shown = Lines() if progress and fabric.is_global_zero else Progress()

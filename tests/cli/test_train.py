@@ -332,3 +332,14 @@ def test_a_directory_in_use_is_refused_before_images_are_read(train_small, tmp_p
 def test_the_printed_warm_up_is_that_of_the_run():
     assert "warmup=0.4 " in f"{_told(get_recipe('modern', epochs=2))} "
     assert "warmup=5.0 " in f"{_told(get_recipe('modern', epochs=40))} "
+
+
+def test_a_network_for_other_classes_is_refused_before_images_are_decoded(lowrank, tmp_path, monkeypatch):
+    def decode():
+        raise AssertionError("images were decoded")
+
+    split = ResidentSplit(decode, (1, 16, 16))
+    data = Data("photos", ("cat", "dog", "owl"), split, split)
+    monkeypatch.setattr("lowrank_cnn.data.open_data", lambda *_, **__: data)
+    error = lowrank("train", f"{own_network(tmp_path)}:net", "--data", "photos", "--device", "cpu").exception
+    assert "2 outputs for an image, and the data 3 classes" in str(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.text import duration, printable, si, text_table
+from lowrank_cnn.system.text import counted, duration, printable, si, text_table
 
 
 @pytest.mark.parametrize(("number", "shown"), [(7508438696, "7.51G"), (999, "999"), (1e12, "1.00T"), (0.5, "0.5")])
@@ -36,3 +36,8 @@ def test_columns_are_aligned():
 def test_control_characters_are_shown_as_escapes(text, shown):
     assert printable(text) == shown
     assert str(LowRankError(text)) == shown.replace("\n", "\\n")
+
+
+def test_a_noun_follows_its_number():
+    assert [counted(n, "run") for n in (0, 1, 2, 12345)] == ["0 runs", "1 run", "2 runs", "12,345 runs"]
+    assert [counted(n, "class", "classes") for n in (1, 2)] == ["1 class", "2 classes"]
