@@ -26,6 +26,7 @@ from lowrank_cnn.report.tables import (
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError, require
 from lowrank_cnn.system.files import write_atomically
+from lowrank_cnn.system.text import counted
 
 SCRIPTS = ("vega/vega.js", "base.js", "drawing.js", "trade.js", "curves.js", "details.js", "page.js")
 """In the order in which the page runs them."""
@@ -98,7 +99,7 @@ def _chart_data(records: Records, results: Sequence[NetworkResult]) -> dict[str,
 def found_in(records: Records) -> str:
     """How many runs and timings there are, in words."""
     counts = [(len(records.runs), "training run"), (len(records.timings), "timing")]
-    return " and ".join(f"{n} {name}{'s' * (n != 1)}" for n, name in counts if n)
+    return " and ".join(counted(n, name) for n, name in counts if n)
 
 
 def _template() -> Any:

@@ -20,13 +20,14 @@ def si(number: float, digits: int = 3) -> str:
     return f"{number:g}"
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
-    """A number with its noun, which takes an s, or the plural given, unless the number is 1.
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, which takes an s or es unless the number is 1.
 
-    >>> counted(1, "class", "classes"), counted(1200, "image")
-    ('1 class', '1,200 images')
+    >>> counted(1, "image"), counted(1200, "image"), counted(2, "class")
+    ('1 image', '1,200 images', '2 classes')
     """
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+    ending = "es" if noun.endswith(("s", "x", "sh", "tch")) else "s"
+    return f"{number:,} {noun}{ending * (number != 1)}"
 
 
 def first_few(names: Sequence[str]) -> str:

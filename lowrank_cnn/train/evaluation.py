@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowrank_cnn.data import Data, Loader, Preprocess, make_loader, open_data
 from lowrank_cnn.data.image_progress import ImageProgress
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.text import first_few
+from lowrank_cnn.system.text import counted, first_few
 from lowrank_cnn.train.checkpoint import CheckpointStore, DamagedCheckpointError, read_state
 from lowrank_cnn.train.fabric import resolve_device
 from lowrank_cnn.train.inputs import evaluation_batch, input_size, preprocessing
@@ -168,8 +168,8 @@ def match_classes(trained: Trained, data: Data) -> Tensor:
     unknown = [name for name in data.classes if name not in place]
     if unknown:
         raise LowRankError(
-            f"the network knows {len(trained.classes)} classes ({first_few(trained.classes)}), "
-            f"{data.name} has {len(unknown)} others ({first_few(unknown)})."
+            f"the network knows {counted(len(trained.classes), 'class')} ({first_few(trained.classes)}), "
+            f"{data.name} has {counted(len(unknown), 'other')} ({first_few(unknown)})."
         )
     return torch.tensor([place[name] for name in data.classes])
 

@@ -16,6 +16,7 @@ from lowrank_cnn.data import Data, Split
 from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.memory import is_out_of_memory
+from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.details import DetailsCollector, EvaluationDetails
 from lowrank_cnn.train.objective import Loss, hits
 from lowrank_cnn.train.outputs import class_scores
@@ -140,9 +141,9 @@ def check_fits(
 def _check_scores(outputs: Any, classes: int, output: str | None) -> None:
     logits = class_scores(outputs, output)
     if logits.shape != (1, classes):
-        given = "x".join(map(str, logits.shape[1:]))
+        given = counted(logits.shape[1], "output") if logits.ndim == 2 else f"{list(logits.shape[1:])} outputs"
         raise LowRankError(
-            f"the network has {given} outputs for an image, and the data {classes} classes: build it with "
+            f"the network has {given} for an image, and the data {counted(classes, 'class')}: build it with "
             f"num_classes={classes}."
         )
 

@@ -343,3 +343,11 @@ def test_a_network_for_other_classes_is_refused_before_images_are_decoded(lowran
     monkeypatch.setattr("lowrank_cnn.data.open_data", lambda *_, **__: data)
     error = lowrank("train", f"{own_network(tmp_path)}:net", "--data", "photos", "--device", "cpu").exception
     assert "2 outputs for an image, and the data 3 classes" in str(error)
+
+
+def test_one_class_is_refused_before_anything_is_printed(lowrank, monkeypatch):
+    data = Data("photos", ("cat",), *(ResidentSplit(None, (1, 16, 16)) for _ in range(2)))  # type: ignore[arg-type]
+    monkeypatch.setattr("lowrank_cnn.data.open_data", lambda *_, **__: data)
+    refused = lowrank("train", "nin", "--data", "photos", "--device", "cpu")
+    assert "photos has fewer than two classes (cat)" in str(refused.exception)
+    assert not refused.output

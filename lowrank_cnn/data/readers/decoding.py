@@ -29,7 +29,7 @@ from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import counted
 
-OTHER_SIZE = "image of another size, resized"
+OTHER_SIZE = "resized image"
 _CHUNK = 256
 _WORTH_WORKERS = 4096
 _MOST_WORKERS = 16
@@ -96,7 +96,7 @@ def decode_rows(
     if bad == "refuse":
         problems.refuse()
     if not good.any():
-        raise LowRankError(f"none of {len(rows)} images can be decoded: {problems}.")
+        raise LowRankError(f"none of {counted(len(rows), 'image')} can be decoded: {problems}.")
     kept = rows[good]
     images = images if good.all() else images[good]
     return Decoded(images, store.labels[kept], problems, lambda place: store.where(int(kept[place])))

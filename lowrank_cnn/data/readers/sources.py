@@ -140,7 +140,7 @@ def _tested_elsewhere(found: LabelledImages, options: ReadOptions) -> LabelledIm
     problems = other.problems["test" if other.test else "train"]
     store: Any = replace(tested, labels=labels)  # type: ignore[type-var]
     unknown = sorted(set(other.classes) - set(found.classes))
-    problems.add_all(("class unknown in train", name) for name in unknown)
+    problems.add_all(("unknown class", name) for name in unknown)
     return replace(found, test=store, problems={**found.problems, "test": problems})
 
 

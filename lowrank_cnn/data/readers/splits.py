@@ -14,6 +14,7 @@ from lowrank_cnn.data.resident import ResidentSplit
 from lowrank_cnn.data.stream.streamed import StreamedSplit
 from lowrank_cnn.data.types import Data, Problems, Size, Split, stratified
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.text import counted
 
 LARGE_SIDE = 256
 """Images whose shorter side is longer than this are resized to the network's own size by default."""
@@ -76,8 +77,8 @@ def divided(store: ImageStore, rows: Tensor, share: float, *, seed: int, name: s
     number = round(share * len(rows))
     if not 0 < number < len(rows):
         raise LowRankError(
-            f"{name} has no test images, and {share:g} of its {len(rows)} images leaves none to train or test on: "
-            "set another share (--val-split 0.5)."
+            f"{name} has no test images, and {share:g} of its {counted(len(rows), 'image')} leaves none to "
+            "train or test on: set another share (--val-split 0.5)."
         )
     chosen = stratified(store.labels[rows], number, seed=seed)
     rest = rows.new_ones(len(rows)).bool()

@@ -10,7 +10,7 @@ function cellsOf({ classes, confusion }) {
       if (!n) return [];
       const [yes, said] = [classes[i], classes[j]], share = n / all, percent = `${(100 * share).toFixed(1)}%`;
       const label = i === j ? yes : `${yes} taken for ${said}`;
-      return [{ true: yes, predicted: said, n, share, label, details: [["images", n], ["share of the class", percent]], spoken: `${label}: ${n} images, ${percent}` }];
+      return [{ true: yes, predicted: said, n, share, label, details: [["images", n], ["share of the class", percent]], spoken: `${label}: ${n} image${n === 1 ? "" : "s"}, ${percent}` }];
     });
   });
 }

@@ -11,7 +11,7 @@ from lowrank_cnn.report.comparing import is_twin
 from lowrank_cnn.report.datasets import trained_label
 from lowrank_cnn.report.details import AnswerDetails, add_up
 from lowrank_cnn.report.records import NetworkResult
-from lowrank_cnn.system.text import percent
+from lowrank_cnn.system.text import counted, percent
 
 MOST_BARS = 25
 """Of more classes, those that are recognised least."""
@@ -40,7 +40,7 @@ def _plain(details: AnswerDetails) -> dict[str, Any]:
     return {
         "classes": list(details.classes),
         "images": int(sum(n for n, _ in details.per_class)),
-        "by_class": [_bar(name, right, f"{int(n):,} images") for right, name, n in known[:MOST_BARS]],
+        "by_class": [_bar(name, right, f"{counted(int(n), 'image')}") for right, name, n in known[:MOST_BARS]],
         "known": len(known),
         "pairs": _pairs(details)[:MOST_PAIRS],
         "confusion": details.confusion,
@@ -64,7 +64,7 @@ def _bar(name: str, share: float, of: str) -> dict[str, Any]:
 def _pairs(details: AnswerDetails) -> list[dict[str, Any]]:
     totals = {name: n for name, (n, _) in zip(details.classes, details.per_class, strict=True)}
     found = [
-        _bar(f"{true} taken for {said}", n / totals[true], f"{int(totals[true]):,} images of {true}")
+        _bar(f"{true} taken for {said}", n / totals[true], f"{counted(int(totals[true]), 'image')} of {true}")
         for true, said, n in details.pairs
         if totals.get(true)
     ]
@@ -122,8 +122,8 @@ def calibration_spec(chart: dict[str, Any]) -> Spec:
 
 
 def _titled(spec: Spec, chart: dict[str, Any], title: str, data: dict[str, Any]) -> Spec:
-    runs = f"{chart['runs']} run{'s' * (chart['runs'] != 1)}"
-    subtitle = f"{chart['network']} on {chart['trained']}: {chart['images']:,} answers of {runs}"
+    answers = f"{counted(chart['images'], 'answer')} of {counted(chart['runs'], 'run')}"
+    subtitle = f"{chart['network']} on {chart['trained']}: {answers}"
     return {**spec, "title": {"text": title, "subtitle": subtitle}, "datasets": data}
 
 

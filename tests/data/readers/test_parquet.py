@@ -194,9 +194,7 @@ def test_an_image_of_another_size_is_resized_and_counted(
     write_shards(tmp_path, "test", [rows[:1]])
     train = resident(open_data(tmp_path).train)
     assert train.images.shape == (200, 3, 12, 10)
-    assert train.problems.examples == {
-        "image of another size, resized": ["train-00000-of-00001.parquet:24: 30x20"]
-    }
+    assert train.problems.examples == {"resized image": ["train-00000-of-00001.parquet:24: 30x20"]}
 
 
 def test_sizes_decide_between_memory_and_stream(tmp_path: Path, photo: Photo, write_shards: WriteShards) -> None:
