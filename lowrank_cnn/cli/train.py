@@ -66,12 +66,19 @@ def train_command(
     check_network(source.network, wanted, recipe)
     if not as_json:
         _print_start(wanted, recipe, run.out, source.remark, tuned=wanted is not found and is_weights(model))
+    told = None if as_json else _problems_of(wanted)
     with may_end_process():
         record = train(source.network.train(), wanted, recipe, progress=not as_json, **run.for_fit())
     _print_result(record, run.out, as_json)
+    if told is not None and first_process() and _problems_of(wanted) != told:  # a stream finds them on its way
+        print_problems(wanted)
     if run.out and not as_json and first_process():
         hint = _next_command(record, run.out, data, network.into or model, images.class_names)
         console.print(f"The run is in {run.out}: try `{hint}`", markup=False, soft_wrap=True)
+
+
+def _problems_of(data: Data) -> tuple[str, str]:
+    return str(data.train.problems), str(data.test.problems)
 
 
 def _next_command(record: Record, out: Path, data: str, source: str, names: Path | None) -> str:

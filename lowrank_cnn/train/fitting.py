@@ -36,7 +36,7 @@ from lowrank_cnn.train.progress import Lines, Progress, moving_line
 from lowrank_cnn.train.recipe import Recipe, changed
 from lowrank_cnn.train.recipes import get_recipe
 from lowrank_cnn.train.record import Record
-from lowrank_cnn.train.remarks import dropout_remarks, precision_remarks, remarks, rounding_remarks
+from lowrank_cnn.train.remarks import dropout_remarks, precision_remarks, remarks, rounding_remarks, step_remarks
 from lowrank_cnn.train.score import Evaluation, LossEvaluation, check_classes, check_fits
 from lowrank_cnn.train.short_runs import whiten_first_layer
 from lowrank_cnn.train.step import put_back
@@ -162,7 +162,7 @@ def _train(job: Job, saved: Checkpoint | None, *, log: Sequence[str], checkpoint
         if recipe.whiten_first:
             whiten_first_layer(model, inputs.train, add_up=partial(add_up, fabric))
         told = [*dropout_remarks(model, recipe, inputs.size), *rounding_remarks(model, recipe, inputs.size)]
-        for sentence in told:
+        for sentence in [*step_remarks(len(inputs.train), recipe), *told]:
             shown.say(sentence)
         in_int8 = trained_in_int8(model) if recipe.quantize == "int8" else contextlib.nullcontext({})
         image, held_out = job.data.test.size or (), held_out_part(job.about["data"])
