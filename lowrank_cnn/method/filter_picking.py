@@ -1,8 +1,8 @@
 """Choose shapes for the filters of one layer, in multiples that run fast in kernels.
 
-A layer is worth the sum, over the positions of its kernel, of what matters there times a value of the share that
-is kept. The first filters that see a position add most. So a layer whose filters are all alike gets some upright
-and some lying ones; filter by filter, the slightly better shape would win them all.
+A layer has views, the rows and columns of its kernel (`shape_damage`). It is worth the sum, over its views, of
+what matters there times a value of the share that is kept. The first filters that keep a view add most. So a layer
+whose filters are all alike gets some upright and some lying ones; by itself, each would take the better shape.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 _TINY = 1e-30
 _CURVE = 2.0
-"""The first filters that see a position add 1 + this many times as much as the last."""
+"""The first filters that keep a view add 1 + this many times as much as the last."""
 _GAIN = 1e-9
 """The least gain that a change must bring: smaller ones are rounding."""
 
 
 def worth(kept: Tensor, whole: Tensor) -> Tensor:
-    """What layers are worth that keep `kept` of `whole`, both by position; between 0 and 1.
+    """What layers are worth that keep `kept` of `whole`, both by view; between 0 and 1.
 
     >>> whole = torch.tensor([1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     >>> worth(whole / 2, whole) > worth(torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64), whole)
@@ -32,14 +32,14 @@ def worth(kept: Tensor, whole: Tensor) -> Tensor:
 
 
 def slope(share: Tensor) -> Tensor:
-    """How much the worth grows with the share that is kept of a position, beside other positions."""
+    """How much the worth grows with the share that is kept of a view."""
     return 1 / (1 + _CURVE * share)
 
 
 def pick_units(kept: Tensor, whole: Tensor, price: Tensor, split: Tensor | None = None) -> tuple[Tensor, float]:
     """The shapes with which the log of the layer's worth, less all prices, is largest; and how large it is.
 
-    `kept` is [units, shapes, positions], `price` that of a unit of each shape, `split` what it costs to use a
+    `kept` is [units, shapes, views], `price` that of a unit of each shape, `split` what it costs to use a
     shape at all. Each unit begins with its own best shape. Then one unit at a time changes its shape, always the
     one that gains most.
 

@@ -80,7 +80,7 @@ class LayerChoice:
         if not self.free:
             choice = pick.units.sort().values.repeat_interleave(self.unit)
             return choice, torch.ones(len(choice), dtype=torch.bool)
-        # A position of which little is kept counts more, as in the worth of the layer.
+        # A view of which little is kept counts more, as in the worth of the layer.
         values = (self._kept * slope(pick.share)).sum(2) / self._whole.sum()
         choice = share_out(values - pick.price, self.unit * pick.units.bincount(minlength=len(pick.price)))
         stays = choice < len(self.cost)
@@ -88,18 +88,18 @@ class LayerChoice:
 
     @cached_property
     def _kept(self) -> Tensor:
-        """What each filter keeps with each shape, by position; a filter that is removed keeps nothing."""
-        kept = self.damage.kept
+        """What each filter keeps with each shape, in each view; a filter that is removed keeps nothing."""
+        kept = self.damage.views
         return torch.cat([kept, torch.zeros_like(kept[:, :1])], 1) if self.removable else kept
 
     @cached_property
     def _whole(self) -> Tensor:
-        """All that filters can keep, by position."""
-        return self.damage.kept.amax(1).sum(0)
+        """All that filters can keep, in each view."""
+        return self.damage.views.amax(1).sum(0)
 
 
 def _kept_by(kept: Tensor, choice: Tensor) -> Tensor:
-    """What all units keep together with the shapes that were chosen, by position."""
+    """What all units keep together with the shapes that were chosen, in each view."""
     return kept[torch.arange(len(choice)), choice].sum(0)
 
 
@@ -109,7 +109,7 @@ class LayerPick:
 
     - `units`: the shape of each unit of filters. `shapes`: those in use.
     - `price`: of a filter of each shape, at which it was made.
-    - `share`: what is kept at each position of the kernel. `worth`: what the layer is still worth.
+    - `share`: what is kept in each view. `worth`: what the layer is still worth.
     - `cost`: of the layer with all its input channels.
     - `filters`: of the dense layer. `width`: the share of them that stays.
     """

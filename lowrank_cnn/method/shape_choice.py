@@ -30,8 +30,8 @@ _ROUNDS = 3
 """Rounds of the choice where filters may be removed: what a filter costs then depends on other layers."""
 _CHEAPEST, _DEAREST = 1e-6, 1e9
 """Prices of the whole dense network. The least is above zero: of two shapes that keep all, the cheaper wins."""
-_LEFT = 0.02
-"""The share of a budget that is not worth spending."""
+_LEFT, _GAIN = 0.02, 1e-9
+"""The share of a budget that is not worth spending, and the least gain: smaller ones are rounding."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class ShapeChooser:
                 low = middle
                 continue
             high = middle
-            best = more if pick.worth > best[name].worth else best
+            best = more if pick.worth > best[name].worth + _GAIN else best
         return best
 
     def _reading(self, name: str, picks: Picks | None) -> float:

@@ -20,24 +20,25 @@ from lowrank_cnn.method.channel_order import Route
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d
 
 _TINY = 1e-30
+_COMMON = 0.05
+"""The part of an average filter that counts with every filter: one that shows nothing follows the others."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """What a layer keeps and loses, filter by filter.
+    """What a layer loses, filter by filter, and what it keeps.
 
-    - `kept`: what a filter keeps with each shape, by position of the kernel, [filters, shapes, positions]. The
-      last position stands for what does not depend on the shape.
+    - `shapes`: what is lost with each shape at once, [filters, shapes].
     - `removal`: what is lost if the filter is removed.
+    - `views`: what a filter keeps with each shape once the network has adapted, [filters, shapes, views]. A view
+      is a row or a column of the kernel, and half of each tap belongs to either. A filter keeps a row if its shape
+      reaches it: an upright filter sees the rows above and below, and the corners with a lying one of the next
+      layer. The last view stands for what does not depend on the shape.
     """
 
-    kept: Tensor
+    shapes: Tensor
     removal: Tensor
-
-    @property
-    def shapes(self) -> Tensor:
-        """What a filter loses with each shape, [filters, shapes]."""
-        return (self.removal[:, None] - self.kept.sum(2)).clamp_min(0)
+    views: Tensor
 
     @property
     def whole(self) -> float:
@@ -94,9 +95,11 @@ def damage_by_loss(
 def _damage(layer: ShapedConv2d, taps: Tensor, removal: Tensor) -> Damage:
     """From what is lost without each tap ([filters, height, width]) and without each filter."""
     masks = layer.masks[: len(layer.shapes)].to(taps)
-    kept = (taps[:, None] * masks).flatten(2)
+    lost = taps.sum((1, 2))[:, None] - torch.einsum("ohw,shw->os", taps, masks)
     always = (removal - taps.sum((1, 2))).clamp_min(0)[:, None, None].expand(-1, len(masks), 1)
-    return Damage(torch.cat([kept, always], 2), removal)
+    taps = taps + _COMMON * taps.mean(0)
+    rows, columns = (taps.sum(axis)[:, None] * masks.amax(axis) / 2 for axis in (2, 1))
+    return Damage(lost.clamp_min(0), removal, torch.cat([rows, columns, always], 2))
 
 
 def _passing(network: nn.Module, route: Route | None, energy: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ def damage_by_gates(network: nn.Module) -> dict[str, Damage]:
     found = {}
     for name, layer in shaped_convs(network).items():
         drawn = _gates(layer).double().softmax(1).cpu()
-        found[name] = Damage(drawn[:, :, None], torch.ones(len(drawn), dtype=torch.float64))
+        found[name] = Damage(1 - drawn, torch.ones(len(drawn), dtype=torch.float64), drawn[:, :, None])
     return found
 
 

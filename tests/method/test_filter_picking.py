@@ -1,4 +1,4 @@
-"""Shapes of one layer are picked by what they keep at each position of the kernel, in units, at the least loss."""
+"""Shapes of one layer are picked by the views that they keep, in units, at the least loss."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from lowrank_cnn.method.shape_damage import Damage
 def layer(*, removable: bool) -> LayerChoice:
     """A hundred filters that matter almost alike; the first shape loses half of a filter, the second nothing."""
     removal = torch.linspace(0.9, 1.1, 100, dtype=torch.float64)
-    kept = removal[:, None, None] * torch.tensor([[0.5, 0.0], [0.5, 0.5]])
+    views = removal[:, None, None] * torch.tensor([[0.5, 0.0], [0.5, 0.5]])
     cost = torch.tensor([1.0, 3.0], dtype=torch.float64)
-    return LayerChoice(Damage(kept, removal), cost, 0.0, 1, True, removable)
+    return LayerChoice(Damage(removal[:, None] - views.sum(2), removal, views), cost, 0.0, 1, True, removable)
 
 
 @pytest.mark.parametrize("removable", [True, False])

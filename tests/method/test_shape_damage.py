@@ -33,6 +33,10 @@ def test_energy_outside_a_shape_is_lost():
     torch.testing.assert_close(damage.shapes[:, 0], torch.zeros(4).double())
     torch.testing.assert_close(damage.shapes[:, 1], damage.removal * 2 / 3)
     torch.testing.assert_close(damage.removal.sum(), torch.ones(()).double())
+    # Upright shapes keep all rows and the middle column, lying ones the middle row and all columns.
+    upright, lying, whole = damage.views.sum(2).T
+    torch.testing.assert_close(upright, whole)
+    torch.testing.assert_close(lying, whole * (1 / 6 + 1 / 2))
 
 
 def test_the_loss_tells_which_taps_matter_and_the_network_is_left_as_it_was():
