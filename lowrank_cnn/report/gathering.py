@@ -13,6 +13,7 @@ from lowrank_cnn.models import list_models
 from lowrank_cnn.report.comparing import compare_all, identity, is_twin
 from lowrank_cnn.report.records import NetworkResult, Records, Run, TimedNetwork
 from lowrank_cnn.system.text import counted, si
+from lowrank_cnn.train.recipe import Recipe
 
 _PHRASES: dict[str, Callable[[str], str]] = {
     "epochs": lambda value: counted(int(value), "epoch") if value.isdigit() else f"{value} epochs",
@@ -25,6 +26,9 @@ _PHRASES: dict[str, Callable[[str], str]] = {
     "macs": lambda value: f"{value} MACs",
 }
 """Settings that read better as a phrase than as name=value."""
+_TOLD = ("batch_size", "epochs", "lr", "optimizer", "schedule", "norm", "pool")
+_USUAL = {name: str(value) for name, value in Recipe().to_dict().items() if name not in _TOLD}
+"""What most recipes leave as it is (`layer_decay=1.0`): not told where the others are told by what they set."""
 _ALWAYS = ("begun_from",)
 """Settings that no reader may miss."""
 
@@ -153,9 +157,9 @@ def _distinct(alike: Sequence[NetworkResult]) -> list[str]:
     """What tells entries of one name apart: their settings, and what else it takes."""
     facts = [_facts(entry) for entry in alike]
     words: list[str] = []
-    for shown in range(4):
+    for shown, usual in ((0, _USUAL), *((shown, {}) for shown in range(4))):
         told = [entry.settings | dict(known[:shown]) for entry, known in zip(alike, facts, strict=True)]
-        words = variants(told)
+        words = variants(told, usual)
         if len(set(words)) == len(words):
             break
     return words
@@ -167,9 +171,13 @@ def _facts(entry: NetworkResult) -> list[tuple[str, str]]:
     return [("image", f"{size} pixels"), ("params", si(entry.params or 0)), ("macs", si(entry.macs or 0))]
 
 
-def variants(alike: Sequence[Mapping[str, str]]) -> list[str]:
-    """For each of several settings that read alike: those in which it differs from the others, in words."""
+def variants(alike: Sequence[Mapping[str, str]], usual: Mapping[str, str] | None = None) -> list[str]:
+    """For each of several settings that read alike: those in which it differs from the others, in words.
+
+    Settings that have their `usual` value are left out.
+    """
     names = dict.fromkeys(name for settings in alike for name in settings)
+    alike = [{name: s[name] for name in s if (usual or {}).get(name) != s[name]} for s in alike]
     values = {name: {settings.get(name) for settings in alike} for name in names}
     differ = [name for name in names if name in _ALWAYS or len(values[name]) > 1]
     return [", ".join(filter(None, (_phrase(name, s[name]) for name in differ if name in s))) for s in alike]

@@ -265,6 +265,21 @@ def test_no_text_of_a_chart_leaves_a_narrow_page(page: Any):
     assert out == []
 
 
+@pytest.mark.parametrize("width", [400, 1200])
+def test_long_names_leave_the_chart_its_room(browser: Any, tmp_path: Path, width: int):
+    places = {"short": (16_700_000, 0.9167), "a" * 54: (7_820_000, 0.9167)}
+    places |= {"b" * 85: (7_820_000, 0.4375), "c" * 55: (7_820_000, 0.4167)}
+    for name, (macs, top1) in places.items():
+        record = {"kind": "training", "model": {"name": name}, "status": "finished", "data": {"name": "photos"}}
+        (tmp_path / f"{name}.json").write_text(
+            json.dumps(record | {"result": {"top1": top1, "macs": macs, "n": 48}})
+        )
+    address = write_report([tmp_path], tmp_path / "report.html").as_uri()
+    for page in opened(browser, address, width, "light"):
+        axis = chart(page, "trade").locator(".role-axis-domain line").first.bounding_box()
+        assert axis["width"] > 0.6 * chart(page, "trade").bounding_box()["width"]
+
+
 def test_networks_can_be_hidden_and_the_address_remembers(browser: Any, page: Any):
     page.locator("#training-legend button").first.click()
     choose(page, "training loss", "#training-choices")

@@ -104,6 +104,16 @@ def test_a_setting_that_was_not_set_is_not_named():
     assert variants([{"dropout": "None"}, {"dropout": "0.2"}]) == ["", "dropout=0.2"]
 
 
+def test_settings_at_their_usual_value_are_not_told_where_others_tell_the_runs_apart():
+    usual = {"freeze": "", "layer_decay": 1.0, "lr": 0.1}
+    found = entries_of(
+        run("nin", 0.9, recipe=usual), run("nin", 0.8, recipe={**usual, "freeze": "features.*", "lr": 0.2})
+    )
+    assert set(found) == {"nin, lr=0.1", "nin, freeze=features.*, lr=0.2"}
+    told = entries_of(run("nin", 0.9, recipe={"lr": 0.1}), run("nin", 0.8, recipe=usual))  # the first does not say
+    assert len(told) == 2
+
+
 def test_a_twin_that_was_not_trained_is_counted_on_the_crops_of_the_run():
     data = {"name": "cifar10", "image": [3, 32, 32]}
     whole = {**run("nin-c3-lr", 0.9, macs=104260224), "data": data}

@@ -14,12 +14,17 @@ function fill(value, parts) {
   return value;
 }
 
-// Vega-Lite cannot place labels; Vega can.
+// Vega-Lite cannot place labels; Vega can. They stand in a group that clips: else a long label beside the chart,
+// hidden because it found no place, would count as part of it, and the chart would shrink to make room.
 function withLabels(vega) {
   const { transform, leaders } = DATA.labels;
-  vega.marks = vega.marks.flatMap((mark) => {
-    if (mark.type === "group") return [withLabels(mark)];
-    return mark.name === "labels_marks" ? [{ ...mark, transform: [transform] }, leaders] : [mark];
+  vega.marks = vega.marks.map((mark) => {
+    if (mark.type === "group") return withLabels(mark);
+    if (mark.name !== "labels_marks") return mark;
+    const update = { ...mark.encode.update, limit: { signal: "0.6 * width" } };
+    const size = { width: { signal: "width" }, height: { signal: "height" } };
+    const marks = [{ ...mark, encode: { update }, transform: [transform] }, leaders];
+    return { type: "group", name: "labels_area", clip: true, interactive: false, encode: { update: size }, marks };
   });
   return vega;
 }
