@@ -13,6 +13,7 @@ the learning rate first, each as often, on held-out training images; then it tra
 - loss: masks from the first epoch on, the damage of shapes measured on batches;
 - regrowth: as `loss`, and masked taps go on learning; energy: as `loss`, by the energy of the weights;
 - gates: filters draw their shapes by Gumbel-softmax, and learn which draws serve the loss;
+- strips-kxk: as `proximal`, without 1x1 filters;
 - none: as `proximal`, and filters may be removed.
 
 `--data stripes` makes images whose classes differ along rows alone: there the right shape is known to be 1xk, and
@@ -123,6 +124,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     made.add_argument("--tries", type=int, default=1, help="runs of each rate")
     made.add_argument("--train", type=int, help="images to train on; the others are held out")
     made.add_argument("--time", action="store_true")
+    made.add_argument("--no-compile", dest="compile", action="store_false", help="time without torch.compile")
     return made.parse_args(arguments)
 
 
@@ -252,10 +254,13 @@ class ShapeBench:
         images = images.contiguous(memory_format=torch.channels_last)
 
         def fast(network: nn.Module) -> Callable[[], Any]:
-            optimized = optimize(network.to(device, dtype).eval(), images)
+            optimized = optimize(network.to(device, dtype).eval(), images, compile=self.options.compile)
             return lambda: optimized(images)
 
-        runs = {name: fast(network) for name, network in networks.items()}
+        runs = {}
+        for name, network in networks.items():
+            runs[name] = fast(network)
+            print(f"{name} is ready to be timed", flush=True)
         return measure(runs, repeats=21, cuda=images.is_cuda)
 
 

@@ -28,10 +28,11 @@ LEARNING: dict[str, dict[str, Any]] = {
     "energy": {"by": "energy"},
     "gates": {"by": "gates"},
     "regrowth": {"by": "loss"},
+    "strips-kxk": {"shapes": ("kx1", "1xk", "kxk")},
     "none": {"shapes": (*SHAPES, "none")},
 }
 """What `learn_shapes` is asked for."""
-WAYS = ("dense", "thin", *FIXED, "proximal", "again", "loss", "energy", "gates", "regrowth", "none")
+WAYS = ("dense", "thin", *FIXED, "proximal", "again", "loss", "energy", "gates", "regrowth", "strips-kxk", "none")
 LEARNED, MECHANISMS = WAYS[4:], ("gates", "loss", "energy", "regrowth")
 _TITLES = {"answers": "At equal MACs", "equal_time": "At equal time", "mechanisms": "Ways to learn shapes"}
 
