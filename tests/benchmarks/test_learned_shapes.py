@@ -109,7 +109,7 @@ def test_networks_are_timed_together_and_once(learned_shapes, bench, monkeypatch
         measured.append([name for name, run in runs.items() if run() is not None])
         return {name: Sample(2.0, 1.9, 2.1, 21) for name in runs}
 
-    monkeypatch.setattr(learned_shapes, "optimize", lambda network, images: network)
+    monkeypatch.setattr(learned_shapes, "optimize", lambda network, images, compile: network)
     monkeypatch.setattr(learned_shapes, "measure", measure)
     bench.book.add({**_full("proximal"), **bench(_full("proximal"))})
     bench.book.add({**_full("points:0.7"), **bench(_full("points:0.7"))})
