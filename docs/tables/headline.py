@@ -224,7 +224,8 @@ def _groups(lines: list[Line]) -> list[str]:
 
 
 def _chart(group: str, lines: list[Line]) -> dict[str, Any]:
-    short = [line.name.rpartition(", ")[2] for line in lines]
+    dense = next(line.name for line in lines)
+    short = [THIN if line.kind == THIN and line.name == dense else line.name.rpartition(", ")[2] for line in lines]
     values = [
         {"name": name, "kind": line.kind, "ms": line.ms, "top1": line.top1}
         for line, name in zip(lines, short, strict=True)
