@@ -29,13 +29,17 @@ def questions() -> str:
 
     asked = read_questions()
     rows: list[list[object]] = [
-        [one["family"], one["data"], one["seeds"], f"+{one['better_by']}", f"-{one['loss']}"]
+        [one["family"], one["data"], one["seeds"], f"+{one['better_by']}", f"-{one['loss']}", _written(one, asked)]
         for one in asked["sets"]
     ]
-    columns = ["family", "<images", "runs of each", "better: by points", "faster: within points"]
+    columns = ["family", "<images", "runs of each", "better: by points", "faster: within points", "<written on"]
     designs = ", ".join(f"`{name}`" for name in asked["designs"])
-    told = f"\nWritten on {asked['date']}. Designs: {designs}.\n"
+    told = f"\nDesigns: {designs}.\n"
     return markdown(columns, rows) + told
+
+
+def _written(one: dict[str, Any], asked: dict[str, Any]) -> str:
+    return one.get("date", asked["date"])
 
 
 def fewest_operations() -> str:
@@ -71,9 +75,15 @@ def _split_way(text: str) -> tuple[str, str, str, str]:
 
 def _record(found: Frontier) -> Iterator[str]:
     name = f"{FOLDER}/{found.folder.name}/frontier.json"
-    yield f"**{found.about['family']} on {found.about['data']['name']}, {found.images:,} test images**\n\n"
-    columns = ["design", "MACs", "parameters", "ms", "of dense", "top-1 %", "runs", "s a run"]
+    networks = f"{found.about['family']} on {found.about['data']['name']}"
     rows = [row for row in found.rows if row.runs]
+    if not rows:
+        yield f"**{networks}, learning rates tried on held-out images**\n\n"
+        yield from _tries(found)
+        yield source(name, *found.environments)
+        return
+    yield f"**{networks}, {found.images:,} test images**\n\n"
+    columns = ["design", "MACs", "parameters", "ms", "of dense", "top-1 %", "runs", "s a run"]
     yield markdown(columns, [_line(found, row) for row in sorted(rows, key=_order)])
     batches = sorted({row.timing.batch for row in rows if row.timing})
     clock = f"Times are of {batches[0]} images, each in turns with the dense network. " if batches else ""
@@ -84,6 +94,18 @@ def _record(found: Frontier) -> Iterator[str]:
         yield markdown(columns, [_answer(one) for one in found.answers])
         yield "\nGaps with their 99% interval over seeds and images.\n"
     yield source(name, *found.environments)
+
+
+def _tries(found: Frontier) -> Iterator[str]:
+    """Learning rates that were tried, where nothing was trained on all images."""
+    rates = sorted({one.rate for row in found.rows for one in row.tries})
+    rows: list[list[object]] = []
+    for row in sorted(found.rows, key=lambda row: row.macs):
+        known = {one.rate: 100 * sum(one.accuracies) / len(one.accuracies) for one in row.tries if one.accuracies}
+        rows.append([f"`{row.name}`", *(f"{known[rate]:.2f}" if rate in known else "" for rate in rates)])
+    yield markdown(["design", *(f"{rate:g} x the rate" for rate in rates)], rows)
+    most = max((len(one.accuracies) for row in found.rows for one in row.tries), default=0)
+    yield f"\nTop-1 % on held-out training images; runs of each: {most}.\n"
 
 
 def _order(row: DesignRow) -> tuple[float, int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lowrank_cnn.cli.options import Json, Runs
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
+from lowrank_cnn.system.text import counted
 
 if TYPE_CHECKING:
     from lowrank_cnn.paper.auditing import Finding
@@ -72,7 +73,7 @@ def _print_skipped(records: Records, findings: list[Finding]) -> None:
         errors.print(f"Skipped {problem.path}: {problem.reason}", markup=False, soft_wrap=True)
     if not any(f.computed for f in findings if f.quantity.startswith("top")):
         why = "none finished training a published network by the paper's recipe on its images"
-        line = f"No accuracy is tested by these {len(records.runs)} runs: {why}."
+        line = f"No accuracy is tested by what is here, {counted(len(records.runs), 'run')}: {why}."
         errors.print(line, markup=False, soft_wrap=True)
 
 

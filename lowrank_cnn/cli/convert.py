@@ -14,7 +14,7 @@ from lowrank_cnn.cli.options import Json, Model, SourceOptions, grouped
 from lowrank_cnn.cli.show import print_json, print_table
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
-from lowrank_cnn.system.text import si
+from lowrank_cnn.system.text import counted, si
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -200,7 +200,9 @@ def _where(
     found = stages(network, size) if numbers else ()
     for number in numbers or []:
         if not 1 <= number <= len(found):
-            raise LowRankError(f"the network has {len(found)} stages, counted from 1; there is no stage {number}.")
+            raise LowRankError(
+                f"the network has {counted(len(found), 'stage')}, counted from 1; there is no stage {number}."
+            )
         items += found[number - 1]
     return items or None
 

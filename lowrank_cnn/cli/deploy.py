@@ -14,7 +14,7 @@ from lowrank_cnn.cli.options import MODEL_HELP, Device, Json, Model, Scheme, Sou
 from lowrank_cnn.cli.show import console, print_json, print_table, status_line
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
-from lowrank_cnn.system.text import si
+from lowrank_cnn.system.text import counted, si
 
 if TYPE_CHECKING:
     import torch
@@ -214,10 +214,10 @@ def _print_timing(timing: Any) -> None:
             _rate(timing.macs, timing.total.ms),
         )
     )
-    threads = "" if timing.device != "cpu" else f", {timing.threads} threads"
+    threads = "" if timing.device != "cpu" else f", {counted(timing.threads, 'thread')}"
     title = f"{timing.name}, {'x'.join(map(str, timing.input))}, {timing.runtime} on {timing.device}{threads}"
     print_table(title, ("layer", "<", "MACs", "ms", "GMAC/s"), rows)
-    console.print(f" Median of {timing.total.runs} runs, quartiles {_spread(timing.total)} ms.")
+    console.print(f" Median of {counted(timing.total.runs, 'run')}, quartiles {_spread(timing.total)} ms.")
     if timing.correlation is not None:
         console.print(f" Over the layers, MACs and time correlate with r = {timing.correlation:.3f}.")
     if timing.twin is not None:

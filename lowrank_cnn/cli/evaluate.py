@@ -27,6 +27,7 @@ from lowrank_cnn.cli.options import (
 )
 from lowrank_cnn.cli.show import console, errors, print_json, print_problems, print_table
 from lowrank_cnn.system.errors import LowRankError, nearest
+from lowrank_cnn.system.text import counted
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +140,7 @@ def predict_command(
     _print_answers(files, answers, as_json)
     if failed:
         names = ", ".join(map(str, failed[:3])) + (", ..." if len(failed) > 3 else "")
-        errors.print(f"{len(failed)} of {len(files)} images could not be read: {names}", markup=False)
+        errors.print(f"{len(failed)} of {counted(len(files), 'image')} could not be read: {names}", markup=False)
         raise typer.Exit(1)
 
 
@@ -240,7 +241,8 @@ def _told_held_out(images: Data, limit: int | None) -> Data:
     """The images that training held out; a printed line tells the user that these are used."""
     from lowrank_cnn.data.readers.splits import fewer
 
-    line = f"The network was trained on {images.name}: these are the {len(images.test):,} images held out of it."
+    held_out = counted(len(images.test), "image")
+    line = f"The network was trained on {images.name}: these are the {held_out} held out of it."
     errors.print(line, markup=False, soft_wrap=True)
     return replace(images, test=fewer(images.test, limit))
 

@@ -13,7 +13,7 @@ from lowrank_cnn.cli.options import Inputs, Json, Model, Scheme, SourceOptions, 
 from lowrank_cnn.cli.show import console, print_json
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
-from lowrank_cnn.system.text import si
+from lowrank_cnn.system.text import counted, si
 
 if TYPE_CHECKING:
     import torch
@@ -150,7 +150,9 @@ def export_command(
 
 def _print_merging(rows: Any, macs: dict[str, int]) -> None:
     folded = sum(row.error is not None for row in rows)
-    console.print(f" {folded} layers merged; {si(macs['before'])} MACs before, {si(macs['after'])} after.")
+    console.print(
+        f" {counted(folded, 'layer')} merged; {si(macs['before'])} MACs before, {si(macs['after'])} after."
+    )
     for reason in dict.fromkeys(row.reason for row in rows if row.reason):
         names = ", ".join(row.name for row in rows if row.reason == reason)
         console.print(f" Not merged ({reason}): {names}.", markup=False)
@@ -206,7 +208,9 @@ def _export_int8(
     console.print(f" {found.path}: {si(found.bytes)}B.", markup=False)
     told = "accuracy not measured: the images have no labels"
     if found.before is not None:
-        told = f"top-1 {found.before:.2%} before, {found.after:.2%} in int8, on {found.images:,} test images"
+        told = (
+            f"top-1 {found.before:.2%} before, {found.after:.2%} in int8, on {counted(found.images, 'test image')}"
+        )
     console.print(f" {told}.", markup=False)
     kept = ", ".join(found.in_float) or "none"
     console.print(f" Layers that stay in float: {kept}.", markup=False)

@@ -30,7 +30,7 @@ from lowrank_cnn.cli.show import (
     print_table,
 )
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.text import si
+from lowrank_cnn.system.text import counted, si
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data
@@ -147,7 +147,9 @@ def _print_missing(table: ExperimentTable) -> None:
         if run not in waiting:
             errors.print(f"{run}: {state}", markup=False, soft_wrap=True)
     if waiting:
-        errors.print(f"Not begun: {len(waiting)} runs, the first {waiting[0]}.", markup=False, soft_wrap=True)
+        errors.print(
+            f"Not begun: {counted(len(waiting), 'run')}, the first {waiting[0]}.", markup=False, soft_wrap=True
+        )
 
 
 def _print_rows(title: str, rows: Iterable[AccuracyRow]) -> None:
@@ -179,7 +181,7 @@ def _print_comparison(comparison: Comparison) -> None:
     agreed = comparison.order
     if agreed["pairs"]:
         rank = "" if agreed["rank_correlation"] is None else f"; rank correlation {agreed['rank_correlation']:.2f}"
-        told = f"{agreed['alike']} of {agreed['pairs']} pairs of networks stand in the published order"
+        told = f"{agreed['alike']} of {counted(agreed['pairs'], 'pair')} of networks in the published order"
         console.print(f" {name}, {measure}: {told}{rank}.", markup=False, soft_wrap=True)
 
 

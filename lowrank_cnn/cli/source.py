@@ -18,6 +18,7 @@ from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.system.errors import LowRankError, nearest, require
 from lowrank_cnn.system.provenance import note, notes
+from lowrank_cnn.system.text import counted
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data
@@ -270,7 +271,8 @@ def _with_new_head(source: Source, pretrained: str | None, classes: int | None) 
         return source
     note(source.network, begun_from=f"{source.name}, {pretrained}")
     return replace(
-        source, remark=f"The last layer is new, for {classes} classes; the others begin with trained weights."
+        source,
+        remark=f"The last layer is new, for {counted(classes, 'class')}; the others begin with trained weights.",
     )
 
 

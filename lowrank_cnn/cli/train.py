@@ -12,7 +12,7 @@ from lowrank_cnn.cli.config import Config, config_recipe
 from lowrank_cnn.cli.options import DataPath, Json, Model, grouped
 from lowrank_cnn.cli.show import console, first_process, print_json, print_problems, print_table
 from lowrank_cnn.cli.train_options import ImageOptions, NetworkOptions, RecipeOptions, RunOptions
-from lowrank_cnn.system.text import si
+from lowrank_cnn.system.text import counted, si
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data
@@ -48,7 +48,8 @@ def train_command(
     from lowrank_cnn.cli.source import build_for, check_model, is_weights
     from lowrank_cnn.train.determinism import seed_generators
     from lowrank_cnn.train.failure import may_end_process
-    from lowrank_cnn.train.opening import as_network_wants
+    from lowrank_cnn.train.opening import as_network_wants, check_network
+    from lowrank_cnn.train.score import check_classes
 
     recipe = training.resolve(config_recipe(context), network.norm)
     scheme, train = network.training()
@@ -61,14 +62,23 @@ def train_command(
     source = build_for(found, model, into=network.into, **building)
     wish = {"input_size": source.input_size, "sized": images.image_size is not None, "tuned": is_weights(model)}
     wanted = as_network_wants(found, source.network, recipe, reading, **wish)
+    check_classes(wanted)
+    check_network(source.network, wanted, recipe)
     if not as_json:
         _print_start(wanted, recipe, run.out, source.remark, tuned=wanted is not found and is_weights(model))
+    told = None if as_json else _problems_of(wanted)
     with may_end_process():
         record = train(source.network.train(), wanted, recipe, progress=not as_json, **run.for_fit())
     _print_result(record, run.out, as_json)
+    if told is not None and first_process() and _problems_of(wanted) != told:  # a stream finds them on its way
+        print_problems(wanted)
     if run.out and not as_json and first_process():
         hint = _next_command(record, run.out, data, network.into or model, images.class_names)
         console.print(f"The run is in {run.out}: try `{hint}`", markup=False, soft_wrap=True)
+
+
+def _problems_of(data: Data) -> tuple[str, str]:
+    return str(data.train.problems), str(data.test.problems)
 
 
 def _next_command(record: Record, out: Path, data: str, source: str, names: Path | None) -> str:
@@ -97,7 +107,7 @@ def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str, *, t
     console.print(f"Recipe: {_told(recipe)} (the record has every field)", markup=False)
     counts = f"{len(data.train):,} to train on, {len(data.test):,} to test on"
     size = f"{data.train.size[1]}x{data.train.size[2]} pixels" if data.train.size else "of many sizes"
-    console.print(f"Images: {data.name}, {counts}, {len(data.classes)} classes, {size}", markup=False)
+    console.print(f"Images: {data.name}, {counts}, {counted(len(data.classes), 'class')}, {size}", markup=False)
     if held := data.details.get("val_split"):
         console.print(f"There are no test images: {held['share']:.0%} of each class are held out (--val-split).")
     if data.train.size and max(data.train.size[1:]) > 512:

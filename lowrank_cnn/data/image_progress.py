@@ -7,6 +7,8 @@ import sys
 import time
 from typing import Any, Self
 
+from lowrank_cnn.system.text import counted
+
 QUIET_SECONDS = 1.0
 
 
@@ -41,7 +43,7 @@ class ImageProgress:
 
     def _start(self) -> Any:
         if not sys.stderr.isatty():
-            print(f"{self.what}: {self.total:,} images ...", file=sys.stderr, flush=True)
+            print(f"{self.what}: {counted(self.total, 'image')} ...", file=sys.stderr, flush=True)
             return "said"
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -13,6 +13,7 @@ from torch import Tensor
 from lowrank_cnn.data.types import Split
 from lowrank_cnn.system.cache import cached_tensors, tensor_key
 from lowrank_cnn.system.errors import LowRankError, nearest
+from lowrank_cnn.system.text import counted
 
 _CHUNK = 4096
 _VALUES_AT_ONCE = 2**23
@@ -49,7 +50,7 @@ class Standardize:
     def check(self, channels: int) -> None:
         """Refuse images that have another number of channels."""
         if channels != len(self.mean):
-            raise LowRankError(f"images of {channels} channels do not fit a mean of {len(self.mean)}.")
+            raise LowRankError(f"images of {counted(channels, 'channel')} do not fit a mean of {len(self.mean)}.")
 
     def to(self, device: torch.device | str) -> Standardize:
         return Standardize(self.mean.to(device), self.std.to(device))

@@ -29,6 +29,7 @@ from lowrank_cnn.data.fingerprint import fingerprint_of_subset, fingerprint_of_t
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, to_unit
 from lowrank_cnn.data.types import Problems, Size, check_batches, generator
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.text import counted
 
 MOST_PREPARED_BYTES = 2**32
 """Sets that would take more as floats are held as bytes."""
@@ -50,7 +51,9 @@ class Decoded:
         check_images(self.images)
         check_labels(self.labels)
         if len(self.images) != len(self.labels):
-            raise LowRankError(f"{len(self.images)} images do not match {len(self.labels)} labels.")
+            raise LowRankError(
+                f"{counted(len(self.images), 'image')} cannot have {counted(len(self.labels), 'label')}."
+            )
 
 
 def _as_tensor(value: Any) -> Any:

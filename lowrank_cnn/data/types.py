@@ -14,6 +14,7 @@ from torch import Tensor
 from lowrank_cnn.data.fingerprint import fingerprint_of_parts
 from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.text import counted
 
 Size = tuple[int, int, int]
 Bad = Literal["skip", "refuse"]
@@ -23,7 +24,7 @@ _NAMED = 5
 
 @dataclass
 class Problems:
-    """Bad images and labels, counted by kind (a noun that takes an s); the first few of each kind are named."""
+    """Bad images and labels, counted by kind (a noun); the first few of each kind are named."""
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
@@ -63,7 +64,7 @@ class Problems:
     def _line(self, kind: str) -> str:
         count, named = self.counts[kind], self.examples[kind]
         more = ", ..." if count > len(named) else ""
-        return f"{count} {kind}{'s' * (count > 1)} ({', '.join(named)}{more})"
+        return f"{counted(count, kind)} ({', '.join(named)}{more})"
 
     def refuse(self) -> None:
         """Raise if there is any problem, naming the first of each kind."""
@@ -146,8 +147,8 @@ class Data:
             highest = int(split.labels.max()) if len(split) else 0
             if highest >= len(self.classes):
                 raise LowRankError(
-                    f"{self.name} has a {name} image of class number {highest}, and {len(self.classes)} classes, "
-                    f"numbered from 0 to {len(self.classes) - 1}."
+                    f"{self.name} has a {name} image of class number {highest}, and "
+                    f"{counted(len(self.classes), 'class')}, numbered from 0 to {len(self.classes) - 1}."
                 )
 
     def holdout(self, n: int, seed: int) -> Data:
@@ -156,7 +157,9 @@ class Data:
         Decisions are made on these images; the real test set is used once, at the end.
         """
         if not 0 < n < len(self.train):
-            raise LowRankError(f"cannot hold out {n} of the {len(self.train)} training images of {self.name}.")
+            raise LowRankError(
+                f"cannot hold out {n} of the {counted(len(self.train), 'training image')} of {self.name}."
+            )
         chosen = stratified(self.train.labels, n, seed=seed)
         rest = torch.ones(len(self.train), dtype=torch.bool)
         rest[chosen] = False
@@ -201,9 +204,9 @@ def stratified(labels: Tensor, n: int, *, seed: int) -> Tensor:
 def check_batches(images: int, *, batch_size: int, rank: int, world: int, train: bool) -> int:
     """The number of batches per epoch; refuses settings that give none."""
     if batch_size < 1 or not 0 <= rank < world:
-        raise LowRankError(f"no batches of {batch_size} images for rank {rank} of {world}.")
+        raise LowRankError(f"no batches of {counted(batch_size, 'image')} for rank {rank} of {world}.")
     if batch_size % world:
         raise LowRankError(f"the global batch of {batch_size} does not divide over {world} processes.")
     if images < (batch_size if train else 1):
-        raise LowRankError(f"{images} images do not fill one batch of {batch_size}.")
+        raise LowRankError(f"{counted(images, 'image')} cannot fill one batch of {batch_size}.")
     return images // batch_size if train else ceil_div(images, batch_size)

@@ -19,6 +19,7 @@ from lowrank_cnn.deploy.parity import checked_outputs
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.models.files import Stored, dtype_of
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.trained import trained_of
 
 Layout = Literal["nchw", "nhwc"]
@@ -85,7 +86,8 @@ def _output_names(
         return tuple(f"output_{name}" if name in inputs else name for name in found)
     if len(asked) != len(found) or len({*asked, *inputs}) != len(asked) + len(inputs):
         raise LowRankError(
-            f"the network gives {len(found)} outputs ({', '.join(found)}): give as many different output_names."
+            f"the network gives {counted(len(found), 'output')} ({', '.join(found)}): give as many different "
+            "output_names."
         )
     return tuple(asked)
 

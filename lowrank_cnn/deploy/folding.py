@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.transforms import affine_bias, norm_affine, scale_filters
+from lowrank_cnn.deploy.transforms import affine_bias, norm_affine, scale_filters, scale_transposed_filters
+from lowrank_cnn.kernels.network_graph import TRANSPOSED
 from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.system.compare import difference
 from lowrank_cnn.system.errors import LowRankError
 
 _SPATIAL = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3, CompositeConv2d: 2, FactoredConv2d: 2, nn.Linear: 0}
+_SPATIAL |= dict(zip(TRANSPOSED, (1, 2, 3), strict=True))
 
 
 class FoldedLinear(nn.Identity):
@@ -43,7 +45,10 @@ def fold(layer: nn.Module, norm: nn.Module) -> nn.Module:
     weights, scales = (list(last.weights), last.by_group(scale)) if composite else ([last.weight], [scale])
     with torch.no_grad():
         for weight, part in zip(weights, scales, strict=True):
-            weight.copy_(scale_filters(weight, part))
+            if isinstance(last, TRANSPOSED):
+                weight.copy_(scale_transposed_filters(weight, part, last.groups))
+            else:
+                weight.copy_(scale_filters(weight, part))
         last.bias = nn.Parameter(affine_bias(last.bias, scale, shift))  # type: ignore[arg-type]
     return layer
 

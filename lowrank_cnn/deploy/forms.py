@@ -33,6 +33,7 @@ from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.errors import LostDeviceError, LowRankError, first_line
 from lowrank_cnn.system.history import GIVEN
+from lowrank_cnn.system.text import counted
 
 LAST = "channels_last"
 Make = Callable[[], nn.Module]
@@ -89,7 +90,7 @@ class Workshop:
             chosen = [f"{base}, compiled" for base in dict.fromkeys(bases)]
             for name in [name for name in chosen if name in names][:2]:
                 self.attempt_in_time(name)
-        self.say(f"{len(self.made)} variants in turns")
+        self.say(f"{counted(len(self.made), 'variant')} in turns")
         times = self.times(self.repeats)
         return self.result(best_form({name: sample.ms for name, sample in times.items()}), times)
 

@@ -37,7 +37,7 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.history import Merging
 from lowrank_cnn.system.provenance import note, notes
 
-_KINDS = ("conv", "own conv", "linear", "composite", "chain")
+_KINDS = ("conv", "own conv", "transposed conv", "linear", "composite", "chain")
 _NOT_FED, _NOT_RUN = "no layer is seen to feed it, and it alone", "it does not run in evaluation"
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lowrank_cnn.deploy.engines.onnx import OnnxRunner
 from lowrank_cnn.deploy.engines.runner import Runner, as_array
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.text import counted
 
 _MOST_IMAGES = 1024
 """The largest fixed batch that a smaller one is filled up to: a file may ask for any."""
@@ -66,7 +67,7 @@ class EngineModel(nn.Module):
         padded = torch.cat([given, given[-1:].expand(-len(given) % batch, *given.shape[1:])])
         parts = [self._run({name: part}) for part in padded.split(batch)]
         if any(tensor.shape[:1] != (batch,) for tensor in parts[0].values()):
-            raise LowRankError(f"this file takes {batch} images at a time, not {len(given)}.")
+            raise LowRankError(f"this file takes {counted(batch, 'image')} at a time, not {len(given)}.")
         return {key: torch.cat([part[key] for part in parts])[: len(given)] for key in parts[0]}
 
 

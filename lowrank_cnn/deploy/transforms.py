@@ -38,6 +38,12 @@ def scale_filters(weight: Tensor, scale: Tensor) -> Tensor:
     return weight * scale.reshape(-1, *[1] * (weight.dim() - 1))
 
 
+def scale_transposed_filters(weight: Tensor, scale: Tensor, groups: int) -> Tensor:
+    """Each filter of a transposed conv (the second dimension, group by group) times its own factor."""
+    by_group = weight.reshape(groups, -1, *weight.shape[1:])
+    return (by_group * scale.reshape(groups, 1, -1, *[1] * (weight.dim() - 2))).reshape(weight.shape)
+
+
 def affine_bias(bias: Tensor | None, scale: Tensor, shift: Tensor) -> Tensor:
     """The bias of a layer once `scale * x + shift` has been folded into it."""
     return shift if bias is None else bias * scale + shift

@@ -22,6 +22,7 @@ from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import UnreadableError, is_regular, read_json, write_json
 from lowrank_cnn.system.seal import BrokenSealError, sealed, unsealed
+from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.recipe import Recipe
 
 KIND, SCHEMA = "frontier", 1
@@ -154,8 +155,8 @@ class Frontier:
         known = next((row.timing.batch for row in self.rows if row.timing), batch)
         if batch and known != batch:
             raise LowRankError(
-                f"{self.folder} holds times of batches of {known} images, not {batch}: say --batch {known}, "
-                "or choose another --out."
+                f"{self.folder} holds times of batches of {counted(known, 'image')}, not {batch}: say --batch "
+                f"{known}, or choose another --out."
             )
 
     def save(self) -> None:
@@ -186,7 +187,9 @@ class Frontier:
         Rows behind those that the record knows were left by a process that was killed, and are written over.
         """
         if len(packed) != self.bytes_per_run:
-            raise LowRankError(f"{len(packed)} bytes are not the answers for {self.images} test images.")
+            raise LowRankError(
+                f"{len(packed)} bytes are not the answers for {counted(self.images, 'test image')}."
+            )
         row = sum(len(r.runs) for r in self.rows)
         path = self.folder / ANSWERS
         path.touch()

@@ -247,6 +247,7 @@ class Tracer:
         """Write a try into the record; a sentence about it."""
         accuracy = outcome.correct / outcome.images
         self._row(job.design).tried(job.rate).accuracies.append(accuracy)
+        self.found.here()  # a record of tries alone names its machine too
         self.found.save()
         return f"{job.design.name}, {job.rate:g} times the rate: {100 * accuracy:.2f}% of the images held out"
 

@@ -1,6 +1,7 @@
 """`composite_conv2d`: one composite layer with its epilogue, fused if that is supported and faster, else by torch.
 
-`autotune.choice` decides. torch.export always records torch's own convolutions, which run anywhere.
+`autotune.choice` decides; in training it may find one dense conv faster. torch.export always records torch's own
+convolutions, which run anywhere.
 """
 
 from __future__ import annotations
@@ -66,6 +67,11 @@ def composite_conv2d(
     plan = plan_of(shapes, x.dtype, x.device, tuple(asked), training, x.requires_grad, added)
     if plan is None:
         return _unfused(x, weights, bias, residual, asked, packed)
+    if plan == choice.DENSE:
+        from lowrank_cnn.kernels.enclose import enclose
+
+        weight, sides = enclose(weights, padding)
+        return composite_conv2d(x, [weight], bias, **_options(asked._replace(padding=(sides,))))
     from lowrank_cnn.kernels import ops
 
     how = (list(stride), ops.flat_padding(padding), asked.activation or "", pool or "")
@@ -107,6 +113,13 @@ def composite_conv2d_with_statistics(
         training = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
         added = None if bias is None else bias.dtype
         plan = plan_of(shapes, x.dtype, x.device, tuple(asked), training, x.requires_grad, added)
+    if plan == choice.DENSE:
+        from lowrank_cnn.kernels.enclose import enclose
+
+        weight, sides = enclose(weights, padding)
+        return composite_conv2d_with_statistics(
+            x, [weight], bias, stride=stride, padding=[sides], by_torch=by_torch
+        )
     if plan is None:
         y = _by_torch(x, weights, bias, None, asked)
         if not by_torch:
@@ -178,11 +191,19 @@ def _unfused(
 def _by_torch(
     x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, residual: Tensor | None, asked: CallOptions
 ) -> Tensor:
-    # torch.compile cannot trace what `mode` reads.
-    if len(weights) > 1 and not torch.compiler.is_compiling() and mode.mode() == "dense":
+    if _trains_as_dense(x, weights):
         weight, sides = enclosed(weights, asked.padding)
         weights, asked = [weight], asked._replace(padding=(sides,))
     return composite_by_torch(x, weights, bias, **_options(asked), residual=residual)
+
+
+def _trains_as_dense(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether the mode asks for one dense conv: in training alone, as counts and exports show the layer."""
+    # torch.compile cannot trace what `mode` reads.
+    if len(weights) == 1 or torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return False
+    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *weights))
+    return needs_gradient and mode.mode() == "dense"
 
 
 def _options(asked: CallOptions) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """How to choose between the fused kernels and torch: an environment variable, and context managers.
 
 LOWRANK_KERNELS=off   torch's own convolutions, always: one for each filter group
-LOWRANK_KERNELS=dense torch's own convolutions, always: one for a whole layer, its filters padded with zeros
+LOWRANK_KERNELS=dense torch's own convolutions, always: in training one for a whole layer, zeros around its filters
 LOWRANK_KERNELS=on    the fused kernels wherever they can run
-LOWRANK_KERNELS=auto  the faster of the two on this device and shape, measured once (the default)
+LOWRANK_KERNELS=auto  the fastest on this device and shape, measured once (the default): the fused kernels, torch's
+                      convs for each group, or in training one dense conv by either
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from lowrank_cnn.system.errors import first_line
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _SIZE_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "is_cuda", "layout", "requires_grad", "itemsize", "nbytes"}
 _SIZE_METHODS = {
     "size",
@@ -110,7 +111,9 @@ def within(name: str, parent: str) -> bool:
 
 
 def layer_kind(module: nn.Module | None) -> str | None:
-    """The kind of a layer: "conv", "linear", "composite", "chain" or "own conv"; None for any other module.
+    """The kind of a layer; None for any other module.
+
+    The kinds are "conv", "transposed conv", "linear", "composite", "chain" and "own conv".
 
     A module with hooks or parametrized weights is none of these. An "own conv" is a subclass of a conv whose
     forward ends in the conv itself, for example after padding its input.
@@ -125,6 +128,8 @@ def layer_kind(module: nn.Module | None) -> str | None:
         return "chain" if plain and all(layer_kind(part) in ("conv", "composite") for part in parts) else None
     if any(is_plain(module, kind) for kind in CONVS):
         return "conv"
+    if any(is_plain(module, kind) for kind in TRANSPOSED):
+        return "transposed conv"
     if isinstance(module, CONVS):
         return "own conv" if _ends_in_conv(module) else None
     return "linear" if is_plain(module, nn.Linear) else None

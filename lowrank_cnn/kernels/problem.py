@@ -6,7 +6,7 @@ A problem is hashable: choices and plans are stored per problem.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -73,6 +73,14 @@ class Problem:
     def filters(self) -> int:
         """Filters of all groups."""
         return sum(group.filters for group in self.groups)
+
+    @property
+    def as_dense(self) -> Problem:
+        """The same layer as one dense conv: one group that encloses the taps of all, see `reference.enclosed`."""
+        top, left = (max(getattr(group, side) for group in self.groups) for side in ("top", "left"))
+        height = max(top - group.top + group.height for group in self.groups)
+        width = max(left - group.left + group.width for group in self.groups)
+        return replace(self, groups=(TapGroup(height, width, self.filters, top, left),))
 
     @property
     def result_size(self) -> Pair:

@@ -69,17 +69,21 @@ def composite_by_torch(
 
 def enclosed(weights: Sequence[Tensor], padding: Sequence[Sides]) -> tuple[Tensor, Sides]:
     """One dense weight that computes what all filter groups do, zeros around their taps, and its padding."""
+    starts, kernel, sides = enclosure([weight.shape for weight in weights], padding)
+    return torch.cat([placed(weight, kernel, start) for weight, start in zip(weights, starts, strict=True)]), sides
+
+
+def enclosure(shapes: Sequence[Sequence[int]], padding: Sequence[Sides]) -> tuple[list[Pair], Pair, Sides]:
+    """Where each group's first tap lies in the dense kernel that encloses all groups, its size and its padding."""
     top, left = (max(sides[axis][0] for sides in padding) for axis in (0, 1))
     starts = [(top - rows[0], left - columns[0]) for rows, columns in padding]
     height, width = (
-        max(start[axis] + weight.shape[2 + axis] for start, weight in zip(starts, weights, strict=True))
-        for axis in (0, 1)
+        max(start[axis] + shape[2 + axis] for start, shape in zip(starts, shapes, strict=True)) for axis in (0, 1)
     )
-    parts = [placed(weight, (height, width), start) for weight, start in zip(weights, starts, strict=True)]
     # All groups end at the same row and column.
-    bottom = padding[0][0][1] + height - starts[0][0] - weights[0].shape[2]
-    right = padding[0][1][1] + width - starts[0][1] - weights[0].shape[3]
-    return torch.cat(parts), ((top, bottom), (left, right))
+    bottom = padding[0][0][1] + height - starts[0][0] - shapes[0][2]
+    right = padding[0][1][1] + width - starts[0][1] - shapes[0][3]
+    return starts, (height, width), ((top, bottom), (left, right))
 
 
 def followed(

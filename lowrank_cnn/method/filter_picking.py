@@ -1,74 +1,100 @@
-"""Choose a shape for every filter of a layer by scores, in multiples that run fast in kernels."""
+"""Choose shapes for the filters of one layer, in multiples that run fast in kernels.
+
+A layer is worth the sum, over the positions of its kernel, of what matters there times a value of the share that
+is kept. The first filters that see a position add most. So a layer whose filters are all alike gets some upright
+and some lying ones; filter by filter, the slightly better shape would win them all.
+"""
 
 from __future__ import annotations
+
+from math import log1p
 
 import torch
 from torch import Tensor
 
+_TINY = 1e-30
+_CURVE = 2.0
+"""The first filters that see a position add 1 + this many times as much as the last."""
+_GAIN = 1e-9
+"""The least gain that a change must bring: smaller ones are rounding."""
 
-def pick_each(scores: Tensor, unit: int, *, removable: bool = False) -> tuple[Tensor, Tensor]:
-    """The best shape of each filter by itself, and whether it stays; `scores` is [filters, shapes].
 
-    The numbers of filters are then brought to multiples of `unit`, at the least loss of score. A `removable`
-    filter is removed where every score is below zero; a layer never loses all of its filters.
+def worth(kept: Tensor, whole: Tensor) -> Tensor:
+    """What layers are worth that keep `kept` of `whole`, both by position; between 0 and 1.
 
-    >>> pick_each(torch.tensor([[3.0, 1.0], [1.0, 2.0], [0.0, 9.0], [2.0, 1.9]]), 2)[0].tolist()
+    >>> whole = torch.tensor([1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    >>> worth(whole / 2, whole) > worth(torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64), whole)
+    tensor(True)
+    """
+    weights = whole / whole.sum().clamp_min(_TINY)
+    share = (kept / whole.clamp_min(_TINY)).clamp(0, 1)
+    return (weights * (_CURVE * share).log1p() / log1p(_CURVE)).sum(-1)
+
+
+def slope(share: Tensor) -> Tensor:
+    """How much the worth grows with the share that is kept of a position, beside other positions."""
+    return 1 / (1 + _CURVE * share)
+
+
+def pick_units(kept: Tensor, whole: Tensor, price: Tensor, split: Tensor | None = None) -> tuple[Tensor, float]:
+    """The shapes with which the log of the layer's worth, less all prices, is largest; and how large it is.
+
+    `kept` is [units, shapes, positions], `price` that of a unit of each shape, `split` what it costs to use a
+    shape at all. Each unit begins with its own best shape. Then one unit at a time changes its shape, always the
+    one that gains most.
+
+    >>> upright, lying = [1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.9, 0.9]
+    >>> kept = torch.tensor([upright, lying], dtype=torch.float64).repeat(4, 1, 1)
+    >>> pick_units(kept, kept.amax(1).sum(0), torch.zeros(2))[0].bincount().tolist()
+    [2, 2]
+    """
+    units, shapes, _ = kept.shape
+    split = torch.zeros(shapes, dtype=kept.dtype) if split is None else split
+    choice = (kept.sum(2) / whole.sum().clamp_min(_TINY) - price).argmax(1)
+    best = -torch.inf
+    while True:
+        current = kept[torch.arange(units), choice]
+        value = worth(current.sum(0) - current[:, None] + kept, whole).log()
+        paid = price[choice].sum() - price[choice][:, None] + price
+        after = value - paid - _splits_after(choice, split)
+        unit, shape = divmod(int(after.argmax()), shapes)
+        if not float(after[unit, shape]) > best + _GAIN:
+            return choice, best
+        best, choice[unit] = float(after[unit, shape]), shape
+
+
+def _splits_after(choice: Tensor, split: Tensor) -> Tensor:
+    """What the shapes in use cost if a unit changes to a shape, [units, shapes]; the dearest one costs nothing."""
+    places = torch.arange(len(split))
+    counts = (choice[:, None] == places).long()
+    others = counts.sum(0) - counts
+    used = (others[:, None] + (places[:, None] == places)) > 0  # [units, shapes changed to, shapes]
+    paid = torch.where(used, split, torch.zeros(()).to(split))
+    return paid.sum(2) - paid.amax(2)
+
+
+def alike(scores: Tensor) -> Tensor:
+    """The order of filters in which those of one best shape are neighbours, the surest of each first."""
+    best, shape = scores.max(1)
+    second = scores.scatter(1, shape[:, None], -torch.inf).amax(1)
+    order = (second - best).argsort(stable=True)
+    return order[shape[order].argsort(stable=True)]
+
+
+def share_out(scores: Tensor, wanted: Tensor) -> Tensor:
+    """The shape of each filter by its scores, [filters, shapes], with `wanted` filters of each shape.
+
+    Filters move from shapes that have too many to shapes that have too few, each time at the least loss.
+
+    >>> share_out(torch.tensor([[3.0, 1.0], [1.0, 2.0], [0.0, 9.0], [2.0, 2.1]]), torch.tensor([2, 2])).tolist()
     [0, 1, 1, 0]
     """
-    shapes = scores.shape[1]
-    nothing = torch.zeros(len(scores), 1, dtype=scores.dtype)
-    columns = torch.cat([scores, nothing], 1) if removable else scores
-    choice = columns.argmax(1)
-    wanted = _multiples(torch.bincount(choice, minlength=columns.shape[1]), unit)
-    if removable and wanted[-1] == len(scores):
-        wanted[-1] -= unit
-        wanted[int(scores.sum(0).argmax())] += unit
-    choice = _moved(columns, choice, wanted) if unit > 1 or removable else choice
-    kept = choice < shapes
-    return torch.where(kept, choice, scores.argmax(1)), kept
-
-
-def pick_segments(scores: Tensor, unit: int) -> Tensor:
-    """The best shapes that leave the filters in their order: each shape has one run, in the order of the shapes.
-
-    Dynamic programming over runs of `unit` filters: the best way to end with a shape goes on from any earlier one.
-
-    >>> pick_segments(torch.tensor([[1.0, 0.0], [0.0, 0.5], [1.0, 0.0], [0.0, 1.0]]), 1).tolist()
-    [0, 0, 0, 1]
-    """
-    blocks = scores.unflatten(0, (-1, unit)).sum(1).tolist()
-    shapes = range(scores.shape[1])
-    best, ways = list(blocks[0]), []
-    for row in blocks[1:]:
-        way, top = [], 0
-        for shape in shapes:
-            top = shape if best[shape] > best[top] else top
-            way.append(top)
-        best = [best[way[shape]] + row[shape] for shape in shapes]
-        ways.append(way)
-    chosen = [max(shapes, key=lambda shape: best[shape])]
-    for way in reversed(ways):
-        chosen.append(way[chosen[-1]])
-    return torch.tensor(chosen[::-1]).repeat_interleave(unit)
-
-
-def _multiples(counts: Tensor, unit: int) -> Tensor:
-    """Counts as multiples of a unit with the same sum; what is left over goes to the largest remainders."""
-    wanted = counts // unit
-    left = int(counts.sum()) // unit - int(wanted.sum())
-    order = sorted(range(len(counts)), key=lambda i: -int(counts[i] % unit))
-    for i in order[:left]:
-        wanted[i] += 1
-    return wanted * unit
-
-
-def _moved(columns: Tensor, choice: Tensor, wanted: Tensor) -> Tensor:
-    """Move filters from shapes that have too many to shapes that have too few, each time at the least loss."""
-    choice, spare = choice.clone(), torch.bincount(choice, minlength=len(wanted)) - wanted
+    choice = scores.argmax(1)
+    spare = choice.bincount(minlength=len(wanted)) - wanted
     while bool((spare > 0).any()):
-        loss = columns.gather(1, choice[:, None]) - columns
-        loss[(spare <= 0)[choice]] = float("inf")
-        loss[:, spare >= 0] = float("inf")
+        loss = scores.gather(1, choice[:, None]) - scores
+        loss[(spare <= 0)[choice]] = torch.inf
+        loss[:, spare >= 0] = torch.inf
         place, shape = divmod(int(loss.argmin()), len(wanted))
         spare[choice[place]] -= 1
         spare[shape] += 1

@@ -1,25 +1,24 @@
-"""Choose the shapes of one layer's filters, where what is lost is weighed against the price of each shape."""
+"""Choose the shapes of one layer's filters: what the layer is worth with them, less what they cost."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from lowrank_cnn.method.filter_picking import pick_each, pick_segments
+from lowrank_cnn.method.filter_picking import alike, pick_units, share_out, slope, worth
 from lowrank_cnn.method.shape_damage import Damage
 
-_STEPS = 10
-"""Bisections of a weight."""
-_LEAST = 1e-3
+_TINY = 1e-30
 
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """What the choice of a conv's shapes depends on: the damage and the cost of each shape, and its freedom."""
+    """What the choice of a conv's shapes depends on: what each shape keeps and costs, and the layer's freedom."""
 
     damage: Damage
     cost: Tensor
@@ -28,82 +27,98 @@ class LayerChoice:
     free: bool
     removable: bool
 
-    def that_jump(self) -> list[LayerChoice]:
-        """The layer as it chooses again if its cost jumps while the one price falls.
-
-        Where shapes beyond the first cost something, it jumps from one shape to another and over all mixtures of
-        both: each pair chooses by itself. Where filters are removed, the layers that read them jump too.
-        """
-        if self.split > 0:
-            return [self.limited_to(shapes) for shapes in combinations(range(len(self.cost)), 2)]
-        return [self] if self.removable else []
+    def pairs(self) -> list[LayerChoice]:
+        """The layer with each pair of its shapes alone, and with all of them."""
+        every = range(len(self.cost))
+        return [*(self.limited_to(pair) for pair in combinations(every, 2)), self]
 
     def limited_to(self, shapes: Sequence[int]) -> LayerChoice:
-        """The layer with these shapes alone: by any other it would lose everything."""
-        lost = torch.full_like(self.damage.shapes, torch.inf)
-        lost[:, list(shapes)] = self.damage.shapes[:, list(shapes)]
-        return replace(self, damage=Damage(lost, self.damage.removal))
+        """The layer with these shapes alone: any other costs too much."""
+        cost = torch.full_like(self.cost, torch.inf)
+        cost[list(shapes)] = self.cost[list(shapes)]
+        return replace(self, cost=cost)
 
-    def weight_at(self, price: Tensor) -> float:
-        """What a loss in this layer weighs: the slope of the logarithm at the share that is kept by this weight.
+    def pick(self, price: Tensor, split: float) -> LayerPick:
+        """The shapes with which the layer is worth most, less the price of each filter and of every further shape.
 
-        The slope at the share of an earlier choice would let layers swing between all filters and hardly any.
+        Shapes that are not worth their price are given up one by one.
         """
-        low, high = 1.0, 1 / _LEAST
-        for _ in range(_STEPS):
-            middle = (low * high) ** 0.5
-            low, high = (low, middle) if middle * self._kept_at(middle, price) > 1 else (middle, high)
-        return high
-
-    def _kept_at(self, weight: float, price: Tensor) -> float:
-        """The share that is kept if every filter takes its best shape by itself."""
-        best, choice = self._scores(weight, price).max(1)
-        lost = self.damage.shapes.gather(1, choice[:, None])[:, 0]
-        lost = torch.where(best < 0, self.damage.removal, lost) if self.removable else lost
-        return 1 - float(lost.sum()) / self.damage.whole
-
-    def _scores(self, weight: float, price: Tensor) -> Tensor:
-        return weight / self.damage.whole * (self.damage.removal[:, None] - self.damage.shapes) - price
-
-    def pick(self, price: Tensor, split: float, *, rounded: bool) -> LayerPick:
-        """The shapes that lose least, where what is lost is weighed against the price of each shape.
-
-        `split` is the price of every shape beyond the first. Shapes that are not worth it are given up one by one.
-        """
-        scores = self._scores(self.weight_at(price), price)
-        best, worth = self._pick(scores, split, rounded=rounded)
-        while split > 0 and len(used := best.choice[best.kept].unique()) > 1:
-            without = [scores.index_fill(1, shape, -torch.inf) for shape in used]
-            fewer = [self._pick(one, split, rounded=rounded) for one in without]
+        best, value = self._pick(price, split)
+        while split > 0 and len(used := best.shapes) > 1:
+            fewer = [self._pick(price.index_fill(0, shape, torch.inf), split) for shape in used]
             place = max(range(len(fewer)), key=lambda place: fewer[place][1])
-            if fewer[place][1] <= worth:
+            if fewer[place][1] <= value:
                 break
-            scores, (best, worth) = without[place], fewer[place]
+            price = price.index_fill(0, used[place], torch.inf)
+            best, value = fewer[place]
         return best
 
-    def _pick(self, scores: Tensor, split: float, *, rounded: bool) -> tuple[LayerPick, float]:
-        """The choice with the best scores, and what it is worth."""
-        if self.free:
-            choice, kept = pick_each(scores, self.unit if rounded else 1, removable=self.removable)
-        else:
-            choice, kept = pick_segments(scores, self.unit), torch.ones(len(scores), dtype=torch.bool)
-        lost = self.damage.shapes.gather(1, choice[:, None])[kept].sum() + self.damage.removal[~kept].sum()
-        share = 1 - float(lost) / self.damage.whole
-        more = max(0, len(choice[kept].unique()) - 1)
-        found = LayerPick(choice, kept, share, float(self.cost[choice][kept].sum()) + more * self.split)
-        return found, float(scores.gather(1, choice[:, None])[kept].sum()) - more * split
+    def _pick(self, price: Tensor, split: float) -> tuple[LayerPick, float]:
+        """The best choice, and what it is worth. Filters that are removed have a shape of their own, for free."""
+        kept, whole = self._kept, self._whole
+        splits = torch.full_like(price, split)
+        if self.removable:
+            price, splits = torch.cat([price, price.new_zeros(1)]), torch.cat([splits, splits.new_zeros(1)])
+        order = alike(kept.sum(2) / whole.sum() - price) if self.free else torch.arange(len(kept))
+        units = kept[order].unflatten(0, (-1, self.unit)).sum(1)
+        chosen, value = pick_units(units, whole, self.unit * price, splits)
+        together, stay = _kept_by(units, chosen), chosen[chosen < len(self.cost)]
+        found = LayerPick(
+            units=chosen,
+            shapes=stay.unique(),
+            price=price,
+            share=together / whole.clamp_min(_TINY),
+            worth=float(worth(together, whole)),
+            cost=self.unit * float(self.cost[stay].sum()) + (len(stay.unique()) - 1) * self.split,
+            filters=len(kept),
+            width=len(stay) / len(chosen),
+        )
+        return found, value
+
+    def assigned(self, pick: LayerPick) -> tuple[Tensor, Tensor]:
+        """The shape of each filter by itself, and whether it stays."""
+        if not self.free:
+            choice = pick.units.sort().values.repeat_interleave(self.unit)
+            return choice, torch.ones(len(choice), dtype=torch.bool)
+        # A position of which little is kept counts more, as in the worth of the layer.
+        values = (self._kept * slope(pick.share)).sum(2) / self._whole.sum()
+        choice = share_out(values - pick.price, self.unit * pick.units.bincount(minlength=len(pick.price)))
+        stays = choice < len(self.cost)
+        return torch.where(stays, choice, values[:, : len(self.cost)].argmax(1)), stays
+
+    @cached_property
+    def _kept(self) -> Tensor:
+        """What each filter keeps with each shape, by position; a filter that is removed keeps nothing."""
+        kept = self.damage.kept
+        return torch.cat([kept, torch.zeros_like(kept[:, :1])], 1) if self.removable else kept
+
+    @cached_property
+    def _whole(self) -> Tensor:
+        """All that filters can keep, by position."""
+        return self.damage.kept.amax(1).sum(0)
+
+
+def _kept_by(kept: Tensor, choice: Tensor) -> Tensor:
+    """What all units keep together with the shapes that were chosen, by position."""
+    return kept[torch.arange(len(choice)), choice].sum(0)
 
 
 @dataclass(frozen=True)
 class LayerPick:
-    """A shape for each filter of a layer and whether it stays; the share that the layer keeps, and its cost."""
+    """A choice of shapes for one layer.
 
-    choice: Tensor
-    kept: Tensor
-    share: float
+    - `units`: the shape of each unit of filters. `shapes`: those in use.
+    - `price`: of a filter of each shape, at which it was made.
+    - `share`: what is kept at each position of the kernel. `worth`: what the layer is still worth.
+    - `cost`: of the layer with all its input channels.
+    - `filters`: of the dense layer. `width`: the share of them that stays.
+    """
+
+    units: Tensor
+    shapes: Tensor
+    price: Tensor
+    share: Tensor
+    worth: float
     cost: float
-
-    @property
-    def width(self) -> float:
-        """The share of the filters that stay."""
-        return float(self.kept.double().mean())
+    filters: int
+    width: float

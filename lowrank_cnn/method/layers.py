@@ -21,6 +21,7 @@ from lowrank_cnn.kernels.reference import conv_on_sides, interleaved, pad_on_sid
 from lowrank_cnn.method.geometry import Padding, Sides, enclosing_padding, offsets, pair, symmetric
 from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.text import counted
 
 T = TypeVar("T")
 _PAD_MODES = ("zeros", "reflect", "replicate", "circular")
@@ -266,7 +267,9 @@ def _check_channels(in_channels: int, composite: Composite, channel_groups: int)
     if not isinstance(in_channels, int) or in_channels < 1:
         raise LowRankError(f"in_channels must be a positive number, not {in_channels!r}.")
     if not isinstance(channel_groups, int) or channel_groups < 1 or in_channels % channel_groups:
-        raise LowRankError(f"{in_channels} input channels do not divide into {channel_groups} channel groups.")
+        raise LowRankError(
+            f"{counted(in_channels, 'input channel')} cannot be divided into {channel_groups} channel groups."
+        )
     for group in composite.groups:
         if group.filters % channel_groups:
             raise LowRankError(f"the filter group {group} does not divide into {channel_groups} channel groups.")

@@ -20,6 +20,7 @@ from fractions import Fraction
 from lowrank_cnn.method.scheme_rules import LARGEST, NONE, SHAPE, SchemeFields, check_scheme
 from lowrank_cnn.method.spec import Composite, FilterGroup, Pair
 from lowrank_cnn.system.errors import LowRankError, nearest
+from lowrank_cnn.system.text import counted
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,7 @@ def _share_out(shapes: Sequence[tuple[Pair, Fraction]], filters: int, unit: int)
     Each shape gets its whole part; what is left goes one by one to the largest remainders (first on a tie).
     """
     if filters % unit:
-        raise LowRankError(f"{filters} filters do not divide into {unit} channel groups.")
+        raise LowRankError(f"{counted(filters, 'filter')} cannot be divided into {unit} channel groups.")
     whole, total = filters // unit, sum(proportion for _, proportion in shapes)
     exact = [whole * proportion / total for _, proportion in shapes]
     counts = [int(value) for value in exact]

@@ -1,8 +1,9 @@
 """Choose the shape of every filter, so that the network stays within a budget and loses little.
 
-`shape_damage` estimates what a layer loses if a filter has a shape. The choice maximises
+`shape_damage` estimates what a filter keeps with each shape, and `filter_picking` what a layer of such filters is
+worth. The choice maximises
 
-    sum over layers of log(share of the layer that is kept)  -  lambda * cost
+    sum over layers of log(worth of the layer)  -  lambda * cost
 
 with the one lambda, found by bisection, at which the network meets its budget. A filter may also be removed, which
 saves what its channel costs in the layers that read it: low rank and thinner layers compete for the same budget.
@@ -23,12 +24,10 @@ from lowrank_cnn.method.shape_damage import Damage, damage_by_energy, shaped_con
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, may_remove
 from lowrank_cnn.system.errors import LowRankError
 
-_STEPS, _NEAR_STEPS = 20, 8
-"""Bisections: twenty find a price among fifteen powers of ten to four digits."""
-_NEAR = 8
-"""How far a price moves, up or down, from one round to the next."""
+_STEPS = 24
+"""Bisections: they find a price among fifteen powers of ten to five digits."""
 _ROUNDS = 3
-"""Rounds of the choice: the cost of a filter depends on the choices of other layers."""
+"""Rounds of the choice where filters may be removed: what a filter costs then depends on other layers."""
 _CHEAPEST, _DEAREST = 1e-6, 1e9
 """Prices of the whole dense network. The least is above zero: of two shapes that keep all, the cheaper wins."""
 _LEFT = 0.02
@@ -74,7 +73,7 @@ class ShapeChooser:
         layers = self._layers(network, None)
         picks = self._pick_all(layers, _CHEAPEST, None)
         for _ in range(_ROUNDS):
-            picks = self._pick_all(layers, _DEAREST, picks, rounded=True)
+            picks = self._pick_all(layers, _DEAREST, picks)
         return self.total(picks) / self.costs.dense
 
     def choose(self, network: nn.Module, share: float, damage: Mapping[str, Damage] | None = None) -> float:
@@ -82,26 +81,17 @@ class ShapeChooser:
 
         Without a `damage`, that by energy is taken: then the choice depends on the weights alone.
         """
-        layers = self._layers(network, damage)
-        picks, allowed, price = (
-            self._pick_all(layers, _CHEAPEST, None),
-            share * self.costs.dense * (1 + 1e-9),
-            _CHEAPEST,
-        )
-        if self.total(picks) > allowed:
-            price = self._price(layers, picks, allowed, (_CHEAPEST, _DEAREST), _STEPS)
-            for _ in range(_ROUNDS):
-                picks = self._pick_all(layers, price, picks)
-                price = self._price(layers, picks, allowed, (price / _NEAR, _NEAR * price), _NEAR_STEPS)
-            # Rounding moves the total a little: look for the price once more.
-            span = (price / _NEAR, _NEAR * price)
-            price = self._price(layers, picks, allowed, span, _NEAR_STEPS, rounded=True)
-        found = self._pick_all(layers, price, picks, rounded=True)
+        layers, allowed = self._layers(network, damage), share * self.costs.dense * (1 + 1e-9)
+        found = self._pick_all(layers, _CHEAPEST, None)
+        rounds = _ROUNDS if any(layer.removable for layer in layers.values()) else 1
         if self.total(found) > allowed:
-            price = self._price(layers, picks, allowed, (price, _DEAREST), _STEPS, rounded=True)
-            found = self._pick_all(layers, price, picks, rounded=True)
+            for _ in range(rounds):
+                price = self._price(layers, found, allowed)
+                found = self._pick_all(layers, price, found)
+        if self.total(found) > allowed:
+            found = self._pick_all(layers, _DEAREST, found)
         found = self._spend(layers, found, allowed)
-        self._set(network, found)
+        self._set(network, layers, found)
         return self.total(found) / self.costs.dense
 
     def total(self, picks: Picks) -> float:
@@ -114,41 +104,37 @@ class ShapeChooser:
         source = self.sources.get(name)
         return picks[source].width if picks is not None and source in picks else 1.0
 
-    def _price(
-        self,
-        layers: Layers,
-        now: Picks,
-        allowed: float,
-        span: tuple[float, float],
-        steps: int,
-        *,
-        rounded: bool = False,
-    ) -> float:
+    def _price(self, layers: Layers, now: Picks, allowed: float) -> float:
         """The lowest price of cost, by bisection, at which a choice is within what is allowed."""
-        low, high = span
-        for _ in range(steps):
+        low, high = _CHEAPEST, _DEAREST
+        for _ in range(_STEPS):
             middle = (low * high) ** 0.5
-            found = self._pick_all(layers, middle, now, rounded=rounded)
-            low, high = (middle, high) if self.total(found) > allowed else (low, middle)
+            low, high = (
+                (middle, high) if self.total(self._pick_all(layers, middle, now)) > allowed else (low, middle)
+            )
         return high
 
-    def _pick_all(self, layers: Layers, price: float, now: Picks | None, *, rounded: bool = False) -> Picks:
+    def _pick_all(self, layers: Layers, price: float, now: Picks | None) -> Picks:
         """The best choice of each layer at a price, with what its neighbours cost as they are `now`."""
-        return {name: self._pick_one(name, layer, price, now, rounded=rounded) for name, layer in layers.items()}
+        return {name: self._pick_one(name, layer, price, now) for name, layer in layers.items()}
 
     def _pick_one(
-        self, name: str, layer: LayerChoice, price: float, now: Picks | None, *, rounded: bool, priced: bool = True
+        self, name: str, layer: LayerChoice, price: float, now: Picks | None, *, priced: bool = True
     ) -> LayerPick:
         """The best choice of one layer; shapes beyond the first are free of charge unless they are `priced`."""
         arriving = self._arriving(name, now)
         cost = (layer.cost * arriving + self._reading(name, now)) / self.costs.dense
         split = price * layer.split * arriving / self.costs.dense if priced else 0.0
-        return layer.pick(price * cost, split, rounded=rounded)
+        return layer.pick(price * cost, split)
 
     def _spend(self, layers: Layers, found: Picks, allowed: float) -> Picks:
-        """Spend what is left: the layers that lost most choose again, each at a price of its own."""
-        for name in sorted(layers, key=lambda name: found[name].share):
-            for layer in layers[name].that_jump():
+        """Spend what is left: the layers that lost most choose again, each at a price of its own.
+
+        As the one price falls, choices jump: by a unit of filters and, where shapes beyond the first cost
+        something, from one shape to another, over all mixtures of both.
+        """
+        for name in sorted(layers, key=lambda name: found[name].worth):
+            for layer in layers[name].pairs():
                 if allowed - self.total(found) < _LEFT * allowed:
                     return found
                 found = self._spend_on(name, layer, found, allowed)
@@ -159,13 +145,13 @@ class ShapeChooser:
         low, high, best = _CHEAPEST, _DEAREST, found
         for _ in range(_STEPS):
             middle = (low * high) ** 0.5
-            pick = self._pick_one(name, layer, middle, found, rounded=True, priced=False)
+            pick = self._pick_one(name, layer, middle, found, priced=False)
             more = {**found, name: pick}
             if self.total(more) > allowed:
                 low = middle
                 continue
             high = middle
-            best = more if pick.share > best[name].share else best
+            best = more if pick.worth > best[name].worth else best
         return best
 
     def _reading(self, name: str, picks: Picks | None) -> float:
@@ -177,7 +163,7 @@ class ShapeChooser:
             picks[reader.name].cost if reader.name in picks else self.costs.linear.get(reader.name, 0.0)
             for reader in route.readers
         ]
-        return sum(costs) / len(picks[name].choice)
+        return sum(costs) / picks[name].filters
 
     def removable(self, network: nn.Module) -> list[str]:
         """The convs whose filters can be removed."""
@@ -201,16 +187,17 @@ class ShapeChooser:
         return found
 
     @torch.no_grad()
-    def _set(self, network: nn.Module, picks: Picks) -> None:
+    def _set(self, network: nn.Module, layers: Layers, picks: Picks) -> None:
         """Set the masks in place, because optimisers and CUDA graphs hold references to the buffers."""
         for name, pick in picks.items():
             layer: Any = network.get_submodule(name)
-            layer.choice.copy_(pick.choice)
-            layer.kept.copy_(pick.kept)
+            choice, kept = layers[name].assigned(pick)
+            layer.choice.copy_(choice)
+            layer.kept.copy_(kept)
             for reader in self.routes[name].readers if name in self.routes else ():
                 module: Any = network.get_submodule(reader.name)
                 if isinstance(module, ShapedConv2d | GatedLinear):
-                    module.inputs.copy_(pick.kept.repeat_interleave(reader.block))
+                    module.inputs.copy_(kept.repeat_interleave(reader.block))
 
 
 def unit_of(layer: ShapedConv2d) -> int:

@@ -24,10 +24,20 @@ _TINY = 1e-30
 
 @dataclass(frozen=True)
 class Damage:
-    """What a layer loses, filter by filter: with each shape ([filters, shapes]), and if the filter is removed."""
+    """What a layer keeps and loses, filter by filter.
 
-    shapes: Tensor
+    - `kept`: what a filter keeps with each shape, by position of the kernel, [filters, shapes, positions]. The
+      last position stands for what does not depend on the shape.
+    - `removal`: what is lost if the filter is removed.
+    """
+
+    kept: Tensor
     removal: Tensor
+
+    @property
+    def shapes(self) -> Tensor:
+        """What a filter loses with each shape, [filters, shapes]."""
+        return (self.removal[:, None] - self.kept.sum(2)).clamp_min(0)
 
     @property
     def whole(self) -> float:
@@ -46,7 +56,9 @@ def damage_by_energy(network: nn.Module, routes: Mapping[str, Route]) -> dict[st
     found = {}
     for name, layer in shaped_convs(network).items():
         taps = (layer.weight.double().square() * layer.inputs[:, None, None]).sum(1)
-        found[name] = _damage(layer, taps, _passing(network, routes.get(name), taps.sum((1, 2))))
+        passing = _passing(network, routes.get(name), taps.sum((1, 2)))
+        scale = passing / taps.sum((1, 2)).clamp_min(_TINY)
+        found[name] = _damage(layer, (taps * scale[:, None, None]).cpu(), passing.cpu())
     return found
 
 
@@ -78,18 +90,18 @@ def damage_by_loss(
     for name, layer in layers.items():
         whole = taps[name].sum((1, 2))
         passing = whole if name not in routes else _read(routes[name], channels, whole)
-        damage = _damage(layer, taps[name].to(layer.weight.device), whole.to(layer.weight.device))
-        found[name] = Damage(damage.shapes, torch.maximum(damage.removal, passing))
+        found[name] = _damage(layer, taps[name], torch.maximum(whole, passing))
     silent = [name for name, damage in found.items() if not 0 < float(damage.removal.sum()) < torch.inf]
     by_weights = damage_by_energy(network, routes) if silent else {}
     return {**found, **{name: by_weights[name] for name in silent}}
 
 
-def _damage(layer: ShapedConv2d, taps: Tensor, passing: Tensor) -> Damage:
-    """From the weight of each tap ([filters, height, width]) and of each filter."""
+def _damage(layer: ShapedConv2d, taps: Tensor, removal: Tensor) -> Damage:
+    """From what is lost without each tap ([filters, height, width]) and without each filter."""
     masks = layer.masks[: len(layer.shapes)].to(taps)
-    inside = torch.einsum("ohw,shw->os", taps, masks) / taps.sum((1, 2)).clamp_min(_TINY)[:, None]
-    return Damage((passing[:, None] * (1 - inside)).clamp_min(0).cpu(), passing.cpu())
+    kept = (taps[:, None] * masks).flatten(2)
+    always = (removal - taps.sum((1, 2))).clamp_min(0)[:, None, None].expand(-1, len(masks), 1)
+    return Damage(torch.cat([kept, always], 2), removal)
 
 
 def _passing(network: nn.Module, route: Route | None, energy: Tensor) -> Tensor:

@@ -84,8 +84,8 @@ def damage_by_gates(network: nn.Module) -> dict[str, Damage]:
     """The damage of a shape: how seldom a filter would draw it if all shapes cost nothing."""
     found = {}
     for name, layer in shaped_convs(network).items():
-        lost = 1 - _gates(layer).double().softmax(1).cpu()
-        found[name] = Damage(lost, torch.ones(len(lost), dtype=torch.float64))
+        drawn = _gates(layer).double().softmax(1).cpu()
+        found[name] = Damage(drawn[:, :, None], torch.ones(len(drawn), dtype=torch.float64))
     return found
 
 

@@ -14,7 +14,7 @@ from lowrank_cnn.models.files import Stored
 from lowrank_cnn.models.twins import dense_cost, dense_twin
 from lowrank_cnn.system.errors import LowRankError, require
 from lowrank_cnn.system.files import write_atomically
-from lowrank_cnn.system.text import si
+from lowrank_cnn.system.text import counted, si
 
 PAPER = (
     "[Training CNNs with Low-Rank Filters for Efficient Image Classification](https://arxiv.org/abs/1511.06744)"
@@ -76,7 +76,7 @@ def write_card(
 def _about(kind: str, description: Mapping[str, Any]) -> str:
     changed = description["conversion"]["changed"]
     schemes = ", ".join(dict.fromkeys(f"`{row['scheme']}`" for row in changed))
-    rewritten = f" {len(changed)} of its layers were rewritten by {schemes}." if changed else ""
+    rewritten = f" It has {counted(len(changed), 'layer')} rewritten by {schemes}." if changed else ""
     return f"A `{kind}` network of [lowrank-cnn], with low-rank filters after {PAPER}.{rewritten}\n" + (
         "\n[lowrank-cnn]: https://pypi.org/project/lowrank-cnn/\n"
     )
@@ -114,7 +114,9 @@ def _trained(card: Mapping[str, Any], measured: Mapping[str, float]) -> str:
     classes, recipe = card["data"]["classes"], card["recipe"]
     shown = ", ".join(map(str, classes[:10])) + (", ..." if len(classes) > 10 else "")
     lines = [f"## Training\n\n- Classes: {len(classes)} ({shown})"]
-    lines.append(f"- Recipe: `{recipe['name']}`, {recipe['epochs']} epochs, batch size {recipe['batch_size']}")
+    lines.append(
+        f"- Recipe: `{recipe['name']}`, {counted(recipe['epochs'], 'epoch')}, batch size {recipe['batch_size']}"
+    )
     if data := _data(card):
         lines.append(f"- Images: {data}")
     lines += [f"- {_METRICS.get(key, key)}: {value:.2%}" for key, value in measured.items()]

@@ -28,6 +28,7 @@ from lowrank_cnn.paper.claims import (
 )
 from lowrank_cnn.paper.counted import PADDED, count_padded_googlenet, count_row
 from lowrank_cnn.paper.published import Published, published, rows, timings
+from lowrank_cnn.system.text import counted
 
 REPRODUCED = "reproduced"
 CONTRADICTED = "contradicted by the paper's own figures"
@@ -138,7 +139,11 @@ def _check_figure(stated: float, runs: tuple[float, ...]) -> tuple[str, str, str
         return "", UNTESTED, ""
     gap = round(100 * (mean(runs) - stated), 6)
     several = len(runs) > 1
-    spread = f"mean of {len(runs)} seeds, standard deviation {100 * stdev(runs):.2f}" if several else "one seed"
+    spread = (
+        f"mean of {counted(len(runs), 'seed')}, standard deviation {100 * stdev(runs):.2f}"
+        if several
+        else "one seed"
+    )
     note = f"{gap:+.2f} points, {spread}; reproduced if at most {REACHED} below."
     return f"{100 * mean(runs):.2f}%", REPRODUCED if gap >= -REACHED else MISSED, note
 

@@ -24,6 +24,7 @@ from lowrank_cnn.paper.experiments import CLASSES, ExperimentLine, ExperimentPar
 from lowrank_cnn.paper.table import ExperimentTable, build_table
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.lock import HeldError, locked
+from lowrank_cnn.system.text import counted
 from lowrank_cnn.train import Record, fit, get_recipe, load_record
 from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.failure import NotFiniteError
@@ -136,7 +137,9 @@ class ExperimentBench:
 
     def _train(self, task: TrainingTask, directory: Path) -> None:
         line = task.line
-        self.say(f"{line.part}: {line.network} {line.variant} seed {task.seed}, {task.recipe.epochs} epochs")
+        self.say(
+            f"{line.part}: {line.network} {line.variant} seed {task.seed}, {counted(task.recipe.epochs, 'epoch')}"
+        )
         torch.manual_seed(task.seed)
         recipe, begun = _tested_once(task.recipe), RunDirectory(directory).holds_run()
         how = {"seed": task.seed, "out": directory, "resume": begun, **self.how}

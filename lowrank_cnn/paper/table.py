@@ -18,6 +18,7 @@ from lowrank_cnn.paper.published import Published, rows
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import write_json
+from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.recipe import differences
 from lowrank_cnn.train.record import Record, load_record
 
@@ -183,7 +184,7 @@ def _unfinished(line: ExperimentLine, out: Path, seeds: Iterable[int]) -> dict[s
         found[f"{line.part}/{directory.name}"] = NOT_BEGUN
         if (directory / "record.json").exists():
             record = load_record(directory)
-            stands = f"{record.status}, {len(record.history)} of {record.recipe['epochs']} epochs"
+            stands = f"{record.status}, {len(record.history)} of {counted(record.recipe['epochs'], 'epoch')}"
             found[f"{line.part}/{directory.name}"] = stands
     return found
 

@@ -1,4 +1,4 @@
-"""The cards at the top of the page: what low rank gained, at which cost, and how sure that is."""
+"""The cards at the top of the page: low-rank networks beside their dense twins, with costs and certainty."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ class Card:
     network: str
     twin: str
     data: str
-    gained: str
+    difference: str
     accuracy: str
     cost: str
     sure: str
     mood: str
     """good, bad or quiet: how the certainty is coloured."""
+    gain: bool
+    """Surely more accurate, or cheaper and surely as good."""
 
 
 def cards(results: Sequence[NetworkResult]) -> list[Card]:
@@ -46,6 +48,17 @@ def cards(results: Sequence[NetworkResult]) -> list[Card]:
         else:
             found.append(_card(f"{MOST_ACCURATE}, and {CHEAPEST.lower()}" if near else MOST_ACCURATE, best))
     return found[:MOST_CARDS]
+
+
+def headline(found: Sequence[Card]) -> str:
+    """The title of the page: it speaks of a gain only where every card shows one."""
+    if not found:
+        return "Networks trained and timed"
+    return (
+        "What low rank gained"
+        if all(card.gain for card in found)
+        else "Low-rank networks beside their dense twins"
+    )
 
 
 def _compared(results: Sequence[NetworkResult]) -> list[list[NetworkResult]]:
@@ -72,11 +85,12 @@ def _card(title: str, result: NetworkResult) -> Card:
         network=result.label,
         twin=result.twin,
         data=trained_label(result.data, result.recipe),
-        gained=f"{points(gap)} points",
+        difference=f"{points(gap)} points",
         accuracy=f"{percent(result.top1)} top-1",
         cost=", ".join(costs),
         sure=f"{interval}{sure}{otherwise}.",
         mood=mood,
+        gain=mood == "good" and (gap - (reach or 0) > 0 or _cost(result) < 1),
     )
 
 

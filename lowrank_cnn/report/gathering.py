@@ -12,10 +12,10 @@ from typing import Any
 from lowrank_cnn.models import list_models
 from lowrank_cnn.report.comparing import compare_all, identity, is_twin
 from lowrank_cnn.report.records import NetworkResult, Records, Run, TimedNetwork
-from lowrank_cnn.system.text import si
+from lowrank_cnn.system.text import counted, si
 
 _PHRASES: dict[str, Callable[[str], str]] = {
-    "epochs": lambda value: f"{value} epoch" + "s" * (value != "1"),
+    "epochs": lambda value: counted(int(value), "epoch") if value.isdigit() else f"{value} epochs",
     "norm": lambda value: "no norm" if value == "None" else f"{value} norm",
     "pool": lambda value: "max pool" if value == "None" else f"{value} pool",
     "begun_from": lambda value: f"begun from {value}",

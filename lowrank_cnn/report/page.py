@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowrank_cnn.paper.auditing import audit, summary
-from lowrank_cnn.report.cards import cards
+from lowrank_cnn.report.cards import cards, headline
 from lowrank_cnn.report.charts import curves, details, layers, trade, vega
 from lowrank_cnn.report.gathering import gather
 from lowrank_cnn.report.paper_runs import accuracies, layer_times
@@ -26,6 +26,7 @@ from lowrank_cnn.report.tables import (
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError, require
 from lowrank_cnn.system.files import write_atomically
+from lowrank_cnn.system.text import counted
 
 SCRIPTS = ("vega/vega.js", "base.js", "drawing.js", "trade.js", "curves.js", "details.js", "page.js")
 """In the order in which the page runs them."""
@@ -54,6 +55,7 @@ def write_page(records: Records, out: str | Path) -> Path:
 def render(records: Records) -> str:
     """The page as text."""
     results, here = gather(records), environment()
+    told = cards(results)
     findings = audit(accuracies(records.runs), layer_times(records.timings))
     style, script = _asset("page.css"), "\n".join(map(_asset, SCRIPTS))
     return _template().render(
@@ -63,7 +65,8 @@ def render(records: Records) -> str:
         made=f"{str(here['date'])[:16].replace('T', ' ')} UTC by lowrank-cnn {here['lowrank_cnn']}",
         found=found_in(records),
         unsealed=sum(not run.sealed for run in records.runs),
-        cards=cards(results),
+        headline=headline(told),
+        cards=told,
         networks=summary_table(results),
         published=published_table(),
         findings=len(findings),
@@ -85,8 +88,9 @@ def _chart_data(records: Records, results: Sequence[NetworkResult]) -> dict[str,
         "specs": {"trade": trade.SPEC, "curves": curves.SPEC, "layers": layers.SPEC},
         "labels": {"transform": vega.LABELS, "leaders": vega.LEADERS},
         "themes": {"light": vega.theme(), "dark": vega.theme(dark=True)},
-        "looks": {"light": vega.COLOURS, "dark": vega.DARK_COLOURS, "dashes": vega.DASHES},
-        "kinds": trade.KINDS,
+        "kinds": {
+            kind: dict(zip(("shape", "light", "dark"), look, strict=True)) for kind, look in trade.KINDS.items()
+        },
         "measures": curves.MEASURES,
         "axes": trade.AXES,
     }
@@ -95,7 +99,7 @@ def _chart_data(records: Records, results: Sequence[NetworkResult]) -> dict[str,
 def found_in(records: Records) -> str:
     """How many runs and timings there are, in words."""
     counts = [(len(records.runs), "training run"), (len(records.timings), "timing")]
-    return " and ".join(f"{n} {name}{'s' * (n != 1)}" for n, name in counts if n)
+    return " and ".join(counted(n, name) for n, name in counts if n)
 
 
 def _template() -> Any:

@@ -21,7 +21,7 @@ from lowrank_cnn.report.comparing import is_twin, twin_id, twin_known
 from lowrank_cnn.report.datasets import data_label, trained_label
 from lowrank_cnn.report.fields import text
 from lowrank_cnn.report.records import CPU, GPU, NetworkId, NetworkResult, Records
-from lowrank_cnn.system.text import DASH, duration, percent, points, ratio, si
+from lowrank_cnn.system.text import DASH, counted, duration, percent, points, ratio, si
 
 VERDICT_COLOURS = {
     CONTRADICTED: "bad",
@@ -110,8 +110,8 @@ def _summary_row(result: NetworkResult) -> list[TableCell]:
 def runs_in_words(result: NetworkResult) -> str:
     """The number of runs and of seeds; unfinished runs count only if none has finished."""
     runs, seeds = len(result.scored), result.seeds
-    count = f"{runs} run{'s' * (runs != 1)}" if result.finished else f"{runs} unfinished"
-    words = [count if seeds in (0, runs) else f"{count} of {seeds} seed{'s' * (seeds != 1)}"]
+    count = counted(runs, "run") if result.finished else f"{runs} unfinished"
+    words = [count if seeds in (0, runs) else f"{count} of {counted(seeds, 'seed')}"]
     unsealed = sum(not run.sealed for run in result.scored)
     words += [f"{unsealed} unsealed" if unsealed < runs else "unsealed"] if unsealed else []
     return ", ".join(words)

@@ -20,6 +20,16 @@ def si(number: float, digits: int = 3) -> str:
     return f"{number:g}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, which takes an s or es unless the number is 1.
+
+    >>> counted(1, "image"), counted(1200, "image"), counted(2, "class")
+    ('1 image', '1,200 images', '2 classes')
+    """
+    ending = "es" if noun.endswith(("s", "x", "sh", "tch")) else "s"
+    return f"{number:,} {noun}{ending * (number != 1)}"
+
+
 def first_few(names: Sequence[str]) -> str:
     """Three names at most: "cat, dog, owl, ..."."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from lowrank_cnn.data import Data, Loader, Preprocess, make_loader, open_data
 from lowrank_cnn.data.image_progress import ImageProgress
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.text import first_few
+from lowrank_cnn.system.text import counted, first_few
 from lowrank_cnn.train.checkpoint import CheckpointStore, DamagedCheckpointError, read_state
 from lowrank_cnn.train.fabric import resolve_device
 from lowrank_cnn.train.inputs import evaluation_batch, input_size, preprocessing
+from lowrank_cnn.train.opening import check_network
 from lowrank_cnn.train.predicting import predict
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.score import Evaluation, check_fits, score
@@ -55,7 +56,7 @@ def evaluate(
     0.925
     """
     source, data = data, data if isinstance(data, Data) else open_data(data, only_test=True)
-    trained = model if isinstance(model, Trained) else _trained(model, data, preprocess, recipe)
+    trained = model if isinstance(model, Trained) else _trained(model, data, preprocess, recipe, output)
     trained = trained.with_output(output)
     if not isinstance(source, Data):
         data = held_out_images(trained, source) or data
@@ -141,13 +142,18 @@ def how_far(path: str | Path, *, best: bool = False) -> str | None:
 
 
 def _trained(
-    model: nn.Module | str | Path, data: Data, preprocess: Preprocess | None, recipe: Recipe | None
+    model: nn.Module | str | Path,
+    data: Data,
+    preprocess: Preprocess | None,
+    recipe: Recipe | None,
+    output: str | None,
 ) -> Trained:
     if not isinstance(model, nn.Module):
         return load_checkpoint(model)
     if preprocess is None and recipe is None and (carried := carried_by(model)):
         return carried
     recipe = recipe or Recipe()
+    check_network(model, data, recipe, output=output)
     fitted_to = data.train if len(data.train) else data.test
     preprocess = preprocess or preprocessing(fitted_to, recipe)
     return Trained(model, preprocess, recipe, data.classes, data.test.size or ())
@@ -162,8 +168,8 @@ def match_classes(trained: Trained, data: Data) -> Tensor:
     unknown = [name for name in data.classes if name not in place]
     if unknown:
         raise LowRankError(
-            f"the network knows {len(trained.classes)} classes ({first_few(trained.classes)}), "
-            f"{data.name} has {len(unknown)} others ({first_few(unknown)})."
+            f"the network knows {counted(len(trained.classes), 'class')} ({first_few(trained.classes)}), "
+            f"{data.name} has {counted(len(unknown), 'other')} ({first_few(unknown)})."
         )
     return torch.tensor([place[name] for name in data.classes])
 

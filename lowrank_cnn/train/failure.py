@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.memory import is_out_of_memory
+from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.determinism import generator_states, restore_generators
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def told_out_of_memory(batch_size: int, device: torch.device) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(
-            f"a batch of {batch_size} images does not fit the memory of {device}: use a smaller "
+            f"a batch of {counted(batch_size, 'image')} does not fit the memory of {device}: use a smaller "
             "--batch-size, or bf16, or more processes."
         ) from error
 

@@ -30,13 +30,13 @@ from lowrank_cnn.train.job import ExecutionOptions, Extras, Job
 from lowrank_cnn.train.loggers import Logged, check_loggers
 from lowrank_cnn.train.memory_check import check_memory
 from lowrank_cnn.train.objective import Loss
-from lowrank_cnn.train.opening import open_for
+from lowrank_cnn.train.opening import check_network, open_for
 from lowrank_cnn.train.optimizers import flags_restored
 from lowrank_cnn.train.progress import Lines, Progress, moving_line
 from lowrank_cnn.train.recipe import Recipe, changed
 from lowrank_cnn.train.recipes import get_recipe
 from lowrank_cnn.train.record import Record
-from lowrank_cnn.train.remarks import dropout_remarks, precision_remarks, remarks, rounding_remarks
+from lowrank_cnn.train.remarks import dropout_remarks, precision_remarks, remarks, rounding_remarks, step_remarks
 from lowrank_cnn.train.score import Evaluation, LossEvaluation, check_classes, check_fits
 from lowrank_cnn.train.short_runs import whiten_first_layer
 from lowrank_cnn.train.step import put_back
@@ -119,6 +119,7 @@ def fit(
     data = open_for(model, data, recipe)
     if loss is None:
         check_classes(data)
+        check_network(model, data, recipe)
     extras = Extras(loss, tuple(callbacks), teacher)
     fabric = launch(device, precision or recipe.precision, strategy)
     shown = Lines() if progress and fabric.is_global_zero else Progress()
@@ -162,7 +163,7 @@ def _train(job: Job, saved: Checkpoint | None, *, log: Sequence[str], checkpoint
         if recipe.whiten_first:
             whiten_first_layer(model, inputs.train, add_up=partial(add_up, fabric))
         told = [*dropout_remarks(model, recipe, inputs.size), *rounding_remarks(model, recipe, inputs.size)]
-        for sentence in told:
+        for sentence in [*step_remarks(len(inputs.train), recipe), *told]:
             shown.say(sentence)
         in_int8 = trained_in_int8(model) if recipe.quantize == "int8" else contextlib.nullcontext({})
         image, held_out = job.data.test.size or (), held_out_part(job.about["data"])

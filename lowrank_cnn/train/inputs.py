@@ -26,6 +26,7 @@ from lowrank_cnn.data.stream.streamed import frame
 from lowrank_cnn.data.types import Decode, Split
 from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.mixing import Mixer
 from lowrank_cnn.train.recipe import Recipe
 
@@ -127,13 +128,13 @@ def held_out(recipe: Recipe, images: int) -> int:
     number = round(recipe.holdout * images) if recipe.holdout < 1 else round(recipe.holdout)
     if number < 1:
         raise LowRankError(
-            f"holdout={recipe.holdout:g} of {images} training images is not one: set a larger share or a count "
-            "(--set holdout=10), or hold nothing out (--set holdout=0)."
+            f"holdout={recipe.holdout:g} of {counted(images, 'training image')} is not one: set a larger share "
+            "or a count (--set holdout=10), or hold nothing out (--set holdout=0)."
         )
     if number >= images:
         raise LowRankError(
-            f"holdout={recipe.holdout:g} leaves none of the {images} training images to train on: hold out fewer "
-            "(--set holdout=0.1)."
+            f"holdout={recipe.holdout:g} leaves none of the {counted(images, 'training image')} to train on: "
+            "hold out fewer (--set holdout=0.1)."
         )
     return number
 
@@ -145,8 +146,8 @@ def _check_batch(recipe: Recipe, images: int, all_images: int) -> None:
     held = all_images - images
     left, fewer = (f", after {held} are held out", ", hold out fewer") if held else ("", "")
     raise LowRankError(
-        f"there are {images} images to train on{left}, fewer than one batch of {recipe.batch_size}: set "
-        f"batch_size to {images} or less (--batch-size {images}){fewer}, or take more images."
+        f"the set has {counted(images, 'image')} to train on{left}, fewer than one batch of {recipe.batch_size}: "
+        f"set batch_size to {images} or less (--batch-size {images}){fewer}, or take more images."
     )
 
 

@@ -16,6 +16,7 @@ from lowrank_cnn.method.rewriting import in_channels_last
 from lowrank_cnn.models.rebuild import run_entry
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.directory import RunDirectory, check_same_run
 from lowrank_cnn.train.execution import COMPILED, EAGER, Compile, StepBuilder, resolved
@@ -108,7 +109,7 @@ class Job:
         epochs, _ = differ.pop("epochs", (self.recipe.epochs, None))
         if differ:
             raise LowRankError(f"the run in {self.directory.path} has finished with {in_words(differ)}.")
-        fewer = f" its {epochs} epochs" if epochs != self.recipe.epochs else ""
+        fewer = f" its {counted(done.recipe['epochs'], 'epoch')}" if epochs != self.recipe.epochs else ""
         self.shown.say(f"The run in {self.directory.path} has finished{fewer}: nothing is left to do.")
         return done
 

@@ -14,7 +14,9 @@ from lowrank_cnn.data.dataset import data_of, is_dataset
 from lowrank_cnn.data.readers.splits import LARGE_SIDE
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.train.inputs import augmentation, input_size
 from lowrank_cnn.train.recipe import Recipe
+from lowrank_cnn.train.score import check_outputs
 
 
 def open_for(network: nn.Module, data: Any, recipe: Recipe) -> Data:
@@ -62,6 +64,15 @@ def as_network_wants(
     elif free and size and any(_is_large(split.size) for split in (images.train, images.test)):
         wanted["default_size"] = tuple(size[1:])
     return reading(**wanted) if wanted else images
+
+
+def check_network(network: nn.Module, data: Data, recipe: Recipe, *, output: str | None = None) -> None:
+    """Refuse a network for another number of classes, before images are decoded, which may take long.
+
+    `output` replaces that of the recipe: the one of several outputs that has the class scores.
+    """
+    size = input_size(data.test, augmentation(recipe))
+    check_outputs(network, size, len(data.classes), output=output or recipe.output)
 
 
 def channels_of(network: nn.Module) -> int | None:

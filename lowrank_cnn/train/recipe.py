@@ -10,6 +10,7 @@ from typing import Any
 
 from lowrank_cnn.data.pixels import AUTO_AUGMENTS
 from lowrank_cnn.system.errors import LowRankError, check_type, nearest
+from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.settings import read_value
 
 SCHEDULES = ("paper", "poly", "cosine", "triangle", "constant")
@@ -180,7 +181,8 @@ class Recipe:
             raise LowRankError("nesterov needs a momentum above 0.")
         if self.batch_size % self.accumulate:
             raise LowRankError(
-                f"a batch of {self.batch_size} images does not part into accumulate={self.accumulate} equal parts."
+                f"a batch of {counted(self.batch_size, 'image')} does not part into accumulate={self.accumulate} "
+                "equal parts."
             )
         if self.early_stop and not self.holdout:
             raise LowRankError("early_stop watches held-out training images: set holdout (0.1, say).")

@@ -16,11 +16,16 @@ from lowrank_cnn.method.settling import has_learned
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.system.autograd import upstream
 from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.recompute import buffers_as_they_were
 
 Dropout = nn.modules.dropout._DropoutNd
 BatchNorm = nn.modules.batchnorm._BatchNorm
+FEW_STEPS = 40
+"""Shorter runs learn little: batch norm alone needs some thirty steps to know its statistics."""
+SMALL_BATCH = 16
+"""Nobody is told to make a batch smaller than this."""
 
 
 def remarks(model: nn.Module, recipe: Recipe) -> list[str]:
@@ -52,6 +57,15 @@ def precision_remarks(precision: str, device: torch.device) -> list[str]:
     if device.type != "cpu" or precision not in ("bf16", "fp16"):
         return []
     return [f"{precision} trains many times slower than fp32 on most CPUs (--precision fp32)."]
+
+
+def step_remarks(batches: int, recipe: Recipe) -> list[str]:
+    """A warning where a run has few steps: batch norm then evaluates with statistics of its beginning."""
+    steps = batches * recipe.epochs
+    if steps >= FEW_STEPS or recipe.batch_size <= SMALL_BATCH:
+        return []
+    each = f"{counted(batches, 'batch')} of {counted(recipe.batch_size, 'image')} in an epoch"
+    return [f"This run has {counted(steps, 'step')}, {each}: a smaller --batch-size or more --epochs gives more."]
 
 
 def dropout_remarks(model: nn.Module, recipe: Recipe, size: Sequence[int]) -> list[str]:

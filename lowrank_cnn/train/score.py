@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 
 from lowrank_cnn.data import Data, Split
 from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.memory import is_out_of_memory
+from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.details import DetailsCollector, EvaluationDetails
 from lowrank_cnn.train.objective import Loss, hits
 from lowrank_cnn.train.outputs import class_scores
@@ -82,7 +84,6 @@ def score_by_loss(
     return LossEvaluation(total / max(n, 1), n, right / max(n, 1) if answered else None)
 
 
-@torch.no_grad()
 def check_classes(data: Data) -> None:
     """Refuse a data set of one class: a network learns nothing from it, and every answer would be right."""
     if len(data.classes) < 2:
@@ -93,6 +94,26 @@ def check_classes(data: Data) -> None:
         )
 
 
+@torch.no_grad()
+def check_outputs(network: nn.Module, size: Sequence[int], classes: int, *, output: str | None = None) -> None:
+    """Refuse a network of other than one output per class, where it is now, before any image is decoded.
+
+    What fails here may still work on the device that trains: `check_fits` decides there. A network whose weights
+    are made by its first forward is left to it as well, since its weights depend on the seed.
+    """
+    weights = [*network.parameters(), *network.buffers()]
+    if any(map(is_lazy, weights)):
+        return
+    device = weights[0].device if weights else torch.device("cpu")
+    try:
+        with evaluating(network):
+            outputs = network(torch.zeros(1, *size, device=device))
+    except Exception:
+        return
+    _check_scores(outputs, classes, output)
+
+
+@torch.no_grad()
 def check_fits(
     network: nn.Module,
     size: Sequence[int],
@@ -113,13 +134,16 @@ def check_fits(
             raise
         shape = "x".join(map(str, size))
         raise LowRankError(f"the network cannot take images of {shape}: {first_line(error)}") from error
-    if classes is None:
-        return
+    if classes is not None:
+        _check_scores(outputs, classes, output)
+
+
+def _check_scores(outputs: Any, classes: int, output: str | None) -> None:
     logits = class_scores(outputs, output)
     if logits.shape != (1, classes):
-        given = "x".join(map(str, logits.shape[1:]))
+        given = counted(logits.shape[1], "output") if logits.ndim == 2 else f"{list(logits.shape[1:])} outputs"
         raise LowRankError(
-            f"the network has {given} outputs for an image, and the data {classes} classes: build it with "
+            f"the network has {given} for an image, and the data {counted(classes, 'class')}: build it with "
             f"num_classes={classes}."
         )
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.memory import is_out_of_memory, room
+from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.determinism import conditions, generator_states, restore_generators
 from lowrank_cnn.train.directory import RunDirectory
@@ -45,11 +46,15 @@ class Position:
 
     def told(self, epochs: int) -> str:
         """The position in words, as in "the state after 3 of 10 epochs"."""
-        batches = f"{self.batch} batch{'es' * (self.batch != 1)}"
+        batches = counted(self.batch, "batch")
         if not self.epoch:
-            return f"after {batches} of the first of {epochs} epochs" if self.batch else "before any training"
+            return (
+                f"after {batches} of the first of {counted(epochs, 'epoch')}"
+                if self.batch
+                else "before any training"
+            )
         rest = f" and {batches} of the next" if self.batch else ""
-        return f"after {self.epoch} of {epochs} epochs{rest}"
+        return f"after {self.epoch} of {counted(epochs, 'epoch')}{rest}"
 
 
 @dataclass

@@ -40,7 +40,7 @@ def test_the_notes_are_those_of_the_counts(output_of, wide):
 def test_runs_that_test_nothing_and_files_that_cannot_be_read_are_named(lowrank, tmp_path):
     (tmp_path / "damaged.json").write_text("{")
     done = lowrank("audit", "--runs", RESULTS / "modern-equal-compute", "--runs", tmp_path)
-    assert "No accuracy is tested by these 3 runs" in done.stderr
+    assert "No accuracy is tested by what is here, 3 runs" in done.stderr
     assert "damaged.json" in done.stderr
     (tmp_path / "damaged.json").unlink()
     for empty in ("nowhere", tmp_path):

@@ -25,7 +25,7 @@ def test_shares_of_an_experiment_and_their_table(tmp_path):
         assert done.exit_code == 0, done.output
     assert f"The report: {tmp_path / 'report.html'}" in done.output.replace("\n", "")
     assert "nin-c3-lr" in (tmp_path / "report.html").read_text()
-    assert "1 of 1 pairs" in done.output or "0 of 1 pairs" in done.output
+    assert "1 of 1 pair of" in done.output or "0 of 1 pair of" in done.output
     assert "Not begun" not in done.output  # of what was asked for
     assert "Not begun: 37 runs" in lowrank("reproduce", "cifar10", "--out", tmp_path, "--table").output
     figures = json.loads(lowrank("reproduce", "cifar10", "--out", tmp_path, "--table", "--json").stdout)
@@ -98,7 +98,7 @@ def test_ctrl_c_leaves_with_130_and_the_same_command_goes_on(tmp_path, monkeypat
         stopped = lowrank(*arguments)
     assert stopped.exit_code == 130
     assert "the same command continues" in stopped.stderr
-    assert "interrupted, 0 of 1 epochs" in lowrank("reproduce", "cifar10", "--out", tmp_path, "--table").stderr
+    assert "interrupted, 0 of 1 epoch" in lowrank("reproduce", "cifar10", "--out", tmp_path, "--table").stderr
     assert lowrank(*arguments).exit_code == 0
 
 

@@ -14,6 +14,8 @@ import torch
 
 from lowrank_cnn.cli.train import _told
 from lowrank_cnn.data import Data, ResidentSplit
+from lowrank_cnn.data.readers.read_options import ReadOptions
+from lowrank_cnn.data.readers.sources import open_source
 from lowrank_cnn.deploy.engines.onnx import node_macs
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
@@ -332,3 +334,37 @@ def test_a_directory_in_use_is_refused_before_images_are_read(train_small, tmp_p
 def test_the_printed_warm_up_is_that_of_the_run():
     assert "warmup=0.4 " in f"{_told(get_recipe('modern', epochs=2))} "
     assert "warmup=5.0 " in f"{_told(get_recipe('modern', epochs=40))} "
+
+
+def test_a_network_for_other_classes_is_refused_before_images_are_decoded(lowrank, tmp_path, monkeypatch):
+    def decode():
+        raise AssertionError("images were decoded")
+
+    split = ResidentSplit(decode, (1, 16, 16))
+    data = Data("photos", ("cat", "dog", "owl"), split, split)
+    monkeypatch.setattr("lowrank_cnn.data.open_data", lambda *_, **__: data)
+    error = lowrank("train", f"{own_network(tmp_path)}:net", "--data", "photos", "--device", "cpu").exception
+    assert "2 outputs for an image, and the data 3 classes" in str(error)
+
+
+def test_one_class_is_refused_before_anything_is_printed(lowrank, monkeypatch):
+    data = Data("photos", ("cat",), *(ResidentSplit(None, (1, 16, 16)) for _ in range(2)))  # type: ignore[arg-type]
+    monkeypatch.setattr("lowrank_cnn.data.open_data", lambda *_, **__: data)
+    refused = lowrank("train", "nin", "--data", "photos", "--device", "cpu")
+    assert "photos has fewer than two classes (cat)" in str(refused.exception)
+    assert not refused.output
+
+
+def test_bad_images_that_a_stream_finds_are_told_at_the_end(lowrank, tmp_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image")
+    for number in range(24):
+        path = tmp_path / "photos" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.new("L", (16 + number % 3, 16), 10 * number).save(path)
+    (tmp_path / "photos" / "a" / "bad.png").write_bytes(b"junk")
+    data = open_source(tmp_path / "photos", ReadOptions())
+    monkeypatch.setattr("lowrank_cnn.data.open_data", lambda *_, **__: data)
+    done = lowrank("train", "nin-c3-lr", "--data", "photos", *SMALL, "--batch-size", "4")
+    assert done.exit_code == 0, done.output
+    told = " ".join(done.output.split())
+    assert told.index("epoch 1/1") < told.index("1 undecodable image (photos/a/bad.png")

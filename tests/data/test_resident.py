@@ -197,7 +197,7 @@ def test_make_loader_knows_its_splits() -> None:
         (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([[0], [1]]), r"not torch.int64 \[2, 1\]"),
         (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), [0, 1], "one tensor of class numbers"),
         ([torch.zeros(3, 8, 8, dtype=torch.uint8)], torch.tensor([0]), "not a list: use torch.stack"),
-        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([0]), "2 images do not match 1 labels"),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([0]), "2 images cannot have 1 label"),
     ],
 )
 def test_what_is_no_split_is_refused(images: object, labels: object, says: str) -> None:

@@ -76,7 +76,7 @@ def test_batches_are_counted_or_refused() -> None:
     assert check_batches(10, batch_size=4, rank=1, world=2, train=False) == 3
     with pytest.raises(LowRankError, match="batch of 5 does not divide over 2"):
         check_batches(10, batch_size=5, rank=0, world=2, train=True)
-    with pytest.raises(LowRankError, match="3 images do not fill one batch of 4"):
+    with pytest.raises(LowRankError, match="3 images cannot fill one batch of 4"):
         check_batches(3, batch_size=4, rank=0, world=1, train=True)
     with pytest.raises(LowRankError, match="rank 2 of 2"):
         check_batches(10, batch_size=4, rank=2, world=2, train=True)

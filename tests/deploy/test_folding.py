@@ -15,6 +15,11 @@ CASES = [
     (nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), (2, 3, 6)),
     (nn.Conv3d(3, 4, 3, bias=False), nn.BatchNorm3d(4, affine=False), (2, 3, 5, 5, 5)),
     (nn.Linear(3, 4), nn.BatchNorm1d(4), (2, 3)),
+    (nn.ConvTranspose2d(3, 4, 3, 2, 1, output_padding=1), nn.BatchNorm2d(4), (2, 3, 6, 6)),
+    (nn.ConvTranspose2d(6, 4, 3, 2, groups=2, dilation=2, bias=False), nn.BatchNorm2d(4), (2, 6, 5, 6)),
+    (nn.ConvTranspose2d(4, 8, 2, 2, groups=4), nn.BatchNorm2d(8, affine=False), (2, 4, 5, 6)),
+    (nn.ConvTranspose1d(3, 4, 4, 2), nn.BatchNorm1d(4), (2, 3, 6)),
+    (nn.ConvTranspose3d(4, 2, 2, groups=2), nn.BatchNorm3d(2), (2, 4, 3, 3, 3)),
     (build_conv(3, 4, 3, "lr"), nn.BatchNorm2d(4), (2, 3, 6, 6)),
     (build_conv(3, 4, 3, "lr-join"), nn.BatchNorm2d(4), (2, 3, 6, 6)),
 ]

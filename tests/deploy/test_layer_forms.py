@@ -22,6 +22,6 @@ def test_the_faster_form_is_advised_and_what_it_loses_counts_more():
     assert layer_advice("a", times, None).choice == "thinner"
     assert layer_advice("a", {**times, "strips": 0.3}, None).choice == "low-rank"
     assert layer_advice("a", {**times, "strips": 0.3, "thin, rounded up": 0.2}, None).choice == "thinner"
-    harmless = Damage(torch.zeros(4, 2), torch.ones(4))
+    harmless = Damage(torch.ones(4, 2, 1), torch.ones(4))
     row = layer_advice("a", times, {"a": harmless})
     assert (row.choice, row.strips_lose, row.thin_loses) == ("low-rank", 0.0, 0.5)

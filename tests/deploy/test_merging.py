@@ -288,3 +288,30 @@ def test_random_generators_stay_where_they_are():
     merge(decompose(net, energy=0.5), chains=True)
     merge(decompose(net, macs=0.5, input_size=(8, 9, 9)))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_norms_behind_transposed_convs_are_folded(groups: int):
+    up = [nn.ConvTranspose2d(4, 8, 3, 2, 1, output_padding=1, groups=groups), nn.BatchNorm2d(8), nn.ReLU()]
+    last = [nn.ConvTranspose2d(8, 6, 2, 2, groups=groups, bias=False), nn.BatchNorm2d(6)]
+    net = shaken(nn.Sequential(nn.Conv2d(3, 4, 3), *up, *last)).double().eval()
+    x = torch.randn(2, 3, 9, 8, dtype=torch.float64)
+    merged = merge(net, example_input=x)
+    torch.testing.assert_close(merged(x), net(x), rtol=1e-10, atol=1e-10)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in merged.modules())
+    assert all(row.error is not None and row.error < 1e-12 for row in notes(merged).merging)
+
+
+def test_a_transposed_conv_that_is_called_with_a_size_keeps_its_norm():
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm = nn.ConvTranspose2d(3, 4, 3, 2), nn.BatchNorm2d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.up(x, output_size=(12, 12)))
+
+    net, x = shaken(Sized()).double().eval(), torch.randn(1, 3, 5, 5, dtype=torch.float64)
+    merged = merge(net, example_input=x)
+    torch.testing.assert_close(merged(x), net(x))
+    assert isinstance(merged.norm, nn.BatchNorm2d)

@@ -3,7 +3,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lowrank_cnn.deploy.transforms import affine_bias, compose_bias, norm_affine, scale_filters
+from lowrank_cnn.deploy.transforms import (
+    affine_bias,
+    compose_bias,
+    norm_affine,
+    scale_filters,
+    scale_transposed_filters,
+)
 from lowrank_cnn.kernels.dense import compose
 
 
@@ -44,3 +50,11 @@ def test_a_batch_norm_folds_into_the_filters(affine: bool, biased: bool):
     x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
     folded = F.conv2d(x, scale_filters(conv.weight, scale), affine_bias(conv.bias, scale, shift))
     assert_equal(folded, norm(conv(x)))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_filters_of_a_transposed_conv_are_scaled_group_by_group(groups: int):
+    x = torch.randn(2, 4, 5, 6, dtype=torch.float64)
+    weight, scale = torch.randn(4, 8 // groups, 3, 2, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    scaled = F.conv_transpose2d(x, scale_transposed_filters(weight, scale, groups), groups=groups)
+    assert_equal(scaled, F.conv_transpose2d(x, weight, groups=groups) * scale.reshape(-1, 1, 1))

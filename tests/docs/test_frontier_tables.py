@@ -8,7 +8,7 @@ from typing import Any
 
 from table_records import ENVIRONMENT, Put, cells
 
-from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, SeedRun
+from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, RateTry, SeedRun
 
 
 def empty_frontier(folder: Path, family: str) -> Frontier:
@@ -42,6 +42,17 @@ def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleTy
     assert cells(text, "`lr`")[1:] == ["1.00M", "100k", "1.000", "0.50", "90.15 (89.51 to 90.79)", "2", "3.0"]
     assert cells(text, "`lr` better by +0.2")[-1] == "no"
     assert "record: `benchmarks/results/frontier/cifar10/frontier.json`" in text
+
+
+def test_a_frontier_of_tries_alone_shows_the_rates(blocks: ModuleType, put: Put, tmp_path: Path):
+    found = empty_frontier(tmp_path, "airbench")
+    design = {"name": "lr", "scheme": "lr", "width": 1.0, "matched": ""}
+    tries = [RateTry(0.5, [0.4, 0.5]), RateTry(2.0, [])]
+    found.rows.append(DesignRow(design, 10**6, 10**5, tries=tries))
+    found.save()
+    text = blocks.TABLES["frontier"]()
+    assert "0.5 x the rate | 2 x the rate" in text
+    assert cells(text, "`lr`")[1:] == ["45.00", ""]
 
 
 def test_networks_of_other_libraries_appear_with_every_reason(blocks: ModuleType, put: Put):

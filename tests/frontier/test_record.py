@@ -46,7 +46,7 @@ def test_answers_of_a_run_that_never_came_into_the_record_are_written_over(make_
     lost = pack(torch.ones(found.images, dtype=torch.bool))
     assert found.add_answers(lost) == found.add_answers(lost)
     assert (found.folder / ANSWERS).stat().st_size == 6 * found.bytes_per_run
-    with pytest.raises(LowRankError, match="not the answers for 1003 test images"):
+    with pytest.raises(LowRankError, match="not the answers for 1,003 test images"):
         found.add_answers(lost[1:])
 
 

@@ -161,6 +161,12 @@ def test_settings_are_tried_alike_on_images_held_out(tmp_path: Path, squares: Da
     assert made_up[8:] == [("dense", 1, best.rate), ("lr", 1, best.rate)]
 
 
+def test_a_record_of_tries_alone_names_its_machine(tmp_path: Path, squares: Data, made_up: list):
+    plan = FrontierPlan((), match=(), seeds=0, batch=0, rates=(1.0,))
+    found = trace_frontier("airbench", squares, tmp_path, plan, settings=SMALL, device="cpu", say=quiet)
+    assert [one["torch"] for one in found.environments] == [torch.__version__]
+
+
 def test_a_teacher_is_trained_first_and_teaches_dense_networks_too(tmp_path: Path, squares: Data, made_up: list):
     plan = FrontierPlan(("lr",), match=(), seeds=1, batch=0, base=0.25, teacher="dense@0.5")
     how = {"settings": SMALL, "device": "cpu", "say": quiet}

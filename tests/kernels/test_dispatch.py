@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lowrank_cnn.kernels import composite_conv2d, composite_reference, describe, explain, forced
+from lowrank_cnn.kernels import (
+    composite_conv2d,
+    composite_conv2d_with_statistics,
+    composite_reference,
+    describe,
+    explain,
+    forced,
+)
+from lowrank_cnn.kernels.autotune import choice
+from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.system.errors import LowRankError
 from tests.kernels.helpers import DEVICE, GPU, PADDING, inputs, numbers
@@ -54,6 +63,15 @@ def test_as_one_dense_conv_results_and_gradients_are_the_same(groups, stride, pa
         found[how] = [y, *gradients]
         assert counter.convs == (1 if how == "dense" else len(groups))
     assert all(torch.allclose(a, b) for a, b in zip(found["dense"], found["off"], strict=True))
+
+
+def test_counts_and_exports_are_of_the_layer_itself():
+    layer = CompositeConv2d(3, [(3, 1, 4), (1, 3, 4)])
+    macs = count(layer, (3, 8, 8)).macs
+    with forced("dense"):
+        assert count(layer, (3, 8, 8)).macs == macs == 8 * 8 * 3 * 3 * 8
+        exported = torch.export.export(layer, (torch.randn(1, 3, 8, 8),))
+    assert sum("conv2d" in str(node.target) for node in exported.graph.nodes) == 2
 
 
 def test_it_says_why():
@@ -134,6 +152,50 @@ def test_a_layer_takes_the_fused_path_when_told_and_says_so():
         assert torch.allclose(layer(x), exact, atol=2e-2 if GPU else 1e-5)
         assert "fused" in layer.explain(x)
         assert "without its batch" in layer.explain(x[0])
+
+
+@pytest.fixture
+def as_dense(monkeypatch):
+    """The choice for several groups is one dense conv, for which another choice is made."""
+    asked, choose = [], choice.plan_text
+
+    def plan_text(shapes, *rest):
+        asked.append([shape[2:] for shape in shapes[1:]])
+        return choice.DENSE if len(shapes) > 2 else choose(shapes, *rest)
+
+    monkeypatch.setattr(choice, "plan_text", plan_text)
+    return asked
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+def test_a_layer_trains_as_one_dense_conv_by_the_kernels(as_dense, statistics):
+    pytest.importorskip("triton")
+    x, weights, bias = inputs()
+    leaves = [leaf.requires_grad_() for leaf in (*weights, bias, x)]
+    exact = [x.double(), [w.double() for w in weights], bias.double()]
+    right = composite_reference(*exact, stride=(1, 1), padding=PADDING)
+    with forced("on"):
+        if statistics:
+            y, mean, _ = composite_conv2d_with_statistics(x, weights, bias, padding=PADDING)
+            assert torch.allclose(mean.double(), right.mean((0, 2, 3)), atol=1e-2 if GPU else 1e-5)
+        else:
+            y = composite_conv2d(x, weights, bias, padding=PADDING)
+    assert as_dense == [[(3, 1), (1, 3)], [(3, 3)]]
+    grad = torch.randn_like(right)
+    found = [y, *torch.autograd.grad(y, leaves, grad.to(y.dtype))]
+    for ours, other in zip(found, [right, *torch.autograd.grad(right, leaves, grad)], strict=True):
+        assert torch.linalg.vector_norm(ours - other) <= (1e-2 if GPU else 1e-5) * torch.linalg.vector_norm(other)
+
+
+def test_torch_compile_takes_the_dense_conv_whole(as_dense):
+    pytest.importorskip("triton")
+    torch._dynamo.reset()
+    layer, x = CompositeConv2d(8, [(3, 1, 8), (1, 3, 8)]).to(DEVICE), inputs()[0]
+    with forced("on"):
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        ours, right = (torch.autograd.grad(f(x).square().sum(), layer.weights[1])[0] for f in (compiled, layer))
+    assert [(3, 3)] in as_dense
+    assert torch.linalg.vector_norm(ours - right) <= 3e-3 * torch.linalg.vector_norm(right)
 
 
 @pytest.mark.parametrize("how", ["on", "off"])

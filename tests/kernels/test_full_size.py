@@ -33,6 +33,10 @@ CASES = [
     pytest.param((1, 40, 45, 33), [(3, 1, 24), (1, 3, 56)], id="one image, ragged groups"),
     pytest.param((64, 96, 8, 8), [(1, 3, 192)], id="half of a separable pair"),
     pytest.param((32, 96, 16, 16), [(5, 1, 116), (1, 5, 116)], id="groups that begin within a box"),
+    pytest.param((32, 128, 28, 28), [(3, 3, 64), (1, 1, 64)], id="lengthened half"),
+    pytest.param((16, 64, 27, 29), [(3, 1, 16), (1, 3, 32), (1, 1, 16), (3, 3, 32)], id="lengthened quarters"),
+    pytest.param((16, 64, 30, 30), [(1, 5, 64), (3, 3, 32)], id="three lengthened to five"),
+    pytest.param((16, 64, 28, 28), [(3, 1, 24), (1, 3, 24), (3, 3, 16)], id="narrow, enclosed"),
 ]
 
 
@@ -85,6 +89,8 @@ EPILOGUES = [
     pytest.param((32, 256, 28, 28), [(1, 1, 512)], (1, 1), "gelu", id="pointwise"),
     pytest.param((16, 512, 7, 7), [(3, 1, 256), (1, 3, 256)], (1, 1), "leaky_relu:0.1", id="small maps"),
     pytest.param((8, 48, 31, 29), [(3, 1, 24), (1, 3, 40)], (1, 1), "hardswish", id="ragged"),
+    pytest.param((32, 64, 56, 56), [(3, 3, 32), (1, 1, 32)], (1, 1), "relu", id="lengthened"),
+    pytest.param((32, 64, 28, 28), [(3, 1, 32), (3, 3, 32)], (2, 2), "relu", id="enclosed, stride 2"),
     pytest.param((8, 40, 15, 13), [(3, 3, 64)], (2, 2), "relu", id="odd size, stride 2"),
     pytest.param((8, 3, 64, 64), [(7, 1, 32), (1, 7, 32)], (2, 2), "silu", id="first"),
 ]

@@ -126,7 +126,7 @@ def test_kinds_of_layers():
         (build_conv(4, 4, 3, "lr"), "composite"), (build_conv(4, 4, 3, "lr-join"), "chain"),
         (empty(3, 4, 3), "conv"),
         (other(3, 4, 3), None), (named, None), (hooks, None), (computed, None), (nn.ReLU(), None),
-        (nn.Sequential(nn.Conv2d(3, 4, 3)), None), (nn.ConvTranspose2d(3, 4, 3), None),
+        (nn.Sequential(nn.Conv2d(3, 4, 3)), None), (nn.ConvTranspose2d(3, 4, 3), "transposed conv"),
     ]  # fmt: skip
     assert [layer_kind(module) for module, _ in kinds] == [kind for _, kind in kinds]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowrank_cnn.kernels.problem import describe, empty_codes, empty_result, pixels_last, pose
-from lowrank_cnn.kernels.reference import composite_reference
+from lowrank_cnn.kernels.reference import composite_reference, enclosed
 from lowrank_cnn.system.errors import LowRankError
 
 SHAPES, SIDES = [(4, 3, 3, 1), (6, 3, 1, 3)], [((1, 1), (0, 0)), ((0, 0), (1, 1))]
@@ -33,6 +33,22 @@ def test_padding_is_found_again():
     odd = [((2, 0), (1, 1)), ((0, 0), (3, 1))]
     posed = pose((1, 3, 8, 8), [(4, 3, 3, 3), (4, 3, 1, 5)], torch.float32, stride=(1, 1), padding=odd)
     assert posed.padding == odd
+
+
+@pytest.mark.parametrize(
+    ("groups", "padding"),
+    [
+        ([(3, 1), (1, 3), (1, 1)], [((1, 1), (0, 0)), ((0, 0), (1, 1)), ((0, 0), (0, 0))]),
+        ([(2, 2), (3, 1)], [((1, 0), (0, 1)), ((0, 2), (0, 0))]),
+        ([(3, 3), (1, 1)], [((2, 2), (0, 1)), ((1, 1), (-1, 0))]),
+    ],
+)
+@pytest.mark.parametrize("stride", [(1, 1), (2, 2)])
+def test_as_dense_it_is_what_the_enclosing_weight_poses(groups, padding, stride):
+    x, weights = torch.zeros(1, 3, 8, 8), [torch.zeros(4, 3, *taps) for taps in groups]
+    posed = describe(x, weights, stride=stride, padding=padding, relu=True)
+    weight, sides = enclosed(weights, padding)
+    assert describe(x, [weight], stride=stride, padding=[sides], relu=True) == posed.as_dense
 
 
 def test_counts():

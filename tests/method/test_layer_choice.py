@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,27 +14,32 @@ from lowrank_cnn.method.shape_damage import Damage
 def layer(*, removable: bool) -> LayerChoice:
     """A hundred filters that matter almost alike; the first shape loses half of a filter, the second nothing."""
     removal = torch.linspace(0.9, 1.1, 100, dtype=torch.float64)
+    kept = removal[:, None, None] * torch.tensor([[0.5, 0.0], [0.5, 0.5]])
     cost = torch.tensor([1.0, 3.0], dtype=torch.float64)
-    return LayerChoice(Damage(removal[:, None] * torch.tensor([0.5, 0.0]), removal), cost, 0.0, 1, True, removable)
+    return LayerChoice(Damage(kept, removal), cost, 0.0, 1, True, removable)
 
 
 @pytest.mark.parametrize("removable", [True, False])
 def test_filters_that_matter_alike_do_not_all_go_at_once(removable):
     one = layer(removable=removable)
-    shares = [one.pick(price * one.cost, 0.0, rounded=False).share for price in torch.logspace(-4, 0, 80)]
-    large = [share for share in shares if share > 0.1]
-    assert large == sorted(large, reverse=True)
-    # By the slope at an earlier share, all filters would change within a tenth of the price: three steps here.
-    assert len([share for share in shares if 0.55 < share < 0.95]) > 4
+    found = [one.pick(price * one.cost, 0.0) for price in torch.logspace(-4, 0, 80)]
+    assert [pick.cost for pick in found] == sorted((pick.cost for pick in found), reverse=True)
+    # By what each filter is worth by itself, all would change within a tenth of the price: three steps here.
+    assert len([pick for pick in found if 105 < pick.cost < 295]) > 4
 
 
-def test_the_weight_of_a_loss_is_the_slope_of_the_logarithm():
-    one = layer(removable=True)
-    for price in (0.005, 0.01, 0.02):
-        found = one.pick(price * one.cost, 0.0, rounded=False)
-        assert found.share * one.weight_at(price * one.cost) == pytest.approx(1, rel=0.05)
+def test_filters_take_the_shapes_of_their_units():
+    one = replace(layer(removable=False), unit=10)
+    found = one.pick(0.004 * one.cost, 0.0)
+    choice, stays = one.assigned(found)
+    assert stays.all()
+    assert torch.equal(choice.bincount(minlength=2), 10 * found.units.bincount(minlength=2))
+    assert found.cost == pytest.approx(float(one.cost[choice].sum()))
 
 
-def test_layers_choose_again_where_their_cost_jumps():
-    assert layer(removable=False).that_jump() == []
-    assert len(layer(removable=True).that_jump()) == 1
+def test_filters_that_cost_more_than_they_are_worth_go():
+    found = layer(removable=True).pick(torch.tensor([0.05, 0.05], dtype=torch.float64), 0.0)
+    choice, stays = layer(removable=True).assigned(found)
+    assert 0 < int(stays.sum()) == round(100 * found.width) < 100
+    assert stays[-10:].all()  # those that matter most stay
+    assert (choice < 2).all()

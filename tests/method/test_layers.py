@@ -157,7 +157,7 @@ def test_it_says_what_it_is():
         (lambda: CompositeConv2d(0, [(3, 1, 4)]), "in_channels"),
         (lambda: CompositeConv2d(4, []), "at least one filter group"),
         (lambda: CompositeConv2d(4, [(3, 1, -4)]), "positive"),
-        (lambda: CompositeConv2d(4, [(3, 1, 4)], channel_groups=3), "4 input channels do not divide"),
+        (lambda: CompositeConv2d(4, [(3, 1, 4)], channel_groups=3), "4 input channels cannot be divided"),
         (lambda: CompositeConv2d(4, [(3, 1, 3)], channel_groups=2), "filter group 3x1,3 does not divide"),
         (lambda: CompositeConv2d(4, [(3, 1, 4)], stride=0), "stride is a positive number"),
         (lambda: CompositeConv2d(4, [(3, 1, 4)], padding="full"), "padding is"),

@@ -146,7 +146,7 @@ def test_bad_schemes_are_refused_in_a_sentence(text: str, says: str):
 
 
 def test_filters_that_do_not_divide_into_channel_groups_are_refused():
-    with pytest.raises(LowRankError, match="do not divide"):
+    with pytest.raises(LowRankError, match="cannot be divided"):
         parse_scheme("lr").stages((3, 3), 10, channel_groups=4)
 
 

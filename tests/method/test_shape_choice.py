@@ -73,7 +73,8 @@ def test_a_layer_has_fewer_shapes_where_each_costs_more(share, free):
     assert cost == pytest.approx(spent / chooser.costs.dense, rel=1e-5)
     assert share - 0.25 <= cost <= share  # by one price alone the cost would jump from 1 to 0.19
     ShapeChooser(routes, chooser.costs).choose(shaped, share)
-    assert sum(groups.values()) < sum(len(layer.choice.unique()) for layer in shaped_convs(shaped).values())
+    without = sum(len(layer.choice.unique()) for layer in shaped_convs(shaped).values())
+    assert sum(groups.values()) <= min(3, without)
 
 
 def test_useless_filters_are_removed_first():

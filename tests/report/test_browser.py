@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from lowrank_cnn.report import read_records, write_report
+from lowrank_cnn.report.charts.colours import kind_colours
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser test needs the package playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -224,6 +225,44 @@ def test_no_two_networks_of_a_chart_look_alike(committed: Any):
     looks = committed.evaluate("""() => [...document.querySelectorAll("#training-legend path")]
         .map((p) => `${p.getAttribute("stroke")} ${p.getAttribute("stroke-dasharray")}`)""")
     assert len(set(looks)) == len(looks) == 8
+
+
+@pytest.mark.parametrize("page", [(1200, "light"), (1200, "dark")], indirect=True)
+def test_a_network_has_one_colour_in_all_charts(page: Any, request: pytest.FixtureRequest):
+    dense, low = kind_colours(dense=True), kind_colours(dense=False)
+    theme = request.node.callspec.params["page"][1]
+    legend = page.locator("#training-legend path")
+    assert [legend.nth(i).get_attribute("stroke") for i in (0, 1)] == [dense[theme], low[theme]]
+    fills = {
+        p.get_attribute("aria-label").split(" ")[0]: p.get_attribute("fill")
+        for p in chart(page, "trade").locator(DOTS).all()
+    }
+    assert fills == {"nin": dense[theme], "nin-c3": low[theme], "nin-c3-lr": low[theme]}
+    bars = chart(page, "classes").locator(".bars_marks path")
+    assert bars.first.get_attribute("fill") == dense[theme]
+    choose(page, "nin-c3", "#details-choices")
+    assert bars.first.get_attribute("fill") == low[theme]
+
+
+@pytest.mark.parametrize("page", [(1200, "dark")], indirect=True)
+def test_a_saved_picture_has_the_colours_of_white_pages_and_a_legend(page: Any):
+    spec = page.evaluate("""() => {
+        const runs = curvesOf(state.trained, state.by);
+        return curvesSpec(runs, looksOf(runs), { measure: "accuracy", smooth: 1, print: true });
+    }""")
+    assert spec["encoding"]["color"]["scale"]["range"][:2] == [
+        kind_colours(dense=d)["light"] for d in (True, False)
+    ]
+    assert "legend" not in spec["encoding"]["color"]
+
+
+@pytest.mark.parametrize("page", [(400, "light")], indirect=True)
+def test_no_text_of_a_chart_leaves_a_narrow_page(page: Any):
+    out = page.evaluate("""() => [...document.querySelectorAll("figure .plot text")]
+        .filter((t) => t.textContent)
+        .filter((t) => t.getBoundingClientRect().right > t.closest(".card").getBoundingClientRect().right)
+        .map((t) => t.textContent)""")
+    assert out == []
 
 
 def test_networks_can_be_hidden_and_the_address_remembers(browser: Any, page: Any):

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from lowrank_cnn.report import read_records
-from lowrank_cnn.report.cards import cards, certainty
+from lowrank_cnn.report.cards import Card, cards, certainty, headline
 from lowrank_cnn.report.gathering import gather
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -15,7 +15,7 @@ def test_cards_tell_the_most_accurate_and_the_cheapest_comparable_network():
         ("Most accurate low-rank network", "nin-c3"),
         ("Cheapest within 1 point", "nin-c3-lr, 150 epochs"),
     ]
-    assert found[0].gained == "+0.64 points"
+    assert found[0].difference == "+0.64 points"
     assert "0.75 MACs" in found[0].cost
     assert found[0].sure == "95% interval +0.37 to +0.92: surely more accurate."
 
@@ -28,6 +28,30 @@ def test_a_network_that_lost_much_is_no_gain_however_cheap():
 
 def test_without_a_trained_twin_there_is_nothing_to_tell():
     assert cards(gather(read_records([RESULTS / "cifar10" / "init"]))) == []
+
+
+def a_card(*, gain: bool) -> Card:
+    return Card("", "", "", "", "", "", "", "", "good" if gain else "bad", gain)
+
+
+@pytest.mark.parametrize(
+    ("gains", "title"),
+    [
+        ((True, True), "What low rank gained"),
+        ((True, False), "Low-rank networks beside their dense twins"),
+        ((False,), "Low-rank networks beside their dense twins"),
+        ((), "Networks trained and timed"),
+    ],
+)
+def test_the_page_speaks_of_a_gain_only_where_every_card_shows_one(gains: tuple, title: str):
+    assert headline([a_card(gain=gain) for gain in gains]) == title
+
+
+def test_a_card_tells_a_gain_from_a_loss():
+    assert headline(cards(gather(read_records([RESULTS / "cifar10"])))) == "What low rank gained"
+    lost = cards(gather(read_records([RESULTS / "tiny-imagenet" / "paper"])))
+    assert [card.gain for card in lost] == [card.mood == "good" for card in lost]
+    assert not all(card.gain for card in lost)
 
 
 @pytest.mark.parametrize(

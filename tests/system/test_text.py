@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import lowrank_cnn
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.text import duration, printable, si, text_table
+from lowrank_cnn.system.text import counted, duration, printable, si, text_table
 
 
 @pytest.mark.parametrize(("number", "shown"), [(7508438696, "7.51G"), (999, "999"), (1e12, "1.00T"), (0.5, "0.5")])
@@ -36,3 +40,19 @@ def test_columns_are_aligned():
 def test_control_characters_are_shown_as_escapes(text, shown):
     assert printable(text) == shown
     assert str(LowRankError(text)) == shown.replace("\n", "\\n")
+
+
+def test_a_noun_follows_its_number():
+    assert [counted(n, "run") for n in (0, 1, 2, 12345)] == ["0 runs", "1 run", "2 runs", "12,345 runs"]
+    assert [counted(2, noun) for noun in ("class", "batch", "epoch")] == ["2 classes", "2 batches", "2 epochs"]
+
+
+def test_messages_leave_the_ending_of_nouns_to_counted():
+    nouns = (
+        "batches|classes|dimensions|epochs|images|inputs|labels|layers|networks|outputs|runs|seeds|stages|variants"
+    )
+    bare = re.compile(rf"{{len\([^{{}}]*\)(:,)?}} ({nouns})\b|'s' \*|\"s\" \*")
+    sources = Path(lowrank_cnn.__file__).parent.rglob("*.py")
+    assert [
+        f"{path}: {line}" for path in sources for line in path.read_text().splitlines() if bare.search(line)
+    ] == []

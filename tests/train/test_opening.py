@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from torch import nn
 
 from lowrank_cnn.data import open_data
 from lowrank_cnn.models import create_model
+from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note
 from lowrank_cnn.train import Recipe, fit
+from lowrank_cnn.train.evaluation import evaluate
 from lowrank_cnn.train.opening import as_network_wants, channels_of, open_for
 
 
@@ -63,3 +66,15 @@ def test_a_crop_of_the_recipe_decides_the_size(photos: Path) -> None:
 def test_channels_are_those_of_the_first_conv() -> None:
     assert channels_of(create_model("nin", in_channels=1, width=0.05)) == 1
     assert channels_of(nn.Linear(2, 2)) is None
+
+
+@pytest.mark.parametrize("use", [fit, evaluate])
+def test_other_classes_are_refused_before_an_image_is_decoded(photos: Path, monkeypatch, use: Callable) -> None:
+    def decode(*_, **__):
+        raise AssertionError("images were decoded")
+
+    monkeypatch.setattr("lowrank_cnn.data.readers.splits.decode_rows", decode)
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    data = open_data(photos, image_size=12)
+    with pytest.raises(LowRankError, match="4 outputs for an image, and the data 2 classes"):
+        use(network, data, device="cpu")

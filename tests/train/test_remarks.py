@@ -6,13 +6,14 @@ import torch
 from torch import nn
 
 from lowrank_cnn.models import create_model
-from lowrank_cnn.train import fit, get_recipe
+from lowrank_cnn.train import Recipe, fit, get_recipe
 from lowrank_cnn.train.remarks import (
     dropout_before_batch_norm,
     dropout_remarks,
     precision_remarks,
     remarks,
     rounding_remarks,
+    step_remarks,
 )
 
 
@@ -110,3 +111,10 @@ def test_average_pools_that_int8_training_does_not_see_are_said():
     [said] = rounding_remarks(network, recipe, (3, 8, 8))
     assert "Use nn.AvgPool2d or nn.AdaptiveAvgPool2d." in said
     assert all(module.training and not module._forward_hooks for module in network.modules())
+
+
+def test_a_run_of_few_steps_is_told():
+    (said,) = step_remarks(1, Recipe(name="short", batch_size=128, epochs=10))
+    assert said.startswith("This run has 10 steps, 1 batch of 128 images in an epoch: a smaller --batch-size")
+    assert step_remarks(4, Recipe(name="longer", batch_size=128, epochs=10)) == []
+    assert step_remarks(1, Recipe(name="small", batch_size=16, epochs=10)) == []

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train.score import check_fits, score, score_by_loss
+from lowrank_cnn.train.score import check_fits, check_outputs, score, score_by_loss
 
 CPU = torch.device("cpu")
 LOGITS = torch.randn(11, 7, generator=torch.Generator().manual_seed(0)).double()
@@ -61,3 +61,17 @@ def test_every_module_keeps_its_own_mode() -> None:
     score_by_loss(network, batches, functional.cross_entropy, forward=network)
     check_fits(network, (1, 8, 8), 2, device)
     assert [module.training for module in network.modules()] == modes
+
+
+def test_the_number_of_outputs_is_checked_where_the_network_is() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    check_outputs(network, (3, 8, 8), 4)
+    with pytest.raises(LowRankError, match=r"has 4 outputs .* 5 classes: build it with num_classes=5"):
+        check_outputs(network, (3, 8, 8), 5)
+    check_outputs(network, (1, 8, 8), 5)  # it fails here, and `check_fits` says why on the device that trains
+
+
+def test_weights_that_a_first_forward_makes_are_left_to_the_seeded_run() -> None:
+    network = nn.Sequential(nn.LazyConv2d(4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    check_outputs(network, (3, 8, 8), 5)
+    assert network[0].has_uninitialized_params()

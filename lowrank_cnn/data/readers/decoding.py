@@ -27,8 +27,9 @@ from lowrank_cnn.data.resident import Decoded
 from lowrank_cnn.data.types import Bad, Problems, Size
 from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.text import counted
 
-OTHER_SIZE = "image of another size, resized"
+OTHER_SIZE = "resized image"
 _CHUNK = 256
 _WORTH_WORKERS = 4096
 _MOST_WORKERS = 16
@@ -95,7 +96,7 @@ def decode_rows(
     if bad == "refuse":
         problems.refuse()
     if not good.any():
-        raise LowRankError(f"none of {len(rows)} images can be decoded: {problems}.")
+        raise LowRankError(f"none of {counted(len(rows), 'image')} can be decoded: {problems}.")
     kept = rows[good]
     images = images if good.all() else images[good]
     return Decoded(images, store.labels[kept], problems, lambda place: store.where(int(kept[place])))
@@ -135,6 +136,22 @@ def read_headers(store: ImageStore, rows: Tensor) -> list[ImageHeader]:
         except BadImageError:
             continue
     return headers
+
+
+def first_readable(store: ImageStore, rows: Tensor, which: str) -> ImageHeader:
+    """The header of the first of these images that can be decoded; refuses rows of which none can.
+
+    `which` says in that sentence which images these are: "of photos", "to train on".
+    """
+    first = ""
+    for row in rows.tolist():
+        try:
+            data = store.read(row)
+            decode_image(data, channels=3)
+            return read_header(data)
+        except BadImageError as error:
+            first = first or f"{store.where(row)}: {error}"
+    raise LowRankError(f"none of the {counted(len(rows), 'image')} {which} can be read; the first is {first}.")
 
 
 def sample_rows(n: int, most: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lowrank_cnn.data.fingerprint import fingerprint_of_subset
 from lowrank_cnn.data.types import Problems
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.text import counted
 
 NO_LABEL = torch.iinfo(torch.int64).min
 WRONG_LABEL = "wrong label"
@@ -54,8 +55,8 @@ def labelled_rows(store: ImageStore, classes: int, problems: Problems) -> Tensor
     wrong = (~right).nonzero()[:, 0]
     if len(wrong) > MOST_WRONG:
         raise LowRankError(
-            f"{len(wrong):,} of {len(right):,} labels, {store.where(int(wrong[0]))} first, are none of the "
-            f"{classes} classes: is this the column of labels?"
+            f"{len(wrong):,} of {counted(len(right), 'label')}, {store.where(int(wrong[0]))} first, are none of "
+            f"the {counted(classes, 'class')}: is this the column of labels?"
         )
     for row in wrong.tolist():
         label = int(store.labels[row])

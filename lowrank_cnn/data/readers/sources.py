@@ -140,7 +140,7 @@ def _tested_elsewhere(found: LabelledImages, options: ReadOptions) -> LabelledIm
     problems = other.problems["test" if other.test else "train"]
     store: Any = replace(tested, labels=labels)  # type: ignore[type-var]
     unknown = sorted(set(other.classes) - set(found.classes))
-    problems.add_all(("class unknown in train", name) for name in unknown)
+    problems.add_all(("unknown class", name) for name in unknown)
     return replace(found, test=store, problems={**found.problems, "test": problems})
 
 
@@ -164,7 +164,7 @@ def _splits(found: LabelledImages, options: ReadOptions) -> Data:
         )
     details: dict[str, Any] = {}
     train, test, problems = found.train, found.test, found.problems
-    train_rows = rows_of(train, len(found.classes), problems["train"])
+    train_rows = rows_of(train, len(found.classes), problems["train"], found.name)
     if test is None:
         share = options.val_split or VAL_SPLIT
         limit = {} if options.limit is None else {"limit": options.limit}
@@ -172,13 +172,13 @@ def _splits(found: LabelledImages, options: ReadOptions) -> Data:
         test = train
         train_rows, test_rows = divided(train, train_rows, share, seed=options.val_seed, name=found.name)
     else:
-        test_rows = rows_of(test, len(found.classes), problems["test"])
+        test_rows = rows_of(test, len(found.classes), problems["test"], found.name)
     sized = with_default_size(train, train_rows, options)
     if sized is not options:
         details["sized_by"] = "network"
-    trained = make_split(train, train_rows, problems["train"], sized, what="images to train on")
-    what = "images to test on"
-    tested = make_split(test, test_rows, problems["test"], sized, channels=trained.channels, what=what)
+    trained = make_split(train, train_rows, problems["train"], sized, which="to train on")
+    channels = trained.channels
+    tested = make_split(test, test_rows, problems["test"], sized, channels=channels, which="to test on")
     return Data(found.name, found.classes, trained, tested, details)
 
 
@@ -187,7 +187,7 @@ def _only_tested(found: LabelledImages, options: ReadOptions) -> Data:
     name = "test" if found.test is not None else "train"
     store = found.test if found.test is not None else found.train
     assert store is not None
-    rows = rows_of(store, len(found.classes), found.problems[name])
+    rows = rows_of(store, len(found.classes), found.problems[name], found.name)
     options = with_default_size(store, rows, options)
-    tested = make_split(store, rows, found.problems[name], options, what="images to test on")
+    tested = make_split(store, rows, found.problems[name], options, which="to test on")
     return Data(found.name, found.classes, tested.subset(torch.arange(0)), tested)

@@ -7,13 +7,14 @@ from functools import partial
 
 from torch import Tensor
 
-from lowrank_cnn.data.readers.decoding import decode_rows, read_headers
+from lowrank_cnn.data.readers.decoding import decode_rows, first_readable, read_headers
 from lowrank_cnn.data.readers.image_store import ImageStore, fingerprint_of_rows, labelled_rows
 from lowrank_cnn.data.readers.read_options import ReadOptions
 from lowrank_cnn.data.resident import ResidentSplit
 from lowrank_cnn.data.stream.streamed import StreamedSplit
 from lowrank_cnn.data.types import Data, Problems, Size, Split, stratified
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.text import counted
 
 LARGE_SIDE = 256
 """Images whose shorter side is longer than this are resized to the network's own size by default."""
@@ -26,14 +27,14 @@ def make_split(
     options: ReadOptions,
     *,
     channels: int | None = None,
-    what: str = "images",
+    which: str = "of the set",
 ) -> Split:
     """Some rows of a store, at most `limit`, as a resident or a streamed split."""
     if options.bad == "refuse":
         problems.refuse()
     if options.limit is not None:
         rows = rows[stratified(store.labels[rows], options.limit, seed=0)]
-    size, channels = survey(store, rows, problems, options, channels)
+    size, channels = survey(store, rows, options, channels, which)
     if size is None or len(rows) * size[0] * size[1] * size[2] > options.resident_bytes:
         return StreamedSplit(store, rows, size, channels, problems, options.bad)
     decode = partial(
@@ -44,18 +45,16 @@ def make_split(
         any_size=options.image_size is not None,
         bad=options.bad,
         problems=problems,
-        what=f"Decoding {what}" if options.progress else "",
+        what=f"Decoding images {which}" if options.progress else "",
     )
     return ResidentSplit(decode, size, partial(fingerprint_of_rows, store, rows))
 
 
 def survey(
-    store: ImageStore, rows: Tensor, problems: Problems, options: ReadOptions, channels: int | None
+    store: ImageStore, rows: Tensor, options: ReadOptions, channels: int | None, which: str
 ) -> tuple[Size | None, int]:
     """The common size or None, and the number of channels: 1 only if all sampled images are grey."""
-    headers = read_headers(store, rows)
-    if not headers:
-        raise LowRankError(f"there is no image to read, problems: {problems}.")
+    headers = read_headers(store, rows) or [first_readable(store, rows, which)]
     grey = all(header.grey for header in headers)
     channels = options.channels or channels or (1 if grey else 3)
     if options.image_size is not None:
@@ -78,8 +77,8 @@ def divided(store: ImageStore, rows: Tensor, share: float, *, seed: int, name: s
     number = round(share * len(rows))
     if not 0 < number < len(rows):
         raise LowRankError(
-            f"{name} has no test images, and {share:g} of its {len(rows)} images leaves none to train or test on: "
-            "set another share (--val-split 0.5)."
+            f"{name} has no test images, and {share:g} of its {counted(len(rows), 'image')} leaves none to "
+            "train or test on: set another share (--val-split 0.5)."
         )
     chosen = stratified(store.labels[rows], number, seed=seed)
     rest = rows.new_ones(len(rows)).bool()
@@ -87,11 +86,12 @@ def divided(store: ImageStore, rows: Tensor, share: float, *, seed: int, name: s
     return rows[rest], rows[chosen]
 
 
-def rows_of(store: ImageStore, classes: int, problems: Problems) -> Tensor:
-    """The rows whose label names a class; refuses a store without any."""
+def rows_of(store: ImageStore, classes: int, problems: Problems, name: str) -> Tensor:
+    """The rows whose label names a class; refuses a store without any, or without an image that can be read."""
     rows = labelled_rows(store, classes, problems)
     if not len(rows):
         raise LowRankError(f"there is no image to read, problems: {problems}.")
+    first_readable(store, rows, f"of {name}")
     return rows
 
 

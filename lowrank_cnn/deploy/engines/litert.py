@@ -28,7 +28,7 @@ from lowrank_cnn.system.errors import LowRankError, first_line, require
 if TYPE_CHECKING:
     from numpy import ndarray
 
-_WEIGHTED = ("CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED")
+_WEIGHTED = ("CONV_2D", "DEPTHWISE_CONV_2D", "TRANSPOSE_CONV", "FULLY_CONNECTED")
 
 
 class LitertRunner(PerImageRunner):

@@ -17,7 +17,7 @@ _VERSION, _IDENTIFIER, _ALIGNMENT = 3, b"TFL3", 16
 """Of LiteRT's format; the schema asks for constants that are aligned to so many bytes."""
 _HALF = {"reduced_precision_support": b"fp16accfp16"}
 """The entry that lets XNNPACK compute in half precision, on processors that can."""
-_VERSIONS = {"DEQUANTIZE": 3, "RESIZE_BILINEAR": 3, "RESIZE_NEAREST_NEIGHBOR": 3}
+_VERSIONS = {"DEQUANTIZE": 3, "RESIZE_BILINEAR": 3, "RESIZE_NEAREST_NEIGHBOR": 3, "TRANSPOSE_CONV": 3}
 """Versions of operations, where the first lacks what is written here."""
 _INT8_VERSIONS = {"CONV_2D": 3, "DEPTHWISE_CONV_2D": 3, "FULLY_CONNECTED": 4, "QUANTIZE": 1, "RESHAPE": 1}
 """Versions of operations that give int8; all others have it from their second on."""
@@ -202,7 +202,11 @@ class _Packing:
 
     def _operator(self, operation: Operation) -> Any:
         schema, code = self.schema, (operation.kind, operation.version)
-        enumerations = {"padding": schema.Padding, "fusedActivationFunction": schema.ActivationFunctionType}
+        enumerations = {
+            "padding": schema.Padding,
+            "fusedActivationFunction": schema.ActivationFunctionType,
+            "mode": schema.MirrorPadMode,
+        }
         options = {
             name: getattr(enumerations[name], value) if name in enumerations else value
             for name, value in operation.options.items()

@@ -24,7 +24,16 @@ _CHANNEL_AXES = {"CONV_2D": 0, "DEPTHWISE_CONV_2D": 3, "FULLY_CONNECTED": 0}
 """Layers, and the axis of their weights that has the output channels."""
 _OWN_RANGE = ("ADD", "SUB", "MUL", "RELU", "RELU6", "LEAKY_RELU", "LOGISTIC")
 """Operations between computed tensors whose result has a range of its own."""
-_SAME_RANGE = ("MAX_POOL_2D", "CONCATENATION", "RESHAPE", "TRANSPOSE", "PAD", "SLICE", "STRIDED_SLICE")
+_SAME_RANGE = (
+    "MAX_POOL_2D",
+    "CONCATENATION",
+    "RESHAPE",
+    "TRANSPOSE",
+    "PAD",
+    "MIRROR_PAD",
+    "SLICE",
+    "STRIDED_SLICE",
+)
 """Operations that hand values on: all of their tensors share one range, as LiteRT asks for."""
 _READERS = (*_CHANNEL_AXES, "MEAN", "AVERAGE_POOL_2D")
 """Operations whose input may have a range that training found."""

@@ -13,7 +13,15 @@ from lowrank_cnn.deploy.engines.litert_graph import (
     Translation,
     read_onnx,
 )
-from lowrank_cnn.deploy.engines.litert_windows import average_pool, conv, crop, fill, max_pool
+from lowrank_cnn.deploy.engines.litert_transposed import transposed_conv
+from lowrank_cnn.deploy.engines.litert_windows import (
+    average_pool,
+    continued,
+    conv,
+    crop,
+    fill,
+    max_pool,
+)
 
 
 def translate(path: Path) -> LitertGraph:
@@ -95,8 +103,7 @@ def _split(values: Translation, node: OnnxNode) -> None:
 
 def _pad(values: Translation, node: OnnxNode) -> None:
     tensor, places = values.stored(node.inputs[0])
-    if node.attributes.get("mode", b"constant") != b"constant":
-        raise node.refused(f"has the mode {node.attributes['mode'].decode()}")
+    mode = node.attributes.get("mode", b"constant").decode()
     given = len(node.inputs) > 2 and bool(node.inputs[2])
     value = float(values.array(node, 2).reshape(())) if given else 0.0
     amounts, rank = values.numbers(node, 1) or [], len(places)
@@ -108,8 +115,34 @@ def _pad(values: Translation, node: OnnxNode) -> None:
         (max(0, -low), size + min(0, high), 1) for size, (low, high) in zip(tensor.shape, sides, strict=True)
     ]
     tensor = crop(values.graph, tensor, bounds)
-    tensor = fill(values.graph, tensor, [(max(0, low), max(0, high)) for low, high in sides], value)
+    sides = [(max(0, low), max(0, high)) for low, high in sides]
+    if mode == "constant":
+        tensor = fill(values.graph, tensor, sides, value)
+    else:
+        tensor = continued(values.graph, tensor, sides, mode)
     values.put(node.outputs[0], tensor, like=node.inputs[0])
+
+
+def _instance_norm(values: Translation, node: OnnxNode) -> None:
+    """Each channel of each image by its own mean and variance; a group norm comes with its groups as channels."""
+    from numpy import float32
+
+    name, graph = node.inputs[0], values.graph
+    image = len(values.shapes[name]) == 4
+    tensor = values.image(name) if image else values.plain(name)
+    axes = integers([1, 2] if image else range(2, len(tensor.shape)))
+    once = [size if place in (0, 3 if image else 1) else 1 for place, size in enumerate(tensor.shape)]
+    mean = graph.add("MEAN", [tensor, axes], once, keepDims=True)
+    centred = graph.add("SUB", [tensor, mean], tensor.shape)
+    variance = graph.add("MEAN", [graph.add("MUL", [centred, centred], tensor.shape), axes], once, keepDims=True)
+    epsilon = constant(float32(node.attributes.get("epsilon", 1e-5)))
+    scale = graph.add("RSQRT", [graph.add("ADD", [variance, epsilon], once)], once)
+    channels = [1, *once[1:]]
+    weight, bias = (values.array(node, place).reshape(channels) for place in (1, 2))
+    scale = scale if (weight == 1).all() else graph.add("MUL", [scale, constant(weight)], once)
+    made = graph.add("MUL", [centred, scale], tensor.shape)
+    made = made if (bias == 0).all() else graph.add("ADD", [made, constant(bias)], tensor.shape)
+    (values.last if image else values.first)[node.outputs[0]] = made
 
 
 def _linear(values: Translation, node: OnnxNode) -> None:
@@ -189,10 +222,12 @@ OPERATORS: dict[str, Translator] = {
     "AveragePool": average_pool,
     "Concat": _concat,
     "Conv": conv,
+    "ConvTranspose": transposed_conv,
     "Flatten": _reshape,
     "Gemm": _linear,
     "GlobalAveragePool": _reduce("MEAN"),
     "GlobalMaxPool": _reduce("REDUCE_MAX"),
+    "InstanceNormalization": _instance_norm,
     "MatMul": _matmul,
     "MaxPool": max_pool,
     "Pad": _pad,

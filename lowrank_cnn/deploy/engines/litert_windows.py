@@ -8,8 +8,19 @@ from typing import Any
 
 from lowrank_cnn.deploy.engines.litert_file import LitertGraph, LitertTensor, constant, integers
 from lowrank_cnn.deploy.engines.litert_graph import OnnxNode, Translation
+from lowrank_cnn.system.text import counted
 
-_KEEPING_SIGNS = ("MAX_POOL_2D", "AVERAGE_POOL_2D", "RESHAPE", "TRANSPOSE", "PAD", "CONCATENATION", "SLICE")
+_KEEPING_SIGNS = (
+    "MAX_POOL_2D",
+    "AVERAGE_POOL_2D",
+    "RESHAPE",
+    "TRANSPOSE",
+    "PAD",
+    "MIRROR_PAD",
+    "GATHER",
+    "CONCATENATION",
+    "SLICE",
+)
 """Operations that give no negative values where they are given none."""
 _LOWEST = float("-inf")
 Sides = Sequence[tuple[int, int]]
@@ -133,7 +144,7 @@ def _average_over_channels(values: Translation, node: OnnxNode) -> None:
 def _windows(values: Translation, node: OnnxNode, kernel: Sequence[int]) -> list[AxisWindow]:
     """The windows along height and width."""
     if len(kernel) != 2:
-        raise node.refused(f"is of {len(kernel)} dimensions, and only those of 2 are written")
+        raise node.refused(f"is of {counted(len(kernel), 'dimension')}, and only those of 2 are written")
     attributes, found = node.attributes, []
     sizes, counts = (values.shapes[name][2:] for name in (node.inputs[0], node.outputs[0]))
     pads = attributes.get("pads", [0] * 4)
@@ -177,6 +188,21 @@ def fill(graph: LitertGraph, tensor: LitertTensor, sides: Sides, value: float = 
     if value == 0:
         return graph.add("PAD", [tensor, amounts], shape)
     return graph.add("PADV2", [tensor, amounts, constant(numpy.array([value], tensor.dtype))], shape)
+
+
+def continued(graph: LitertGraph, tensor: LitertTensor, sides: Sides, mode: str) -> LitertTensor:
+    """A tensor padded with its own values: mirrored (reflect), the last ones (edge), the other end's (wrap)."""
+    import numpy
+
+    if mode == "reflect" and any(map(any, sides)):
+        shape = [size + low + high for size, (low, high) in zip(tensor.shape, sides, strict=True)]
+        return graph.add("MIRROR_PAD", [tensor, constant(numpy.array(sides, numpy.int32))], shape, mode="REFLECT")
+    for axis, (low, high) in enumerate(sides):
+        if low or high:
+            places = numpy.pad(numpy.arange(tensor.shape[axis]), (low, high), mode=mode)  # type: ignore[call-overload]
+            shape = [*tensor.shape[:axis], len(places), *tensor.shape[axis + 1 :]]
+            tensor = graph.add("GATHER", [tensor, integers(places)], shape, axis=axis)
+    return tensor
 
 
 def crop(graph: LitertGraph, tensor: LitertTensor, bounds: Sequence[tuple[int, int, int]]) -> LitertTensor:

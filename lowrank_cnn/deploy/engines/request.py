@@ -20,6 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, 
 from lowrank_cnn.deploy.engines.outputs import is_flat, plain_outputs
 from lowrank_cnn.system.compare import random_like
 from lowrank_cnn.system.errors import LowRankError, first_line
+from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.fake_int8 import Ranges
 
 _AXES = {3: ("length",), 4: ("height", "width"), 5: ("depth", "height", "width")}
@@ -48,7 +49,9 @@ class Call:
         if not found:
             raise LowRankError(f"an example input has tensors in it, not {type(example).__name__} alone.")
         if names is not None and (len(names) != len(found) or len(set(names)) < len(names)):
-            raise LowRankError(f"the network takes {len(found)} inputs: give as many different input_names.")
+            raise LowRankError(
+                f"the network takes {counted(len(found), 'input')}: give as many different input_names."
+            )
         return cls(tuple(leaves), structure, tuple(names or found))
 
     @property

@@ -1,5 +1,8 @@
 """Choose between the fused kernels and torch: by what is supported, and by times measured on this device.
 
+In training there is a third path: all filter groups as one dense conv, with zeros around their taps. Fused or by
+torch, whichever is faster, it takes as long as the dense layer that the composite replaces.
+
 Each path has two times. The device's own time decides inside CUDA graphs. Elsewhere the time of a call from Python
 decides, in which launches of small kernels cost more than their work. Nothing is measured while a graph is
 captured or torch.compile traces: the stored choice applies then, or the default. A plan is never chosen unless its
@@ -17,17 +20,19 @@ import torch
 
 from lowrank_cnn.kernels import gpu
 from lowrank_cnn.kernels.autotune import tuned
-from lowrank_cnn.kernels.autotune.kernel_request import Request, plans_of, refusal
+from lowrank_cnn.kernels.autotune.kernel_request import DensePath, Request, plans_of, refusal
 from lowrank_cnn.kernels.autotune.kernel_trial import agrees, times
-from lowrank_cnn.kernels.autotune.tuned import FAILED, Times, entry_of, plan_for, plan_in, tuned_plan
+from lowrank_cnn.kernels.autotune.tuned import FAILED, Times, entry_of, plan_for, plan_in, times_in, tuned_plan
 from lowrank_cnn.kernels.mode import by_torch, is_for_graphs, is_tuning, mode, survey
 from lowrank_cnn.kernels.problem import CallOptions, Problem, pose
 
 if TYPE_CHECKING:
     from lowrank_cnn.kernels.conv.plans import KernelPlan
 
+DENSE = "dense"
+"""In place of a plan's text: the layer runs as one dense conv, for which a choice of its own is made."""
 DECISIVE_RATIO = 2
-"""If torch without cuDNN's search takes this many times as long as ours, the search is skipped."""
+"""If torch without cuDNN's search takes this many times as long as another path, the search is skipped."""
 LARGE = 1e8
 """MACs from which a layer is expected to hide the cost of a launch."""
 
@@ -39,6 +44,7 @@ class Choice:
     fused: bool
     why: str
     plan: KernelPlan | None = None
+    dense: bool = False
 
 
 def plan_text(
@@ -50,13 +56,13 @@ def plan_text(
     need_input: bool,
     bias: torch.dtype | None = torch.float32,
 ) -> str | None:
-    """The choice for a call, from plain values to plain values: a plan as text, None for torch.
+    """The choice for a call, from plain values to plain values: a plan as text, `DENSE`, or None for torch.
 
     `shapes` are those of the input and of the weights; `asked` holds the fields of `CallOptions`.
     """
     problem = pose(shapes[0], shapes[1:], dtype, **CallOptions(*asked)._asdict())
     chosen = choose(problem, device, training=training, need_input=need_input, bias=bias)
-    return str(chosen.plan) if chosen.fused else None
+    return str(chosen.plan) if chosen.fused else DENSE if chosen.dense else None
 
 
 def choose(
@@ -74,7 +80,7 @@ def choose(
     if reason := refusal(request):
         return Choice(False, reason)
     if (noted := survey()) is not None:
-        noted.append(request)
+        noted.extend(_to_compile(request))
         return Choice(False, "only surveyed")
     if mode() == "on":
         return Choice(True, "forced", plan_for(problem, device))
@@ -86,15 +92,14 @@ def in_question(request: Request) -> list[KernelPlan]:
     if mode() == "on" or not (_to_tune(request) or _stored(request) is None):
         choice = choose(request.problem, request.device, training=request.training, need_input=request.need_input)
         return [choice.plan] if choice.plan else []
-    plans = list(plans_of(request.problem, request.device))
-    return plans if is_tuning() else plans[:1]
+    return _candidates(request)
 
 
 def fastest(problem: Problem, device: torch.device, *, training: bool, need_input: bool = True) -> float | None:
     """Milliseconds of the path that a problem takes, measured now if possible; None if unknown."""
     choose(problem, device, training=training, need_input=need_input)
     entry = entry_of(Request(problem, device, training, need_input))
-    return min(entry[path][_way()] for path in ("fused", "torch")) if entry else None
+    return min(times_in(entry, _way()).values()) if entry else None
 
 
 def explain(problem: Problem, device: torch.device | str = "cuda", *, training: bool = False) -> str:
@@ -104,6 +109,10 @@ def explain(problem: Problem, device: torch.device | str = "cuda", *, training: 
         choice = choose(problem, request.device, training=training, need_input=request.need_input)
     else:
         choice = _stored(request) or _default(request)
+    if choice.dense:
+        return (
+            f"{problem}: as one dense conv ({choice.why}), {explain(problem.as_dense, device, training=training)}"
+        )
     return f"{problem}: {'fused ' + str(choice.plan) if choice.fused else 'torch'} ({choice.why})"
 
 
@@ -116,13 +125,14 @@ def _default(request: Request) -> Choice:
 
 
 def _measured(request: Request) -> Choice | None:
-    """Time both paths now and store the times; None while a graph is captured or traced, or if nothing runs."""
+    """Time all paths now and store the times; None while a graph is captured or traced, or if nothing runs."""
     capturing = request.device.type != "cuda" or torch.cuda.is_current_stream_capturing()
     if torch.compiler.is_compiling() or capturing:
         return None
     plan, tried = _fastest(request)
     ours = times(request, plan)
-    by_torch = _by_torch(request, ours or FAILED)
+    dense = _as_dense(request) if request.as_dense else FAILED
+    by_torch = _by_torch(request, Times(*map(min, ours or FAILED, dense or FAILED)))
     if all(path in (None, FAILED) for path in (ours, by_torch)):
         return None  # as on the fake tensors of a tracer
     right = agrees(request, plan)
@@ -132,17 +142,34 @@ def _measured(request: Request) -> Choice | None:
         "plan": str(plan),
         "tuned": is_tuning(),
     }
+    if request.as_dense:
+        entry["dense"] = (dense or FAILED)._asdict()
     # If memory ran out, this run does without the path, and a later run measures again.
-    tuned.keep(request, entry, lasting=tried and None not in (by_torch, ours, right))
+    tuned.keep(request, entry, lasting=tried and None not in (by_torch, ours, right, dense))
     return _choice(entry)
 
 
-def _by_torch(request: Request, ours: Times) -> Times | None:
+def _as_dense(request: Request) -> Times | None:
+    """The times as one dense conv, by the path that such a conv takes: choosing it compares its results too."""
+    whole = request.as_dense
+    assert whole is not None
+    needs = {"training": True, "need_input": request.need_input, "bias": request.bias}
+    return times(request, DensePath(choose(whole.problem, whole.device, **needs).plan))
+
+
+def _to_compile(request: Request) -> list[Request]:
+    """The requests whose kernels a choice would run: also those of the dense conv, unless it is known to lose."""
+    stored = _stored(request)
+    whole = request.as_dense if mode() == "auto" and (stored is None or stored.dense) else None
+    return [request] if whole is None or refusal(whole) else [request, whole]
+
+
+def _by_torch(request: Request, others: Times) -> Times | None:
     """The times of torch's own path. cuDNN's search takes seconds per layer: only if it may decide."""
     if torch.backends.cudnn.benchmark and request.problem.dtype.itemsize == 2:
         with _without_search():
             found = times(request, None)
-        if found is None or all(DECISIVE_RATIO * mine < theirs for mine, theirs in zip(ours, found, strict=True)):
+        if found is None or all(DECISIVE_RATIO * other < own for other, own in zip(others, found, strict=True)):
             return found
     return times(request, None)
 
@@ -164,9 +191,9 @@ def _without_search() -> Iterator[None]:
 
 
 def _fastest(request: Request) -> tuple[KernelPlan, bool]:
-    """The default plan, or while tuning the fastest right one; and whether memory sufficed to try all plans."""
-    plans = plans_of(request.problem, request.device)
-    if not is_tuning() or len(plans) == 1:
+    """The fastest right one of the plans in question; and whether memory sufficed to try all of them."""
+    plans = _candidates(request)
+    if len(plans) == 1:
         return plans[0], True
     if (found := tuned_plan(request.problem, request.device)) is not None:
         return found, True
@@ -176,6 +203,14 @@ def _fastest(request: Request) -> tuple[KernelPlan, bool]:
     taken = {plan: times(inference, plan) for plan in candidates}
     tried = None not in (*right.values(), *taken.values())
     return min(taken, key=lambda plan: (taken[plan] or FAILED).graph), tried
+
+
+def _candidates(request: Request) -> list[KernelPlan]:
+    """The plans to measure: while tuning all, else the default and what it may lose to."""
+    from lowrank_cnn.kernels.conv.plans import shortlist
+
+    plans = list(plans_of(request.problem, request.device))
+    return plans if is_tuning() else shortlist(plans)
 
 
 def _to_tune(request: Request) -> bool:
@@ -188,10 +223,10 @@ def _stored(request: Request) -> Choice | None:
 
 
 def _choice(entry: dict[str, Any]) -> Choice:
-    way = _way()
-    ours, theirs = entry["fused"][way], entry["torch"][way]
-    why = f"measured, in a {way}: fused {ours:.3f} ms, torch {theirs:.3f} ms"
-    return Choice(True, why, plan_in(entry)) if ours < theirs else Choice(False, why)
+    found = times_in(entry, _way())
+    why = f"measured, in a {_way()}: " + ", ".join(f"{path} {ms:.3f} ms" for path, ms in found.items())
+    best = min(("torch", "fused", "dense"), key=lambda path: found.get(path, float("inf")))  # torch, if equal
+    return Choice(best == "fused", why, plan_in(entry) if best == "fused" else None, best == "dense")
 
 
 def _way() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -28,6 +28,19 @@ class Request:
     training: bool = False
     need_input: bool = True
     bias: torch.dtype | None = torch.float32
+
+    @property
+    def as_dense(self) -> Request | None:
+        """The request of the layer as one dense conv; None if it is one already, or is not trained."""
+        several = len(self.problem.groups) > 1
+        return replace(self, problem=self.problem.as_dense) if self.training and several else None
+
+
+@dataclass(frozen=True)
+class DensePath:
+    """A composite layer run as one dense conv over the taps of all groups: by a plan, or by torch for None."""
+
+    plan: KernelPlan | None
 
 
 def unsupported(

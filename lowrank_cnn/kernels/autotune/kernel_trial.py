@@ -1,4 +1,4 @@
-"""Run a problem on random numbers, by a fused plan or by torch: time both paths and compare their results."""
+"""Run a problem on random numbers, by a fused plan, by torch or as one dense conv: time and compare the paths."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lowrank_cnn.kernels.autotune.kernel_request import Request
+from lowrank_cnn.kernels.autotune.kernel_request import DensePath, Request
 from lowrank_cnn.kernels.autotune.tuned import FAILED, Times
 from lowrank_cnn.kernels.cuda_graph import captured
-from lowrank_cnn.kernels.problem import Problem, empty_codes
+from lowrank_cnn.kernels.problem import Problem, Sides, empty_codes
 from lowrank_cnn.kernels.reference import composite_by_torch
 from lowrank_cnn.system.compare import difference
 from lowrank_cnn.system.errors import LostDeviceError, first_line
@@ -30,8 +30,8 @@ TOLERANCE = 2e-2
 CALLS = 10
 
 
-def times(request: Request, plan: KernelPlan | None, *, repeats: int = 7) -> Times | None:
-    """The times of a plan, or of torch for None: infinite if it fails, None if memory ran out."""
+def times(request: Request, plan: KernelPlan | DensePath | None, *, repeats: int = 7) -> Times | None:
+    """The times of a plan or a dense path, or of torch for None: infinite if it fails, None if memory ran out."""
     try:
         with torch.cuda.device(request.device), torch.set_grad_enabled(request.training):
             trial = KernelTrial.random(request)
@@ -90,10 +90,10 @@ class KernelTrial:
         """The input of a first layer, which has few channels, needs no gradient."""
         return self.problem.channels > 4
 
-    def run(self, plan: KernelPlan | None) -> list[Tensor]:
+    def run(self, plan: KernelPlan | DensePath | None) -> list[Tensor]:
         """The result, or in training the gradients of weights, bias and input; None runs torch."""
-        if plan is None:
-            return self._differentiated(composite_by_torch)
+        if plan is None or isinstance(plan, DensePath):
+            return self.call(plan)
         y, codes = self._forward(plan)
         if not self.training:
             return [y]
@@ -101,9 +101,9 @@ class KernelTrial:
         kept = y.permute(0, 2, 3, 1) if self.problem.relu else y.new_empty(0, dtype=torch.uint8)
         return self._gradients(y, kept if codes is None else codes)
 
-    def call(self, plan: KernelPlan | None) -> list[Tensor]:
+    def call(self, plan: KernelPlan | DensePath | None) -> list[Tensor]:
         """The same as a layer calls it, with the host's time for the operator and for autograd."""
-        return self._differentiated(partial(self._operator, plan) if plan else composite_by_torch)
+        return self._differentiated(self._convolution(plan))
 
     def pooled(self, plan: KernelPlan) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The result of a plan with a fused pool, the codes of the winners, and the gradients."""
@@ -136,13 +136,33 @@ class KernelTrial:
         dx, dw, db = gradients.compute_gradients(self.problem, grad, self.x, self.weights, seen, **need)
         return [part for part in (*dw, db if need["need_bias"] else None, dx) if part is not None]
 
+    def _convolution(self, plan: KernelPlan | DensePath | None) -> Callable[..., Tensor]:
+        if plan is None:
+            return composite_by_torch
+        return partial(self._as_dense if isinstance(plan, DensePath) else self._operator, plan)
+
+    def _as_dense(
+        self, path: DensePath, x: Tensor, weights: list[Tensor], bias: Tensor | None, **options: Any
+    ) -> Tensor:
+        from lowrank_cnn.kernels.enclose import enclose
+
+        weight, sides = enclose(weights, options.pop("padding"))
+        return self._convolution(path.plan)(x, [weight], bias, padding=[sides], **options)
+
     def _operator(
-        self, plan: KernelPlan, x: Tensor, weights: list[Tensor], bias: Tensor | None, **_: Any
+        self,
+        plan: KernelPlan,
+        x: Tensor,
+        weights: list[Tensor],
+        bias: Tensor | None,
+        *,
+        padding: Sequence[Sides],
+        **_: Any,
     ) -> Tensor:
         from lowrank_cnn.kernels import ops
 
         problem, codes = self.problem, self.training and self.problem.pool is not None
-        sides, epilogue = ops.flat_padding(problem.padding), (problem.activation or "", problem.pool or "")
+        sides, epilogue = ops.flat_padding(padding), (problem.activation or "", problem.pool or "")
         how = (list(problem.stride), sides, *epilogue, codes, str(plan))
         return ops.composite_conv2d(x, weights, bias, self.residual, *how, problem.add_last)[0]
 
@@ -191,7 +211,7 @@ def _per_call(run: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - began) / CALLS
 
 
-def _raise_if_lost(error: Exception, request: Request, plan: KernelPlan | None) -> None:
+def _raise_if_lost(error: Exception, request: Request, plan: KernelPlan | DensePath | None) -> None:
     """Stop if an illegal access or instruction has taken the device from this process, and name what ran."""
     if request.device.type != "cuda":
         return

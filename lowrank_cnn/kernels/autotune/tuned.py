@@ -1,6 +1,7 @@
 """What was measured on this device with these versions: a JSON file in the user's cache folder, and lookups.
 
-An entry holds the times of both paths, the fused plan, and whether all plans were tried. Nothing is measured here.
+An entry holds the times of the paths, the fused plan, and whether all plans were tried. Paths are "fused", "torch"
+and, for training with several filter groups, "dense": all of them as one conv. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from lowrank_cnn.system.cache import JsonCache, cache_folder
 if TYPE_CHECKING:
     from lowrank_cnn.kernels.conv.plans import KernelPlan
 
-LAYOUT = 5
+LAYOUT = 6
 """The version of an entry's format; files of other versions are ignored."""
+PATHS = ("fused", "torch", "dense")
 _this_run: dict[str, Any] = {}
 """Entries that hold in this process only."""
 
@@ -69,6 +71,11 @@ def entry_of(request: Request) -> dict[str, Any] | None:
     return entry if refusal(plan_in(entry).kernel, request.problem) is None else None
 
 
+def times_in(entry: dict[str, Any], way: str) -> dict[str, float]:
+    """Milliseconds of each path that was measured: `way` is a field of `Times`."""
+    return {path: entry[path][way] for path in PATHS if path in entry}
+
+
 def plan_in(entry: dict[str, Any]) -> KernelPlan:
     """The fused plan of an entry."""
     from lowrank_cnn.kernels.conv.plans import KernelPlan
@@ -102,7 +109,8 @@ def store_path() -> Path:
 def _is_entry(entry: Any) -> bool:
     """Whether a value from the file is an entry. A plan of another version may not be."""
     try:
-        times = [entry[path][way] for path in ("fused", "torch") for way in Times._fields]
+        paths = [entry["fused"], entry["torch"], entry.get("dense", entry["torch"])]
+        times = [path[way] for path in paths for way in Times._fields]
         named = str(plan_in(entry)) == entry["plan"] and isinstance(entry["tuned"], bool)
         return named and all(type(time) in (int, float) and time >= 0 for time in times)
     except (AttributeError, KeyError, TypeError, ValueError):

@@ -12,6 +12,7 @@ from lowrank_cnn.kernels.conv import (
     fold,
     gather,
     hopper_plan,
+    lengthen,
     overlap_plan,
     result_statistics,
     tiled,
@@ -52,6 +53,7 @@ def run_packed(plan: KernelPlan, problem: Problem, given: ConvTensors) -> Tensor
         inner = fold.folded(problem)
         assert inner is not None
         problem, given = inner, given._replace(x=fold.fold_pixels(given.x, problem.stride))
+    problem = _with_zeros(plan.kernel, problem)
     return _launcher(plan.kernel)(problem, given, plan.tile)
 
 
@@ -63,6 +65,10 @@ def pack_weights(layout: str, problem: Problem, weights: Sequence[Tensor], dtype
         return overlap_plan.pack_overlap(weights, problem, dtype)
     if layout == "union":
         return pack_union(weights, problem, gather.gathered_values(problem), dtype)
+    if layout == "lengthened":
+        return lengthen.pack_lengthened(weights, problem, dtype)
+    if layout == "enclosed":
+        return lengthen.pack_enclosed(weights, problem, dtype)
     return pack_rows(folded_weights(problem, weights) if layout == "blocks" else weights, dtype)
 
 
@@ -72,14 +78,22 @@ def run_with_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run a plan; returns the result and its mean and biased variance per channel in float32."""
     packed = pack_weights(KERNELS[plan.kernel].layout, problem, weights, x.dtype)
-    counts = {"hopper": hopper_plan.part_count, "tiled": tiled.part_count}
-    count = counts[plan.kernel](problem, plan.tile) if plan.kernel in counts else 0
+    count = _part_count(plan, problem)
     if not count:
         y = run_packed(plan, problem, ConvTensors(x, packed, bias))
         return y, *result_statistics.launch_merge(result_statistics.launch_parts(y))
     parts = result_statistics.empty_parts(count, x, problem.filters)
     y = run_packed(plan, problem, ConvTensors(x, packed, bias, parts=parts))
     return y, *result_statistics.launch_merge(parts)
+
+
+def _part_count(plan: KernelPlan, problem: Problem) -> int:
+    """The number of parts of the statistics that a plan stores; 0 if it stores none."""
+    if plan.kernel == "tiled":
+        return tiled.part_count(problem, plan.tile)
+    if KERNELS[plan.kernel].tile is not hopper_plan.HopperTile:
+        return 0
+    return hopper_plan.part_count(_with_zeros(plan.kernel, problem), plan.tile)
 
 
 def packed_shape(layout: str, problem: Problem) -> tuple[int, int]:
@@ -90,7 +104,7 @@ def packed_shape(layout: str, problem: Problem) -> tuple[int, int]:
         return len(overlap_plan.slabs_of(problem)) * problem.filters, 4 * overlap_plan.PLACES
     if layout == "union":
         return gather.gathered_values(problem), problem.filters
-    inner = fold.folded(problem) if layout == "blocks" else problem
+    inner = fold.folded(problem) if layout == "blocks" else _with_zeros(layout, problem)
     assert inner is not None
     return sum(group.taps * group.filters for group in inner.groups), inner.channels
 
@@ -101,6 +115,15 @@ def folded_weights(problem: Problem, weights: Sequence[Tensor]) -> list[Tensor]:
     assert inner is not None
     pairs = zip(weights, problem.groups, strict=True)
     return [fold.fold_weights(weight, group, problem.stride, inner.channels) for weight, group in pairs]
+
+
+def _with_zeros(kernel: str, problem: Problem) -> Problem:
+    """The problem that a kernel runs: if lengthened or enclosed, with zeros around the taps of the groups."""
+    if kernel == "enclosed":
+        return problem.as_dense
+    form = lengthen.lengthened(problem) if kernel == "lengthened" else problem
+    assert form is not None
+    return form
 
 
 def _check_residual(problem: Problem, residual: Tensor) -> None:

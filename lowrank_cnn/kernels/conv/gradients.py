@@ -16,6 +16,7 @@ from lowrank_cnn.kernels.conv import (
     fold,
     hopper_plan,
     hopper_weights_plan,
+    lengthen,
     stem,
     stride_parity,
     tiled,
@@ -109,10 +110,11 @@ def weight_gradient(problem: Problem, g: Tensor, pixels: Tensor) -> list[Tensor]
     Both may be views: of some filters, or of every second pixel.
     """
     programs, capability = 2 * gpu.multiprocessors(g.device), gpu.capability_of(g.device)
-    if capability[0] == 9 and hopper_weights_plan.unsupported(problem) is None:
+    longer = lengthen.lengthened(problem, hopper_weights_plan.RUNS) or problem
+    if capability[0] == 9 and hopper_weights_plan.unsupported(longer) is None:
         from lowrank_cnn.kernels.conv.hopper_weights import launch_weights_hopper
 
-        return launch_weights_hopper(problem, g, pixels, programs)
+        return lengthen.own_taps(launch_weights_hopper(longer, g, pixels, programs), problem, longer.groups)
     return backward.launch_weight_gradient(problem, g, pixels, programs, _weight_tile(problem, capability))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from lowrank_cnn.kernels.conv import fold, gather, hopper_plan, overlap_plan, stem, tiled, window_plan
+from lowrank_cnn.kernels.conv import fold, gather, hopper_plan, lengthen, overlap_plan, stem, tiled, window_plan
 from lowrank_cnn.kernels.conv.presets import preset
 from lowrank_cnn.kernels.problem import OVERLAPPING, Problem
 
@@ -48,8 +48,20 @@ def _unfoldable(problem: Problem) -> str | None:
     return None if fold.folded(problem) else "no blocks of pixels"
 
 
+def _unlengthenable(problem: Problem) -> str | None:
+    longer = lengthen.lengthened(problem)
+    return hopper_plan.unsupported(longer) if longer else "groups that cannot be lengthened, or need not be"
+
+
+def _unenclosable(problem: Problem) -> str | None:
+    worth = lengthen.is_worth_enclosing(problem)
+    return hopper_plan.unsupported(problem.as_dense) if worth else "groups that need not be enclosed"
+
+
 KERNELS = {
     "hopper": ForwardKernel(hopper_plan.HopperTile, hopper_plan.unsupported, "rows", "hopper.launch_hopper"),
+    "lengthened": ForwardKernel(hopper_plan.HopperTile, _unlengthenable, "lengthened", "hopper.launch_hopper"),
+    "enclosed": ForwardKernel(hopper_plan.HopperTile, _unenclosable, "enclosed", "hopper.launch_hopper"),
     "tiled": ForwardKernel(tiled.Tile, tiled.unsupported, "rows", "tiled.launch_tiled"),
     "stem": ForwardKernel(stem.StemTile, stem.unsupported, "union", "stem.launch_stem"),
     "gather": ForwardKernel(gather.GatherTile, gather.unsupported, "union", "gather.launch_gather"),
@@ -112,7 +124,14 @@ def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: b
         found += [KernelPlan("stem", tile) for tile in stem.tiles(problem)]
         return _taken(found, problem)
     if capability[0] == 9 and not _small(problem):
-        found += [KernelPlan("hopper", tile) for tile in hopper_tiles(problem, 2 if thorough else 1)]
+        forms = {
+            "hopper": problem,
+            "lengthened": lengthen.lengthened(problem),
+            "enclosed": problem.as_dense if lengthen.is_worth_enclosing(problem) else None,
+        }
+        for kernel, form in forms.items():
+            tiles = hopper_tiles(form, 2 if thorough else 1) if form else []
+            found += [KernelPlan(kernel, tile) for tile in tiles]
     if tiled.unsupported(problem) is None:
         found += [KernelPlan("tiled", tile) for tile in plain_tiles(problem, capability, thorough)]
         return _taken(found, problem)
@@ -120,6 +139,16 @@ def plans(problem: Problem, *, capability: tuple[int, int] = (0, 0), thorough: b
         found.append(KernelPlan("folded", plain_tiles(inner, capability)[0]))
     found.append(KernelPlan("gather", gather.GatherTile(filters=32 if problem.pool else 64)))
     return _taken(found, problem)
+
+
+def shortlist(found: Sequence[KernelPlan]) -> list[KernelPlan]:
+    """The plans that are measured without tuning: the default, or the first of each kernel.
+
+    The latter if plans compute products with zeros: whether that pays is measured.
+    """
+    if not {"lengthened", "enclosed"} & {plan.kernel for plan in found}:
+        return [found[0]]
+    return list({plan.kernel: plan for plan in reversed(found)}.values())[::-1]
 
 
 def _taken(found: list[KernelPlan], problem: Problem) -> list[KernelPlan]:

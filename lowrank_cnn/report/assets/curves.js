@@ -19,19 +19,17 @@ function curveRows(runs, measure, n) {
   });
 }
 
-function lookOf(names, print) {
-  const colours = DATA.looks[theme(print)], dashes = DATA.looks.dashes;
-  return names.map((_, i) => [colours[i % colours.length], dashes[Math.floor(i / colours.length) % dashes.length]]);
-}
+// Every network's colour and dash: as many as there are networks, also where some are hidden.
+const looksOf = (runs) => Object.fromEntries(runs.map((run) => [run.group, run.look]));
 
-function curvesSpec(runs, names, { measure, smooth, log, zoom, print }) {
-  const looks = lookOf(names, print);
+function curvesSpec(runs, looks, { measure, smooth, log, zoom, print }) {
+  const names = Object.keys(looks);
   const watched = unique(runs.map((run) => run.watched)).join(", ");
   const spec = fill(DATA.specs.curves, {
     "{y}": measure === "accuracy" ? `Accuracy (${watched})` : DATA.measures[measure],
     "{format}": isAccuracy(measure) ? ".1~%" : "~g",
-    "{colours}": { domain: names, range: looks.map(([colour]) => colour) },
-    "{dashes}": { domain: names, range: looks.map(([, dash]) => dash) },
+    "{colours}": { domain: names, range: names.map((name) => looks[name][theme(print)]) },
+    "{dashes}": { domain: names, range: names.map((name) => looks[name].dash) },
   });
   if (!print) spec.encoding.color.legend = spec.layer[1].encoding.strokeDash.legend = null;
   const rows = curveRows(runs, measure, smooth);
@@ -66,23 +64,22 @@ function offerTraining() {
 
 async function drawTraining() {
   const all = curvesOf(state.trained, state.by);
-  const names = unique(all.map((run) => run.group));
+  const looks = looksOf(all);
   const hidden = new Set(state.hidden ? state.hidden.split("|") : []);
   const runs = all.filter((run) => !hidden.has(run.group));
   const options = { measure: state.measure, smooth: Number(state.smooth) || 1, log: state.loss === "log", zoom: range(state.epochs) };
-  const spec = curvesSpec(runs, names, options);
-  offerSeries(names, hidden);
-  const view = await draw(figureOf("curves"), spec, `${state.trained} ${state.measure}`, spec.datasets.curves);
+  const specify = (print) => curvesSpec(runs, looks, { ...options, print });
+  offerSeries(looks, hidden);
+  const view = await draw(figureOf("curves"), specify, `${state.trained} ${state.measure}`, specify().datasets.curves);
   zoomable(figureOf("curves"), view, "epochs", "All epochs", drawTraining);
   addCursor(figureOf("curves"), view, runs);
 }
 
-function offerSeries(names, hidden) {
-  const looks = lookOf(names);
-  at("training-legend").replaceChildren(...names.map((name, i) => {
+function offerSeries(looks, hidden) {
+  at("training-legend").replaceChildren(...Object.entries(looks).map(([name, look], i) => {
     const line = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
-    for (const [key, value] of Object.entries({ d: "M1 5H29", stroke: looks[i][0], "stroke-dasharray": looks[i][1].join(" "), "stroke-width": 2.5 }))
+    for (const [key, value] of Object.entries({ d: "M1 5H29", stroke: look[theme()], "stroke-dasharray": look.dash.join(" "), "stroke-width": 2.5 }))
       path.setAttribute(key, value);
     line.setAttribute("viewBox", "0 0 30 10");
     line.append(path);

@@ -10,13 +10,13 @@ function cellsOf({ classes, confusion }) {
       if (!n) return [];
       const [yes, said] = [classes[i], classes[j]], share = n / all, percent = `${(100 * share).toFixed(1)}%`;
       const label = i === j ? yes : `${yes} taken for ${said}`;
-      return [{ true: yes, predicted: said, n, share, label, details: [["images", n], ["share of the class", percent]], spoken: `${label}: ${n} images, ${percent}` }];
+      return [{ true: yes, predicted: said, n, share, label, details: [["images", n], ["share of the class", percent]], spoken: `${label}: ${n} image${n === 1 ? "" : "s"}, ${percent}` }];
     });
   });
 }
 
-function detailsSpec(found, name) {
-  const spec = found.charts[name];
+function detailsSpec(found, name, print) {
+  const spec = fill(found.charts[name], { "{colour}": found.colours[theme(print)] });
   return name === "confusion" ? { ...spec, datasets: { cells: cellsOf(found) } } : spec;
 }
 
@@ -25,8 +25,8 @@ async function drawDetails() {
   const names = Object.keys(found.charts), title = `${found.network} ${found.trained}`;
   box.replaceChildren(...names.map((name) => html("figure", { "data-chart": name }))); // all of them, before any is measured
   for (const name of names) {
-    const spec = detailsSpec(found, name), [rows] = Object.values(spec.datasets);
-    await draw(figureOf(name), { ...spec, title: spec.title.text }, `${title} ${name}`, rows);
+    const specify = (print) => detailsSpec(found, name, print), [rows] = Object.values(specify().datasets);
+    await draw(figureOf(name), (print) => ({ ...specify(print), title: specify(print).title.text }), `${title} ${name}`, rows);
   }
   at("details-worst").replaceChildren(...(found.worst.length ? [html("h3", {}, "Worst images"), worstImages(found.worst)] : []));
 }

@@ -4,6 +4,7 @@ const isDark = () => {
   const chosen = document.documentElement.dataset.theme;
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 };
+const NARROW = 480; // pixels
 const theme = (print) => (isDark() && !print ? "dark" : "light");
 
 function fill(value, parts) {
@@ -23,24 +24,31 @@ function withLabels(vega) {
   return vega;
 }
 
+// On a narrow page the legend's entries stand below each other: side by side they would leave the page.
+function configOf(width, print) {
+  const config = DATA.themes[theme(print)];
+  return width < NARROW ? { ...config, legend: { ...config.legend, columns: 1 } } : config;
+}
+
 function makeView(spec, options) {
-  const vega = withLabels(compile(spec, { config: DATA.themes[options.print ? "light" : theme()] }).spec);
+  const vega = withLabels(compile(spec, { config: configOf(spec.width, options.print) }).spec);
   return new View(parse(vega, null, { ast: true }), { expr: expressionInterpreter, renderer: "svg", ...options });
 }
 
 // As wide as it is told, axes and legend included.
 const sized = (spec, width) => ({ ...spec, width, autosize: { type: "fit", contains: "padding" } });
 
-async function draw(figure, spec, title, rows) {
+// `specify(print)` makes the specification, for the screen or for a picture on white.
+async function draw(figure, specify, title, rows) {
   hideTip();
   const box = html("div", { class: "plot" });
   figure.replaceChildren(box);
-  const view = makeView(sized(spec, Math.max(240, figure.clientWidth)), { container: box });
+  const view = makeView(sized(specify(false), Math.max(240, figure.clientWidth)), { container: box });
   await view.tooltip(onHover).runAsync();
   for (const mark of box.querySelectorAll(".points_marks path, .bars_marks path")) makeReadable(mark);
   const bar = html("div", { class: "downloads" });
   figure.append(bar);
-  button(bar, "PNG", () => savePicture(spec, title));
+  button(bar, "PNG", () => savePicture(specify(true), title));
   button(bar, "CSV", () => save(`${title}.csv`, new Blob([csv(rows)], { type: "text/csv" })));
   return view;
 }

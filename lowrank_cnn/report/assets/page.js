@@ -6,7 +6,7 @@ function layersSpec(chart) {
 
 async function drawLayers() {
   const chart = DATA.layers.find((c) => c.title === state.layers) ?? DATA.layers[0];
-  await draw(figureOf("layers"), layersSpec(chart), chart.title, chart.layers);
+  await draw(figureOf("layers"), () => layersSpec(chart), chart.title, chart.layers);
   figureOf("layers").append(html("figcaption", {}, `${chart.note}.`));
 }
 
@@ -60,15 +60,15 @@ function drawForPrint() {
     box.append(figure);
     makeView({ ...spec, width: 400 }, { container: figure.lastChild, print: true }).run();
   };
-  for (const chart of DATA.trade) add(`${trainedLabel(chart.data, chart.recipe)}: ${chart.y}`, tradeSpec(chart, chart.log ? "log" : "linear", null));
+  for (const chart of DATA.trade) add(`${trainedLabel(chart.data, chart.recipe)}: ${chart.y}`, tradeSpec(chart, chart.log ? "log" : "linear", null, true));
   for (const key of unique(DATA.curves.map((run) => JSON.stringify([run.data, run.recipe])))) {
     const runs = curvesOf(...JSON.parse(key));
     const options = { measure: defaultMeasure(runs), smooth: 1, log: false, zoom: null, print: true };
-    add(`${trainedLabel(runs[0].data, runs[0].recipe)}: training`, curvesSpec(runs, unique(runs.map((run) => run.group)), options));
+    add(`${trainedLabel(runs[0].data, runs[0].recipe)}: training`, curvesSpec(runs, looksOf(runs), options));
   }
   for (const trained of unique(DATA.details.map((one) => one.trained))) {
     const [found] = detailsOf(trained);
-    for (const name of Object.keys(found.charts)) add(`${trained}: test images of ${found.network}`, detailsSpec(found, name));
+    for (const name of Object.keys(found.charts)) add(`${trained}: test images of ${found.network}`, detailsSpec(found, name, true));
   }
 }
 

@@ -2,11 +2,11 @@
 
 const tradeOf = (...keys) => DATA.trade.filter((chart) => keys.every((key) => chart[key] === state[key]));
 
-function tradeSpec(chart, scale, zoom) {
+function tradeSpec(chart, scale, zoom, print) {
   const parts = {
     "{x}": chart.x, "{y}": chart.y, "{format}": chart.format,
-    "{colours}": { domain: chart.kinds, range: chart.kinds.map((kind) => DATA.kinds[kind][1]) },
-    "{shapes}": { domain: chart.kinds, range: chart.kinds.map((kind) => DATA.kinds[kind][0]) },
+    "{colours}": { domain: chart.kinds, range: chart.kinds.map((kind) => DATA.kinds[kind][theme(print)]) },
+    "{shapes}": { domain: chart.kinds, range: chart.kinds.map((kind) => DATA.kinds[kind].shape) },
   };
   const spec = fill(DATA.specs.trade, parts);
   spec.encoding.x.scale = { type: scale, nice: false, domain: zoom ?? chart.costs[scale] };
@@ -38,6 +38,7 @@ function offerTrade() {
 async function drawTrade() {
   const [chart] = tradeOf("data", "recipe", "metric", "axis");
   const scale = Math.min(...chart.points.map((p) => p.x)) > 0 ? state.scale : "linear";
-  const view = await draw(figureOf("trade"), tradeSpec(chart, scale, range(state.zoom)), `${chart.data} ${chart.axis}`, chart.points);
+  const specify = (print) => tradeSpec(chart, scale, range(state.zoom), print);
+  const view = await draw(figureOf("trade"), specify, `${chart.data} ${chart.axis}`, chart.points);
   zoomable(figureOf("trade"), view, "zoom", "Whole axis", drawTrade);
 }

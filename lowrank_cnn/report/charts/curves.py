@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lowrank_cnn.report.charts.vega import Spec, filled, looks, template
+from lowrank_cnn.report.charts.colours import Look, network_looks
+from lowrank_cnn.report.charts.vega import Spec, filled, template
+from lowrank_cnn.report.comparing import is_twin
 from lowrank_cnn.report.datasets import data_label
 from lowrank_cnn.report.records import NetworkResult, Run
 from lowrank_cnn.system.arithmetic import ceil_div
@@ -25,15 +27,21 @@ SPEC = template("curves")
 
 def training_curves(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
     """The history of every run that has one, as plain data for the page."""
-    return [_curve(result, run) for result in results for run in result.runs if run.history]
+    shown = [(result, run) for result in results for run in result.runs if run.history]
+    charts: dict[tuple[str, str], dict[str, bool]] = {}
+    for result, run in shown:
+        charts.setdefault((result.data, run.recipe), {})[result.label] = is_twin(result)
+    looks = {chart: network_looks(networks) for chart, networks in charts.items()}
+    return [_curve(result, run, looks[result.data, run.recipe][result.label]) for result, run in shown]
 
 
-def _curve(result: NetworkResult, run: Run) -> dict[str, Any]:
+def _curve(result: NetworkResult, run: Run, look: Look) -> dict[str, Any]:
     step = ceil_div(len(run.history), MOST_EPOCHS)
     kept = [*run.history[:-1:step], run.history[-1]]
     values = {measure: [getattr(epoch, measure) for epoch in kept] for measure in MEASURES}
     return {
         "group": result.label,
+        "look": look,
         "seed": run.seed,
         "data": data_label(result.data),
         "recipe": run.recipe,
@@ -64,12 +72,12 @@ def curves_spec(title: str, curves: Sequence[dict[str, Any]]) -> Spec:
         for curve in curves
         if curve["test"] is not None
     ]
-    names = list(dict.fromkeys(curve["group"] for curve in curves))
-    scales = looks(names)
-    spec: Spec = filled(
-        SPEC,
-        {"{y}": MEASURES[measure], "{format}": ".0%", "{colours}": scales["color"], "{dashes}": scales["dash"]},
-    )
+    looks = {curve["group"]: curve["look"] for curve in curves}
+    scales = {
+        "{colours}": {"domain": list(looks), "range": [look["light"] for look in looks.values()]},
+        "{dashes}": {"domain": list(looks), "range": [look["dash"] for look in looks.values()]},
+    }
+    spec: Spec = filled(SPEC, {"{y}": MEASURES[measure], "{format}": ".0%", **scales})
     last = max((row["epoch"] for row in rows), default=1)
     late = [row["value"] for row in [*rows, *ends] if row["epoch"] >= EARLY * last]
     if late:

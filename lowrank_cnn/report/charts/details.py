@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lowrank_cnn.report.charts.colours import kind_colours
 from lowrank_cnn.report.charts.vega import Spec, filled, template
+from lowrank_cnn.report.comparing import is_twin
 from lowrank_cnn.report.datasets import trained_label
 from lowrank_cnn.report.details import AnswerDetails, add_up
 from lowrank_cnn.report.records import NetworkResult
-from lowrank_cnn.system.text import percent
+from lowrank_cnn.system.text import counted, percent
 
 MOST_BARS = 25
 """Of more classes, those that are recognised least."""
 MOST_PAIRS = 15
 MOST_NAMED = 40
 """A confusion matrix of more classes has no room for their names."""
-BLUE, ORANGE = "#0072b2", "#d55e00"
 SPECS = {name: template(name) for name in ("bars", "confusion", "calibration")}
 
 
@@ -27,7 +28,8 @@ def details_charts(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
         details = [run.details for run in result.scored if run.details is not None]
         if details:
             trained = trained_label(result.data, result.recipe)
-            about = {"network": result.label, "trained": trained, "runs": len(details)}
+            colours = kind_colours(dense=is_twin(result))
+            about = {"network": result.label, "trained": trained, "runs": len(details), "colours": colours}
             found.append(about | _plain(add_up(details)))
     return found
 
@@ -38,7 +40,7 @@ def _plain(details: AnswerDetails) -> dict[str, Any]:
     return {
         "classes": list(details.classes),
         "images": int(sum(n for n, _ in details.per_class)),
-        "by_class": [_bar(name, right, f"{int(n):,} images") for right, name, n in known[:MOST_BARS]],
+        "by_class": [_bar(name, right, f"{counted(int(n), 'image')}") for right, name, n in known[:MOST_BARS]],
         "known": len(known),
         "pairs": _pairs(details)[:MOST_PAIRS],
         "confusion": details.confusion,
@@ -62,7 +64,7 @@ def _bar(name: str, share: float, of: str) -> dict[str, Any]:
 def _pairs(details: AnswerDetails) -> list[dict[str, Any]]:
     totals = {name: n for name, (n, _) in zip(details.classes, details.per_class, strict=True)}
     found = [
-        _bar(f"{true} taken for {said}", n / totals[true], f"{int(totals[true]):,} images of {true}")
+        _bar(f"{true} taken for {said}", n / totals[true], f"{counted(int(totals[true]), 'image')} of {true}")
         for true, said, n in details.pairs
         if totals.get(true)
     ]
@@ -90,17 +92,17 @@ def classes_spec(chart: dict[str, Any]) -> Spec:
     """Accuracy by class, the hardest first."""
     shown = len(chart["by_class"])
     most = "" if shown == chart["known"] else f", the {shown} hardest of {chart['known']}"
-    spec = _bars("Share of the class that is recognised", BLUE, shown)
+    spec = _bars(chart, "Share of the class that is recognised", shown)
     return _titled(spec, chart, f"Accuracy by class{most}", {"bars": chart["by_class"]})
 
 
 def pairs_spec(chart: dict[str, Any]) -> Spec:
-    spec = _bars("Share of the class that is taken for the other", ORANGE, len(chart["pairs"]))
+    spec = _bars(chart, "Share of the class", len(chart["pairs"]))
     return _titled(spec, chart, "Classes confused most", {"bars": chart["pairs"]})
 
 
-def _bars(x: str, colour: str, rows: int) -> Spec:
-    return filled(SPECS["bars"], {"{x}": x, "{colour}": colour, "{height}": 17 * rows + 75})
+def _bars(chart: dict[str, Any], x: str, rows: int) -> Spec:
+    return filled(SPECS["bars"], {"{x}": x, "{colour}": chart["colours"]["light"], "{height}": 17 * rows + 75})
 
 
 def confusion_spec(chart: dict[str, Any]) -> Spec:
@@ -110,13 +112,18 @@ def confusion_spec(chart: dict[str, Any]) -> Spec:
 
 def calibration_spec(chart: dict[str, Any]) -> Spec:
     """A reliability diagram: on the dashed line, confidence equals accuracy."""
-    words = f"Calibration: confidence is off by {percent(chart['error'])} on average"
-    return _titled(filled(SPECS["calibration"], {"{colour}": BLUE}), chart, words, {"bins": chart["bins"]})
+    words = f"Calibration: off by {percent(chart['error'])} on average"
+    return _titled(
+        filled(SPECS["calibration"], {"{colour}": chart["colours"]["light"]}),
+        chart,
+        words,
+        {"bins": chart["bins"]},
+    )
 
 
 def _titled(spec: Spec, chart: dict[str, Any], title: str, data: dict[str, Any]) -> Spec:
-    runs = f"{chart['runs']} run{'s' * (chart['runs'] != 1)}"
-    subtitle = f"{chart['network']} on {chart['trained']}: {chart['images']:,} answers of {runs}"
+    answers = f"{counted(chart['images'], 'answer')} of {counted(chart['runs'], 'run')}"
+    subtitle = f"{chart['network']} on {chart['trained']}: {answers}"
     return {**spec, "title": {"text": title, "subtitle": subtitle}, "datasets": data}
 
 
@@ -134,13 +141,15 @@ NEEDED = {"confusion": "confusion", "classes": "by_class", "pairs": "pairs", "ca
 def details_data(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
     """For the page: each network's charts, of those that there is data for, and its worst images.
 
-    The cells of a confusion matrix would be megabytes: the page makes them from the matrix.
+    The cells of a confusion matrix would be megabytes: the page makes them from the matrix. It also fills in the
+    colour, which depends on its theme.
     """
     found = []
     for chart in details_charts(results):
-        charts = {name: specify(chart) for name, specify in DETAILS.items() if chart[NEEDED[name]]}
+        open_chart = {**chart, "colours": {"light": "{colour}"}}
+        charts = {name: specify(open_chart) for name, specify in DETAILS.items() if chart[NEEDED[name]]}
         if "confusion" in charts:
             charts["confusion"]["datasets"] = {"cells": []}
-        kept = {key: chart[key] for key in ("network", "trained", "classes", "confusion", "worst")}
+        kept = {key: chart[key] for key in ("network", "trained", "colours", "classes", "confusion", "worst")}
         found.append(kept | {"charts": charts})
     return found

@@ -13,7 +13,8 @@ from lowrank_cnn.system.statistics import pearson
 from lowrank_cnn.system.text import si
 
 SPEC = template("layers")
-COLOURS = {"MACs": "#7d8792", "CPU time": "#d55e00", "GPU time": "#0072b2"}
+COLOURS = {"MACs": "#7d8792", "CPU time": "#a94fd0", "GPU time": "#6aa121"}
+"""None is a colour of a network."""
 
 
 def layer_charts(measured: Sequence[TimedNetwork]) -> list[dict[str, Any]]:

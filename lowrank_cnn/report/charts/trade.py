@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from lowrank_cnn.paper.published import MAIN_TABLES, Published, rows
+from lowrank_cnn.report.charts import colours
 from lowrank_cnn.report.charts.vega import LABEL_LAYER, Spec, filled, label_rows, template
 from lowrank_cnn.report.comparing import is_twin
 from lowrank_cnn.report.datasets import data_label
@@ -18,14 +19,14 @@ DENSE, LOW_RANK, LEARNED = "dense, trained here", "low-rank, trained here", "lea
 OURS = (DENSE, LOW_RANK, LEARNED)
 BASELINE, PAPER, AUGMENTED = "published, baseline", "published, low-rank", "published, more augmentation"
 KINDS = {
-    BASELINE: ("square", "#c9a227"),
-    PAPER: ("diamond", "#6fa8dc"),
-    AUGMENTED: ("triangle-up", "#9e7bb5"),
-    DENSE: ("circle", "#d55e00"),
-    LOW_RANK: ("circle", "#0072b2"),
-    LEARNED: ("triangle-up", "#009e73"),
+    BASELINE: ("square", "#c9a227", "#c9a227"),
+    PAPER: ("diamond", "#6fa8dc", "#6fa8dc"),
+    AUGMENTED: ("triangle-up", "#9e7bb5", "#9e7bb5"),
+    DENSE: ("circle", *colours.DENSE),
+    LOW_RANK: ("circle", *colours.LOW_RANK),
+    LEARNED: ("triangle-up", *colours.LEARNED),
 }
-"""Shape and colour of each kind of point; our own are drawn last, over the published."""
+"""Shape of each kind of point, its colour and that on dark pages; our own are drawn last, over the published."""
 
 SPEC = filled(template("trade"), {"{labels}": LABEL_LAYER})
 

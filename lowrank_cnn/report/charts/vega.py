@@ -1,4 +1,4 @@
-"""What all charts share: colours, the look of axes, placing labels, and writing a chart to a file.
+"""What all charts share: the look of axes, placing labels, and writing a chart to a file.
 
 A chart is written down once, as a Vega-Lite specification with its data. The page hands it to Vega in the browser;
 figures go through vl-convert, which runs the same Vega without a browser. Vega-Lite cannot keep labels from
@@ -21,13 +21,6 @@ Spec = dict[str, Any]
 
 VERSION = "6.4"
 """Of Vega-Lite."""
-COLOURS = ("#0072b2", "#d55e00", "#339977", "#553300", "#330099", "#003333", "#0000ff")
-"""Distinct on white and to readers with any of the common colour deficiencies."""
-DARK_COLOURS = ("#56b4e9", "#ff9a52", "#559977", "#9977ff", "#ddff00", "#bbffdd", "#77ff99")
-"""The same order, for dark pages."""
-DASHES = ([1, 0], [7, 4], [2, 3], [9, 3, 2, 3])
-"""Networks beyond the last colour begin with the first again, in another dash."""
-
 HEAT, DARK_HEAT = ("#f4f7fa", "#9ecae1", "#08519c"), ("#1c232b", "#2f6f9f", "#c6e4ff")
 """Shares from none to all, on white and on dark pages."""
 
@@ -116,15 +109,6 @@ def template(name: str) -> Spec:
     return json.loads((files("lowrank_cnn.report") / "assets" / "charts" / f"{name}.json").read_text("utf-8"))
 
 
-def looks(names: list[str], *, dark: bool = False) -> Spec:
-    """Scales that give every name its own pair of colour and dash."""
-    colours = DARK_COLOURS if dark else COLOURS
-    return {
-        "color": {"domain": names, "range": [colours[i % len(colours)] for i in range(len(names))]},
-        "dash": {"domain": names, "range": [DASHES[i // len(colours) % len(DASHES)] for i in range(len(names))]},
-    }
-
-
 def theme(*, dark: bool = False) -> Spec:
     """Vega's config: type, grid and colours that fit the page."""
     ink, soft, grid = ("#eceff3", "#b3bcc7", "#323a44") if dark else ("#16191d", "#4a525c", "#dfe3e8")
@@ -138,10 +122,7 @@ def theme(*, dark: bool = False) -> Spec:
         "axis": axis,
         "legend": {**text, "orient": "bottom", "columns": 3, "labelLimit": 320, "symbolOpacity": 1},
         "title": {"color": ink, "fontSize": 14, "anchor": "start"},
-        "range": {
-            "category": list(DARK_COLOURS if dark else COLOURS),
-            "heatmap": list(DARK_HEAT if dark else HEAT),
-        },
+        "range": {"heatmap": list(DARK_HEAT if dark else HEAT)},
         "text": {"color": ink},
         "style": {"label": {"fill": ink}, "leader": {"stroke": soft}},
     }

@@ -15,7 +15,7 @@ from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.report.figures.options import FigureOptions
 from lowrank_cnn.report.figures.style import COLUMN, headline, image_axes, new_figure
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.text import TIMES
+from lowrank_cnn.system.text import TIMES, counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,11 +45,11 @@ def draw_filters(_name: str, options: FigureOptions) -> Figure:
         axes.imshow(image, interpolation="nearest")
         axes.set_anchor("N")
         shown, total = min(len(bank.weight), MOST_FILTERS), len(bank.weight)
-        some = f"{total}" if shown == total else f"{shown} of {total}"
+        some = counted(total, "filter")
         axes.set_title(
             f"({'abcdef'[place]}) {bank.title}", fontsize=9 if len(banks) < 4 else 7.5, fontweight="normal"
         )
-        axes.set_xlabel(f"{some} filters", fontsize=8)
+        axes.set_xlabel(some if shown == total else f"{shown} of {some}", fontsize=8)
         image_axes(axes)
     return figure
 

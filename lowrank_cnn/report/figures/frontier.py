@@ -10,6 +10,7 @@ from lowrank_cnn.report.charts.trade import DENSE, LEARNED, LOW_RANK, TradePoint
 from lowrank_cnn.report.charts.vega import save_charts
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.statistics import mean_interval
+from lowrank_cnn.system.text import counted
 
 
 def draw_frontier(found: Frontier, out: str | Path) -> Path:
@@ -19,10 +20,10 @@ def draw_frontier(found: Frontier, out: str | Path) -> Path:
         raise LowRankError(f"nothing in {found.folder} is trained yet: there is nothing to draw.")
     costs = [cost for cost in ("batch", "macs", "params") if all(cost in point.values for point in points)]
     runs = sorted({len(row.runs) for row in found.rows if row.runs})
-    count = f"{runs[0]} to {runs[-1]}" if len(runs) > 1 else str(runs[0])
+    count = f"{runs[0]} to {runs[-1]} runs" if len(runs) > 1 else counted(runs[0], "run")
     title = {
         "text": f"{found.about['family']} on {found.about['data']['name']}",
-        "subtitle": f"Mean of {count} runs with its 95% interval over seeds; dashed: the Pareto front",
+        "subtitle": f"Mean of {count} with its 95% interval over seeds; dashed: the Pareto front",
     }
     return save_charts(
         [{**trade_spec(trade_chart(points, cost, "top1")), "title": title} for cost in costs], Path(out)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.data.images.decode import BadImageError
-from lowrank_cnn.data.readers.decoding import OTHER_SIZE, decode_rows, read_headers, sample_rows
+from lowrank_cnn.data.readers.decoding import OTHER_SIZE, decode_rows, first_readable, read_headers, sample_rows
 from lowrank_cnn.data.types import Problems
 from lowrank_cnn.system.errors import LowRankError
 
@@ -86,3 +86,20 @@ def test_a_sample_has_distinct_rows_in_short_runs(n: int, most: int) -> None:
     assert len(rows) == min(n, most)
     assert len(set(rows.tolist())) == len(rows)
     assert not len(rows) or 0 <= int(rows.min()) <= int(rows.max()) < n
+
+
+def test_the_first_image_that_can_be_decoded_is_found(photo: Photo) -> None:
+    cut = photo(1)[:60]  # its header can be read
+    found = first_readable(Files([b"", cut, b"junk", photo(3)]), torch.arange(4), "of photos")  # type: ignore[arg-type]
+    assert (found.height, found.width) == (12, 10)
+
+
+def test_unreadable_images_are_counted_and_the_first_is_named(photo: Photo) -> None:
+    store = Files([b"junk", photo(1)[:60], b""])
+    says = "none of the 3 images of photos can be read; the first is row 0: not a known image format"
+    with pytest.raises(LowRankError, match=says):
+        first_readable(store, torch.arange(3), "of photos")  # type: ignore[arg-type]
+    with pytest.raises(
+        LowRankError, match="none of the 1 image to test on can be read; the first is row 2: no bytes"
+    ):
+        first_readable(store, torch.tensor([2]), "to test on")  # type: ignore[arg-type]

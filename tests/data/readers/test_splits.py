@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowrank_cnn.data import Data, ResidentSplit, StreamedSplit
+from lowrank_cnn.data import Data, ResidentSplit, StreamedSplit, open_data
 from lowrank_cnn.data.readers.folder import FolderStore, open_folder
 from lowrank_cnn.data.readers.read_options import ReadOptions
 from lowrank_cnn.data.readers.splits import LARGE_SIDE, divided, make_split, with_default_size, with_limit
@@ -72,3 +72,22 @@ def test_a_set_in_memory_takes_a_limit_and_nothing_else() -> None:
         with_limit(data, ReadOptions(image_size=(8, 8)))
     with pytest.raises(LowRankError, match="test images and class names of its own"):
         with_limit(data, ReadOptions(val_split=0.5))
+
+
+@pytest.mark.parametrize("number", [1, 6])
+def test_unreadable_images_are_blamed_and_not_the_share_to_test_on(
+    tmp_path: Path, photo: Photo, number: int
+) -> None:
+    for name, content in (("cat", b"junk"), ("dog", photo(0)[:60])):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for place in range(number):
+            (tmp_path / "photos" / name / f"{place}.png").write_bytes(content)
+    says = f"none of the {2 * number} images of photos can be read; the first is .*0.png: not a known image format"
+    for options in ({}, {"val_split": 0.5}, {"only_test": True}):
+        with pytest.raises(LowRankError, match=says):
+            open_data(tmp_path / "photos", **options)
+
+
+def test_a_sample_without_a_readable_image_is_not_the_whole_set(store: FolderStore, monkeypatch) -> None:
+    monkeypatch.setattr("lowrank_cnn.data.readers.splits.read_headers", lambda *_: [])
+    assert make_split(store, ROWS, Problems(), ReadOptions()).size == (3, 12, 10)

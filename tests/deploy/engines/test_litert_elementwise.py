@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowrank_cnn.deploy.engines import open_engine
 from lowrank_cnn.deploy.engines.litert_elementwise import ELEMENTWISE
 from lowrank_cnn.deploy.exporting import export
-from lowrank_cnn.system.compare import difference
 from lowrank_cnn.system.errors import LowRankError
+from tests.deploy.engines.file_checks import assert_file_computes_the_same
 
 pytest.importorskip("ai_edge_litert")
 ACTIVATIONS = {
@@ -55,12 +54,7 @@ class Activations(nn.Module):
 def test_activations_and_arithmetic(behind_conv: bool, tmp_path: Path):
     torch.manual_seed(0)
     net, image = Activations(behind_conv=behind_conv).eval(), torch.randn(1, 3, 6, 5)
-    export(net, tmp_path / "net.tflite", example_input=image, dynamic=())
-    given = open_engine(tmp_path / "net.tflite")(image.numpy())
-    with torch.no_grad():
-        expected = net.double()(image.double())
-    errors = {name: difference(torch.from_numpy(given[name]).double(), right) for name, right in expected.items()}
-    assert max(errors.values()) < 1e-6, errors
+    assert_file_computes_the_same(net, image, tmp_path / "net.tflite")
 
 
 def test_an_elu_of_another_slope_is_refused(tmp_path: Path):

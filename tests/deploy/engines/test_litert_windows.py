@@ -13,8 +13,8 @@ from lowrank_cnn.deploy.engines import open_engine
 from lowrank_cnn.deploy.engines.litert_windows import AxisWindow
 from lowrank_cnn.deploy.exporting import export
 from lowrank_cnn.method.building import build_conv
-from lowrank_cnn.system.compare import difference
 from lowrank_cnn.system.errors import LowRankError
+from tests.deploy.engines.file_checks import assert_file_computes_the_same
 
 pytest.importorskip("ai_edge_litert")
 
@@ -70,12 +70,7 @@ def pools() -> dict[str, nn.Module]:
 def test_windows(made, size: tuple[int, int], tmp_path: Path):
     torch.manual_seed(0)
     net, image = Windows(made()).eval(), torch.randn(1, 4, *size) - 0.5
-    export(net, tmp_path / "net.tflite", example_input=image, dynamic=())
-    given = open_engine(tmp_path / "net.tflite")(image.numpy())
-    with torch.no_grad():
-        expected = net.double()(image.double())
-    errors = {name: difference(torch.from_numpy(given[name]).double(), right) for name, right in expected.items()}
-    assert max(errors.values()) < 1e-6, errors
+    assert_file_computes_the_same(net, image, tmp_path / "net.tflite")
 
 
 def test_even_padding_at_stride_1_is_no_operation(tmp_path: Path):

@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 from lowrank_cnn.kernels import for_graphs, mode
 from lowrank_cnn.kernels.autotune import choice, tuned
 from lowrank_cnn.kernels.autotune.choice import Choice
-from lowrank_cnn.kernels.autotune.kernel_request import Request
+from lowrank_cnn.kernels.autotune.kernel_request import DensePath, Request
 from lowrank_cnn.kernels.autotune.tuned import FAILED, Times
+from lowrank_cnn.kernels.conv.hopper_plan import HopperTile
 from lowrank_cnn.kernels.conv.plans import KernelPlan
 from lowrank_cnn.kernels.conv.tiled import Tile
 from lowrank_cnn.kernels.problem import pose
@@ -49,22 +50,33 @@ def test_graphs_and_calls_choose_by_their_own_times():
 
 
 class Bench:
-    """Stands for a GPU: what each path takes on it (None is torch's own), and whether its results are right."""
+    """Stands for a GPU: what each path takes on it (None is torch's own), and whether its results are right.
+
+    `alone` has the times of layers of one group: those that a layer as one dense conv asks for.
+    """
 
     def __init__(self) -> None:
-        self.taken: dict[KernelPlan | None, Times | None] = {None: Times(2.0, 2.0), PLAN: Times(1.0, 1.0)}
+        self.taken: dict[KernelPlan | DensePath | None, Times | None] = {
+            None: Times(2.0, 2.0),
+            PLAN: Times(1.0, 1.0),
+            DensePath(PLAN): Times(1.5, 1.5),
+        }
+        self.alone: dict[KernelPlan | DensePath | None, Times | None] = {
+            None: Times(2.0, 2.0),
+            PLAN: Times(1.0, 1.0),
+        }
         self.right: dict[KernelPlan, bool | None] = {PLAN: True}
         self.measured = 0
 
-    def times(self, request: Request, plan: KernelPlan | None) -> Times | None:
+    def times(self, request: Request, plan: KernelPlan | DensePath | None) -> Times | None:
         self.measured += 1
-        return self.taken[plan]
+        return (self.taken if len(request.problem.groups) > 1 else self.alone)[plan]
 
     def agrees(self, request: Request, plan: KernelPlan) -> bool | None:
         return self.right[plan]
 
-    def choose(self) -> Choice:
-        asked = Request(problem(), torch.device("cuda"))
+    def choose(self, *, training: bool = False) -> Choice:
+        asked = Request(problem(), torch.device("cuda"), training)
         found = choice._stored(asked) or choice._measured(asked)
         assert found is not None
         return found
@@ -80,6 +92,7 @@ def bench(monkeypatch, tmp_path) -> Iterator[Bench]:
     monkeypatch.setenv("LOWRANK_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(choice, "plans_of", lambda *_: tuple(made.right))
+    monkeypatch.setattr(choice, "refusal", lambda _: None)
     monkeypatch.setattr(choice, "times", made.times)
     monkeypatch.setattr(choice, "agrees", made.agrees)
     start_anew()
@@ -172,15 +185,82 @@ def test_tuning_without_memory_leaves_what_was_stored(bench, short):
     assert entry["tuned"]
 
 
+def test_a_lengthened_plan_is_measured_beside_a_plain_one(bench):
+    """Without tuning: products with zeros may not pay."""
+    longer = KernelPlan("lengthened", HopperTile())
+    bench.right = {longer: True, PLAN: True, OTHER: True}
+    bench.taken |= {longer: Times(1.5, 1.5)}
+    assert choice.in_question(Request(problem(), torch.device("cpu"))) == [longer, PLAN]
+    assert bench.choose().plan == PLAN  # OTHER has no time: measuring it would be an error
+
+
 def test_a_tuned_plan_is_not_looked_for_again(bench):
     bench.taken[OTHER], bench.right[OTHER] = Times(0.5, 0.5), True
+    bench.alone[OTHER] = Times(1.5, 1.5)
     bench.tune()
     before = bench.measured
     with mode.tuning():
         found = choice._measured(Request(problem(), torch.device("cuda"), training=True))
     assert found is not None
     assert found.plan == OTHER
-    assert bench.measured == before + 2  # itself and torch, in training
+    # Itself and torch, in training; as one dense conv, for which both plans, one of them and torch are measured.
+    assert bench.measured == before + 2 + 1 + 4
+
+
+def test_a_layer_trains_as_one_dense_conv_if_that_is_faster(bench):
+    bench.taken[DensePath(PLAN)] = Times(0.9, 0.5)
+    for _ in range(2):
+        found = bench.choose(training=True)
+        assert (found.dense, found.fused, found.plan) == (True, False, None)
+        assert found.why == "measured, in a call: fused 1.000 ms, torch 2.000 ms, dense 0.500 ms"
+        start_anew()
+    assert bench.measured == 5  # the three paths, and the dense conv by both of its own
+    said = choice.explain(problem(), torch.device("cuda"), training=True)
+    assert "as one dense conv (measured, in a call: fused 1.000 ms, torch 2.000 ms, dense 0.500 ms)" in said
+    assert f"3x3,16 /1x1,relu float32: fused {PLAN} (measured" in said
+    assert choice.fastest(problem(), torch.device("cuda"), training=True) == 0.5
+    # In a graph it is another choice.
+    bench.taken[DensePath(PLAN)] = Times(1.1, 0.5)
+    tuned.entries().entries.clear()
+    with for_graphs():
+        assert bench.choose(training=True).plan == PLAN
+    assert bench.choose(training=True).dense
+
+
+def test_the_dense_conv_runs_by_torch_where_that_is_faster(bench):
+    bench.alone[None] = Times(0.5, 0.5)
+    bench.taken[DensePath(None)] = Times(0.6, 0.6)
+    assert bench.choose(training=True).dense
+    assert not choice._stored(Request(problem().as_dense, torch.device("cuda"), training=True)).fused
+
+
+def test_inference_and_dense_layers_have_no_dense_path(bench):
+    bench.choose()
+    assert bench.measured == 2
+    found = choice._measured(Request(problem().as_dense, torch.device("cuda"), training=True))
+    assert found.plan == PLAN
+    assert bench.measured == 4
+    assert all("dense" not in entry for entry in stored_entries().values())
+
+
+def test_a_dense_path_without_memory_is_forgotten(bench):
+    bench.taken[DensePath(PLAN)] = None
+    assert bench.choose(training=True).plan == PLAN
+    assert tuned.key_of(Request(problem(), torch.device("cuda"), training=True)) not in stored_entries()
+
+
+def test_kernels_of_the_dense_conv_are_compiled_ahead_unless_it_loses(bench):
+    asked = {"device": torch.device("cuda"), "training": True}
+    for dense, count in ((0.5, 2), (1.5, 1)):
+        bench.taken[DensePath(PLAN)] = Times(dense, dense)
+        tuned.entries().entries.clear()
+        with mode.surveying() as noted:
+            choice.choose(problem(), **asked)
+        assert [len(request.problem.groups) for request in noted] == [2, 1]  # not known yet
+        bench.choose(training=True)
+        with mode.surveying() as noted:
+            choice.choose(problem(), **asked)
+        assert len(noted) == count
 
 
 def test_processes_keep_what_others_stored(bench):
@@ -203,6 +283,7 @@ def test_processes_keep_what_others_stored(bench):
         {"plan": "none-p1"},
         {"fused": 3},
         {"torch": {"graph": "1", "call": 1.0}},
+        {"dense": {"graph": 1.0}},
     ],
 )
 def test_entries_of_another_kind_are_measured_again(bench, change):

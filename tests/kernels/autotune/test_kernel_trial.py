@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels.autotune import kernel_trial
-from lowrank_cnn.kernels.autotune.kernel_request import Request
+from lowrank_cnn.kernels.autotune.kernel_request import DensePath, Request
 from lowrank_cnn.kernels.autotune.kernel_trial import KernelTrial, agrees, times
 from lowrank_cnn.kernels.autotune.tuned import FAILED
 from lowrank_cnn.kernels.conv import forward, gradients
@@ -131,6 +131,16 @@ def test_the_operator_gives_what_the_kernels_give(training):
         trial = KernelTrial.random(asked(problem(pool="floor"), training))
         for ours, right in zip(trial.call(PLAN), trial.run(PLAN), strict=True):
             assert torch.allclose(ours.float(), right.float(), atol=1e-4)
+
+
+@pytest.mark.parametrize("pool", [None, "floor"])
+@pytest.mark.parametrize("plan", [PLAN, None])
+def test_as_one_dense_conv_the_gradients_are_the_same(plan, pool):
+    trial = KernelTrial.random(asked(problem(pool=pool), True))
+    shapes = [[tuple(t.shape) for t in trial.run(path)] for path in (DensePath(plan), None)]
+    assert shapes[0] == shapes[1]
+    for ours, right in zip(trial.run(DensePath(plan)), trial.run(None), strict=True):
+        assert torch.linalg.vector_norm(ours - right) <= (1e-2 if DEVICE.type == "cuda" else 1e-5) * right.norm()
 
 
 def test_a_trial_gives_gradients_in_one_order():

@@ -18,7 +18,8 @@ def test_only_hopper_has_its_own_gradient_of_the_weights(monkeypatch):
     from lowrank_cnn.kernels.conv import backward, hopper_weights
 
     taken = []
-    monkeypatch.setattr(hopper_weights, "launch_weights_hopper", lambda *_: taken.append("hopper"))
+    found = [torch.zeros(16, 16, 3, 3)] * 2
+    monkeypatch.setattr(hopper_weights, "launch_weights_hopper", lambda *_: taken.append("hopper") or found)
     monkeypatch.setattr(backward, "launch_weight_gradient", lambda *rest: taken.append(rest[-1].stages))
     wide = pose((2, 16, 6, 5), [(16, 16, 3, 1), (16, 16, 1, 3)], torch.bfloat16, stride=(1, 1), padding=PADDING)
     narrow = pose((2, 8, 6, 5), [(8, 8, 3, 1), (8, 8, 1, 3)], torch.float32, stride=(1, 1), padding=PADDING)
@@ -26,6 +27,19 @@ def test_only_hopper_has_its_own_gradient_of_the_weights(monkeypatch):
         monkeypatch.setattr(gpu, "capability_of", lambda _, capability=capability: capability)
         gradients.weight_gradient(posed, torch.zeros(1), torch.zeros(1))
     assert taken == ["hopper", 1, 1, 3]
+
+
+def test_groups_of_different_lengths_have_the_gradient_of_hopper_too(monkeypatch):
+    from lowrank_cnn.kernels.conv import hopper_weights
+
+    longer = [torch.randn(16, 16, 3, 3), torch.randn(16, 16, 3, 1)]
+    monkeypatch.setattr(hopper_weights, "launch_weights_hopper", lambda *_: longer)
+    monkeypatch.setattr(gpu, "capability_of", lambda _: (9, 0))
+    sides = (((1, 1), (1, 1)), ((0, 0), (0, 0)))
+    half = pose((2, 16, 6, 5), [(16, 16, 3, 3), (16, 16, 1, 1)], torch.bfloat16, stride=(1, 1), padding=sides)
+    first, second = gradients.weight_gradient(half, torch.zeros(1), torch.zeros(1))
+    assert torch.equal(first, longer[0])
+    assert torch.equal(second, longer[1][:, :, 1:2])
 
 
 def test_only_hopper_has_the_gradient_over_windows(monkeypatch):

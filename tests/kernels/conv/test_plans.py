@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from lowrank_cnn.kernels.conv import hopper_plan
-from lowrank_cnn.kernels.conv.plans import KernelPlan, hopper_tiles, layout_of, plans, refusal
+from lowrank_cnn.kernels.conv.plans import KernelPlan, hopper_tiles, layout_of, plans, refusal, shortlist
 from lowrank_cnn.kernels.problem import pose
 
 
@@ -52,6 +52,20 @@ def test_no_kernel_pools_what_it_may_not_reorder(kernel):
     assert "falls" in refusal(kernel, problem(activation="silu", pool="floor"))
     assert refusal("tiled", problem(activation="relu", pool="floor")) is None
     assert "overlapping" in refusal(kernel, problem(activation="relu", pool="3x3/2"))
+
+
+def test_groups_of_different_lengths_run_lengthened_or_plain():
+    shapes, sides = [(64, 64, 3, 3), (64, 64, 1, 1)], [((1, 1), (1, 1)), ((0, 0), (0, 0))]
+    half = pose((32, 64, 56, 56), shapes, torch.bfloat16, stride=(1, 1), padding=sides)
+    assert "do not run" in refusal("hopper", half)
+    found = plans(half, capability=(9, 0))
+    assert {plan.kernel for plan in found} == {"lengthened", "tiled"}
+    # Without tuning, one plan of each is measured; other layers have a default.
+    assert [plan.kernel for plan in shortlist(found)] == ["lengthened", "tiled"]
+    assert shortlist(found)[0] == found[0]
+    assert shortlist(plans(problem(), capability=(9, 0))) == plans(problem(), capability=(9, 0))[:1]
+    assert {plan.kernel for plan in plans(half, capability=(8, 0))} == {"tiled"}
+    assert refusal("lengthened", problem()) == "groups that cannot be lengthened, or need not be"
 
 
 def test_layouts_are_known_by_a_plans_text():

@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from lowrank_cnn.report.charts.details import MOST_BARS, NEEDED, confusion_spec, details_charts, details_data
+from lowrank_cnn.report.charts.details import (
+    DETAILS,
+    MOST_BARS,
+    NEEDED,
+    confusion_spec,
+    details_charts,
+    details_data,
+)
 from lowrank_cnn.report.gathering import gather
 from lowrank_cnn.report.records import Records
 
@@ -39,7 +46,12 @@ def test_the_specifications_are_complete(records: Records):
     for found in details_data(gather(records)):
         assert list(found["charts"]) == list(NEEDED)
         for spec in found["charts"].values():
-            assert not re.search(r"'{\w+}'", str(spec))
+            open_places = set(re.findall(r"'({\w+})'", str(spec)))
+            assert open_places <= {"{colour}"}  # which the page fills in by its theme
+        assert set(found["colours"]) == {"light", "dark"}
+    for chart in details_charts(gather(records)):
+        for specify in DETAILS.values():
+            assert not re.search(r"'{\w+}'", str(specify(chart)))
 
 
 def test_networks_without_details_have_no_charts(records: Records):

@@ -22,7 +22,7 @@ EXPECTED = {
     "classes": ["Accuracy by class", "Share of the class that is recognised", "class 3"],
     "confusion": ["Confusion matrix", "Predicted class", "nin-c3-lr on CIFAR-10, nin-paper: "],
     "pairs": ["Classes confused most", "class 0 taken for class 1"],
-    "calibration": ["Calibration: confidence is off by 9.99% on average", "Share of right answers"],
+    "calibration": ["Calibration: off by 9.99% on average", "Share of right answers"],
     "filters": ["(a) vertical 3\N{MULTIPLICATION SIGN}1", "(c) combined by the join", "64 filters"],
     "connections": ["(a) fully connected", "1,296 connections", "9 weights", "96 connections"],
     "receptive-field": ["nin, as initialised", "nin-c3-lr, as initialised"],
