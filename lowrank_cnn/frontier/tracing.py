@@ -181,10 +181,12 @@ class Tracer:
             self._add_control(at_width(thin, min(width, 1.0), f"time of {row.name}"))
 
     def _add_control(self, design: Design) -> None:
-        """A thin dense network, unless one of the same filters is there under another width."""
+        """A thin dense network: that of the record, if it has one of the same filters under another width."""
         cost = self.builder.count(design)
-        if not any(row.dense and (row.macs, row.params) == (cost.macs, cost.params) for row in self._rows()):
-            self.add(design)
+        known = [
+            row for row in self.found.rows if row.dense and (row.macs, row.params) == (cost.macs, cost.params)
+        ]
+        self.add(Design(**known[0].design) if known else design)
 
     def _times(self, design: Design) -> dict[float, float]:
         """The measured times of a design by its width."""

@@ -69,7 +69,10 @@ def damage_by_loss(
     batches: Iterable[tuple[Tensor, Any]],
     loss: Callable[[Any, Any], Tensor],
 ) -> dict[str, Damage]:
-    """Damage estimated from gradients on batches of (images, targets). The network is not changed."""
+    """Damage estimated from gradients on batches of (images, targets). The network is not changed.
+
+    A layer that no gradient reaches, in a network whose outputs are all dead, is judged by its weights.
+    """
     layers = shaped_convs(network)
     readers = {n: m for n, m in network.named_modules() if isinstance(m, ShapedConv2d | GatedLinear)}
     taps = {name: torch.zeros(len(m.weight), *m.kernel_size).double() for name, m in layers.items()}
@@ -89,7 +92,9 @@ def damage_by_loss(
         whole = taps[name].sum((1, 2))
         passing = whole if name not in routes else _read(routes[name], channels, whole)
         found[name] = _damage(layer, taps[name], torch.maximum(whole, passing))
-    return found
+    silent = [name for name, damage in found.items() if not 0 < float(damage.removal.sum()) < torch.inf]
+    by_weights = damage_by_energy(network, routes) if silent else {}
+    return {**found, **{name: by_weights[name] for name in silent}}
 
 
 def _damage(layer: ShapedConv2d, taps: Tensor, removal: Tensor) -> Damage:

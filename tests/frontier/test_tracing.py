@@ -102,6 +102,19 @@ def test_controls_are_thin_dense_networks_of_equal_macs_and_equal_time(
     assert time.timing.ratio == pytest.approx(0.5, rel=0.06)  # a width of 0.71
 
 
+def test_a_network_of_the_record_is_the_control_if_it_has_the_same_filters(
+    tmp_path: Path, squares: Data, made_up: list
+):
+    how = {"settings": SMALL, "device": "cpu", "say": quiet}
+    matched = FrontierPlan(("lr",), match=("macs",), seeds=1, batch=0)
+    control = trace_frontier("airbench", squares, tmp_path / "one", matched, **how).rows[-1]
+    near = FrontierPlan((), (control.design["width"] + 0.002,), match=(), seeds=0, batch=0)
+    trace_frontier("airbench", squares, tmp_path / "two", near, **how)
+    found = trace_frontier("airbench", squares, tmp_path / "two", matched, **how)
+    same = [row for row in found.rows if (row.macs, row.params) == (control.macs, control.params)]
+    assert [len(row.runs) for row in same] == [1]
+
+
 def test_on_a_gpu_controls_of_equal_time_are_in_64s(tmp_path: Path, squares: Data, made_up: list, monkeypatch):
     opened = tracing.open_frontier
     monkeypatch.setattr(tracing, "open_frontier", lambda at, about, n: opened(at, {**about, "device": "cuda"}, n))

@@ -73,3 +73,24 @@ def test_the_loss_also_sees_taps_that_are_masked_now():
     damage = damage_by_loss(net, free_routes(net, SIZE), [batch], F.cross_entropy)["0"]
     assert bool((damage.shapes[:, 0] > 0).all())  # what a column leaves out, which it does not use now
     assert conv.regrow is False
+
+
+def test_a_layer_that_no_gradient_reaches_is_judged_by_its_weights():
+    net = nn.Sequential(shaped_net(), nn.ReLU())
+    with torch.no_grad():
+        net.get_submodule("0.5").bias.fill_(-1e3)  # no output is ever above zero
+    images, targets = torch.randn(16, *SIZE), torch.arange(16) % 2
+    routes = free_routes(net, SIZE)
+    by_loss = damage_by_loss(net, routes, [(images, targets)], F.cross_entropy)["0.0"]
+    by_weights = damage_by_energy(net, routes)["0.0"]
+    assert torch.equal(by_loss.removal, by_weights.removal)
+    assert torch.equal(by_loss.shapes, by_weights.shapes)
+    assert by_loss.removal.min() > 0
+
+
+def test_damage_of_frozen_weights_is_measured_and_they_stay_frozen():
+    net = shaped_net()
+    net.get_submodule("0").weight.requires_grad_(False)
+    images, targets = torch.randn(16, *SIZE), torch.arange(16) % 2
+    assert damage_by_loss(net, free_routes(net, SIZE), [(images, targets)], F.cross_entropy)["0"].whole > 0
+    assert not net.get_submodule("0").weight.requires_grad
