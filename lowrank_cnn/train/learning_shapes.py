@@ -43,6 +43,7 @@ from lowrank_cnn.train.inputs import augmentation, input_size
 from lowrank_cnn.train.opening import open_for
 from lowrank_cnn.train.optimizers import flags_restored, freeze
 from lowrank_cnn.train.outputs import class_scores
+from lowrank_cnn.train.progress import Lines, Progress
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.record import Record
 from lowrank_cnn.train.shape_budget import ShapeBudget
@@ -131,7 +132,7 @@ def learn_shapes(
     check_module(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise LowRankError("there are no weights to train: the network is on the meta device.")
-    directory = None if out is None else RunDirectory(Path(out))
+    directory, first_process = None if out is None else RunDirectory(Path(out)), os.environ.get("RANK", "0") == "0"
     if directory and not resume and isinstance(data, str | Path):
         directory.check_apart_from(data)
     data = open_for(model, data, recipe)
@@ -139,12 +140,15 @@ def learn_shapes(
     shaped = _shaped(model, scheme, size, where, recipe)
     asked = {budget.kind: budget.share, "by": by, "shapes": str(scheme)}
     plan = ShapeBudget(asked, directory, device, batch)
+    say = (Lines() if options.get("progress", True) and first_process else Progress()).say
+    if budget.kind == "latency":
+        say("Every shape in every layer is timed first.")
     costs = plan.costs(shaped, model, size, resume=resume)
     chooser = ShapeChooser(free_routes(shaped, size), costs)
     if may_remove(scheme):
         check_removable(chooser, shaped, size)
     check_reachable(chooser, shaped, budget.share)
-    if os.environ.get("RANK", "0") == "0":
+    if first_process:
         plan.keep(costs)
     if by == "gates":
         add_gates(shaped)
@@ -164,8 +168,8 @@ def learn_shapes(
     if not schedule.met and out is not None:  # the run was finished before
         shaped = load_checkpoint(out, network=shaped).network
     found = _finished(model, shaped, size, record, plan)
-    if found.time is not None and plan.exceeded_by(found.time) and options.get("progress", True):
-        print(f"The network takes {found.time:.2f} of the time, and {budget.share:g} was asked for.", flush=True)
+    if found.time is not None and plan.exceeded_by(found.time):
+        say(f"The network takes {found.time:.2f} of the time, and {budget.share:g} was asked for.")
     return found
 
 
