@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
-from lowrank_cnn.kernels.network_graph import NetworkGraph, capture, layer_kind
+from lowrank_cnn.kernels.network_graph import NetworkGraph, capture, layer_kind, within
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.selection import parameter_uses
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d
@@ -52,7 +52,12 @@ def free_routes(model: nn.Module, input_size: Sequence[int]) -> dict[str, Route]
     {'0': Route(norms=(), readers=(Reader(name='2', block=1),))}
     """
     try:
-        return _Walk.through(model, input_size).routes()
+        walk = _Walk.through(model, input_size)
+        if not walk.has_idle_layers:
+            return walk.routes()
+        # A layer that runs in training alone, such as an auxiliary head, reads channels too.
+        trained = _Walk.through(model, input_size, training=True).routes()
+        return {name: route for name, route in walk.routes().items() if trained.get(name) == route}
     except _Uncaptured:
         return {}
 
@@ -79,9 +84,14 @@ class _Walk:
     once: dict[str, fx.Node]
 
     @classmethod
-    def through(cls, model: nn.Module, input_size: Sequence[int]) -> _Walk:
-        """Capture a copy of the network, and run it on random images."""
+    def through(cls, model: nn.Module, input_size: Sequence[int], *, training: bool = False) -> _Walk:
+        """Capture a copy of the network, and run it on random images.
+
+        In `training` only modules with parts are in that mode: they decide what runs. Dropout would draw numbers.
+        """
         root = copy_with(model).eval().cpu()
+        for module in root.modules():
+            module.training = training and any(True for _ in module.children())
         image = torch.randn(2, *input_size, dtype=_dtype(root), generator=torch.Generator().manual_seed(0))
         try:
             with torch.no_grad():
@@ -98,6 +108,16 @@ class _Walk:
             if all(uses[id(parameter)] == 1 for parameter in root.get_submodule(name).parameters())
         }
         return cls(captured, values.env, alone)
+
+    @property
+    def has_idle_layers(self) -> bool:
+        """Whether a layer does not run."""
+        called = {str(node.target) for node in self.captured.graph.nodes if node.op == "call_module"}
+        return any(
+            (isinstance(module, ShapedConv2d | GatedLinear) or layer_kind(module) is not None)
+            and not any(within(name, one) for one in called)
+            for name, module in self.captured.root.named_modules()
+        )
 
     def routes(self) -> dict[str, Route]:
         found = {}

@@ -71,7 +71,8 @@ def damage_by_loss(
 ) -> dict[str, Damage]:
     """Damage estimated from gradients on batches of (images, targets). The network is not changed.
 
-    A layer that no gradient reaches, in a network whose outputs are all dead, is judged by its weights.
+    A layer that no gradient reaches is judged by its weights: that of an output without a loss, or any of a
+    network whose outputs are all dead.
     """
     layers = shaped_convs(network)
     readers = {n: m for n, m in network.named_modules() if isinstance(m, ShapedConv2d | GatedLinear)}
@@ -80,7 +81,8 @@ def damage_by_loss(
     with undisturbed(network), _regrowing(readers.values()):
         for images, targets in batches:
             value = loss(network(images), targets)
-            slopes = torch.autograd.grad(value, [module.weight for module in readers.values()])
+            weights = [module.weight for module in readers.values()]
+            slopes = torch.autograd.grad(value, weights, allow_unused=True, materialize_grads=True)
             for (name, module), slope in zip(readers.items(), slopes, strict=True):
                 change = slope.detach().double() * module.weight.detach().double()
                 if isinstance(module, ShapedConv2d):
@@ -92,7 +94,7 @@ def damage_by_loss(
         whole = taps[name].sum((1, 2))
         passing = whole if name not in routes else _read(routes[name], channels, whole)
         found[name] = _damage(layer, taps[name], torch.maximum(whole, passing))
-    silent = [name for name, damage in found.items() if not 0 < float(damage.removal.sum()) < torch.inf]
+    silent = [name for name, damage in found.items() if not _TINY < float(damage.removal.sum()) < torch.inf]
     by_weights = damage_by_energy(network, routes) if silent else {}
     return {**found, **{name: by_weights[name] for name in silent}}
 

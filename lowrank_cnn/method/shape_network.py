@@ -13,7 +13,7 @@ from torch import nn
 from lowrank_cnn.method.channel_order import Route, free_routes
 from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.rewriting import frozen_like, rewrite
+from lowrank_cnn.method.rewriting import copy_with, frozen_like, rewrite
 from lowrank_cnn.method.scheme import Scheme
 from lowrank_cnn.method.scheme_rules import NONE
 from lowrank_cnn.method.selection import Where, select
@@ -33,10 +33,11 @@ def shape_network(
     """A copy of a dense network, computing the same, whose spatial convs can learn the shapes of their filters.
 
     If the scheme may remove filters, convs of 1x1 take part too, and so do linear layers that read channels.
-    Frozen convs keep their filters.
+    Frozen convs keep their filters, and so do those that run in training alone: they cost nothing later.
     """
     convs, kept = select(model, scheme, where, trained_on=True)
-    schemes = {name: scheme for name, conv in convs.items() if conv.groups == 1}
+    running = _running(model, list(convs), input_size)
+    schemes = {name: scheme for name, conv in convs.items() if conv.groups == 1 and name in running}
     if not schemes:
         raise LowRankError("shapes are learned by convolutions without channel groups, and this network has none.")
     if may_remove(scheme):
@@ -49,6 +50,14 @@ def shape_network(
     new = rewrite(model, schemes, fill=fill, kept=kept)
     note(new, input_size=tuple(input_size))
     return new
+
+
+@torch.no_grad()
+def _running(model: nn.Module, names: Sequence[str], input_size: Sequence[int]) -> set[str]:
+    """The layers that run in evaluation; an auxiliary head does not."""
+    like = next(model.parameters())
+    image = torch.zeros(1, *input_size, device=like.device, dtype=like.dtype)
+    return {*layer_inputs(copy_with(model).eval(), names, image)}
 
 
 def _narrowed(

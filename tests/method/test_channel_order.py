@@ -70,3 +70,21 @@ def test_a_network_that_cannot_be_captured_has_no_free_channels():
 def test_a_conv_that_is_called_twice_is_fixed():
     conv = nn.Conv2d(4, 4, 3, padding=1)
     assert free_routes(nn.Sequential(nn.Conv2d(3, 4, 1), conv, conv, nn.Conv2d(4, 2, 1)), (3, 8, 8)) == {}
+
+
+class Guided(nn.Module):
+    """Has a head that runs in training alone, behind the first of three convs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Conv2d(n, 4, 3, padding=1) for n in (1, 4, 4))
+        self.drop, self.head = nn.Dropout(), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        y = self.c(self.drop(self.b(x)))
+        return y + self.head(x) if self.training else y
+
+
+def test_a_head_that_runs_in_training_alone_fixes_what_it_reads():
+    assert free_routes(Guided(), (1, 8, 8)) == {"b": Route((), (Reader("c"),))}

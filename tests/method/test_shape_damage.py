@@ -88,6 +88,13 @@ def test_a_layer_that_no_gradient_reaches_is_judged_by_its_weights():
     assert by_loss.removal.min() > 0
 
 
+def test_gradients_too_small_to_compare_do_not_count():
+    net = shaped_net()
+    routes, batch = free_routes(net, SIZE), (torch.randn(16, *SIZE), torch.arange(16) % 2)
+    found = damage_by_loss(net, routes, [batch], lambda *given: 1e-20 * F.cross_entropy(*given))["0"]
+    assert torch.equal(found.views, damage_by_energy(net, routes)["0"].views)
+
+
 def test_damage_of_frozen_weights_is_measured_and_they_stay_frozen():
     net = shaped_net()
     net.get_submodule("0").weight.requires_grad_(False)

@@ -135,14 +135,15 @@ def test_a_network_above_its_budget_of_time_says_so(capsys, monkeypatch):
 class TwoOutputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.net = net()
+        self.net, self.edges = net(), nn.Conv2d(1, 8, 3, padding=1)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"classes": self.net(x), "brightness": x.mean((1, 2, 3))}
+        return {"classes": self.net(x), "edges": self.edges(x)}
 
 
-def test_damage_is_measured_on_the_output_that_the_recipe_names():
-    assert learn(TwoOutputs(), recipe=changed(RECIPE, {"output": "classes"})).macs <= 0.6
+@pytest.mark.parametrize("way", [{"by": "proximal"}, {"by": "gates", "shapes": ALL[:-1]}])
+def test_damage_is_measured_on_the_output_that_the_recipe_names(way):
+    assert learn(TwoOutputs(), recipe=changed(RECIPE, {"output": "classes"}), **way).macs <= 0.6
 
 
 def test_a_loader_decides_the_batch_and_options_change_the_recipe():
@@ -157,6 +158,28 @@ def test_other_layers_do_not_stop_a_run():
     normed[3] = torch.nn.utils.weight_norm(normed[3])  # of the older kind, which cannot be copied
     assert learn(normed, macs=0.9).macs <= 0.9
     assert learn(nn.Sequential(deep, *net())).macs <= 0.6
+
+
+class Guided(nn.Module):
+    """Has a head that runs in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.rest = nn.Conv2d(1, 1, 1), net()
+        self.head = nn.Sequential(nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.rest(x) + self.head(x) if self.training else self.rest(x)
+
+
+@pytest.mark.parametrize("way", [{"by": "proximal"}, {"by": "gates"}, {"macs": None, "latency": 0.999}])
+def test_a_head_that_runs_in_training_alone_keeps_its_filters(way, monkeypatch):
+    monkeypatch.setattr(learning_shapes, "check_reachable", lambda *_: None)  # times of so small a net are noise
+    found = learn(Guided(), shapes=("kx1", "1xk", "1x1", "kxk"), **way).network
+    assert type(found.head[0]) is nn.Conv2d
+    assert found.head[0].kernel_size == (3, 3)
+    assert found.train()(torch.randn(2, 1, 8, 8)).shape == (2, 3)
 
 
 @pytest.mark.parametrize(

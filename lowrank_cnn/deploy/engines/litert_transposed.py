@@ -12,6 +12,7 @@ from typing import Any
 from lowrank_cnn.deploy.engines.litert_file import LitertGraph, LitertTensor, constant, integers
 from lowrank_cnn.deploy.engines.litert_graph import OnnxNode, Translation
 from lowrank_cnn.deploy.engines.litert_windows import crop, fill
+from lowrank_cnn.system.text import counted
 
 
 def transposed_conv(values: Translation, node: OnnxNode) -> None:
@@ -20,9 +21,8 @@ def transposed_conv(values: Translation, node: OnnxNode) -> None:
 
     weight, attributes, graph = values.array(node, 1), node.attributes, values.graph
     if weight.ndim != 4:
-        raise node.refused(
-            f"is a transposed conv of {weight.ndim - 2} dimensions, and only those of 2 are written"
-        )
+        sides = counted(weight.ndim - 2, "dimension")
+        raise node.refused(f"is a transposed conv of {sides}, and only those of 2 are written")
     weight = _spread(weight, attributes.get("dilations", [1, 1]))
     steps, groups = attributes.get("strides", [1, 1]), attributes.get("group", 1)
     batch, channels, *size = values.shapes[node.outputs[0]]

@@ -51,6 +51,18 @@ def test_int8_is_near_the_network_in_one_piece(tmp_path: Path):
     )  # about the network, and about the average pool
 
 
+def test_the_variance_of_quiet_channels_is_not_lost(tmp_path: Path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(4, 8, 3), nn.InstanceNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    with torch.no_grad():
+        net[0].weight.mul_(torch.logspace(-1.3, 0, 8).view(-1, 1, 1, 1))  # type: ignore[operator]
+    images = torch.randn(24, 4, 8, 8)
+    quantize(net, images, tmp_path / "net.tflite")
+    given = torch.from_numpy(open_engine(tmp_path / "net.tflite")(images.numpy())["output"])
+    expected = net(images).detach()
+    assert (given - expected).norm() / expected.norm() < 0.2
+
+
 def test_layers_and_ranges_that_are_given_are_kept(tmp_path: Path):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3)).eval()

@@ -54,6 +54,6 @@ def test_transposed_convs(tmp_path: Path, precision: str, most: float):
 
 def test_those_of_other_dimensions_are_refused_by_name(tmp_path: Path):
     net = nn.Sequential(nn.ConvTranspose1d(4, 6, 2)).eval()
-    says = r"ConvTranspose \(0/.*\) is a transposed conv of 1 dimensions, and only those of 2"
+    says = r"ConvTranspose \(0/.*\) is a transposed conv of 1 dimension, and only those of 2"
     with pytest.raises(LowRankError, match=says):
         export(net, tmp_path / "net.tflite", example_input=torch.randn(1, 4, 8), dynamic=())
