@@ -49,7 +49,7 @@ def composite_conv2d(
     named = canonical(activation, relu)
     after = add_last and residual is not None and named is not None
     asked = CallOptions(stride, tuple(padding), named, pool, residual is not None, after)
-    exporting, asked_for, plan_of = _deciders()
+    exporting, asked_for, plan_of, _ = _deciders()
     if exporting() or not (x.is_cuda or asked_for()):
         return _by_torch(x, weights, bias, residual, asked)
     if torch.is_autocast_enabled(x.device.type):
@@ -104,7 +104,7 @@ def composite_conv2d_with_statistics(
         normed = (y - mean.view(-1, 1, 1)) * (variance + eps).rsqrt().view(-1, 1, 1)
     """
     asked = CallOptions(stride, tuple(padding), None, None, False)
-    exporting, asked_for, plan_of = _deciders()
+    exporting, asked_for, plan_of, _ = _deciders()
     plan = None
     if not exporting() and (x.is_cuda or asked_for()):
         if torch.is_autocast_enabled(x.device.type):
@@ -199,21 +199,22 @@ def _by_torch(
 
 def _trains_as_dense(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """Whether the mode asks for one dense conv: in training alone, as counts and exports show the layer."""
-    # torch.compile cannot trace what `mode` reads.
-    if len(weights) == 1 or torch.compiler.is_compiling() or torch.compiler.is_exporting():
+    exporting, _, _, asked_for_dense = _deciders()
+    if len(weights) == 1 or exporting():
         return False
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *weights))
-    return needs_gradient and mode.mode() == "dense"
+    return needs_gradient and asked_for_dense()
 
 
 def _options(asked: CallOptions) -> dict[str, Any]:
     return {name: value for name, value in asked._asdict().items() if name != "residual"}
 
 
-def _deciders() -> tuple[Any, Any, Any]:
+def _deciders() -> tuple[Any, Any, Any, Any]:
     """The functions that decide, or the constants that replace them while torch.compile traces."""
     if torch.compiler.is_compiling():
         from lowrank_cnn.kernels import torch_compile
 
-        return torch_compile.exporting, torch_compile.asked_for, torch_compile.plan_text
-    return torch.compiler.is_exporting, mode.asked_for, choice.plan_text
+        chosen = torch_compile.plan_text, torch_compile.asked_for_dense
+        return torch_compile.exporting, torch_compile.asked_for, *chosen
+    return torch.compiler.is_exporting, mode.asked_for, choice.plan_text, mode.asked_for_dense

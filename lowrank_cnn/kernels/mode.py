@@ -53,6 +53,11 @@ def by_torch() -> bool:
     return mode() in ("off", "dense")
 
 
+def asked_for_dense() -> bool:
+    """Whether layers are to train as one dense conv of torch's."""
+    return mode() == "dense"
+
+
 def _known(chosen: str) -> str:
     if chosen not in MODES:
         raise LowRankError(f"LOWRANK_KERNELS is {', '.join(MODES)}, not {chosen!r}.")

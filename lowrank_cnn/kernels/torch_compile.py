@@ -13,6 +13,7 @@ from lowrank_cnn.kernels import availability, mode
 from lowrank_cnn.kernels.autotune import choice
 
 asked_for = torch.compiler.assume_constant_result(mode.asked_for)
+asked_for_dense = torch.compiler.assume_constant_result(mode.asked_for_dense)
 
 
 @torch.compiler.assume_constant_result

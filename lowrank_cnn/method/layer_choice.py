@@ -89,13 +89,18 @@ class LayerChoice:
     @cached_property
     def _kept(self) -> Tensor:
         """What each filter keeps with each shape, in each view; a filter that is removed keeps nothing."""
-        kept = self.damage.views
+        kept = self._views
         return torch.cat([kept, torch.zeros_like(kept[:, :1])], 1) if self.removable else kept
 
     @cached_property
     def _whole(self) -> Tensor:
         """All that filters can keep, in each view."""
-        return self.damage.views.amax(1).sum(0)
+        return self._views.amax(1).sum(0)
+
+    @cached_property
+    def _views(self) -> Tensor:
+        """Each shape keeps a trace: a layer that keeps nothing with any shape would lose all filters."""
+        return self.damage.views.clamp_min(_TINY)
 
 
 def _kept_by(kept: Tensor, choice: Tensor) -> Tensor:

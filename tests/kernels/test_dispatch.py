@@ -65,6 +65,21 @@ def test_as_one_dense_conv_results_and_gradients_are_the_same(groups, stride, pa
     assert all(torch.allclose(a, b) for a, b in zip(found["dense"], found["off"], strict=True))
 
 
+def test_torch_compile_traces_one_dense_conv_where_it_is_asked_for():
+    convs = []
+
+    def counted(module, _):
+        convs.append(sum("conv2d" in str(node.target) for node in module.graph.nodes))
+        return module.forward
+
+    layer, x = CompositeConv2d(3, [(3, 1, 4), (1, 3, 4)]), torch.randn(1, 3, 8, 8)
+    for how in ("off", "dense"):
+        torch._dynamo.reset()
+        with forced(how):
+            assert torch.allclose(torch.compile(layer, backend=counted, fullgraph=True)(x), layer(x), atol=1e-6)
+    assert convs == [2, 1]
+
+
 def test_counts_and_exports_are_of_the_layer_itself():
     layer = CompositeConv2d(3, [(3, 1, 4), (1, 3, 4)])
     macs = count(layer, (3, 8, 8)).macs

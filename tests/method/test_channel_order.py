@@ -72,7 +72,7 @@ def test_a_conv_that_is_called_twice_is_fixed():
     assert free_routes(nn.Sequential(nn.Conv2d(3, 4, 1), conv, conv, nn.Conv2d(4, 2, 1)), (3, 8, 8)) == {}
 
 
-class Guided(nn.Module):
+class SideHead(nn.Module):
     """Has a head that runs in training alone, behind the first of three convs."""
 
     def __init__(self) -> None:
@@ -87,4 +87,4 @@ class Guided(nn.Module):
 
 
 def test_a_head_that_runs_in_training_alone_fixes_what_it_reads():
-    assert free_routes(Guided(), (1, 8, 8)) == {"b": Route((), (Reader("c"),))}
+    assert free_routes(SideHead(), (1, 8, 8)) == {"b": Route((), (Reader("c"),))}

@@ -43,3 +43,11 @@ def test_filters_that_cost_more_than_they_are_worth_go():
     assert 0 < int(stays.sum()) == round(100 * found.width) < 100
     assert stays[-10:].all()  # those that matter most stay
     assert (choice < 2).all()
+
+
+def test_a_layer_that_keeps_nothing_with_any_shape_does_not_lose_all_filters():
+    one, nothing = layer(removable=True), torch.zeros(100, 2, 2, dtype=torch.float64)
+    dead = replace(one, damage=replace(one.damage, views=nothing), split=1.0)
+    found = dead.pick(0.1 * dead.cost, 0.1)
+    assert 0 < int(dead.assigned(found)[1].sum()) < 100
+    assert found.cost > 0
