@@ -141,7 +141,8 @@ def check_fits(
 def _check_scores(outputs: Any, classes: int, output: str | None) -> None:
     logits = class_scores(outputs, output)
     if logits.shape != (1, classes):
-        given = counted(logits.shape[1], "output") if logits.ndim == 2 else f"{list(logits.shape[1:])} outputs"
+        several = "x".join(map(str, logits.shape[1:])) + " outputs"
+        given = counted(logits.shape[1], "output") if logits.ndim == 2 else several
         raise LowRankError(
             f"the network has {given} for an image, and the data {counted(classes, 'class')}: build it with "
             f"num_classes={classes}."

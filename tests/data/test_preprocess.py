@@ -168,7 +168,7 @@ def test_clear_refusals(split: ResidentSplit) -> None:
         Whiten.fit(large)
     with pytest.raises(LowRankError, match="no preprocessing is stored as mean"):
         preprocess_from_dict({"mean": torch.zeros(3)})
-    with pytest.raises(LowRankError, match="1 channels do not fit a mean of 3"):
+    with pytest.raises(LowRankError, match="1 channel do not fit a mean of 3"):
         Standardize(torch.zeros(3), torch.ones(3))(torch.zeros(1, 1, 2, 2, dtype=torch.uint8))
     with pytest.raises(LowRankError, match="48 values do not fit whitening of 75"):
         Whiten(torch.zeros(75), torch.eye(75))(torch.zeros(1, 3, 4, 4, dtype=torch.uint8))

@@ -58,7 +58,7 @@ def test_a_training_folder_alone_is_divided(tmp_path: Path, photo: Photo, write_
 
 def test_too_few_images_to_divide(tmp_path: Path, photo: Photo, write_folder: WriteFolder) -> None:
     write_folder(tmp_path, {"ant/0.png": photo(0)})
-    with pytest.raises(LowRankError, match=r"0\.2 of its 1 images leaves none"):
+    with pytest.raises(LowRankError, match=r"0\.2 of its 1 image leaves none"):
         open_data(tmp_path)
 
 
