@@ -102,7 +102,7 @@ def test_an_unreachable_budget_is_refused():
 def test_no_layer_collapses_where_filters_may_go(name, share):
     torch.manual_seed(0)
     size = (3, 32, 32)
-    net = lr.create_model(name, width=0.5, image_size=32, num_classes=10)
+    net = lr.create_model(name, width=0.25, image_size=32, num_classes=10)
     shaped = shape_network(net, parse_scheme("learned(kx1, 1xk, 1x1, kxk, none)"), size)
     chooser = ShapeChooser(free_routes(shaped, size), mac_costs(shaped, net, size))
     assert 0.9 * share < chooser.choose(shaped, share) <= share
