@@ -175,7 +175,11 @@ class Guided(nn.Module):
 
 @pytest.mark.parametrize(
     "way",
-    [{"by": "proximal"}, pytest.param({"by": "gates"}, marks=pytest.mark.nightly), {"macs": None, "latency": 0.999}],
+    [
+        {"by": "proximal"},
+        pytest.param({"by": "gates"}, marks=pytest.mark.nightly),
+        {"macs": None, "latency": 0.999},
+    ],
 )
 def test_a_head_that_runs_in_training_alone_keeps_its_filters(way, monkeypatch):
     monkeypatch.setattr(learning_shapes, "check_reachable", lambda *_: None)  # times of so small a net are noise
