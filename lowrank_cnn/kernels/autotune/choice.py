@@ -150,11 +150,13 @@ def _measured(request: Request) -> Choice | None:
 
 
 def _as_dense(request: Request) -> Times | None:
-    """The times as one dense conv, by the path that such a conv takes: choosing it compares its results too."""
+    """The times as one dense conv, by the path that such a conv takes; infinite if its results are wrong."""
     whole = request.as_dense
     assert whole is not None
     needs = {"training": True, "need_input": request.need_input, "bias": request.bias}
-    return times(request, DensePath(choose(whole.problem, whole.device, **needs).plan))
+    path = DensePath(choose(whole.problem, whole.device, **needs).plan)
+    right = agrees(request, path)
+    return times(request, path) if right else FAILED if right is False else None
 
 
 def _to_compile(request: Request) -> list[Request]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -43,8 +43,8 @@ def times(request: Request, plan: KernelPlan | DensePath | None, *, repeats: int
         return None if _ran_out(error) else FAILED
 
 
-def agrees(request: Request, plan: KernelPlan) -> bool | None:
-    """Whether a plan gives torch's results, in training also its gradients; None if memory ran out."""
+def agrees(request: Request, plan: KernelPlan | DensePath) -> bool | None:
+    """Whether a path gives torch's results, in training also its gradients; None if memory ran out."""
     try:
         with torch.no_grad():
             trial = KernelTrial.random(request, training=False)
@@ -179,9 +179,14 @@ class KernelTrial:
         return [tensor.requires_grad_(self.training) for tensor in found if tensor is not None]
 
 
-def _gradients_agree(trial: KernelTrial, plan: KernelPlan) -> bool:
-    """With a pool, at the plan's own winners: rounded values tie, and either may win."""
-    if trial.problem.pool is None:
+def _gradients_agree(trial: KernelTrial, plan: KernelPlan | DensePath) -> bool:
+    """With a pool, at the plan's own winners: rounded values tie, and either may win.
+
+    The plan of a dense path was compared so when the dense conv chose it: left is where its weights are placed.
+    """
+    if isinstance(plan, DensePath) and trial.problem.pool is not None:
+        trial, plan = replace(trial, problem=replace(trial.problem, pool=None)), DensePath(None)
+    if isinstance(plan, DensePath) or trial.problem.pool is None:
         return _all_close(trial.run(plan), trial.run(None))
     y, codes, ours = trial.pooled(plan)
     won, right = trial.by_winners(codes, y)

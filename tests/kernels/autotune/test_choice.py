@@ -52,7 +52,8 @@ def test_graphs_and_calls_choose_by_their_own_times():
 class Bench:
     """Stands for a GPU: what each path takes on it (None is torch's own), and whether its results are right.
 
-    `alone` has the times of layers of one group: those that a layer as one dense conv asks for.
+    `alone` has the times of layers of one group: those that a layer as one dense conv asks for. `placed` says
+    whether such a dense conv gives the layer's results.
     """
 
     def __init__(self) -> None:
@@ -66,14 +67,15 @@ class Bench:
             PLAN: Times(1.0, 1.0),
         }
         self.right: dict[KernelPlan, bool | None] = {PLAN: True}
+        self.placed: bool | None = True
         self.measured = 0
 
     def times(self, request: Request, plan: KernelPlan | DensePath | None) -> Times | None:
         self.measured += 1
         return (self.taken if len(request.problem.groups) > 1 else self.alone)[plan]
 
-    def agrees(self, request: Request, plan: KernelPlan) -> bool | None:
-        return self.right[plan]
+    def agrees(self, request: Request, plan: KernelPlan | DensePath) -> bool | None:
+        return self.placed if isinstance(plan, DensePath) else self.right[plan]
 
     def choose(self, *, training: bool = False) -> Choice:
         asked = Request(problem(), torch.device("cuda"), training)
@@ -247,6 +249,14 @@ def test_a_dense_path_without_memory_is_forgotten(bench):
     bench.taken[DensePath(PLAN)] = None
     assert bench.choose(training=True).plan == PLAN
     assert tuned.key_of(Request(problem(), torch.device("cuda"), training=True)) not in stored_entries()
+
+
+@pytest.mark.parametrize("placed", [False, None])
+def test_a_dense_path_that_is_wrong_or_was_not_compared_is_not_taken(bench, placed):
+    bench.taken[DensePath(PLAN)], bench.placed = Times(0.5, 0.5), placed
+    assert bench.choose(training=True).plan == PLAN
+    kept = tuned.key_of(Request(problem(), torch.device("cuda"), training=True)) in stored_entries()
+    assert kept is (placed is False)
 
 
 def test_kernels_of_the_dense_conv_are_compiled_ahead_unless_it_loses(bench):

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from lowrank_cnn.kernels import enclose
 from lowrank_cnn.kernels.autotune import kernel_trial
 from lowrank_cnn.kernels.autotune.kernel_request import DensePath, Request
 from lowrank_cnn.kernels.autotune.kernel_trial import KernelTrial, agrees, times
@@ -78,6 +79,25 @@ def test_a_wrong_gradient_does_not(monkeypatch):
 
     monkeypatch.setattr(gradients, "compute_gradients", off)
     assert not agrees(asked(problem(), True), PLAN)
+
+
+@pytest.mark.parametrize("pool", [None, "floor"])
+@pytest.mark.parametrize("plan", [None, PLAN])
+def test_a_layer_as_one_dense_conv_agrees(pool, plan):
+    assert agrees(asked(problem(pool=pool), True), DensePath(plan))
+
+
+@pytest.mark.parametrize("pool", [None, "floor"])
+@pytest.mark.parametrize("name", ["place_groups", "take_groups"])
+def test_weights_placed_or_taken_wrongly_do_not(monkeypatch, pool, name):
+    right = getattr(enclose, name)
+
+    def off(*arguments):
+        found = right(*arguments)
+        return found.flip(0) if name == "place_groups" else [part.flip(0) for part in found]
+
+    monkeypatch.setattr(enclose, name, off)
+    assert not agrees(asked(problem(pool=pool), True), DensePath(None))
 
 
 def test_a_plan_that_fails_does_not():
