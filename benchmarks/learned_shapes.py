@@ -14,7 +14,8 @@ the learning rate first, each as often, on held-out training images; then it tra
 - regrowth: as `loss`, and masked taps go on learning; energy: as `loss`, by the energy of the weights;
 - gates: filters draw their shapes by Gumbel-softmax, and learn which draws serve the loss;
 - strips-kxk: as `proximal`, without 1x1 filters;
-- none: as `proximal`, and filters may be removed.
+- none: as `proximal`, and filters may be removed;
+- latency:0.75: as `proximal`, within a share of the time in place of the MACs. It needs the device to itself.
 
 `--data stripes` makes images whose classes differ along rows alone: there the right shape is known to be 1xk, and
 `rows` in the record is the share of filters that took it.
@@ -149,7 +150,7 @@ class ShapeBench:
         return self.book.find(way=way, **{name: key[name] for name in same})
 
     def macs_of(self, way: str) -> float:
-        """The share of the dense MACs that a way has."""
+        """The share of the dense MACs, or of the dense time, that a way has."""
         return float(way.partition(":")[2] or self.options.macs)
 
     def dense(self, seed: int) -> nn.Module:
@@ -164,7 +165,8 @@ class ShapeBench:
         recipe = replace(self.recipe, lr=key["rate"] * self.recipe.lr)
         if way in LEARNING:
             with mock.patch.object(ShapedConv2d, "regrow", way == "regrowth"):
-                network, shapes, record = self.learned(seed, data, recipe, macs, **LEARNING[way])
+                share = {"latency" if way == "latency" else "macs": macs}
+                network, shapes, record = self.learned(seed, data, recipe, **share, **LEARNING[way])
         else:
             network, shapes = self.built(key)
             record = fit(network, data, recipe, seed=seed, **self.how)
@@ -198,10 +200,10 @@ class ShapeBench:
         return shapes.apply(dense), shapes
 
     def learned(
-        self, seed: int, data: Data, recipe: Recipe, macs: float, shapes: Sequence[str] = SHAPES, **options: Any
+        self, seed: int, data: Data, recipe: Recipe, shapes: Sequence[str] = SHAPES, **options: Any
     ) -> tuple[nn.Module, LearnedShapes, Record]:
         found = learning.learn_shapes(
-            self.dense(seed), data, recipe, macs=macs, shapes=shapes, seed=seed,
+            self.dense(seed), data, recipe, shapes=shapes, seed=seed,
             multiple=self.options.multiple, **options, **self.how,
         )  # fmt: skip
         return found.network, found.shapes, found.record

@@ -30,9 +30,11 @@ LEARNING: dict[str, dict[str, Any]] = {
     "regrowth": {"by": "loss"},
     "strips-kxk": {"shapes": ("kx1", "1xk", "kxk")},
     "none": {"shapes": (*SHAPES, "none")},
+    "latency": {"batch": 256},
 }
 """What `learn_shapes` is asked for."""
-WAYS = ("dense", "thin", *FIXED, "proximal", "again", "loss", "energy", "gates", "regrowth", "strips-kxk", "none")
+WAYS = ("dense", "thin", *FIXED, "proximal", "again", "loss", "energy", "gates", "regrowth")
+WAYS += ("strips-kxk", "none", "latency")
 LEARNED, MECHANISMS = WAYS[4:], ("gates", "loss", "energy", "regrowth")
 _TITLES = {"answers": "At equal MACs", "equal_time": "At equal time", "mechanisms": "Ways to learn shapes"}
 
@@ -98,16 +100,16 @@ def full_runs(book: RunBook) -> dict[str, list[Row]]:
 def _at_equal_time(
     runs: Runs, learned: Sequence[str], rivals: Sequence[str], *, tolerance: float, **how: Any
 ) -> Answers:
-    """The answers for each learned way and rival that were timed; `time` is the rival's as a share of ours.
+    """The answers for each learned way, in all its sizes, and each rival.
 
-    `how` goes to `paired_answers`.
+    `time` is the rival's as a share of ours; `how` goes to `paired_answers`.
     """
     times = _times(runs)
     pairs = [
         (way, min(sizes, key=lambda one: abs(log(times[one] / times[way]))))
-        for way in learned
+        for way in times
         for rival in rivals
-        if way in times and (sizes := [one for one in times if base_way(one) == rival])
+        if base_way(way) in learned and (sizes := [one for one in times if base_way(one) == rival])
     ]
     found = paired_answers(pairs, runs, **how)
     for one in found:

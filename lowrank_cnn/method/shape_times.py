@@ -1,4 +1,7 @@
-"""What the shapes of filters cost in milliseconds, measured on the device."""
+"""What the shapes of filters cost in milliseconds, measured on the device.
+
+On a GPU layers are timed inside CUDA graphs: there launches take no time, as when a network is deployed.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.method.channel_order import free_routes
 from lowrank_cnn.method.rewriting import copy_with, in_channels_last
 from lowrank_cnn.method.settling import settle
@@ -18,14 +22,23 @@ from lowrank_cnn.method.shaping import ShapedConv2d, conv_of_form, exact_scheme
 from lowrank_cnn.method.spec import Pair
 from lowrank_cnn.system.clock import measure
 
+Prepare = Callable[[nn.Module, torch.Tensor], Callable[[], object]]
+"""Makes a network in evaluation ready to be timed on a batch."""
 _ROUNDS = 2
 """Networks that are built and timed to correct the cost of several shapes in a layer."""
 _MOST = 4.0
 """The most that one of them changes it by: times are noisy."""
 
 
+def as_it_is(network: nn.Module, image: torch.Tensor) -> Callable[[], object]:
+    """A network that is timed as torch runs it."""
+    return lambda: network(image)
+
+
 @torch.no_grad()
-def time_costs(network: nn.Module, dense: nn.Module, input_size: Sequence[int], *, batch: int = 1) -> ShapeCosts:
+def time_costs(
+    network: nn.Module, dense: nn.Module, input_size: Sequence[int], *, batch: int = 1, prepare: Prepare = as_it_is
+) -> ShapeCosts:
     """Milliseconds, measured on the device of `dense`: each conv with filters of one shape, and with all shapes.
 
     Several shapes take longer than their shares of the time, because each is a conv of its own: the measured
@@ -38,7 +51,7 @@ def time_costs(network: nn.Module, dense: nn.Module, input_size: Sequence[int], 
     twin = _placed(dense, like.device, dtype)
     image = torch.randn(batch, *input_size, device=like.device, dtype=dtype)
     seen = layer_inputs(twin, [n for n, m in network.named_modules() if isinstance(m, ShapedConv2d)], image)
-    whole = measure({"": lambda: twin(image)}, repeats=7, cuda=image.is_cuda)[""].ms
+    whole = measure({"": prepare(twin, image)}, repeats=7, cuda=image.is_cuda)[""].ms
     filters, splits, spent = {}, {}, 0.0
     for name, x in seen.items():
         layer = network.get_submodule(name)
@@ -56,7 +69,14 @@ def time_costs(network: nn.Module, dense: nn.Module, input_size: Sequence[int], 
 
 
 def corrected(
-    costs: ShapeCosts, network: nn.Module, dense: nn.Module, input_size: Sequence[int], share: float, batch: int
+    costs: ShapeCosts,
+    network: nn.Module,
+    dense: nn.Module,
+    input_size: Sequence[int],
+    share: float,
+    *,
+    batch: int = 1,
+    prepare: Prepare = as_it_is,
 ) -> ShapeCosts:
     """The costs with those of several shapes in a layer scaled, so that whole networks cost what they take.
 
@@ -73,25 +93,27 @@ def corrected(
         )
         if split <= 0:
             break
-        missing = time_share(settle(trial, input_size), dense, input_size, batch=batch) - expected
-        scale = min(_MOST, max(1 / _MOST, 1 + missing * costs.dense / split))
+        taken = time_share(settle(trial, input_size), dense, input_size, batch=batch, prepare=prepare)
+        scale = min(_MOST, max(1 / _MOST, 1 + (taken - expected) * costs.dense / split))
         costs = replace(costs, splits={name: scale * cost for name, cost in costs.splits.items()})
     return costs
 
 
 @torch.no_grad()
-def time_share(network: nn.Module, dense: nn.Module, input_size: Sequence[int], *, batch: int = 1) -> float:
-    """The time of a network as a share of the dense one's, measured in turns as `time_costs` measures layers."""
+def time_share(
+    network: nn.Module, dense: nn.Module, input_size: Sequence[int], *, batch: int = 1, prepare: Prepare = as_it_is
+) -> float:
+    """The time of a network as a share of the dense one's, measured in turns."""
     like = next(dense.parameters())
     dtype = torch.bfloat16 if like.is_cuda else like.dtype
     image = torch.randn(batch, *input_size, device=like.device, dtype=dtype)
-    ours, theirs = (_timed(_placed(one, like.device, dtype), image) for one in (network, dense))
+    ours, theirs = (prepare(_placed(one, like.device, dtype), image) for one in (network, dense))
     times = measure({"ours": ours, "theirs": theirs}, repeats=15, budget=2.0, cuda=image.is_cuda)
     return times["ours"].ms / times["theirs"].ms
 
 
-def _timed(conv: nn.Module, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: conv(x)
+def _timed(conv: nn.Module, x: torch.Tensor) -> Callable[[], object]:
+    return captured(lambda: conv(x)).replay if x.is_cuda else as_it_is(conv, x)
 
 
 def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -102,7 +102,8 @@ def learn_shapes(
 
     - `macs` or `latency`: the share that is left at the end. `latency` takes milliseconds of each layer and shape
       from a table that is measured on the device first, with `batch` images at a time: by default one on a CPU,
-      and 64 on a GPU, where the time of one image hardly depends on shapes.
+      and 64 on a GPU, where the time of one image hardly depends on shapes. A GPU runs the network through
+      `optimize`.
     - `shapes`: what a filter may become, in terms of the layer's k x k: "kx1", "1xk", "1x1", "kxk", "5x1"...;
       with "none" among them, filters may be removed as well, so that the width is learned too.
     - `multiple`: filters of one shape come in multiples of this.

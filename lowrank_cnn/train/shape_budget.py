@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.settling import settle
 from lowrank_cnn.method.shape_choice import ShapeCosts
 from lowrank_cnn.method.shape_damage import shaped_convs
 from lowrank_cnn.method.shape_network import mac_costs
-from lowrank_cnn.method.shape_times import corrected, time_costs, time_share
+from lowrank_cnn.method.shape_times import Prepare, as_it_is, corrected, time_costs, time_share
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import UnreadableError, read_json, write_json
 from lowrank_cnn.train.determinism import generator_states, restore_generators
@@ -32,6 +32,14 @@ COSTS, _LAST = "shape_costs.json", "last_share"
 """The file in the directory of a run, and in it the share that the last choice was made for."""
 _TRIES, _CLOSE, _FURTHEST = 4, 0.02, 0.8
 """Tries of the last choice, the excess that is no reason for another, and the least factor of one."""
+
+
+def as_optimized(network: nn.Module, image: Tensor) -> Callable[[], object]:
+    """A network that is timed as it is deployed on a GPU: norms folded, kernels chosen, one CUDA graph."""
+    from lowrank_cnn.deploy.optimizing import optimize  # what deploys is built upon what trains
+
+    fast = optimize(network, image, compile=False)
+    return lambda: fast(image)
 
 
 @dataclass(frozen=True)
@@ -62,8 +70,8 @@ class ShapeBudget:
             if "macs" in self.asked:
                 return mac_costs(shaped, model, size)
             dense = self._placed(model)
-            costs = time_costs(shaped, dense, size, batch=self._images)
-            return corrected(costs, shaped, dense, size, self.asked["latency"], self._images)
+            costs = time_costs(shaped, dense, size, **self._how)
+            return corrected(costs, shaped, dense, size, self.asked["latency"], **self._how)
 
         return made_by_first(find, self.device)
 
@@ -121,14 +129,17 @@ class ShapeBudget:
         return read_json(path).get(_LAST) if path and path.is_file() else None
 
     def _time_share(self, network: nn.Module, model: nn.Module, size: tuple[int, ...]) -> float:
-        return time_share(network, self._placed(model), size, batch=self._images)
+        return time_share(network, self._placed(model), size, **self._how)
 
     def _placed(self, model: nn.Module) -> nn.Module:
         return copy_with(model).to(resolve_device(self.device))
 
     @property
-    def _images(self) -> int:
-        return self.batch or (1 if resolve_device(self.device) == "cpu" else BATCH)
+    def _how(self) -> dict[str, Any]:
+        """How networks are timed: on a GPU through `optimize`, many images at a time."""
+        device = resolve_device(self.device)
+        prepare: Prepare = as_optimized if device.startswith("cuda") else as_it_is
+        return {"batch": self.batch or (1 if device == "cpu" else BATCH), "prepare": prepare}
 
     def keep(self, costs: ShapeCosts) -> None:
         """Write the costs of a run that begins, for when it is resumed."""

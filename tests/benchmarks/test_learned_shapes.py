@@ -7,6 +7,7 @@ import json
 import pickle
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +95,19 @@ def test_a_fixed_share_is_the_largest_within_the_budget(learned_shapes, bench):
             for scheme in (found, dataclasses.replace(found, shapes=more))
         ]
         assert costs[0] <= 0.6 < costs[1]
+
+
+def test_a_share_of_the_time_is_asked_for_where_the_way_says_so(learned_shapes, bench, monkeypatch):
+    asked: dict[str, Any] = {}
+
+    def learn_shapes(*_: Any, **how: Any) -> None:
+        asked.update(how)
+        raise LowRankError("this is all that was asked")
+
+    monkeypatch.setattr(learned_shapes.learning, "learn_shapes", learn_shapes)
+    with pytest.raises(LowRankError, match="all that was asked"):
+        bench.run(_full("latency:0.75"))
+    assert (asked["latency"], asked["batch"], "macs" in asked) == (0.75, 256, False)
 
 
 def test_a_run_in_another_process_finds_the_same(bench):

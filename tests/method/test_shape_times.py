@@ -67,7 +67,7 @@ def test_the_cost_of_several_shapes_is_corrected_by_whole_networks(monkeypatch, 
         return lr.count(settled, SIZE).macs / macs.dense + factor * 0.01 * tried[-1]
 
     monkeypatch.setattr(shape_times, "time_share", true_time)
-    found = corrected(guess, shaped, dense, SIZE, 0.6, 1)
+    found = corrected(guess, shaped, dense, SIZE, 0.6)
     assert found.splits == pytest.approx(true.splits, rel=1e-3)
     assert any(tried)
     assert (found.filters, found.rest, found.dense) == (macs.filters, macs.rest, macs.dense)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -182,9 +183,9 @@ def test_a_run_that_a_callback_ends_too_early_is_refused():
 def test_time_is_a_budget_too(tmp_path, monkeypatch: pytest.MonkeyPatch):
     model, timed = small_net(), []
 
-    def keeping(shaped: nn.Module, dense: nn.Module, size: tuple[int, ...], *, batch: int):
-        timed.append((dense, batch))
-        return time_costs(shaped, dense, size, batch=batch)
+    def keeping(shaped: nn.Module, dense: nn.Module, size: tuple[int, ...], **how: Any):
+        timed.append((dense, how["batch"]))
+        return time_costs(shaped, dense, size, **how)
 
     monkeypatch.setattr(shape_budget, "time_costs", keeping)
     found = learn_shapes(model, stripes(), RECIPE, latency=0.95, epochs=2, out=tmp_path, **QUIET)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from torch import nn
 
 from lowrank_cnn.method.shape_choice import ShapeCosts
 from lowrank_cnn.method.shape_network import shape_network
+from lowrank_cnn.method.shape_times import as_it_is
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import shape_budget
 from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.learning_shapes import learned_scheme
-from lowrank_cnn.train.shape_budget import COSTS, ShapeBudget
+from lowrank_cnn.train.shape_budget import COSTS, ShapeBudget, as_optimized
 
 SIZE = (1, 8, 8)
 
@@ -64,7 +66,7 @@ def test_what_was_left_by_a_run_that_never_began_is_measured_anew(begun, monkeyp
     batches: list[int] = []
     measure = shape_budget.time_costs
     monkeypatch.setattr(
-        shape_budget, "time_costs", lambda *given, batch: (batches.append(batch), measure(*given, batch=batch))[1]
+        shape_budget, "time_costs", lambda *given, **how: (batches.append(how["batch"]), measure(*given, **how))[1]
     )
     for resume in (True, False):
         costs_of(budget(begun, latency=0.4, batch=3), resume=resume)
@@ -90,6 +92,36 @@ def test_the_result_is_timed_where_time_is_the_budget(tmp_path):
     assert share is not None
     assert 0 < share < 1
     assert ShapeBudget({"macs": 0.5}, None, "cpu").time_of(dense(), dense(), SIZE) is None
+
+
+@pytest.mark.parametrize(("device", "through"), [("cuda:0", as_optimized), ("cpu", as_it_is)])
+def test_on_a_gpu_networks_are_timed_as_they_are_deployed(monkeypatch, device, through):
+    used: list[Any] = []
+
+    def timed(network: nn.Module, *_: Any, prepare: Any, **__: Any) -> float:
+        used.append(prepare)
+        return 0.5
+
+    monkeypatch.setattr(shape_budget, "resolve_device", lambda _: device)
+    monkeypatch.setattr(shape_budget, "time_share", timed)
+    monkeypatch.setattr(ShapeBudget, "_placed", lambda _, model: model)
+    assert ShapeBudget({"latency": 0.5}, None, device)._time_share(dense(), dense(), SIZE) == 0.5
+    assert used == [through]
+
+
+@torch.no_grad()
+def test_an_optimised_network_is_timed_on_the_batch():
+    network, image = dense().eval(), torch.randn(2, *SIZE)
+    assert torch.allclose(as_optimized(network, image)(), network(image), atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_budget_of_time_is_kept_through_optimize():
+    budget = ShapeBudget({"latency": 0.9}, None, "cuda", batch=8)
+    costs = costs_of(budget)
+    assert costs.rest >= 0
+    assert all(cost > 0 for row in costs.filters.values() for cost in row)
+    assert budget.time_of(dense(), dense(), SIZE) == pytest.approx(1, rel=0.5)
 
 
 def test_the_last_choice_is_made_for_less_where_the_network_takes_longer(begun, monkeypatch):
