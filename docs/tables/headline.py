@@ -1,9 +1,12 @@
-"""The results of the first screen: dense, low-rank and thin dense networks, in milliseconds and points."""
+"""The results of the first screen: dense, low-rank and thin dense networks, in points and milliseconds.
+
+Accuracy and time stand side by side only where one record has both, of the same images. Networks that were timed
+on larger images, and not trained on them, have a table of their own.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,80 +14,144 @@ from typing import Any
 from tables import form, frontier, gpu_models
 from tables.form import ROOT, markdown, record
 
-from lowrank_cnn.frontier.answering import control_of
+from lowrank_cnn.frontier.answering import BETTER, YES, control_of, read_questions
 from lowrank_cnn.frontier.record import DENSE_NAME, RECORD, DesignRow, Frontier, load_frontier
 
 DENSE, LOW_RANK, THIN = "dense", "low-rank", "thin dense"
 KEYS = {DENSE: "dense", LOW_RANK: "low-rank", THIN: "thin"}
 """The names of the three kinds in `gpu_models.json`."""
-PAPER_SETS = {"vgg11-gmp": "VGG-11 on 100 classes of Tiny-ImageNet (56x56 pixels, two seeds; timed at 224x224)"}
-FAMILY = {"vgg11-gmp": "vgg11", "resnet18": "resnet18"}
-"""Families of `lowrank frontier`, by the name of their dense network."""
-TODAY = ("lowrank:vgg11-gmp/lr", "torchvision:resnet18/lr")
-ALIKE = 0.1
-"""A thin network of a frontier stands for the timed one if their shares of the MACs differ by at most this."""
+TIMED = {"lowrank:vgg11-gmp/lr": "`vgg11-gmp`", "torchvision:resnet18/lr": "torchvision's `resnet18`"}
+"""Networks of `gpu_models.json`, and what they are called here."""
 LEAST_RUNS = 4
 """A network of a frontier is shown if it was trained so often."""
-TIMES = """Time: a batch of 256 images on one NVIDIA H200 in bf16; training is {training}.
-Dense: the fastest dense network we could build, through our own kernels where these are faster.
+NOTE = """
+Thin dense: the same network with fewer filters, as fast as the low-rank one. Bold: better than thin dense of equal
+time by the margin that was written down before the runs. A batch of 256 images on one NVIDIA H200 in bf16, each
+network in its fastest form.
 """
-THIN_NOTE = """Thin dense: the same network with fewer filters, as fast as the low-rank one or with as many MACs.
+SPEED = """
+Speed alone, at 224 x 224 pixels: inference, and a training step where it was measured.
+
 """
 
+Sources = dict[str, list[dict[str, Any]]]
 
-@dataclass
-class Line:
-    """One network of the table; lines of one group stand in one panel of the picture."""
 
-    group: str
-    kind: str
-    name: str
-    macs: int
-    top1: float | None
-    ms: float
-    training: str
+@dataclass(frozen=True)
+class Trio:
+    """Three networks of one frontier: dense, the low-rank one that does best against thin dense, and that one."""
+
+    found: Frontier
+    rows: dict[str, DesignRow]
+
+    @property
+    def title(self) -> str:
+        about = self.found.about
+        return f"`{about['family']}` on {about['data']['name']}, {about['recipe']['crop']} px"
+
+    @property
+    def gap(self) -> float:
+        """Points that low rank is ahead of thin dense."""
+        return self.top1(LOW_RANK) - self.top1(THIN)
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the question asked before the runs is answered by yes."""
+        asked = (BETTER, self.rows[LOW_RANK].name, YES)
+        return any((one["question"], one["design"], one["verdict"]) == asked for one in self.found.answers)
+
+    def top1(self, kind: str) -> float:
+        return _mean(self.found, self.rows[kind])
+
+    def ms(self, kind: str) -> float:
+        return self.found.ms(self.rows[kind]) or 0.0
+
+    def cell(self, kind: str) -> str:
+        text = f"{self.top1(kind):.1f}% in {self.ms(kind):.2f} ms"
+        text = f"**{text}**" if kind == LOW_RANK and self.is_better else text
+        return f"`{self.rows[kind].name}`: {text}" if kind == LOW_RANK else text
 
 
 def headline() -> str:
-    """Accuracy, MACs, inference and training of dense networks, low-rank twins and thin dense rivals."""
-    lines, sources = _lines()
-    rows: list[list[object]] = [
-        [_label(line), f"{line.macs / 1e9:.2f} G", _points(line), _time(line, lines), line.training]
-        for line in lines
+    """Accuracy and time of dense networks, low-rank twins and thin dense rivals, then times of larger images."""
+    sources: Sources = {}
+    rows: list[list[object]] = []
+    for trio in trios():
+        runs = min(len(row.runs) for row in trio.rows.values())
+        rows.append([trio.title, *(trio.cell(kind) for kind in KEYS), runs])
+        for known in trio.found.environments:
+            _add(sources, f"{frontier.FOLDER}/{trio.found.folder.name}/{RECORD}", known)
+    columns = ["network and images", "<dense", "<low-rank", "<thin dense of equal time", "runs of each"]
+    trained = markdown(columns, rows) + NOTE if rows else ""
+    timed = [row for name in TIMED if (row := _timed(name, sources))]
+    speed = SPEED + markdown(["network", *(f"<{kind}" for kind in KEYS)], timed) if timed else ""
+    return trained + speed + form.sources(sources)
+
+
+def trios() -> list[Trio]:
+    """Those of all frontiers, the largest gain over thin dense first."""
+    folders = [path.parent for path in sorted((form.RESULTS / frontier.FOLDER).glob(f"*/{RECORD}"))]
+    found = [trio for folder in folders if (trio := _trio(load_frontier(folder)))]
+    return sorted(found, key=lambda trio: -trio.gap)
+
+
+def _trio(found: Frontier) -> Trio | None:
+    rows = [row for row in found.rows if len(row.runs) >= LEAST_RUNS and row.timing]
+    dense = next((row for row in rows if row.name == DENSE_NAME), None)
+    within = 1 - read_questions()["timing"]["tolerance"]
+    pairs = [
+        (row, rival)
+        for row in rows
+        if not row.dense and row.timing and (rival := control_of(found, within * row.timing.ratio)) in rows
+        if rival is not dense
     ]
-    groups = dict.fromkeys(line.group for line in lines)
-    about = "\nTop-1: " + "; ".join(groups) + ".\n"
-    columns = ["network", "MACs", "top-1", "inference", "training"]
-    runs = any(line.training.endswith(" s") for line in lines)
-    times = TIMES.format(training="one step (ms) or a whole run (s)" if runs else "one step")
-    note = about + times + (THIN_NOTE if any(line.kind == THIN for line in lines) else "")
-    return markdown(columns, rows) + note + form.sources(sources)
+    if dense is None or not pairs:
+        return None
+    best, rival = max(pairs, key=lambda pair: _mean(found, pair[0]) - _mean(found, pair[1]))
+    return Trio(found, {DENSE: dense, LOW_RANK: best, THIN: rival})
 
 
-def _label(line: Line) -> str:
-    return f"`{line.name}`" if line.kind == LOW_RANK else f"`{line.name}`, {line.kind}"
+def _mean(found: Frontier, row: DesignRow) -> float:
+    return 100 * sum(run.correct for run in row.runs) / len(row.runs) / found.images
 
 
-def _points(line: Line) -> str:
-    return "not trained" if line.top1 is None else f"{line.top1:.1f}%"
-
-
-def _time(line: Line, lines: list[Line]) -> str:
-    """Milliseconds; the fastest network of a group is bold."""
-    fastest = min(other.ms for other in lines if other.group == line.group)
-    return f"**{line.ms:.2f} ms**" if line.ms == fastest else f"{line.ms:.2f} ms"
-
-
-def _lines() -> tuple[list[Line], dict[str, list[dict[str, Any]]]]:
-    """The networks in the order of the table, and the environments of each record."""
-    sources: dict[str, list[dict[str, Any]]] = {}
-    found = [load_frontier(path.parent) for path in sorted((form.RESULTS / frontier.FOLDER).glob(f"*/{RECORD}"))]
-    today = {name: list(_of_today(name, found, sources)) for name in TODAY}
-    filled = {
-        FAMILY[lines[0].name] for lines in today.values() if lines and lines[-1].kind == THIN and lines[-1].top1
+def _timed(name: str, sources: Sources) -> list[object]:
+    """A network of `gpu_models.json`, dense, low-rank and thin, through `optimize` and `fit` in turns."""
+    if not form.recorded(gpu_models.FILE):
+        return []
+    times = {
+        mode: {row["row"]: (run, row) for run, row in gpu_models.strictest(mode)}
+        for mode in ("inference", "training")
     }
-    trios = [line for one in found if one.about["family"] not in filled for line in _of_frontier(one, sources)]
-    return [*(line for lines in today.values() for line in lines), *trios], sources
+    if name not in times["inference"]:
+        return []
+    run, row = times["inference"][name]
+    _add(sources, gpu_models.FILE, run["environment"])
+    network, scheme = name.partition(":")[2].split("/")
+    trained = times["training"].get(name, ({}, {}))[1]
+    cells = []
+    for kind, key in KEYS.items():
+        step = gpu_models.milliseconds(trained, "training", f"{key}, fit")
+        step = step or _paper_step(f"{network}-{scheme}", kind, sources)
+        cells.append(_times(gpu_models.milliseconds(row, "inference", f"{key}, optimize"), step))
+    return [TIMED[name], *cells]
+
+
+def _times(inference: float | None, step: float | None) -> str:
+    told = [f"{inference:.2f} ms"] if inference else ["not measured"]
+    return ", ".join([*told, *([f"step {step:.1f} ms"] if step else [])])
+
+
+def _paper_step(name: str, kind: str, sources: Sources) -> float | None:
+    """Milliseconds of a training step of a network of the paper, from the record of these."""
+    if kind == THIN or not form.recorded("gpu_speed.json"):
+        return None
+    for run in reversed(record("gpu_speed.json")["runs"]):
+        for row in run["rows"]:
+            if (row["network"], row["mode"], row["batch"]) == (name, "training", 256):
+                _add(sources, "gpu_speed.json", run["environment"])
+                return _fastest_dense(row) if kind == DENSE else row["ms"]
+    return None
 
 
 def _fastest_dense(row: dict[str, Any]) -> float:
@@ -92,157 +159,39 @@ def _fastest_dense(row: dict[str, Any]) -> float:
     return min(row["dense_ms"], row["ms"] / row["tricks_ratio"] if "tricks_ratio" in row else row["dense_ms"])
 
 
-def _newest(runs: list[dict[str, Any]], name: str, mode: str, sources: dict[str, Any]) -> dict[str, Any]:
-    for run in reversed(runs):
-        for row in run["rows"]:
-            if (row["network"], row["mode"], row["batch"]) == (name, mode, 256):
-                _add(sources, "gpu_speed.json", run["environment"])
-                return row
-    raise KeyError(f"no {mode} time of {name}")
-
-
-def _add(sources: dict[str, Any], name: str, environment: dict[str, Any]) -> None:
+def _add(sources: Sources, name: str, environment: dict[str, Any]) -> None:
     known = sources.setdefault(name, [])
     if environment not in known:
         known.append(environment)
 
 
-def _paper_step(network: str, scheme: str, kind: str, sources: dict[str, Any]) -> float | None:
-    """Milliseconds of a training step of a network of the paper, from the record of these."""
-    if network not in PAPER_SETS or kind == THIN:
-        return None
-    row = _newest(record("gpu_speed.json")["runs"], f"{network}-{scheme}", "training", sources)
-    return _fastest_dense(row) if kind == DENSE else row["ms"]
-
-
-def _accuracy(name: str) -> float:
-    """The mean accuracy of the recorded runs, in percent."""
-    rows = record("tiny-imagenet/table.json")["rows"]
-    top1 = next(row["top1"] for row in rows if (row["part"], row["network"]) == ("paper", name))
-    return 100 * sum(top1) / len(top1)
-
-
-def _of_frontier(found: Frontier, sources: dict[str, Any]) -> Iterator[Line]:
-    """The dense network, the low-rank one that does best against thin dense of its time, and that thin network."""
-    rows = [row for row in found.rows if len(row.runs) >= LEAST_RUNS and row.timing]
-    dense = next((row for row in rows if row.name == DENSE_NAME), None)
-    thin = [row for row in rows if row.dense and row is not dense]
-    low_rank = [row for row in rows if not row.dense and _ratio(row) < 1]
-    pairs = [(row, rival) for row in low_rank if (rival := control_of(found, _ratio(row))) and rival in thin]
-    if dense is None or not pairs:
-        return
-    best, rival = max(pairs, key=lambda pair: _mean(found, pair[0]) - _mean(found, pair[1]))
-    family, data = found.about["family"], found.about["data"]["name"]
-    least = min(len(row.runs) for row in (dense, best, rival))
-    about = f"{family} on {data} (mean of at least {least} seeds)"
-    for row, kind in ((dense, DENSE), (best, LOW_RANK), (rival, THIN)):
-        seconds = "not measured" if row.seconds is None else f"{row.seconds:.1f} s"
-        at = f" at {found.about['recipe']['crop']} px" if family in FAMILY.values() else ""
-        name = family + at if row is dense else f"{family}{at}, {row.name}"
-        yield Line(about, kind, name, row.macs, _mean(found, row), found.ms(row) or 0.0, seconds)
-    for known in found.environments:
-        _add(sources, f"{frontier.FOLDER}/{found.folder.name}/{RECORD}", known)
-
-
-def _mean(found: Frontier, row: DesignRow) -> float:
-    return 100 * sum(run.correct for run in row.runs) / len(row.runs) / found.images
-
-
-def _ratio(row: DesignRow) -> float:
-    return row.timing.ratio if row.timing else 0.0
-
-
-def _trained(
-    found: list[Frontier], network: str, scheme: str, share: float
-) -> dict[str, tuple[Frontier, DesignRow]]:
-    """The dense, the low-rank and the thin network of a frontier, by kind; nothing where one of them is missing.
-
-    `share` is that of the thin network's MACs. Accuracies of different recipes would not be comparable.
-    """
-    for one in found:
-        if one.about["family"] != FAMILY.get(network):
-            continue
-        rows = [row for row in one.rows if len(row.runs) >= LEAST_RUNS]
-        dense = next((row for row in rows if row.name == DENSE_NAME), None)
-        low_rank = next((row for row in rows if row.name == scheme), None)
-        thin = [row for row in rows if row.dense and dense and abs(row.macs / dense.macs - share) <= ALIKE]
-        if dense and low_rank and thin:
-            rival = min(thin, key=lambda row: abs(row.macs / dense.macs - share))
-            return {kind: (one, row) for kind, row in ((DENSE, dense), (LOW_RANK, low_rank), (THIN, rival))}
-    return {}
-
-
-def _of_today(name: str, found: list[Frontier], sources: dict[str, Any]) -> Iterator[Line]:
-    """A network of `gpu_models.json`, dense, low-rank and thin, through `optimize` and `fit` in turns.
-
-    Accuracies are those of a frontier that has all three, else the paper's part of our runs.
-    """
-    if not form.recorded(gpu_models.FILE):
-        return
-    times = {
-        mode: {row["row"]: (run, row) for run, row in gpu_models.strictest(mode)}
-        for mode in ("inference", "training")
-    }
-    if name not in times["inference"]:
-        return
-    run, row = times["inference"][name]
-    _add(sources, gpu_models.FILE, run["environment"])
-    network, scheme = name.partition(":")[2].split("/")
-    trained = times["training"].get(name, ({}, {}))[1]
-    group = PAPER_SETS.get(network, f"{network} was not trained (1000 classes, 224x224)")
-    times_of = {key: gpu_models.milliseconds(row, "inference", f"{key}, optimize") for key in KEYS.values()}
-    macs = {key: gpu_models.macs(row, "inference", f"{key}, optimize") for key, ms in times_of.items() if ms}
-    accuracies = _trained(found, network, scheme, macs["thin"] / macs["dense"]) if "thin" in macs else {}
-    if accuracies:
-        one, best = accuracies[LOW_RANK]
-        group = f"{network} on {one.about['data']['name']} (mean of {len(best.runs)} seeds; timed at 224x224)"
-        for known in one.environments:
-            _add(sources, f"{frontier.FOLDER}/{one.folder.name}/{RECORD}", known)
-    for kind, key in KEYS.items():
-        if time := times_of[key]:
-            step = gpu_models.milliseconds(trained, "training", f"{key}, fit")
-            step = step or _paper_step(network, scheme, kind, sources)
-            label = f"{network}-{scheme}" if kind == LOW_RANK else network
-            top1 = _accuracy(label) if network in PAPER_SETS and kind != THIN and not accuracies else None
-            top1 = _mean(*accuracies[kind]) if accuracies else top1
-            training = f"{step:.2f} ms" if step else "not measured"
-            yield Line(group, kind, label, macs[key], top1, time, training)
-
-
 def draw(path: Path) -> None:
     """Draw accuracy against milliseconds, with a line from each dense network to the others."""
     vl_convert = importlib.import_module("vl_convert")
-    lines = [line for line in _lines()[0] if line.top1 is not None]
-    charts = [_chart(group, [line for line in lines if line.group == group]) for group in _groups(lines)]
     config = {"font": "system-ui, sans-serif", "axis": {"labelFontSize": 12, "titleFontSize": 13}}
     config |= {"title": {"fontSize": 14}, "background": "white", "view": {"stroke": "#ccc"}}
-    path.write_text(vl_convert.vegalite_to_svg({"hconcat": charts, "config": config}))
+    chart = {"concat": [_chart(trio) for trio in trios()], "columns": 2, "config": config}
+    path.write_text(vl_convert.vegalite_to_svg(chart))
 
 
-def _groups(lines: list[Line]) -> list[str]:
-    return list(dict.fromkeys(line.group for line in lines))
-
-
-def _chart(group: str, lines: list[Line]) -> dict[str, Any]:
-    dense = next(line.name for line in lines)
-    short = [THIN if line.kind == THIN and line.name == dense else line.name.rpartition(", ")[2] for line in lines]
+def _chart(trio: Trio) -> dict[str, Any]:
     values = [
-        {"name": name, "kind": line.kind, "ms": line.ms, "top1": line.top1}
-        for line, name in zip(lines, short, strict=True)
+        {"name": trio.rows[kind].name, "kind": kind, "ms": trio.ms(kind), "top1": trio.top1(kind)} for kind in KEYS
     ]
     start, *ends = values
     arrows = [{"ms": start["ms"], "top1": start["top1"], "ms2": end["ms"], "top2": end["top1"]} for end in ends]
-    tops, longest = [line.top1 or 0.0 for line in lines], max(line.ms for line in lines)
+    tops, longest = [value["top1"] for value in values], max(value["ms"] for value in values)
     times, shares = [0, 1.15 * longest], [min(tops) - 1, max(tops) + 1]  # so that a tenth of a point looks small
     x = {"field": "ms", "type": "quantitative", "title": "milliseconds for 256 images", "scale": {"domain": times}}
     x["axis"] = {"tickCount": 6}
     y = {"field": "top1", "type": "quantitative", "title": "top-1, %", "scale": {"domain": shares}}
     y["axis"] = {"titlePadding": 14}  # fonts of a browser are wider than the one that is measured here
-    kinds = [DENSE, LOW_RANK, THIN]  # in every chart, as they share a legend
+    kinds = list(KEYS)
     shapes = {"domain": kinds, "range": ["circle", "square", "diamond"]}
     colours = {"domain": kinds, "range": ["#d55e00", "#0072b2", "#6a6a6a"]}
     beside = {"align": "right", "dx": -12}  # a thin network may lie on the low-rank one
-    places = {DENSE: {"dy": -16}, LOW_RANK: {**beside, "dy": -6}, THIN: {**beside, "dy": 10}}
+    low, thin = (-6, 10) if trio.gap > 0 else (10, -6)
+    places = {DENSE: {"dy": -16}, LOW_RANK: {**beside, "dy": low}, THIN: {**beside, "dy": thin}}
     shape = {"field": "kind", "type": "nominal", "title": None, "scale": shapes}
     colour = {"field": "kind", "type": "nominal", "title": None, "scale": colours}
     layers = [
@@ -253,7 +202,7 @@ def _chart(group: str, lines: list[Line]) -> dict[str, Any]:
         *({"data": {"values": [value]}, "mark": {"type": "text", "fontSize": 12, **places[value["kind"]]},
            "encoding": {"x": x, "y": y, "text": {"field": "name"}}} for value in values),
     ]  # fmt: skip
-    return {"title": group.partition(" (")[0], "width": 330, "height": 220, "layer": layers}
+    return {"title": trio.title.replace("`", ""), "width": 330, "height": 220, "layer": layers}
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.method.settling import LearnedShapes
 from lowrank_cnn.models import create_model
 from lowrank_cnn.report.charts.shapes import shapes_spec
+from lowrank_cnn.report.charts.trade import DENSE, LEARNED, LOW_RANK, TradePoint, trade_chart, trade_spec
 from lowrank_cnn.report.charts.vega import save_charts
 
 UNDECIDED = "nothing is decided"
@@ -157,5 +158,33 @@ def draw(out: Path) -> Path:
     return save_charts([shapes_spec(title, shapes.apply(network))], out)
 
 
+def draw_times(out: Path) -> Path:
+    """Accuracy against time: learned networks among fixed shares and thin networks, one chart for each record."""
+    records = [json.loads(path.read_text()) for path in sorted(form.RESULTS.glob("learned_shapes*.json"))]
+    return save_charts([_timed_spec(found) for found in records if found.get("equal_time")], out)
+
+
+def _timed_spec(found: dict[str, Any]) -> dict[str, Any]:
+    about = found["about"]
+    timed = {row["way"]: row["ms"]["ours"] for row in found["rows"] if "ms" in row}
+    points = [
+        _timed_point(way, ms, [row for row in found["rows"] if row["way"] == way]) for way, ms in timed.items()
+    ]
+    title = {
+        "text": f"{about['network']} on {about['data']}",
+        "subtitle": f"{about['recipe']['epochs']} epochs; mean and standard deviation of the runs of each",
+    }
+    return {**trade_spec(trade_chart(points, "batch", "top1")), "title": title}
+
+
+def _timed_point(way: str, ms: float, rows: list[dict[str, Any]]) -> TradePoint:
+    shares = [row["top1"] for row in rows if row["top1"] is not None]
+    kind = {"thin": DENSE, "strips": LOW_RANK, "points": LOW_RANK}.get(way.partition(":")[0], LEARNED)
+    spread = {"top1": stdev(shares)} if len(shares) > 1 else {}
+    return TradePoint(way, kind, "", "", {"top1": fmean(shares), "batch": ms}, spread, n=rows[0]["images"])
+
+
 if __name__ == "__main__":
-    draw(Path(__file__).parents[1] / "images" / "learned-shapes.svg")
+    images = Path(__file__).parents[1] / "images"
+    draw(images / "learned-shapes.svg")
+    draw_times(images / "learned-times.svg")
