@@ -65,6 +65,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "frontier": frontier.frontier,
     "frontier-questions": frontier.questions,
     "fewest-operations": frontier.fewest_operations,
+    "short-run": frontier.short_run,
     "full-run": full_run.full_run,
     "gpu-backward": gpu.gpu_backward,
     "gpu-layers": gpu.gpu_layers,

@@ -73,6 +73,18 @@ def _split_way(text: str) -> tuple[str, str, str, str]:
     return design, epochs, optimizer, ", ".join(f"`{name}={value}`" for name, value in values.items())
 
 
+@form.from_record("tiny_fast.json")
+def short_run(found: dict[str, Any]) -> str:
+    """One run of `tiny-fast`, alone on the GPU."""
+    steady = found["epochs"] * found["train"] / found["images_per_second"]
+    return (
+        f"On {found['data']} `{found['recipe']}` trains `{found['network']}` for {found['epochs']} epochs in "
+        f"{steady:.0f} seconds, alone on the GPU, to {100 * found['top1']:.1f}% (one run). The first run on a "
+        f"machine also chooses and compiles kernels, and took {found['seconds']:.0f} seconds.\n"
+        + source("tiny_fast.json", found["environment"])
+    )
+
+
 def _record(found: Frontier) -> Iterator[str]:
     name = f"{FOLDER}/{found.folder.name}/frontier.json"
     networks = f"{found.about['family']} on {found.about['data']['name']}"

@@ -56,6 +56,14 @@ def test_a_frontier_of_tries_alone_shows_the_rates(blocks: ModuleType, put: Put,
     assert cells(text, "`lr`")[1:] == ["45.00", ""]
 
 
+def test_a_short_run_is_told_with_and_without_compiling(blocks: ModuleType, put: Put):
+    run = {"network": "net", "recipe": "fast", "data": "images", "epochs": 10, "train": 1000, "top1": 0.5}
+    put("tiny_fast.json", {**run, "images_per_second": 500.0, "seconds": 45.0, "environment": ENVIRONMENT})
+    text = blocks.TABLES["short-run"]()
+    assert "`fast` trains `net` for 10 epochs in 20 seconds, alone on the GPU, to 50.0%" in text
+    assert "took 45 seconds" in text
+
+
 def test_networks_of_other_libraries_appear_with_every_reason(blocks: ModuleType, put: Put):
     versions = dict.fromkeys(("pytorchcv", "transformers", "diffusers", "monai", "efficientnet_pytorch"), "1.0")
     cells_of = {
