@@ -59,10 +59,10 @@ from lowrank_cnn.method.settling import LearnedShapes
 from lowrank_cnn.method.shaping import ShapedConv2d
 from lowrank_cnn.method.thinning import thin
 from lowrank_cnn.models import create_model
+from lowrank_cnn.shapes import learning_shapes as learning
 from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Recipe, fit, get_recipe
-from lowrank_cnn.train import learning_shapes as learning
 from lowrank_cnn.train.fabric import resolve_device
 from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.inputs import augmentation, input_size

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from lowrank_cnn.models import Network, create_model, list_models, list_pretrained
     from lowrank_cnn.models.hub import from_pretrained, push_to_hub, save_pretrained
     from lowrank_cnn.report import write_report
+    from lowrank_cnn.shapes.learning_shapes import learn_shapes
     from lowrank_cnn.system.errors import LowRankError, MissingExtra
     from lowrank_cnn.system.provenance import Notes, notes
     from lowrank_cnn.train import fit, get_recipe
     from lowrank_cnn.train.evaluation import evaluate, predict
-    from lowrank_cnn.train.learning_shapes import learn_shapes
     from lowrank_cnn.train.trained import load_pretrained
 
 # Every public name is loaded when it is first used, so that `import lowrank_cnn` does not wait for torch.
@@ -67,7 +67,7 @@ _HOMES = {
     "system.provenance": ["Notes", "notes"],
     "train": ["fit", "get_recipe"],
     "train.evaluation": ["evaluate", "predict"],
-    "train.learning_shapes": ["learn_shapes"],
+    "shapes.learning_shapes": ["learn_shapes"],
     "train.trained": ["load_pretrained"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -41,7 +41,7 @@ def training_of(
 
 
 def _learn(scheme: Scheme, budget: dict[str, float | None], network: Any, *given: Any, **options: Any) -> Record:
-    from lowrank_cnn.train.learning_shapes import learn_shapes
+    from lowrank_cnn.shapes.learning_shapes import learn_shapes
 
     found = learn_shapes(network, *given, shapes=scheme, **budget, **options)
     if options.get("progress") and first_process():

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.train import Interrupted, Recipe, Record, fit
 from lowrank_cnn.train.failure import StopRequest, may_end_process
-from lowrank_cnn.train.learning_shapes import Learned, learn_shapes
 from lowrank_cnn.train.trainer import Trainer
 
 STATEFUL = Recipe(
@@ -144,13 +143,6 @@ def train_until_stuck(out: Path) -> None:
         fit(network, tiny_data(), STATEFUL, out=out, checkpoint_every=0.0, progress=False, device="cpu")
 
 
-def learn(out: Path, **budget: float) -> Learned:
-    """A tiny run that learns shapes."""
-    options = {"progress": False, "device": "cpu", "shapes": ("kx1", "1xk", "kxk", "none"), "multiple": 1}
-    how = {"out": out, "resume": True, **budget, **options}
-    return learn_shapes(tiny_net(stateful=True), tiny_data(), PLAIN, **how)
-
-
 def main() -> None:
     torch.set_num_threads(1)
     command, out = sys.argv[1], Path(sys.argv[2])
@@ -161,9 +153,6 @@ def main() -> None:
         train_as_one_of_many(out, dies_at)
     elif command == "stuck":
         train_until_stuck(out)
-    elif command == "shapes":
-        kind, _, share = sys.argv[3].partition("=")
-        learn(out, **{kind: float(share)})
     elif command == "endless":
         try:
             train(out, progress=True, epochs=100_000)

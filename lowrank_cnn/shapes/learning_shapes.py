@@ -35,6 +35,8 @@ from lowrank_cnn.method.shape_choice import ShapeChooser, check_reachable, check
 from lowrank_cnn.method.shape_gates import add_gates
 from lowrank_cnn.method.shape_network import shape_network
 from lowrank_cnn.method.shaping import may_remove
+from lowrank_cnn.shapes.shape_budget import ShapeBudget
+from lowrank_cnn.shapes.shape_schedule import ShapeSchedule
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.determinism import generator_states, restore_generators
 from lowrank_cnn.train.directory import RunDirectory
@@ -46,8 +48,6 @@ from lowrank_cnn.train.outputs import class_scores
 from lowrank_cnn.train.progress import Lines, Progress
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.record import Record
-from lowrank_cnn.train.shape_budget import ShapeBudget
-from lowrank_cnn.train.shape_schedule import ShapeSchedule
 from lowrank_cnn.train.trained import carried_by, load_checkpoint
 
 SHAPES = ("kx1", "1xk", "1x1", "kxk")

@@ -13,11 +13,11 @@ from torch import nn
 from lowrank_cnn.method.shape_choice import ShapeCosts
 from lowrank_cnn.method.shape_network import shape_network
 from lowrank_cnn.method.shape_times import as_it_is
+from lowrank_cnn.shapes import shape_budget
+from lowrank_cnn.shapes.learning_shapes import learned_scheme
+from lowrank_cnn.shapes.shape_budget import COSTS, ShapeBudget, as_optimized
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.train import shape_budget
 from lowrank_cnn.train.directory import RunDirectory
-from lowrank_cnn.train.learning_shapes import learned_scheme
-from lowrank_cnn.train.shape_budget import COSTS, ShapeBudget, as_optimized
 
 SIZE = (1, 8, 8)
 

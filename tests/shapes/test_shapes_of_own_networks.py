@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import lowrank_cnn as lr
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.method.scheme import parse_scheme
-from lowrank_cnn.train import Recipe, learning_shapes
-from lowrank_cnn.train.learning_shapes import Learned, learn_shapes
+from lowrank_cnn.shapes import learning_shapes
+from lowrank_cnn.shapes.learning_shapes import Learned, learn_shapes
+from lowrank_cnn.train import Recipe
 from lowrank_cnn.train.recipe import changed
 
 RECIPE = Recipe(name="own", batch_size=8, epochs=3, lr=0.05, mirror=False)

@@ -15,9 +15,11 @@ from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.settling import has_learned
 from lowrank_cnn.method.shape_times import time_costs
-from lowrank_cnn.train import Recipe, learning_shapes, shape_budget
-from lowrank_cnn.train.learning_shapes import Learned, learn_shapes
+from lowrank_cnn.shapes import learning_shapes, shape_budget
+from lowrank_cnn.shapes.learning_shapes import Learned, learn_shapes
+from lowrank_cnn.train import Recipe
 from lowrank_cnn.train.trained import load_checkpoint
+from tests.shapes import driver
 
 RECIPE = Recipe(name="stripes", batch_size=16, epochs=10, lr=0.1, mirror=False, weight_decay=0.01)
 QUIET = {"progress": False, "device": "cpu"}
@@ -231,16 +233,15 @@ def test_a_budget_that_is_refused_leaves_no_directory(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without it")
 @pytest.mark.parametrize("budget", ["macs=0.6", "latency=0.9"])
-def test_two_processes_learn_the_same_shapes(driver, program, tmp_path, budget):
+def test_two_processes_learn_the_same_shapes(program, tmp_path, budget):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    process = program("shapes", tmp_path / "two", budget, launcher=launcher)
+    process = program(tmp_path / "two", budget, launcher=launcher)
     _, complaints = process.communicate(timeout=120)
     assert process.returncode == 0, complaints
-    kind, _, share = budget.partition("=")
-    two = driver.learn(tmp_path / "two", **{kind: float(share)})  # nothing is left to do: it is read
+    two = driver.learn(tmp_path / "two", budget)  # nothing is left to do: it is read
     assert two.record.processes == 2
-    if kind == "macs":
+    if budget.startswith("macs"):
         assert two.macs <= 0.6
     x = torch.randn(2, 1, 8, 8)
-    loaded = load_checkpoint(tmp_path / "two", network=driver.tiny_net(stateful=True)).network
+    loaded = load_checkpoint(tmp_path / "two", network=driver.net()).network
     assert torch.equal(loaded.eval()(x), two.network.eval()(x))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.deploy.optimizing import optimize
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.settling import settle
 from lowrank_cnn.method.shape_choice import ShapeCosts
@@ -36,8 +37,6 @@ _TRIES, _CLOSE, _FURTHEST = 4, 0.02, 0.8
 
 def as_optimized(network: nn.Module, image: Tensor) -> Callable[[], object]:
     """A network that is timed as it is deployed on a GPU: norms folded, kernels chosen, one CUDA graph."""
-    from lowrank_cnn.deploy.optimizing import optimize  # what deploys is built upon what trains
-
     fast = optimize(network, image, compile=False)
     return lambda: fast(image)
 
