@@ -19,7 +19,7 @@ from lowrank_cnn.system.text import counted, si
 if TYPE_CHECKING:
     import torch
 
-Batch = Annotated[int, typer.Option(min=1, help="Images per batch.")]
+Batch = Annotated[int, typer.Option(min=1, max=10**6, help="Images per batch.")]
 Budget = Annotated[float, typer.Option(help="Seconds after which no further form is tried.")]
 Repeats = Annotated[int, typer.Option(help="Runs per median.")]
 Tries = Annotated[int, typer.Option("--repeats", help="Runs per median of each way that is tried.")]
@@ -32,7 +32,9 @@ def limit_threads(threads: int | None) -> int | None:
     return threads
 
 
-Threads = Annotated[int | None, typer.Option(callback=limit_threads, help="CPU threads; by default all cores.")]
+Threads = Annotated[
+    int | None, typer.Option(max=1024, callback=limit_threads, help="CPU threads; by default all cores.")
+]
 
 
 @grouped

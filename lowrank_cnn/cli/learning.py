@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ def training_of(
 
 
 def _learn(scheme: Scheme, budget: dict[str, float | None], network: Any, *given: Any, **options: Any) -> Record:
+    """Learn shapes. The result also has the time that was measured, as a share of the dense network's."""
     from lowrank_cnn.shapes.learning_shapes import learn_shapes
 
     found = learn_shapes(network, *given, shapes=scheme, **budget, **options)
@@ -48,7 +50,8 @@ def _learn(scheme: Scheme, budget: dict[str, float | None], network: Any, *given
         shares = {"MACs": found.macs, "time": found.time}
         told = ", ".join(f"{share:.3f} of the {of}" for of, share in shares.items() if share is not None)
         console.print(f"{found.shapes}\n{told}", markup=False, highlight=False)
-    return found.record
+    timed = {} if found.time is None else {"time": found.time}
+    return replace(found.record, result=found.record.result | timed)
 
 
 def _train_again(shapes: LearnedShapes, network: Any, *given: Any, **options: Any) -> Record:

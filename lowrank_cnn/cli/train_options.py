@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from lowrank_cnn.data import Data
     from lowrank_cnn.train import Recipe
 
+_MOST_GB = 2**30
+"""Without end (--hold-gb inf), in a number that bytes can be counted by."""
+
 
 @dataclass(frozen=True)
 class NetworkOptions:
@@ -141,7 +144,7 @@ class RunOptions:
     log: Annotated[
         list[str] | None, typer.Option(help="Also log to tensorboard, csv, wandb, mlflow or trackio; repeatable.")
     ] = None
-    checkpoint_every: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 30.0
+    checkpoint_every: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints.")] = 30.0
     workers: Workers = 0
     decode: Decode = "cpu"
     deterministic: Annotated[
@@ -194,4 +197,5 @@ class ImageOptions:
         from lowrank_cnn.data import open_data
 
         options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "hold"}
-        return partial(open_data, data, resident_bytes=int(self.hold * 2**30), progress=progress, **options)
+        held = int(min(self.hold, _MOST_GB) * 2**30)
+        return partial(open_data, data, resident_bytes=held, progress=progress, **options)

@@ -18,7 +18,7 @@ from lowrank_cnn.data.readers.read_options import RESIDENT_BYTES, ReadOptions, p
 from lowrank_cnn.data.readers.sources import open_source
 from lowrank_cnn.data.resident import ResidentLoader, ResidentSplit
 from lowrank_cnn.data.stream.streamed import StreamedLoader, StreamedSplit, decode_rate
-from lowrank_cnn.data.types import Bad, Data, Decode, Loader, Problems, Split
+from lowrank_cnn.data.types import Bad, Data, Decode, Loader, Problems, Split, check_workers
 from lowrank_cnn.system.errors import LowRankError
 
 __all__ = [
@@ -127,8 +127,7 @@ def make_loader(
     decodes. A resident split is on the device already, decoded.
     `channels_last` is the layout of the images, the faster one on the whole (`benchmarks/cpu_layout.py`).
     """
-    if workers < 0:
-        raise LowRankError(f"workers are 0 or more processes, not {workers}.")
+    check_workers(workers)
     if decode not in get_args(Decode):
         raise LowRankError(f"images are decoded by cpu or gpu, not {decode}.")
     device = torch.device(device)

@@ -22,7 +22,7 @@ from lowrank_cnn.data.readers.image_store import ImageStore
 from lowrank_cnn.data.readers.read_options import ReadOptions
 from lowrank_cnn.data.readers.sources import open_source
 from lowrank_cnn.data.stream.streamed import StreamedSplit
-from lowrank_cnn.data.types import Problems, generator
+from lowrank_cnn.data.types import Problems, check_workers, generator
 from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError, require
 from lowrank_cnn.system.files import replacing
@@ -76,8 +76,11 @@ def shrink(
     missing: str = "refuse",
 ) -> dict[str, Problems]:
     """Write both splits of a set into the folder `out`, except shards that exist; returns the problems found."""
-    if side < 1 or not 1 <= quality <= 100 or per_shard < 1 or workers < 0:
-        raise LowRankError(f"a side of {side}, a quality of {quality} or {workers} workers are out of range.")
+    check_workers(workers)
+    if min(side, per_shard) < 1:
+        raise LowRankError(f"a side has at least 1 pixel and a shard 1 image, not {min(side, per_shard)}.")
+    if not 1 <= quality <= 100:
+        raise LowRankError(f"the quality of a JPEG lies between 1 and 100, not at {quality}.")
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     data = open_source(source, ReadOptions(missing=missing, resident_bytes=0))  # type: ignore[arg-type]

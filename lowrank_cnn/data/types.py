@@ -20,6 +20,7 @@ Size = tuple[int, int, int]
 Bad = Literal["skip", "refuse"]
 Decode = Literal["cpu", "gpu"]
 _NAMED = 5
+_MOST_WORKERS = 1024
 
 
 @dataclass
@@ -199,6 +200,12 @@ def stratified(labels: Tensor, n: int, *, seed: int) -> Tensor:
     taken[largest_remainder[: n - int(taken.sum())]] += 1
     place_in_class = torch.arange(len(labels)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
     return by_class[place_in_class < torch.repeat_interleave(taken, sizes)].sort().values
+
+
+def check_workers(workers: int) -> None:
+    """Refuse a number of processes that cannot be meant: thousands would bring the machine down."""
+    if not 0 <= workers <= _MOST_WORKERS:
+        raise LowRankError(f"workers are 0 or more processes, up to {_MOST_WORKERS}, not {workers}.")
 
 
 def check_batches(images: int, *, batch_size: int, rank: int, world: int, train: bool) -> int:

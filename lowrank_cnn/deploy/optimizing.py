@@ -20,7 +20,7 @@ from lowrank_cnn.deploy.optimized import Form, Optimized
 from lowrank_cnn.deploy.plan_cache import Cache, network_key
 from lowrank_cnn.deploy.planning import check_ready, silent
 from lowrank_cnn.models.files import dtype_of
-from lowrank_cnn.system.clock import Sample, check_repeats
+from lowrank_cnn.system.clock import Sample, check_budget, check_repeats
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.history import GIVEN
 from lowrank_cnn.system.provenance import note, notes
@@ -61,6 +61,7 @@ def optimize(
     """
     network, inputs, names = by_position(model, example_input)
     check_repeats(repeats)
+    check_budget(budget)
     store = Cache.open(cache)
     with unchanged(network) as restore:
         if any(isinstance(x, Tensor) and x.is_cuda for x in inputs) and not network.training:

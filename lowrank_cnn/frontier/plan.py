@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowrank_cnn.frontier.designs import find_design
+from lowrank_cnn.system.clock import check_budget
 from lowrank_cnn.system.errors import LowRankError
 
 MATCHES = ("macs", "time")
@@ -47,6 +48,7 @@ class FrontierPlan:
                 raise LowRankError(f"networks are matched by {' or '.join(MATCHES)}, not {name!r}.")
         if self.seeds < 0 or self.batch < 0 or min(self.tries, self.processes) < 1:
             raise LowRankError("seeds and batch are 0 or more, and tries and processes at least 1.")
+        check_budget(self.budget)
         if self.teacher:
             find_design(self.teacher)
         if any(not 0 < rate < 1000 for rate in self.rates):

@@ -133,7 +133,7 @@ def composite_conv2d_with_statistics(
 
 def explain_call(x: Tensor, weights: Sequence[Tensor], *, training: bool = False, **options: Any) -> str:
     """Which path `composite_conv2d` takes for such tensors, with the options of `describe`, and why."""
-    if not (x.is_cuda or mode.asked_for()):
+    if not (x.is_cuda or mode.asked_for() or mode.asked_for_dense()):
         return "torch (not on a GPU)"
     return choice.explain(describe(x, weights, **options), x.device, training=training)
 

@@ -13,6 +13,7 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 LAYERS = (*CONVS, *NORMS, nn.Linear, nn.GroupNorm)
+_HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
 
 
 class PendingLayer(nn.Module):
@@ -28,6 +29,7 @@ class PendingLayer(nn.Module):
             x = inputs[0] if inputs else options["input"]
             with torch.device("meta"):
                 self.built = resized(self.layer, x, self.channels).train(self.training)
+            take_hooks(self.built, self.layer, {})
         return self.built(*inputs, **options)
 
     def __getattr__(self, name: str) -> Any:
@@ -64,6 +66,12 @@ def resized(layer: nn.Module, x: Tensor, channels: Callable[[int], int]) -> nn.M
     names += ("output_padding",) if isinstance(layer, TRANSPOSED) else ()
     options: dict[str, Any] = {name: getattr(layer, name) for name in names}
     return type(layer)(arriving, leaving, layer.kernel_size, groups=groups, bias=layer.bias is not None, **options)  # type: ignore[arg-type]
+
+
+def take_hooks(new: nn.Module, old: nn.Module, copied: dict[int, Any]) -> None:
+    """Give a layer the hooks of another; `copied` has the copies of what hooks may hold, by id, as in deepcopy."""
+    for name in _HOOKS:
+        setattr(new, name, copy.deepcopy(getattr(old, name), copied))
 
 
 def _resized_norm(layer: nn.Module, channels: int) -> nn.Module:

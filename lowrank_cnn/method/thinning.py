@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.init import init_
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.method.resizing import CONVS, LAYERS, NORMS, PendingLayer
+from lowrank_cnn.method.resizing import CONVS, LAYERS, NORMS, PendingLayer, take_hooks
 from lowrank_cnn.method.rewriting import copy_with, is_channels_last
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.system.autograd import upstream
@@ -46,7 +46,7 @@ def thin(
     """A thinner copy of a dense network, freshly initialised, to be trained from scratch.
 
     Parameters and buffers that no `reset_parameters` sets, such as the scale of a module of your own, keep the
-    values that they have in `model`. Layers that share a parameter go on sharing it.
+    values that they have in `model`. Layers that share a parameter go on sharing it, and all keep their hooks.
 
     - `width`: the share of its output channels that each layer keeps.
     - `macs`: the share of multiply-accumulates to keep instead; the nearest width is found by bisection.
@@ -160,8 +160,10 @@ def _fresh(new: nn.Module, model: nn.Module) -> nn.Module:
         tensor.data = tensor.data.to(sources[name].dtype, memory_format=layout)
         if tensor.is_floating_point() and not tensor.is_meta and bool(tensor.isnan().any()):
             _take(name, tensor, sources[name])
-    for name, module in model.named_modules():
-        new.get_submodule(name).training = module.training
+    twins = {id(module): new.get_submodule(name) for name, module in model.named_modules()}
+    for module in model.modules():
+        twins[id(module)].training = module.training
+        take_hooks(twins[id(module)], module, twins)
     return new
 
 

@@ -125,14 +125,8 @@ def learn_shapes(
         )
     fields = {name: options.pop(name, None) for name in ("batch_size", "lr", "quantize")}
     recipe = recipe_for(data, recipe, {**fields, "epochs": epochs})
-    if recipe.epochs < 2:
-        raise LowRankError("learning shapes takes two epochs at least: one to choose them, one to train them.")
     scheme = learned_scheme(shapes, multiple)
-    if by not in WAYS or (by == "gates" and may_remove(scheme)):
-        raise LowRankError(f"by is {', '.join(WAYS)}, and gates remove no filters: not {by!r} with these shapes.")
-    check_module(model)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise LowRankError("there are no weights to train: the network is on the meta device.")
+    _check_asked(model, recipe, scheme, by)
     directory, first_process = None if out is None else RunDirectory(Path(out)), os.environ.get("RANK", "0") == "0"
     if directory and not resume and isinstance(data, str | Path):
         directory.check_apart_from(data)
@@ -144,13 +138,12 @@ def learn_shapes(
     say = (Lines() if options.get("progress", True) and first_process else Progress()).say
     if budget.kind == "latency":
         say("Every shape in every layer is timed first.")
-    costs = plan.costs(shaped, model, size, resume=resume)
-    chooser = ShapeChooser(free_routes(shaped, size), costs)
+    chooser = ShapeChooser(free_routes(shaped, size), plan.costs(shaped, model, size, resume=resume))
     if may_remove(scheme):
         check_removable(chooser, shaped, size)
     check_reachable(chooser, shaped, budget.share)
     if first_process:
-        plan.keep(costs)
+        plan.keep(chooser.costs)
     if by == "gates":
         add_gates(shaped)
     sample = None if by == "energy" else partial(_sample, data, recipe)
@@ -161,17 +154,33 @@ def learn_shapes(
     schedule = ShapeSchedule(chooser, budget.share, recipe.epochs, by, sample, loss, last)
     run = {**options, "out": out, "resume": resume, "device": device}
     record = fit(shaped, data, recipe, callbacks=(schedule, *callbacks), **run)
-    if len(record.history) < schedule.changes_until:
-        raise LowRankError(
-            f"the run was ended after epoch {len(record.history)}, and shapes are final after epoch "
-            f"{schedule.changes_until}: let it go on."
-        )
+    _check_final(record, schedule)
     if not schedule.met and out is not None:  # the run was finished before
         shaped = load_checkpoint(out, network=shaped).network
     found = _finished(model, shaped, size, record, plan)
     if found.time is not None and plan.exceeded_by(found.time):
         say(f"The network takes {found.time:.2f} of the time, and {budget.share:g} was asked for.")
     return found
+
+
+def _check_asked(model: nn.Module, recipe: Recipe, scheme: Scheme, by: str) -> None:
+    """Refuse what no run can do, before images are read."""
+    if recipe.epochs < 2:
+        raise LowRankError("learning shapes takes two epochs at least: one to choose them, one to train them.")
+    if by not in WAYS or (by == "gates" and may_remove(scheme)):
+        raise LowRankError(f"by is {', '.join(WAYS)}, and gates remove no filters: not {by!r} with these shapes.")
+    check_module(model)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise LowRankError("there are no weights to train: the network is on the meta device.")
+
+
+def _check_final(record: Record, schedule: ShapeSchedule) -> None:
+    """Refuse a run that a callback or `early_stop` ended before shapes were final."""
+    if len(record.history) < schedule.changes_until:
+        raise LowRankError(
+            f"the run was ended after epoch {len(record.history)}, and shapes are final after epoch "
+            f"{schedule.changes_until}: let it go on."
+        )
 
 
 def _shaped(model: nn.Module, scheme: Scheme, size: tuple[int, ...], where: Where, recipe: Recipe) -> nn.Module:

@@ -17,6 +17,8 @@ from lowrank_cnn.system.errors import LowRankError
 Key = TypeVar("Key", bound=Hashable)
 TimedCall = Callable[[], object]
 _FEWEST = 3
+_MOST_THREADS = 1024
+"""Torch crashes where the system refuses so many."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,17 @@ def check_repeats(repeats: int) -> None:
         raise LowRankError(f"a median with quartiles needs at least {_FEWEST} runs, not {repeats}.")
 
 
+def check_budget(seconds: float) -> None:
+    """Refuse a budget that is no time at all."""
+    if not seconds > 0:  # a NaN is refused too
+        raise LowRankError(f"a budget is a number of seconds above 0, not {seconds}.")
+
+
 @contextmanager
 def torch_threads(threads: int | None) -> Iterator[None]:
     """Let torch's operations use this number of threads within the block; None keeps the current number."""
-    if threads is not None and threads < 1:
-        raise LowRankError(f"the number of threads is positive, not {threads}.")
+    if threads is not None and not 0 < threads <= _MOST_THREADS:
+        raise LowRankError(f"the number of threads lies between 1 and {_MOST_THREADS}, not at {threads}.")
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

@@ -110,6 +110,8 @@ def fit(
         raise LowRankError(f"fit trains an nn.Module, not a {type(model).__name__}: {hint}.")
     names = ((log,) if isinstance(log, str) else tuple(log)) + (("tensorboard",) if tensorboard else ())
     check_loggers(names)
+    if not checkpoint_every >= 0:  # a NaN is refused too
+        raise LowRankError(f"checkpoint_every is a number of seconds, 0 or more, not {checkpoint_every}.")
     options = ExecutionOptions(compile, cuda_graphs, checkpoint_activations, workers, decode)
     changes = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "quantize": quantize}
     recipe = recipe_for(data, recipe, changes)

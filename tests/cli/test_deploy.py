@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from lowrank_cnn.cli.app import run
 from lowrank_cnn.cli.deploy import limit_threads
 from lowrank_cnn.deploy.exporting import load
 from lowrank_cnn.method.counting import count
@@ -120,7 +121,8 @@ def test_an_exported_file_is_timed_asked_and_evaluated(output_of, tmp_path):
     ("arguments", "says"),
     [
         (["time", "nin", "--repeats", "1"], "at least 3 runs"),
-        (["time", "nin", "--threads", "0"], "number of threads is positive"),
+        (["time", "nin", "--threads", "0"], "number of threads lies between 1 and"),
+        (["plan", "nin", "--budget", "-1"], "a budget is a number of seconds above 0, not -1.0"),
         (["time", "nin", "--device", "gpu"], "no device 'gpu'"),
         (["plan", "nin", "--device", "gpu"], "no device 'gpu'"),
         (["time", "nin", "--runtime", "onnx", "--device", "cuda"], "timed on the CPU"),
@@ -133,6 +135,12 @@ def test_an_exported_file_is_timed_asked_and_evaluated(output_of, tmp_path):
 def test_bad_input_is_one_sentence(output_of, arguments: list[str], says: str):
     with pytest.raises(LowRankError, match=says):
         output_of(*arguments)
+
+
+@pytest.mark.parametrize(("option", "most"), [("--threads", 1024), ("--batch", 10**6)])
+def test_numbers_that_no_machine_has_are_refused(capfd: pytest.CaptureFixture, option: str, most: int):
+    assert run(["plan", "nin", option, str(10**21)]) == 2
+    assert f"less than or equal to {most}" in " ".join(capfd.readouterr().err.split())
 
 
 def test_threads_are_limited_before_torch_is_loaded(monkeypatch: pytest.MonkeyPatch):

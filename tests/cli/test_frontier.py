@@ -39,7 +39,12 @@ def test_one_command_writes_a_record_and_a_picture(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [(("airbensh",), "no family"), (("airbench", "--design", "x"), "neither a design"), (("nin",), "no record")],
+    [
+        (("airbensh",), "no family"),
+        (("airbench", "--design", "x"), "neither a design"),
+        (("nin",), "no record"),
+        (("nin", *SMALL, "--budget", "-1"), "seconds above 0"),
+    ],
 )
 def test_bad_input_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str):
     with pytest.raises(LowRankError, match=sentence):

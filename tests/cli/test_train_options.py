@@ -50,3 +50,4 @@ def test_images_are_read_with_every_option_and_hold_in_bytes(monkeypatch: pytest
     assert words == ("photos",)
     assert (options["limit"], options["resident_bytes"], options["bad"]) == (7, 2**29, "raise")
     assert "hold" not in options
+    assert ImageOptions(hold=float("inf")).reading("photos", progress=False)()[1]["resident_bytes"] > 2**50

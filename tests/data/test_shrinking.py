@@ -78,7 +78,13 @@ def test_work_that_was_cut_goes_on(folder: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_meant_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(LowRankError, match="a quality of 101"):
-        shrink(folder, tmp_path / "small", quality=101)
+    for wrong, words in (
+        ({"quality": 101}, "between 1 and 100, not at 101"),
+        ({"side": 0}, "at least 1 pixel"),
+        ({"workers": -1}, "workers are 0 or more processes, up to 1024, not -1"),
+        ({"workers": 10**9}, "up to 1024"),
+    ):
+        with pytest.raises(LowRankError, match=words):
+            shrink(folder, tmp_path / "small", **wrong)
     with pytest.raises(LowRankError, match="nothing to shrink"):
         shrink("digits", tmp_path / "small")

@@ -8,7 +8,12 @@ from lowrank_cnn.system.errors import LowRankError
 
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
-    [({"match": ("size",)}, "macs or time"), ({"seeds": -1}, "0 or more"), ({"rates": (0.0,)}, "learning rate")],
+    [
+        ({"match": ("size",)}, "macs or time"),
+        ({"seeds": -1}, "0 or more"),
+        ({"rates": (0.0,)}, "learning rate"),
+        *(({"budget": seconds}, "seconds above 0") for seconds in (-1.0, 0.0, float("nan"))),
+    ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(wrong: dict, sentence: str):
     with pytest.raises(LowRankError, match=sentence):

@@ -207,7 +207,7 @@ def test_a_run_whose_loss_is_not_finite_is_kept_in_mind(tmp_path: Path, squares:
 
 def test_nothing_is_begun_once_the_time_is_over(tmp_path: Path, squares: Data, made_up: list):
     lines: list[str] = []
-    plan = FrontierPlan(("lr",), seeds=3, batch=0, match=(), budget=-1.0)
+    plan = FrontierPlan(("lr",), seeds=3, batch=0, match=(), budget=1e-9)
     trace_frontier("airbench", squares, tmp_path, plan, settings=SMALL, device="cpu", say=lines.append)
     assert made_up == []
     assert "goes on from here" in lines[-1]

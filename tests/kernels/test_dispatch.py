@@ -94,6 +94,9 @@ def test_it_says_why():
     problem = describe(x, weights, stride=(1, 1), padding=PADDING)
     with forced("off"):
         assert "torch (switched off)" in explain(problem, DEVICE)
+    with forced("dense"):
+        assert "torch (mode dense: in training as one dense conv)" in explain(problem, DEVICE, training=True)
+        assert "torch (mode dense: in training as one dense conv)" in explain(problem, DEVICE)
     with forced("on"):
         assert "fused" in explain(problem, DEVICE)
         odd = describe(x.double(), weights, stride=(1, 1), padding=PADDING)
@@ -155,6 +158,12 @@ def test_a_residual_of_another_type_decides_the_type_of_the_sum():
     with forced("on"), torch.no_grad():
         y = composite_conv2d(x, weights, bias, padding=PADDING, residual=added)
     assert y.dtype == torch.float32
+
+
+def test_a_layer_without_a_gpu_says_that_it_trains_as_one_dense_conv():
+    layer, x = CompositeConv2d(8, [(3, 1, 8), (1, 3, 8)]), torch.randn(1, 8, 6, 6)
+    with forced("dense"):
+        assert layer.explain(x).endswith("torch (mode dense: in training as one dense conv)")
 
 
 def test_a_layer_takes_the_fused_path_when_told_and_says_so():

@@ -226,3 +226,44 @@ def test_the_memory_format_stays():
     assert net.left.weight.is_contiguous(memory_format=last)
     assert not net.left.weight.is_contiguous()
     assert thin(Residual(), width=0.5, input_size=SIZE).left.weight.is_contiguous()
+
+
+HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+
+
+@pytest.mark.parametrize("register", [*HOOKS, "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("place", [0, 1, 2, 4])
+def test_hooks_are_kept(register: str, place: int):
+    norms = nn.BatchNorm2d(32), nn.GroupNorm(4, 32)
+    net = nn.Sequential(nn.Conv2d(3, 32, 3), *norms, nn.Flatten(), nn.Linear(32, 4))
+    called = []
+    getattr(net[place], register)(lambda module, *_: called.append(module))
+    thinner = thin(net, width=0.5, input_size=(3, 3, 3))
+    called.clear()
+    thinner(torch.randn(2, 3, 3, 3, requires_grad=True)).sum().backward()
+    assert called == [thinner[place]]
+
+
+class Watched(nn.Module):
+    """A network whose method is a hook of one of its layers, and changes what the next one receives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 32, 3), nn.Conv2d(64, 4, 3)
+        self.first.register_forward_hook(self.doubled)
+        self.seen = 0
+
+    def doubled(self, _module: nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return torch.cat([output, -output], dim=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def test_a_hook_that_is_a_method_belongs_to_the_thinner_network():
+    net = Watched()
+    thinner = thin(net, width=0.5, input_size=SIZE)
+    seen, net.seen = thinner.seen, 0
+    thinner(torch.randn(1, *SIZE))
+    assert (thinner.second.in_channels, thinner.seen, net.seen) == (32, seen + 1, 0)

@@ -31,8 +31,9 @@ def test_threads_are_put_back():
     assert torch.get_num_threads() == before
     with torch_threads(None):
         assert torch.get_num_threads() == before
-    with pytest.raises(LowRankError, match="is positive, not 0"), torch_threads(0):
-        pytest.fail("entered")
+    for threads in (0, -1, 10**6, 10**21):
+        with pytest.raises(LowRankError, match=f"between 1 and 1024, not at {threads}"), torch_threads(threads):
+            pytest.fail("entered")
 
 
 def test_marks_add_up_and_start_anew():

@@ -199,6 +199,12 @@ def test_a_seed_out_of_range_is_refused(driver, seed):
         driver.train(None, seed=seed)
 
 
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+def test_checkpoints_at_no_time_are_refused(driver, seconds):
+    with pytest.raises(LowRankError, match=f"checkpoint_every is a number of seconds, 0 or more, not {seconds}"):
+        driver.train(None, checkpoint_every=seconds)
+
+
 def test_checkpointed_activations_cannot_be_compiled(driver):
     with pytest.raises(LowRankError, match="exclude each other"):
         driver.train(None, checkpoint_activations=True, compile=True)

@@ -13,6 +13,8 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import counted
 
 NO_LABEL = torch.iinfo(torch.int64).min
+UNKNOWN_CLASS = NO_LABEL + 1
+"""The label of an image whose class is counted as a problem already."""
 WRONG_LABEL = "wrong label"
 MOST_WRONG = 10**5
 """More wrong labels than this mean a wrong column, and naming each would take more memory than the images."""
@@ -52,7 +54,7 @@ class ImageStore(Protocol):
 def labelled_rows(store: ImageStore, classes: int, problems: Problems) -> Tensor:
     """The rows whose label names a class; the others are counted as problems."""
     right = (store.labels >= 0) & (store.labels < classes)
-    wrong = (~right).nonzero()[:, 0]
+    wrong = (~right & (store.labels != UNKNOWN_CLASS)).nonzero()[:, 0]
     if len(wrong) > MOST_WRONG:
         raise LowRankError(
             f"{len(wrong):,} of {counted(len(right), 'label')}, {store.where(int(wrong[0]))} first, are none of "

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from lowrank_cnn.data.readers import cifar_binary, folder, hub, parquet
 from lowrank_cnn.data.readers.digits import open_digits
-from lowrank_cnn.data.readers.image_store import ImageStore
+from lowrank_cnn.data.readers.image_store import UNKNOWN_CLASS, ImageStore
 from lowrank_cnn.data.readers.label_table import open_table, read_class_names, renamed
 from lowrank_cnn.data.readers.read_options import VAL_SPLIT, ReadOptions
 from lowrank_cnn.data.readers.splits import divided, make_split, rows_of, with_default_size, with_limit
 from lowrank_cnn.data.types import Data, Problems
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path
-from lowrank_cnn.system.text import first_few
+from lowrank_cnn.system.text import counted, first_few
 
 _TABLES = (".csv", ".tsv")
 
@@ -139,14 +139,15 @@ def _tested_elsewhere(found: LabelledImages, options: ReadOptions) -> LabelledIm
     labels = _by_name(tested.labels, other.classes, found.classes)
     problems = other.problems["test" if other.test else "train"]
     store: Any = replace(tested, labels=labels)  # type: ignore[type-var]
-    unknown = sorted(set(other.classes) - set(found.classes))
-    problems.add_all(("unknown class", name) for name in unknown)
+    for name in sorted(set(other.classes) - set(found.classes)):
+        if images := int((tested.labels == other.classes.index(name)).sum()):
+            problems.add("unknown class", f"{name}: {counted(images, 'image')}")
     return replace(found, test=store, problems={**found.problems, "test": problems})
 
 
 def _by_name(labels: Tensor, theirs: Sequence[str], ours: Sequence[str]) -> Tensor:
-    """Labels as places among our classes; -1 for a class that we do not have."""
-    places = torch.tensor([ours.index(name) if name in ours else -1 for name in theirs])
+    """Labels as places among our classes."""
+    places = torch.tensor([ours.index(name) if name in ours else UNKNOWN_CLASS for name in theirs])
     known = (labels >= 0) & (labels < len(theirs))
     return torch.where(known, places[labels.clamp(0, len(theirs) - 1)], labels)
 

@@ -65,6 +65,8 @@ def write_onnx(folder: Path, stem: str, request: ExportRequest) -> Path:
     path = folder / f"{stem}.onnx"
     if any(tensor.dtype == torch.float64 for tensor in request.call.tensors.values()):
         raise LowRankError("onnxruntime has no convolutions in torch.float64: export model.float().")
+    if request.opset is not None and not 0 < request.opset < 100:
+        raise LowRankError(f"an opset is a number like 18, not {request.opset}.")
     program = replace(request, network=groups_apart(request.network).eval()).program
     names: Any = {"input_names": request.call.names, "output_names": request.outputs}
     # The optimiser folds batch norms of bfloat16 into weights of float32, which no engine takes beside bfloat16.

@@ -23,7 +23,7 @@ from lowrank_cnn.kernels.autotune import tuned
 from lowrank_cnn.kernels.autotune.kernel_request import DensePath, Request, plans_of, refusal
 from lowrank_cnn.kernels.autotune.kernel_trial import agrees, times
 from lowrank_cnn.kernels.autotune.tuned import FAILED, Times, entry_of, plan_for, plan_in, times_in, tuned_plan
-from lowrank_cnn.kernels.mode import by_torch, is_for_graphs, is_tuning, mode, survey
+from lowrank_cnn.kernels.mode import asked_for_dense, by_torch, is_for_graphs, is_tuning, mode, survey
 from lowrank_cnn.kernels.problem import CallOptions, Problem, pose
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def choose(
     """The path of a problem under the current mode; in training, `need_input` asks for the input's gradient."""
     request = Request(problem, device, training, need_input, bias)
     if by_torch():
-        return Choice(False, "switched off")
+        return Choice(False, "mode dense: in training as one dense conv" if asked_for_dense() else "switched off")
     if reason := refusal(request):
         return Choice(False, reason)
     if (noted := survey()) is not None:

@@ -76,8 +76,9 @@ def test_a_damaged_file_and_an_unknown_opset_are_refused(tmp_path: Path):
     (tmp_path / "net.onnx").write_bytes(b"not a network")
     with pytest.raises(LowRankError, match="onnxruntime cannot read"):
         OnnxRunner(tmp_path / "net.onnx")
-    with pytest.raises(LowRankError, match="opset"):
-        export(nn.Conv2d(3, 4, 3), tmp_path / "other.onnx", input_size=(3, 8, 8), opset=99)
+    for opset in (99, 0, -1, 10**21):
+        with pytest.raises(LowRankError, match="opset"):
+            export(nn.Conv2d(3, 4, 3), tmp_path / "other.onnx", input_size=(3, 8, 8), opset=opset)
 
 
 def test_a_global_max_pool_is_written(tmp_path: Path):
