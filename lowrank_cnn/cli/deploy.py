@@ -134,6 +134,8 @@ def plan_command(
     if engine is not None:
         from lowrank_cnn.cli.engines import plan_engines
 
+        if batch != 1:
+            raise LowRankError("--engine times one image at a time: leave --batch out.")
         return plan_engines(source, size, engine, out, threads, twin=twin, as_json=as_json)
     place = resolve_device(device)
     network, image = source.network.eval().to(place), torch.randn(batch, *size, device=place)
@@ -146,7 +148,7 @@ def plan_command(
             held = _beside(fast, rival, image) | {"macs": _macs(dense, image)}
     _show_plan(source.name, fast, image, held, macs=_macs(network, image), as_json=as_json)
     if image.device.type == "cpu" and not as_json:
-        _print_cpu_advice(model)
+        _print_cpu_advice(named.words(model, scheme=scheme))
     return None
 
 
@@ -186,14 +188,11 @@ def _beside(fast: Any, rival: Any, image: torch.Tensor) -> dict[str, Any]:
     return {"choice": rival.report.choice, "twin_ms": times["rival"].ms, "ms": times["ours"].ms}
 
 
-def _print_cpu_advice(model: str) -> None:
+def _print_cpu_advice(network: str) -> None:
     """Name the command that measures what torch alone cannot tell: engines, precisions, and the thin rival."""
-    console.print(
-        " Other engines, in fp16 and int8, may be faster, and so may a thinner dense network. Measure them by",
-        f"   lowrank plan {model} --engine auto",
-        sep="\n",
-        markup=False,
-    )
+    told = " Other engines, in fp16 and int8, may be faster, and so may a thinner dense network. Measure them by"
+    console.print(told)
+    console.print(f"   lowrank plan {network} --engine auto", markup=False, soft_wrap=True)
 
 
 def _print_timing(timing: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -198,6 +199,13 @@ class SourceOptions:
 
         source = self.source(model, scheme=scheme)
         return source, source.size(parse_size(self.input_text))
+
+    def words(self, model: str, *, scheme: str | None = None) -> str:
+        """The network and these options, as they are typed in a shell."""
+        given = {"--input": self.input_text, "--scheme": scheme, "--pretrained": self.pretrained}
+        given |= {"--width": self.width, "--norm": self.norm, "--into": self.into}
+        options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+        return shlex.join([model, *options])
 
     def source(self, model: str, *, scheme: str | None = None) -> Source:
         """The network, whatever its input."""

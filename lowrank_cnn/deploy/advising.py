@@ -46,6 +46,7 @@ from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.errors import LowRankError, first_line, nearest
 from lowrank_cnn.system.text import text_table
 
+DENSE = "dense"
 ENGINES = ("torch", "optimize", "auto", *TARGETS)
 _STEPS = 5
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -67,6 +68,7 @@ class MeasuredForm:
 class Advice:
     """What to do, in `verdict`; `network` is that form with fresh weights, to be trained.
 
+    Where no form is faster, the choice is "dense", and `network` a copy of the one given, with its weights.
     `layers` and `forms` are what was measured.
     """
 
@@ -238,10 +240,10 @@ class AdviceBench:
             why = why_none(self.model, self.size, budget.share)
             told = f"no form of this network reaches {budget.kind}={budget.share:g} here"
             raise LowRankError(f"{told}: {why}." if why else f"{told}.")
-        times = self.times({"dense": self.model, **networks}, self.example)
+        times = self.times({DENSE: self.model, **networks}, self.example)
         return {
             name: (self._form(name, network, times), network)
-            for name, network in {"dense": self.model, **networks}.items()
+            for name, network in {DENSE: self.model, **networks}.items()
         }
 
     def _within_time(self, build: Build, share: float) -> nn.Module | None:
@@ -253,8 +255,8 @@ class AdviceBench:
             if network is None:
                 low = middle
                 continue
-            times = self.times({"dense": self.model, "form": network}, self.example)
-            if times["form"].ms <= share * times["dense"].ms:
+            times = self.times({DENSE: self.model, "form": network}, self.example)
+            if times["form"].ms <= share * times[DENSE].ms:
                 low, best = middle, network
             else:
                 high = middle
@@ -263,7 +265,7 @@ class AdviceBench:
     def _form(self, name: str, network: nn.Module, times: Mapping[str, Sample]) -> MeasuredForm:
         ours, dense = count(network, self.size), count(self.model, self.size)
         ms = times[name].ms
-        return MeasuredForm(name, ours.macs / dense.macs, ours.params / dense.params, ms, ms / times["dense"].ms)
+        return MeasuredForm(name, ours.macs / dense.macs, ours.params / dense.params, ms, ms / times[DENSE].ms)
 
 
 def _advice(
@@ -273,7 +275,7 @@ def _advice(
     budget: Budget,
 ) -> Advice:
     """The best form, and why, in one sentence or two."""
-    rows = {name: form for name, (form, _) in forms.items() if name != "dense"}
+    rows = {name: form for name, (form, _) in forms.items() if name != DENSE}
     key = (lambda f: -f.time) if budget.kind == "macs" else (lambda f: f.macs)
     inside = [form for form in rows.values() if budget.kind == "macs" or CLEARLY * form.time <= budget.share]
     best = max(inside or rows.values(), key=key)
@@ -281,16 +283,21 @@ def _advice(
     plain = rows.get(THINNER)
     if plain is not None and plain in inside and key(best) <= key(plain) + (1 - CLEARLY) * abs(key(plain)):
         best = plain
+    if best.time > CLEARLY:
+        best = forms[DENSE][0]
     others = "; ".join(f"{f.name} {f.time:.2f} of the time with {f.macs:.2f} of the MACs" for f in rows.values())
     worse = "low-rank filters are not faster" if budget.kind == "macs" else "low-rank filters keep no more MACs"
     says = {
         THINNER: f"Make it thinner instead: {worse} here.",
         LOW_RANK: "Take low-rank filters.",
         MIXED: "Take low-rank filters in the layers listed as such, and make all layers thinner.",
+        DENSE: "Leave it as it is: no cheaper form is faster here.",
     }[best.name]
     device = torch.cuda.get_device_name(bench.example.device) if bench.example.is_cuda else "cpu"
     kind = str(bench.example.dtype).removeprefix("torch.") if bench.precision == "fp32" else bench.precision
     verdict = f"{says} Measured on {device} in {bench.engine}, {kind}: {others}."
     verdict += "" if inside else f" Measured once more, none is within {budget.share:g} of the time."
+    if plain is None and (why := why_none(bench.model, bench.size, budget.share)):
+        verdict += f" No thinner network was measured: {why}."
     network = forms[best.name][1]
     return Advice(verdict, best.name, network, layers, tuple(f for f, _ in forms.values()), device, bench.engine)

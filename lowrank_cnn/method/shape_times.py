@@ -20,7 +20,7 @@ from lowrank_cnn.method.shape_damage import shaped_convs
 from lowrank_cnn.method.shape_network import layer_inputs
 from lowrank_cnn.method.shaping import ShapedConv2d, conv_of_form, exact_scheme
 from lowrank_cnn.method.spec import Pair
-from lowrank_cnn.system.clock import measure
+from lowrank_cnn.system.clock import Key, measure
 
 Prepare = Callable[[nn.Module, torch.Tensor], Callable[[], object]]
 """Makes a network in evaluation ready to be timed on a batch."""
@@ -51,7 +51,7 @@ def time_costs(
     twin = _placed(dense, like.device, dtype)
     image = torch.randn(batch, *input_size, device=like.device, dtype=dtype)
     seen = layer_inputs(twin, [n for n, m in network.named_modules() if isinstance(m, ShapedConv2d)], image)
-    whole = measure({"": prepare(twin, image)}, repeats=7, cuda=image.is_cuda)[""].ms
+    whole = _measured({"": prepare(twin, image)}, image)[""]
     filters, splits, spent = {}, {}, 0.0
     for name, x in seen.items():
         layer = network.get_submodule(name)
@@ -60,7 +60,7 @@ def time_costs(
         parts = {shape: len(range(place, layer.out_channels, len(mixed))) for place, shape in enumerate(mixed)}
         counts = {shape: {shape: layer.out_channels} for shape in (*layer.shapes, layer.form.kernel)}
         runs = {one: _timed(_of_shapes(layer, of).to(x), x) for one, of in {**counts, None: parts}.items()}
-        times = {shape: one.ms for shape, one in measure(runs, repeats=7, budget=1.0, cuda=x.is_cuda).items()}
+        times = _measured(runs, x, budget=1.0)
         filters[name] = tuple(times[shape] / layer.out_channels for shape in layer.shapes)
         shares = sum(times[shape] * count for shape, count in parts.items()) / layer.out_channels
         splits[name] = max(0.0, times[None] - shares) / max(1, len(parts) - 1)
@@ -108,8 +108,19 @@ def time_share(
     dtype = torch.bfloat16 if like.is_cuda else like.dtype
     image = torch.randn(batch, *input_size, device=like.device, dtype=dtype)
     ours, theirs = (prepare(_placed(one, like.device, dtype), image) for one in (network, dense))
-    times = measure({"ours": ours, "theirs": theirs}, repeats=15, budget=2.0, cuda=image.is_cuda)
-    return times["ours"].ms / times["theirs"].ms
+    times = _measured({"ours": ours, "theirs": theirs}, image)
+    return times["ours"] / times["theirs"]
+
+
+def _measured(
+    runs: Mapping[Key, Callable[[], object]], x: torch.Tensor, *, budget: float = 2.0
+) -> dict[Key, float]:
+    """Milliseconds: on a CPU the least, because other processes interrupt networks more often than layers."""
+    if x.is_cuda:
+        times = measure(runs, repeats=15, budget=budget, cuda=True)
+    else:
+        times = measure(runs, repeats=31, budget=budget, of=min)
+    return {name: one.ms for name, one in times.items()}
 
 
 def _timed(conv: nn.Module, x: torch.Tensor) -> Callable[[], object]:

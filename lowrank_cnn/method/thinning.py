@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.init import init_
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.lone_parameters import FittedParameters, spread
 from lowrank_cnn.method.resizing import CONVS, LAYERS, NORMS, PendingLayer, take_hooks
 from lowrank_cnn.method.rewriting import copy_with, is_channels_last
 from lowrank_cnn.method.selection import check_module
@@ -46,7 +47,8 @@ def thin(
     """A thinner copy of a dense network, freshly initialised, to be trained from scratch.
 
     Parameters and buffers that no `reset_parameters` sets, such as the scale of a module of your own, keep the
-    values that they have in `model`. Layers that share a parameter go on sharing it, and all keep their hooks.
+    values that they have in `model`. One that gets other channels must have one value for all of them. Layers that
+    share a parameter go on sharing it, and all keep their hooks.
 
     - `width`: the share of its output channels that each layer keeps.
     - `macs`: the share of multiply-accumulates to keep instead; the nearest width is found by bisection.
@@ -125,7 +127,7 @@ class _Thinning:
         }
         new = copy.deepcopy(self.blank, {id(old): stand_in for old, stand_in in pending.items()}).eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), FittedParameters(new, pending.values()):
                 shapes = _shapes(new(self.x))
         except Exception as error:
             raise LowRankError(
@@ -173,6 +175,8 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _take(name: str, tensor: Tensor, source: Tensor) -> None:
     if tensor.shape != source.shape:
+        if spread(tensor, source):
+            return
         raise LowRankError(f"the network cannot be made thinner: nothing initialises {name} in its new shape.")
     tensor.copy_(source)
 

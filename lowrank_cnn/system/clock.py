@@ -23,7 +23,7 @@ _MOST_THREADS = 1024
 
 @dataclass(frozen=True)
 class Sample:
-    """Milliseconds: the median of several runs, and the quartiles around it."""
+    """Milliseconds: the median of several runs, or the least, and the quartiles."""
 
     ms: float
     low: float
@@ -39,11 +39,14 @@ def measure(
     cuda: bool = False,
     rest: float = 0.0,
     warm: int = 0,
+    of: Callable[[Sequence[float]], float] = median,
 ) -> dict[Key, Sample]:
     """Time several functions in turns: each `repeats` times, or fewer (at least three) within `budget` seconds.
 
     `rest` seconds pass before each run: the threads of a runtime spin for a while after its last run, and would
     slow down the next runtime. `warm` runs that are not timed follow the rest, to wake threads and fill caches.
+    `of=min` takes the least time in place of the median, to compare short runs with long ones on a busy machine:
+    other processes interrupt most of the long runs and few of the short ones.
 
         measure({"dense": lambda: dense(x), "low-rank": lambda: low_rank(x)})["dense"].ms
     """
@@ -62,7 +65,7 @@ def measure(
             for _ in range(warm):
                 run()
             times[name].append(clock(run))
-    return {name: _sample(taken) for name, taken in times.items()}
+    return {name: _sample(taken, of) for name, taken in times.items()}
 
 
 def check_repeats(repeats: int) -> None:
@@ -146,6 +149,6 @@ def _cuda_clock(run: TimedCall) -> float:
     return start.elapsed_time(stop)
 
 
-def _sample(times: Sequence[float]) -> Sample:
+def _sample(times: Sequence[float], of: Callable[[Sequence[float]], float]) -> Sample:
     low, _, high = quantiles(times, n=4)
-    return Sample(median(times), low, high, len(times))
+    return Sample(of(times), low, high, len(times))

@@ -45,6 +45,7 @@ def test_plan_prints_every_way_and_the_choice(output_of):
     assert fits(text)
     assert "Fastest:" in text
     assert "of its time, for 0.380 of its MACs" in text
+    assert f"lowrank plan nin-c3-lr {' '.join(SMALL)} --engine auto" in text
     printed = json.loads(output_of("plan", "nin-c3-lr", "--no-cache", "--json", *SMALL))
     assert printed["choice"] in printed["times"]
     assert torch.get_num_threads() == before
@@ -125,6 +126,7 @@ def test_an_exported_file_is_timed_asked_and_evaluated(output_of, tmp_path):
         (["plan", "nin", "--budget", "-1"], "a budget is a number of seconds above 0, not -1.0"),
         (["time", "nin", "--device", "gpu"], "no device 'gpu'"),
         (["plan", "nin", "--device", "gpu"], "no device 'gpu'"),
+        (["plan", "nin", "--engine", "auto", "--batch", "4"], "one image at a time"),
         (["time", "nin", "--runtime", "onnx", "--device", "cuda"], "timed on the CPU"),
         (["export", "nin", "net.bin"], "ends in one of .onnx"),
         (["export", "nin", "net.onnx", "--dynamic", "batch,size"], "not 'size'"),

@@ -58,6 +58,31 @@ def test_fast_strips_are_advised(monkeypatch):
     assert all(form.macs <= 0.4 for form in advice.forms if form.name != "dense")
 
 
+def test_forms_that_are_no_faster_are_not_advised(monkeypatch):
+    clock(monkeypatch, lambda name, m: 1.0 if name == "dense" else 1.2)
+    model = net()
+    advice = design(model, EXAMPLE, macs=0.4)
+    assert advice.choice == "dense"
+    assert advice.verdict.startswith("Leave it as it is")
+    assert advice.network is not model
+    assert torch.equal(advice.network[0].weight, model[0].weight)
+
+
+def test_a_rival_that_cannot_be_made_is_named(monkeypatch):
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x):
+            return self.net[5:](self.net[:5](x).view(1, 32, 16, 16))
+
+    clock(monkeypatch, lambda name, m: macs_of(m))
+    advice = design(Fixed(), EXAMPLE, macs=0.7)
+    assert [form.name for form in advice.forms] == ["dense", "low-rank"]
+    assert "No thinner network was measured: the network cannot be made thinner" in advice.verdict
+
+
 def test_a_layer_where_strips_are_slow_is_left_out_of_the_mixture(monkeypatch):
     def cost(name, module):
         first = next(m for m in module.modules() if isinstance(m, nn.Conv2d | lr.CompositeConv2d))

@@ -15,6 +15,7 @@ from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.method.shape_choice import ShapeChooser
 from lowrank_cnn.method.shape_network import mac_costs, shape_network
 from lowrank_cnn.method.shape_times import corrected, time_costs
+from lowrank_cnn.system import clock
 from lowrank_cnn.system.clock import Sample
 
 SIZE = (3, 8, 8)
@@ -49,6 +50,23 @@ def test_several_shapes_cost_what_a_conv_of_all_of_them_takes(monkeypatch):
     assert costs.filters["0"] == (1 / 8, 2 / 8)
     assert costs.splits["0"] == 5 - 1.5  # half of the filters have either shape
     assert costs.rest == 20 - 2 * 4
+
+
+def test_other_processes_do_not_change_the_shares(monkeypatch):
+    """A long run is interrupted in most turns, for longer than a short one takes."""
+    turns = iter(range(1000))
+    small, large = net(), net()
+    large.slow = True
+
+    def busy(run) -> float:
+        taken = run()
+        return taken + (4 if taken > 1 and next(turns) % 5 else 0)
+
+    monkeypatch.setattr(clock, "_clock", busy)
+    timed = shape_times.time_share(
+        small, large, SIZE, prepare=lambda n, _: lambda: 3.0 if hasattr(n, "slow") else 1.0
+    )
+    assert timed == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("factor", [3.0, 0.5])

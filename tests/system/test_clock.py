@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lowrank_cnn.system import clock
 from lowrank_cnn.system.clock import Marks, measure, torch_threads
 from lowrank_cnn.system.errors import LowRankError
 
@@ -16,6 +17,12 @@ def test_functions_take_turns_after_a_warm_up():
     for sample in found.values():
         assert sample.runs == 3
         assert 0 <= sample.low <= sample.ms <= sample.high
+
+
+def test_the_least_time_may_be_taken_in_place_of_the_median(monkeypatch):
+    monkeypatch.setattr(clock, "_clock", lambda run: run())
+    taken = iter([0.0, 0.0, 10.0, 6.0, 10.0])  # two runs to warm up, three that count
+    assert measure({"a": lambda: next(taken)}, repeats=3, of=min)["a"].ms == 6
 
 
 def test_a_spent_budget_leaves_three_runs():
