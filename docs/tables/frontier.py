@@ -87,7 +87,7 @@ def short_run(found: dict[str, Any]) -> str:
 
 def _record(found: Frontier) -> Iterator[str]:
     name = f"{FOLDER}/{found.folder.name}/frontier.json"
-    networks = f"{found.about['family']} on {found.about['data']['name']}"
+    networks = f"{found.about['family']}{_width(found)} on {found.about['data']['name']}"
     rows = [row for row in found.rows if row.runs]
     if not rows:
         yield f"**{networks}, learning rates tried on held-out images**\n\n"
@@ -106,6 +106,12 @@ def _record(found: Frontier) -> Iterator[str]:
         yield markdown(columns, [_answer(one) for one in found.answers])
         yield "\nGaps with their 99% interval over seeds and images.\n"
     yield source(name, *found.environments)
+
+
+def _width(found: Frontier) -> str:
+    """The width of the dense network where it is not the family's own."""
+    base = found.about["network"].get("base", 1.0) if isinstance(found.about["network"], dict) else 1.0
+    return f" (width {base:g})" if base != 1 else ""
 
 
 def _tries(found: Frontier) -> Iterator[str]:
