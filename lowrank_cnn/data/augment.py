@@ -58,7 +58,8 @@ class Augment:
             return self
         if self.crop is None:
             raise LowRankError(
-                "these images differ in size: say a size for all (--image-size 64) or a crop (--set crop=224)."
+                "these images differ in size: give all of them one (--image-size 64; in Python "
+                "open_data(..., image_size=64)), or set the recipe's crop (--set crop=224)."
             )
         return replace(self, resize=round(self.crop * 8 / 7))
 

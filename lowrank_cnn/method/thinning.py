@@ -241,6 +241,8 @@ def _shapes(output: Any) -> list[torch.Size]:
 
 
 def _rounded(channels: int, width: float, multiple: int) -> int:
-    if channels < multiple:
+    """The channels at a width, in multiples: 28 of them in sixteens are not 32 where the layer gets thinner."""
+    if channels < multiple or width == 1:
         return channels
-    return max(multiple, round(channels * width / multiple) * multiple)
+    found = max(multiple, round(channels * width / multiple) * multiple)
+    return min(channels, found) if width < 1 else found

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from lowrank_cnn.cli.app import COMMANDS, load_command, run
-from lowrank_cnn.cli.options import grouped
+from lowrank_cnn.cli.options import SourceOptions, grouped
 
 
 @dataclass(frozen=True)
@@ -65,3 +65,9 @@ def test_every_option_is_explained():
     for command in COMMANDS:
         for parameter in load_command(command).params:
             assert parameter.help, (command, parameter.name)
+
+
+def test_a_network_is_named_as_it_is_typed():
+    named = SourceOptions(input_text="3x48x48", width=0.5)
+    typed = named.words("my net.py:make", scheme="mixture(kx1=1, 1xk=1)")
+    assert typed == "'my net.py:make' --input 3x48x48 --scheme 'mixture(kx1=1, 1xk=1)' --width 0.5"

@@ -47,6 +47,12 @@ def test_a_share_of_the_macs_is_met_as_far_as_sixteens_allow(share: float):
     assert thinner.left.out_channels % 8 == 0
 
 
+@pytest.mark.parametrize(("width", "channels"), [(1.0, 28), (0.95, 28), (0.7, 16), (1.2, 32)])
+def test_no_layer_gets_wider_by_rounding(width: float, channels: int):
+    net = nn.Sequential(nn.Conv2d(3, 28, 3, padding=1), nn.ReLU(), nn.Conv2d(28, 4, 1))
+    assert thin(net, width=width, input_size=SIZE)[0].out_channels == channels
+
+
 def test_the_given_network_is_left_alone():
     net = Residual()
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}

@@ -226,7 +226,9 @@ def test_images_of_many_sizes_come_as_one(sizes: Path, train: bool) -> None:
         for images, labels in loader(split, train=train, batch_size=4, augment=augment).epoch(0):
             assert images.shape == (4, 3, 14, 14)
             assert set(labels.tolist()) <= {0, 1}
-    with pytest.raises(LowRankError, match="differ in size: say a size for all"):
+    with pytest.raises(
+        LowRankError, match=r"differ in size: give all of them one \(--image-size 64; in Python open_data"
+    ):
         loader(split, train=train, augment=Augment())
     with pytest.raises(LowRankError, match="workers are 0 or more"):
         make_loader(
