@@ -292,5 +292,9 @@ def _advice(
     kind = str(bench.example.dtype).removeprefix("torch.") if bench.precision == "fp32" else bench.precision
     verdict = f"{says} Measured on {device} in {bench.engine}, {kind}: {others}."
     verdict += "" if inside else f" Measured once more, none is within {budget.share:g} of the time."
+    if budget.kind == "macs" and min(form.time for form in rows.values()) >= 1:
+        verdict += " None of these is faster than the network as it is."
+    if plain is None and (why := why_none(bench.model, bench.size, budget.share)):
+        verdict += f" No thinner network was measured: {why}."
     network = forms[best.name][1]
     return Advice(verdict, best.name, network, layers, tuple(f for f, _ in forms.values()), device, bench.engine)
