@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from statistics import correlation
@@ -82,7 +83,7 @@ def time_command(
     for timing in timings:
         _print_timing(timing)
     if any(timing.device == "cpu" and timing.twin is not None for timing in timings):
-        _print_cpu_advice(models[0])
+        _print_cpu_advice(models[0], named.typed(scheme))
     if len(timings) > 2:
         r = correlation([t.macs for t in timings], [t.total.ms for t in timings])
         console.print(f" Over these networks, MACs and time correlate with r = {r:.3f}.")
@@ -146,19 +147,22 @@ def plan_command(
             held = _beside(fast, rival, image) | {"macs": _macs(dense, image)}
     _show_plan(source.name, fast, image, held, macs=_macs(network, image), as_json=as_json)
     if image.device.type == "cpu" and not as_json:
-        _print_cpu_advice(model)
+        _print_cpu_advice(model, named.typed(scheme))
     return None
 
 
-def _macs(network: torch.nn.Module, image: torch.Tensor) -> int:
-    """Multiply-accumulates of a whole batch."""
+def _macs(network: torch.nn.Module, image: torch.Tensor) -> int | None:
+    """Multiply-accumulates of a whole batch; None for a network that cannot be counted."""
     from lowrank_cnn.method.counting import count
 
-    return len(image) * count(network, image.shape[1:]).macs
+    try:
+        return len(image) * count(network, image.shape[1:]).macs
+    except LowRankError:
+        return None
 
 
 def _show_plan(
-    name: str, fast: Any, image: torch.Tensor, held: dict[str, Any] | None, *, macs: int, as_json: bool
+    name: str, fast: Any, image: torch.Tensor, held: dict[str, Any] | None, *, macs: int | None, as_json: bool
 ) -> None:
     """Print the measured times, and those of the dense network (`held`), as text or JSON."""
     from lowrank_cnn.system.environment import environment
@@ -173,8 +177,8 @@ def _show_plan(
     print_variants(fast.report)
     if held is not None:
         console.print(f" The dense network at its fastest ({held['choice']}): {held['twin_ms']:.2f} ms, in turns.")
-        time, share = held["ms"] / held["twin_ms"], macs / held["macs"]
-        console.print(f" This one takes {time:.3f} of its time, for {share:.3f} of its MACs.")
+        share = f", for {macs / held['macs']:.3f} of its MACs" if macs and held["macs"] else ""
+        console.print(f" This one takes {held['ms'] / held['twin_ms']:.3f} of its time{share}.")
     return None
 
 
@@ -186,14 +190,13 @@ def _beside(fast: Any, rival: Any, image: torch.Tensor) -> dict[str, Any]:
     return {"choice": rival.report.choice, "twin_ms": times["rival"].ms, "ms": times["ours"].ms}
 
 
-def _print_cpu_advice(model: str) -> None:
+def _print_cpu_advice(model: str, options: list[str]) -> None:
     """Name the command that measures what torch alone cannot tell: engines, precisions, and the thin rival."""
     console.print(
-        " Other engines, in fp16 and int8, may be faster, and so may a thinner dense network. Measure them by",
-        f"   lowrank plan {model} --engine auto",
-        sep="\n",
-        markup=False,
+        " Other engines, in fp16 and int8, may be faster, and so may a thinner dense network. Measure them by"
     )
+    command = shlex.join(["lowrank", "plan", model, *options, "--engine", "auto"])
+    console.print(f"   {command}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_timing(timing: Any) -> None:

@@ -199,6 +199,12 @@ class SourceOptions:
         source = self.source(model, scheme=scheme)
         return source, source.size(parse_size(self.input_text))
 
+    def typed(self, scheme: str | None) -> list[str]:
+        """The options that are given, and a scheme, as words of a command."""
+        given = {"input": self.input_text, "pretrained": self.pretrained, "width": self.width}
+        given |= {"norm": self.norm, "into": self.into, "scheme": scheme}
+        return [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+
     def source(self, model: str, *, scheme: str | None = None) -> Source:
         """The network, whatever its input."""
         from lowrank_cnn.cli.source import find_model
