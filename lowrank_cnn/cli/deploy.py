@@ -82,7 +82,7 @@ def time_command(
     for timing in timings:
         _print_timing(timing)
     if any(timing.device == "cpu" and timing.twin is not None for timing in timings):
-        _print_cpu_advice(models[0])
+        _print_cpu_advice(named.words(models[0], scheme=scheme))
     if len(timings) > 2:
         r = correlation([t.macs for t in timings], [t.total.ms for t in timings])
         console.print(f" Over these networks, MACs and time correlate with r = {r:.3f}.")
@@ -152,15 +152,18 @@ def plan_command(
     return None
 
 
-def _macs(network: torch.nn.Module, image: torch.Tensor) -> int:
-    """Multiply-accumulates of a whole batch."""
+def _macs(network: torch.nn.Module, image: torch.Tensor) -> int | None:
+    """Multiply-accumulates of a whole batch; None for a network that cannot be counted."""
     from lowrank_cnn.method.counting import count
 
-    return len(image) * count(network, image.shape[1:]).macs
+    try:
+        return len(image) * count(network, image.shape[1:]).macs
+    except LowRankError:
+        return None
 
 
 def _show_plan(
-    name: str, fast: Any, image: torch.Tensor, held: dict[str, Any] | None, *, macs: int, as_json: bool
+    name: str, fast: Any, image: torch.Tensor, held: dict[str, Any] | None, *, macs: int | None, as_json: bool
 ) -> None:
     """Print the measured times, and those of the dense network (`held`), as text or JSON."""
     from lowrank_cnn.system.environment import environment
@@ -175,8 +178,8 @@ def _show_plan(
     print_variants(fast.report)
     if held is not None:
         console.print(f" The dense network at its fastest ({held['choice']}): {held['twin_ms']:.2f} ms, in turns.")
-        time, share = held["ms"] / held["twin_ms"], macs / held["macs"]
-        console.print(f" This one takes {time:.3f} of its time, for {share:.3f} of its MACs.")
+        share = f", for {macs / held['macs']:.3f} of its MACs" if macs and held["macs"] else ""
+        console.print(f" This one takes {held['ms'] / held['twin_ms']:.3f} of its time{share}.")
     return None
 
 

@@ -26,9 +26,13 @@ def worth(kept: Tensor, whole: Tensor) -> Tensor:
     >>> worth(whole / 2, whole) > worth(torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64), whole)
     tensor(True)
     """
-    weights = whole / whole.sum().clamp_min(_TINY)
-    share = (kept / whole.clamp_min(_TINY)).clamp(0, 1)
-    return (weights * (_CURVE * share).log1p() / log1p(_CURVE)).sum(-1)
+    return _weighed(kept, whole.clamp_min(_TINY), whole / whole.sum().clamp_min(_TINY))
+
+
+def _weighed(kept: Tensor, whole: Tensor, weights: Tensor) -> Tensor:
+    """The worth of layers, where no view is without a whole."""
+    curved = (kept / whole).clamp_(0, 1).mul_(_CURVE).log1p_()
+    return curved.mul_(weights).div_(log1p(_CURVE)).sum(-1)
 
 
 def slope(share: Tensor) -> Tensor:
@@ -49,28 +53,31 @@ def pick_units(kept: Tensor, whole: Tensor, price: Tensor, split: Tensor | None 
     [2, 2]
     """
     units, shapes, _ = kept.shape
-    split = torch.zeros(shapes, dtype=kept.dtype) if split is None else split
     choice = (kept.sum(2) / whole.sum().clamp_min(_TINY) - price).argmax(1)
-    best = -torch.inf
+    split = split if split is not None and bool(split.any()) else None
+    # Tensors are small here, so that all operations take about as long: the loop has as few as it can.
+    whole_of, weights = whole.clamp_min(_TINY), whole / whole.sum().clamp_min(_TINY)
+    current, own, best = kept[torch.arange(units), choice], price[choice], -torch.inf
     while True:
-        current = kept[torch.arange(units), choice]
-        value = worth(current.sum(0) - current[:, None] + kept, whole).log()
-        paid = price[choice].sum() - price[choice][:, None] + price
-        after = value - paid - _splits_after(choice, split)
-        unit, shape = divmod(int(after.argmax()), shapes)
-        if not float(after[unit, shape]) > best + _GAIN:
+        changed = (current.sum(0) - current)[:, None] + kept
+        after = _weighed(changed, whole_of, weights).log_() - (own.sum() - own[:, None] + price)
+        if split is not None:
+            after -= _splits_after(choice, split)
+        place = int(after.argmax())
+        value = after.view(-1)[place].item()
+        if not value > best + _GAIN:
             return choice, best
-        best, choice[unit] = float(after[unit, shape]), shape
+        unit, shape = divmod(place, shapes)
+        best, choice[unit], current[unit], own[unit] = value, shape, kept[unit, shape], price[shape]
 
 
 def _splits_after(choice: Tensor, split: Tensor) -> Tensor:
     """What the shapes in use cost if a unit changes to a shape, [units, shapes]; the dearest one costs nothing."""
-    places = torch.arange(len(split))
-    counts = (choice[:, None] == places).long()
-    others = counts.sum(0) - counts
-    used = (others[:, None] + (places[:, None] == places)) > 0  # [units, shapes changed to, shapes]
-    paid = torch.where(used, split, torch.zeros(()).to(split))
-    return paid.sum(2) - paid.amax(2)
+    change = torch.eye(len(split), dtype=torch.long)
+    others = choice.bincount(minlength=len(split)) - change  # [shapes changed from, shapes]
+    used = (others[:, None] + change) > 0  # [shapes changed from, shapes changed to, shapes]
+    paid = used * split
+    return (paid.sum(2) - paid.amax(2))[choice]
 
 
 def alike(scores: Tensor) -> Tensor:
@@ -91,12 +98,17 @@ def share_out(scores: Tensor, wanted: Tensor) -> Tensor:
     """
     choice = scores.argmax(1)
     spare = choice.bincount(minlength=len(wanted)) - wanted
-    while bool((spare > 0).any()):
-        loss = scores.gather(1, choice[:, None]) - scores
-        loss[(spare <= 0)[choice]] = torch.inf
-        loss[:, spare >= 0] = torch.inf
+    loss = scores.gather(1, choice[:, None]) - scores
+    loss[(spare <= 0)[choice]] = torch.inf
+    loss[:, spare >= 0] = torch.inf
+    for _ in range(int(spare.clamp_min(0).sum())):
         place, shape = divmod(int(loss.argmin()), len(wanted))
-        spare[choice[place]] -= 1
+        before = int(choice[place])
+        choice[place], loss[place] = shape, torch.inf
+        spare[before] -= 1
         spare[shape] += 1
-        choice[place] = shape
+        if not spare[before]:
+            loss[choice == before] = torch.inf
+        if not spare[shape]:
+            loss[:, shape] = torch.inf
     return choice

@@ -59,17 +59,18 @@ class LayerChoice:
         splits = torch.full_like(price, split)
         if self.removable:
             price, splits = torch.cat([price, price.new_zeros(1)]), torch.cat([splits, splits.new_zeros(1)])
-        order = alike(kept.sum(2) / whole.sum() - price) if self.free else torch.arange(len(kept))
-        units = kept[order].unflatten(0, (-1, self.unit)).sum(1)
+        ordered = kept[alike(self._score - price)] if self.free else kept
+        units = ordered.unflatten(0, (-1, self.unit)).sum(1)
         chosen, value = pick_units(units, whole, self.unit * price, splits)
         together, stay = _kept_by(units, chosen), chosen[chosen < len(self.cost)]
+        shapes = stay.unique()
         found = LayerPick(
             units=chosen,
-            shapes=stay.unique(),
+            shapes=shapes,
             price=price,
             share=together / whole.clamp_min(_TINY),
             worth=float(worth(together, whole)),
-            cost=self.unit * float(self.cost[stay].sum()) + (len(stay.unique()) - 1) * self.split,
+            cost=self.unit * float(self.cost[stay].sum()) + (len(shapes) - 1) * self.split,
             filters=len(kept),
             width=len(stay) / len(chosen),
         )
@@ -91,6 +92,11 @@ class LayerChoice:
         """What each filter keeps with each shape, in each view; a filter that is removed keeps nothing."""
         kept = self._views
         return torch.cat([kept, torch.zeros_like(kept[:, :1])], 1) if self.removable else kept
+
+    @cached_property
+    def _score(self) -> Tensor:
+        """The share of the layer that each filter keeps with each shape."""
+        return self._kept.sum(2) / self._whole.sum()
 
     @cached_property
     def _whole(self) -> Tensor:

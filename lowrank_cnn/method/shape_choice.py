@@ -86,8 +86,10 @@ class ShapeChooser:
         rounds = _ROUNDS if any(layer.removable for layer in layers.values()) else 1
         if self.total(found) > allowed:
             for _ in range(rounds):
-                price = self._price(layers, found, allowed)
-                found = self._pick_all(layers, price, found)
+                before, price = found, self._price(layers, found, allowed)
+                found = self._pick_all(layers, price, before)
+                if all(_costs_alike(before[name], found[name]) for name in layers):
+                    break  # a further round would begin, and end, as this one did
         if self.total(found) > allowed:
             found = self._pick_all(layers, _DEAREST, found)
         found = self._spend(layers, found, allowed)
@@ -198,6 +200,11 @@ class ShapeChooser:
                 module: Any = network.get_submodule(reader.name)
                 if isinstance(module, ShapedConv2d | GatedLinear):
                     module.inputs.copy_(kept.repeat_interleave(reader.block))
+
+
+def _costs_alike(one: LayerPick, other: LayerPick) -> bool:
+    """Whether two choices of a layer mean the same to its neighbours."""
+    return (one.cost, one.width) == (other.cost, other.width)
 
 
 def unit_of(layer: ShapedConv2d) -> int:

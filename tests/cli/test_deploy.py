@@ -62,6 +62,33 @@ def test_plan_converts_first_where_a_scheme_is_given(output_of, own):
         assert "twin" not in dense
 
 
+VALUES = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return y if y.mean() > 0 else -y
+
+def make():
+    return Net()
+"""
+
+
+def test_plan_takes_a_network_whose_macs_cannot_be_counted(output_of, tmp_path):
+    (tmp_path / "values.py").write_text(VALUES)
+    options = ["--scheme", "lr", "--input", "3x8x8", "--no-cache", "--repeats", "3"]
+    text = output_of("plan", f"{tmp_path}/values.py:make", *options)
+    assert "of its time." in text
+    assert f"lowrank plan {tmp_path}/values.py:make --input 3x8x8 --scheme lr --engine auto" in text
+    assert json.loads(output_of("plan", f"{tmp_path}/values.py:make", *options, "--json"))["macs"] is None
+
+
 def test_an_exported_network_remembers_what_images_it_takes(output_of, own, tmp_path):
     file = tmp_path / "own.safetensors"
     output_of("export", f"{own}:net", file, "--input", "3x9x7")

@@ -50,6 +50,15 @@ def test_slow_strips_are_advised_against(monkeypatch):
     assert advice.network(EXAMPLE).shape == (1, 4)
 
 
+def test_it_is_said_why_no_thinner_network_was_measured(monkeypatch):
+    clock(monkeypatch, lambda name, m: macs_of(m))
+    fixed = net()
+    fixed[1] = nn.InstanceNorm2d(16, affine=True)  # has a weight for each of the 16 channels
+    verdict = design(fixed, EXAMPLE, macs=0.5).verdict
+    assert verdict.startswith("Take low-rank filters.")
+    assert "No thinner network was measured: the network cannot be made thinner" in verdict
+
+
 def test_fast_strips_are_advised(monkeypatch):
     clock(monkeypatch, lambda name, m: macs_of(m) * (0.5 if strips_in(m) else 1))
     advice = design(net(), EXAMPLE, macs=0.4)

@@ -76,6 +76,21 @@ def test_filters_are_shared_out_as_wanted(seed, shapes):
     assert torch.equal(share_out(scores, own.bincount(minlength=shapes)), own)
 
 
+@settings(max_examples=30)
+@given(st.integers(0, 999), st.booleans())
+def test_filters_move_one_by_one_at_the_least_loss(seed, rounded):
+    draw = torch.Generator().manual_seed(seed)
+    scores = torch.rand(12, 4, generator=draw)
+    scores = (3 * scores).round() if rounded else scores  # many losses are equal then, and the first counts
+    wanted = torch.randint(4, (12,), generator=draw).bincount(minlength=4)
+    choice = scores.argmax(1)
+    while bool(((spare := choice.bincount(minlength=4) - wanted) > 0).any()):
+        moves = [(f, s) for f, s in product(range(12), range(4)) if spare[choice[f]] > 0 > spare[s]]
+        place, shape = min(moves, key=lambda move: float(scores[move[0], choice[move[0]]] - scores[move]))
+        choice[place] = shape
+    assert torch.equal(share_out(scores, wanted), choice)
+
+
 def test_filters_of_one_best_shape_are_neighbours():
     scores = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
     shapes = scores[alike(scores)].argmax(1)

@@ -44,6 +44,14 @@ def test_the_budget_is_kept_and_nearly_spent(share, scheme):
         assert torch.equal(layer.choice, twin.get_submodule(name).choice)
 
 
+def test_a_round_that_changes_nothing_is_the_last(monkeypatch):
+    shaped, chooser = chosen("learned(kx1, 1xk, kxk, none)", two_convs())
+    prices, price = [], ShapeChooser._price
+    monkeypatch.setattr(ShapeChooser, "_price", lambda *given: prices.append(price(*given)) or prices[-1])
+    chooser.choose(shaped, 0.9)
+    assert len(prices) == 2
+
+
 def test_filters_take_the_shape_that_holds_their_weights():
     net = two_convs()
     with torch.no_grad():
