@@ -38,7 +38,7 @@ def test_each_kind_of_split_has_its_loader(digits, shards: Path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"workers": -1}, "0 or more processes, not -1"),
+        ({"workers": -1}, "0 or more processes, up to 1024, not -1"),
         ({"decode": "tpu"}, "by cpu or gpu, not tpu"),
         ({"decode": "gpu"}, "is for streamed sets"),
     ],

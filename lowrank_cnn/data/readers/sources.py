@@ -172,6 +172,8 @@ def _splits(found: LabelledImages, options: ReadOptions) -> Data:
         details["val_split"] = {"share": share, "seed": options.val_seed, **limit}
         test = train
         train_rows, test_rows = divided(train, train_rows, share, seed=options.val_seed, name=found.name)
+        untrained = set(train.labels[test_rows].tolist()) - set(train.labels[train_rows].tolist())
+        problems["train"].add_all(("untrained class", found.classes[label]) for label in sorted(untrained))
     else:
         test_rows = rows_of(test, len(found.classes), problems["test"], found.name)
     sized = with_default_size(train, train_rows, options)

@@ -62,6 +62,14 @@ def test_too_few_images_to_divide(tmp_path: Path, photo: Photo, write_folder: Wr
         open_data(tmp_path)
 
 
+def test_a_class_whose_images_are_all_held_out_is_told(
+    tmp_path: Path, photo: Photo, write_folder: WriteFolder
+) -> None:
+    write_folder(tmp_path, {"ant/0.png": photo(0), "bee/0.png": photo(1)})
+    data = open_data(tmp_path, val_split=0.5)
+    assert str(data.train.problems) == f"1 untrained class ({data.classes[int(data.test.labels[0])]})"
+
+
 def test_test_images_elsewhere_are_matched_by_name(
     flat: Path, tmp_path: Path, photo: Photo, write_folder: WriteFolder
 ) -> None:
