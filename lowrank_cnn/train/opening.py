@@ -12,6 +12,7 @@ from torch import nn
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.data.dataset import data_of, is_dataset
 from lowrank_cnn.data.readers.splits import LARGE_SIDE
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.train.inputs import augmentation, input_size
@@ -77,7 +78,7 @@ def check_network(network: nn.Module, data: Data, recipe: Recipe, *, output: str
 
 def channels_of(network: nn.Module) -> int | None:
     """Channels of the images that a network takes, by its first conv; None where it has none."""
-    convs = (module for module in network.modules() if isinstance(module, nn.Conv2d))
+    convs = (module for module in network.modules() if isinstance(module, nn.Conv2d | CompositeConv2d))
     return next((conv.in_channels for conv in convs), None)
 
 

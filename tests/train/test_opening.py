@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.data import open_data
+from lowrank_cnn.method.converting import convert
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note
@@ -66,6 +67,19 @@ def test_a_crop_of_the_recipe_decides_the_size(photos: Path) -> None:
 def test_channels_are_those_of_the_first_conv() -> None:
     assert channels_of(create_model("nin", in_channels=1, width=0.05)) == 1
     assert channels_of(nn.Linear(2, 2)) is None
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1))
+    assert [channels_of(convert(net, scheme)) for scheme in ("lr", "lr-join")] == [3, 3]
+
+
+def test_a_network_for_colour_that_is_low_rank_reads_grey_images_in_colour(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for place in range(12):
+        folder = tmp_path / "photos" / f"class{place % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        image.new("L", (12, 12), 20 * place).save(folder / f"{place}.png")
+    for source in (tmp_path / "photos", "digits"):
+        data = open_for(convert(colour_net(), "lr"), source, Recipe())
+        assert (data.train.channels, data.test.channels) == (3, 3)
 
 
 @pytest.mark.parametrize("use", [fit, evaluate])

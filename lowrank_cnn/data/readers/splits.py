@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from lowrank_cnn.data.readers.decoding import decode_rows, first_readable, read_headers
 from lowrank_cnn.data.readers.image_store import ImageStore, fingerprint_of_rows, labelled_rows
 from lowrank_cnn.data.readers.read_options import ReadOptions
-from lowrank_cnn.data.resident import ResidentSplit
+from lowrank_cnn.data.resident import Decoded, ResidentSplit
 from lowrank_cnn.data.stream.streamed import StreamedSplit
 from lowrank_cnn.data.types import Data, Problems, Size, Split, stratified
 from lowrank_cnn.system.errors import LowRankError
@@ -96,15 +97,34 @@ def rows_of(store: ImageStore, classes: int, problems: Problems, name: str) -> T
 
 
 def with_limit(data: Data, options: ReadOptions) -> Data:
-    """A set that is already in memory, with `limit` applied; refuses options that it cannot apply."""
+    """A set that is already in memory, with `limit` and `channels` applied; refuses what it cannot apply."""
     channels, height, width = data.train.size or (data.train.channels, 0, 0)
     if options.test is not None or options.val_split is not None or options.class_names is not None:
         raise LowRankError(f"{data.name} has test images and class names of its own: leave these options out.")
-    if (options.channels or channels, options.image_size or (height, width)) != (channels, (height, width)):
+    if options.image_size not in (None, (height, width)):
         raise LowRankError(
-            f"{data.name} has images of {channels}x{height}x{width}, which image_size and channels do not change."
+            f"{data.name} has images of {channels}x{height}x{width}, which image_size does not change."
         )
-    return replace(data, train=fewer(data.train, options.limit), test=fewer(data.test, options.limit))
+    train, test = (fewer(split, options.limit) for split in (data.train, data.test))
+    if options.channels in (None, channels):
+        return replace(data, train=train, test=test)
+    return replace(data, train=in_channels(train, options.channels), test=in_channels(test, options.channels))
+
+
+def in_channels(split: Split, channels: int) -> ResidentSplit:
+    """Grey images in colour (3), or colour images in grey (1) as Pillow makes them."""
+    assert isinstance(split, ResidentSplit)
+
+    def decoded() -> Decoded:
+        images = split.images
+        if channels == 1:
+            weights = torch.tensor([19595, 38470, 7471]).view(3, 1, 1)  # those of ITU-R 601, in 65536ths
+            images = ((images.long() * weights).sum(1, keepdim=True) + 32768 >> 16).to(torch.uint8)
+        else:
+            images = images.expand(-1, channels, -1, -1).contiguous()
+        return Decoded(images, split.labels, split.problems, split.describe)
+
+    return ResidentSplit(decoded, (channels, *split.size[1:]))
 
 
 def fewer(split: Split, limit: int | None) -> Split:

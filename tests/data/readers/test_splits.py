@@ -3,8 +3,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from lowrank_cnn.data import Data, ResidentSplit, StreamedSplit, open_data
 from lowrank_cnn.data.readers.folder import FolderStore, open_folder
@@ -64,14 +66,27 @@ def test_a_share_of_each_class_is_divided_off(store: FolderStore) -> None:
         divided(store, ROWS, 0.01, seed=0, name="photos")
 
 
-def test_a_set_in_memory_takes_a_limit_and_nothing_else() -> None:
+def test_a_set_in_memory_takes_a_limit_and_channels_and_nothing_else() -> None:
     split = ResidentSplit.of(torch.zeros(8, 1, 4, 4, dtype=torch.uint8), torch.arange(8) % 2)
     data = Data("squares", ("a", "b"), split, split)
     assert len(with_limit(data, ReadOptions(limit=4)).train) == 4
-    with pytest.raises(LowRankError, match="1x4x4, which image_size and channels do not change"):
+    with pytest.raises(LowRankError, match="1x4x4, which image_size does not change"):
         with_limit(data, ReadOptions(image_size=(8, 8)))
     with pytest.raises(LowRankError, match="test images and class names of its own"):
         with_limit(data, ReadOptions(val_split=0.5))
+
+
+def test_a_set_in_memory_is_read_in_grey_and_in_colour() -> None:
+    draw = torch.Generator().manual_seed(0)
+    colour = torch.randint(0, 256, (40, 3, 8, 8), generator=draw).to(torch.uint8)
+    labels = torch.arange(40) % 2
+    split = ResidentSplit.of(colour, labels)
+    grey = with_limit(Data("squares", ("a", "b"), split, split), ReadOptions(channels=1))
+    photos = [Image.fromarray(image.permute(1, 2, 0).numpy()).convert("L") for image in colour]
+    assert torch.equal(grey.test.images[:, 0], torch.stack([torch.tensor(np.array(photo)) for photo in photos]))
+    again = with_limit(grey, ReadOptions(channels=3, limit=10)).train
+    assert (again.size, len(again)) == ((3, 8, 8), 10)
+    assert torch.equal(again.images[:, 0], again.images[:, 2])
 
 
 @pytest.mark.parametrize("number", [1, 6])
