@@ -102,6 +102,7 @@ def test_controls_are_thin_dense_networks_of_equal_macs_and_equal_time(
     assert time.timing.ratio == pytest.approx(0.5, rel=0.06)  # a width of 0.71
 
 
+@pytest.mark.nightly
 def test_a_network_of_the_record_is_the_control_if_it_has_the_same_filters(
     tmp_path: Path, squares: Data, made_up: list
 ):

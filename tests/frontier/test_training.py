@@ -20,6 +20,7 @@ def test_the_answers_of_a_run_give_the_accuracy_of_its_record(squares: Data):
     assert [row["accuracy"] is not None for row in outcome.record.history] == [True]
 
 
+@pytest.mark.nightly
 def test_a_run_in_another_process_finds_the_same(squares: Data):
     """What another process gets is a pickled copy; runs on held-out images are those of the same images."""
     recipe = get_recipe("cifar10-fast", batch_size=32, epochs=1, crop=12)

@@ -14,7 +14,7 @@ from lowrank_cnn.deploy.quantizing import quantize
 from lowrank_cnn.system.errors import LowRankError
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "fp16"])
 def test_a_file_gives_what_the_network_gives(precision: str, check_target):
     assert check_target("executorch", precision).is_file()
 
