@@ -113,7 +113,8 @@ CUT_OFF = """() => [...document.querySelectorAll('.md-typeset__scrollwrap, .md-t
 """The text of tables and blocks of code that are wider than their column."""
 
 
-def test_pages_open_from_the_disk_and_nothing_on_them_is_cut_off(site: Path, browser: Any):
+@pytest.mark.parametrize("places", ["*.html", pytest.param("*/**/*.html", marks=pytest.mark.nightly)])
+def test_pages_open_from_the_disk_and_nothing_on_them_is_cut_off(site: Path, browser: Any, places: str):
     context = browser.new_context(color_scheme="dark")
     page = context.new_page()
     complaints: list[str] = []
@@ -121,7 +122,7 @@ def test_pages_open_from_the_disk_and_nothing_on_them_is_cut_off(site: Path, bro
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("request", lambda sent: requests.append(sent.url))
-    for path in sorted(site.rglob("*.html")):
+    for path in sorted(site.glob(places)):
         if path.name == "404.html":  # made for a server's root
             continue
         page.set_viewport_size({"width": PHONE, "height": 800})
