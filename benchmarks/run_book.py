@@ -24,6 +24,7 @@ from lowrank_cnn.frontier.answering import EARLY, NO, OPEN, YES
 from lowrank_cnn.frontier.record import pack, unpack
 from lowrank_cnn.frontier.resampling import RESAMPLES, compare
 from lowrank_cnn.frontier.tracing import BudgetSpent
+from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.statistics import holm
 from lowrank_cnn.system.text import duration, text_table
@@ -44,7 +45,8 @@ Row = dict[str, Any]
 class RunBook:
     """Rows of one benchmark, each found by its key: the way that was trained, the seed, and the like.
 
-    `about` holds the settings that all rows share. A record with other settings is not continued.
+    `about` holds the settings that all rows share. A record with other settings is not continued. `environments`
+    has what its runs were made with, oldest first.
     """
 
     path: Path
@@ -52,6 +54,7 @@ class RunBook:
     about: Mapping[str, Any]
     budget: float = float("inf")
     rows: list[dict[str, Any]] = field(default_factory=list)
+    environments: list[dict[str, Any]] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -65,7 +68,7 @@ class RunBook:
         plain = json.loads(json.dumps(dict(self.about)))
         if known.get("kind") != self.kind or known.get("about") != plain:
             sys.exit(f"{self.path} holds runs with other settings: name another file by --out.")
-        self.rows = known["rows"]
+        self.rows, self.environments = known["rows"], known.get("environments", [known["environment"]])
 
     def find(self, **key: Any) -> dict[str, Any] | None:
         """The row of a key, if it was run."""
@@ -118,7 +121,11 @@ class RunBook:
         return max(alike or [row["wall"] for row in self.rows], default=0.0)
 
     def save(self, **more: Any) -> None:
-        write_record(self.path, self.kind, about=dict(self.about), **more, rows=self.rows, by_line="rows")
+        now = environment()
+        if now["commit"] not in [known["commit"] for known in self.environments]:
+            self.environments.append(now)
+        kept = {"about": dict(self.about), **more, "environment": now, "environments": self.environments}
+        write_record(self.path, self.kind, **kept, rows=self.rows, by_line="rows")
 
     def of(self, phase: str, **key: Any) -> list[Row]:
         """The rows of one phase with these values; rows of records without tries are full runs."""

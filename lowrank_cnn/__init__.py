@@ -63,11 +63,11 @@ _HOMES = {
     "models": ["Network", "create_model", "list_models", "list_pretrained"],
     "models.hub": ["from_pretrained", "push_to_hub", "save_pretrained"],
     "report": ["write_report"],
+    "shapes.learning_shapes": ["learn_shapes"],
     "system.errors": ["LowRankError", "MissingExtra"],
     "system.provenance": ["Notes", "notes"],
     "train": ["fit", "get_recipe"],
     "train.evaluation": ["evaluate", "predict"],
-    "shapes.learning_shapes": ["learn_shapes"],
     "train.trained": ["load_pretrained"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

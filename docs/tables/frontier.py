@@ -52,7 +52,7 @@ def fewest_operations() -> str:
     others = {text for row in found["summary"] if (text := _split_way(row["way"])[3])}
     told = "".join(f"\nMuon has {text}.\n" for text in sorted(others))
     table = markdown(columns, [_way(row) for row in found["summary"]])
-    return table + told + source(path.name, found["environment"])
+    return table + told + source(path.name, *found.get("environments", [found["environment"]]))
 
 
 def _way(row: dict[str, Any]) -> list[object]:

@@ -55,7 +55,7 @@ def _ways(name: str, found: dict[str, Any]) -> str:
     ]
     parts = [markdown(columns, lines), _notes(rows), _at_equal_macs(answers)]
     parts += [_at_equal_time(found.get("equal_time", [])), _mechanisms(found)]
-    return title + "".join(parts) + source(name, found["environment"])
+    return title + "".join(parts) + source(name, *found.get("environments", [found["environment"]]))
 
 
 def _line(way: str, rows: list[dict[str, Any]], *, timed: bool) -> list[object]:
@@ -136,7 +136,7 @@ def _inits(name: str, found: dict[str, Any]) -> str:
     table = markdown(columns, [_init_line(row) for row in found["summary"]])
     about = found["about"]
     title = f"**{about['network']} on {about['data']}, {about['recipe']['epochs']} epochs**\n\n"
-    return title + table + source(name, found["environment"])
+    return title + table + source(name, *found.get("environments", [found["environment"]]))
 
 
 def _init_line(row: dict[str, Any]) -> list[object]:

@@ -80,7 +80,8 @@ class LazyGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as stopped:
-            from lowrank_cnn.cli.show import errors, first_process
+            from lowrank_cnn.cli.show import errors
+            from lowrank_cnn.system.processes import first_process
 
             if str(stopped) and first_process():
                 errors.print(str(stopped), markup=False, soft_wrap=True)

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowrank_cnn.cli.show import console, first_process
+from lowrank_cnn.cli.show import console
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.processes import first_process
 
 if TYPE_CHECKING:
     from lowrank_cnn.method.scheme import Scheme

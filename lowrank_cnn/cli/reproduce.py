@@ -25,11 +25,11 @@ from lowrank_cnn.cli.show import (
     console,
     continued_by_same_command,
     errors,
-    first_process,
     print_json,
     print_table,
 )
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.processes import first_process
 from lowrank_cnn.system.text import counted, si
 
 if TYPE_CHECKING:

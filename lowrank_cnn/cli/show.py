@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -69,11 +68,6 @@ def continued_by_same_command() -> Iterator[None]:
             raise Interrupted(told) from stopped
         stopped.args = (told,)
         raise
-
-
-def first_process() -> bool:
-    """Whether this process prints for all processes that torchrun started."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def print_json(value: object) -> None:

@@ -10,8 +10,9 @@ import typer
 
 from lowrank_cnn.cli.config import Config, config_recipe
 from lowrank_cnn.cli.options import DataPath, Json, Model, grouped
-from lowrank_cnn.cli.show import console, first_process, print_json, print_problems, print_table
+from lowrank_cnn.cli.show import console, print_json, print_problems, print_table
 from lowrank_cnn.cli.train_options import ImageOptions, NetworkOptions, RecipeOptions, RunOptions
+from lowrank_cnn.system.processes import first_process
 from lowrank_cnn.system.text import counted, si
 
 if TYPE_CHECKING:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from typing import Any, Self
 
+from lowrank_cnn.system.processes import first_process
 from lowrank_cnn.system.text import counted
 
 QUIET_SECONDS = 1.0
@@ -20,7 +20,7 @@ class ImageProgress:
 
     def __init__(self, what: str, total: int, *, enabled: bool = True) -> None:
         self.what, self.total, self.done = what, total, 0
-        self.enabled = enabled and os.environ.get("RANK", "0") == "0"
+        self.enabled = enabled and first_process()
         self.began = time.monotonic()
         self.bar: Any = None
 

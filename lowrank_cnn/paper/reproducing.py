@@ -8,7 +8,6 @@ Several processes may share the work, with the same directory for all: each take
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from lowrank_cnn.paper.experiments import CLASSES, ExperimentLine, ExperimentPar
 from lowrank_cnn.paper.table import ExperimentTable, build_table
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.lock import HeldError, locked
+from lowrank_cnn.system.processes import first_process
 from lowrank_cnn.system.text import counted
 from lowrank_cnn.train import Record, fit, get_recipe, load_record
 from lowrank_cnn.train.directory import RunDirectory
@@ -78,11 +78,6 @@ def reproduce(
         if first_process():
             build_table(experiment, out, seeds=seeds).save(Path(out))
     return build_table(experiment, out, seeds=seeds)
-
-
-def first_process() -> bool:
-    """Whether this process speaks for all that torchrun started."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ Then shapes stay as they are, and the rest of the run trains the filters that ar
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -38,6 +37,7 @@ from lowrank_cnn.method.shaping import may_remove
 from lowrank_cnn.shapes.shape_budget import ShapeBudget
 from lowrank_cnn.shapes.shape_schedule import ShapeSchedule
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.processes import first_process
 from lowrank_cnn.train.determinism import generator_states, restore_generators
 from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.fitting import fit, recipe_for
@@ -127,7 +127,7 @@ def learn_shapes(
     recipe = recipe_for(data, recipe, {**fields, "epochs": epochs})
     scheme = learned_scheme(shapes, multiple)
     _check_asked(model, recipe, scheme, by)
-    directory, first_process = None if out is None else RunDirectory(Path(out)), os.environ.get("RANK", "0") == "0"
+    directory = None if out is None else RunDirectory(Path(out))
     if directory and not resume and isinstance(data, str | Path):
         directory.check_apart_from(data)
     data = open_for(model, data, recipe)
@@ -135,14 +135,14 @@ def learn_shapes(
     shaped = _shaped(model, scheme, size, where, recipe)
     asked = {budget.kind: budget.share, "by": by, "shapes": str(scheme)}
     plan = ShapeBudget(asked, directory, device, batch)
-    say = (Lines() if options.get("progress", True) and first_process else Progress()).say
+    say = (Lines() if options.get("progress", True) and first_process() else Progress()).say
     if budget.kind == "latency":
         say("Every shape in every layer is timed first.")
     chooser = ShapeChooser(free_routes(shaped, size), plan.costs(shaped, model, size, resume=resume))
     if may_remove(scheme):
         check_removable(chooser, shaped, size)
     check_reachable(chooser, shaped, budget.share)
-    if first_process:
+    if first_process():
         plan.keep(chooser.costs)
     if by == "gates":
         add_gates(shaped)
@@ -235,7 +235,7 @@ def _finished(
 ) -> Learned:
     network = settle(shaped, size)
     shapes = LearnedShapes.of(network)
-    if plan.directory and os.environ.get("RANK", "0") == "0":
+    if plan.directory and first_process():
         shapes.save(plan.directory.path / FOUND)
     macs = None
     with contextlib.suppress(LowRankError):  # a forward that reads values cannot be counted

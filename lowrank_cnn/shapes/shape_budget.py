@@ -5,7 +5,6 @@ A run that is resumed reads the costs again, because times measured twice differ
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from lowrank_cnn.method.shape_network import mac_costs
 from lowrank_cnn.method.shape_times import Prepare, as_it_is, corrected, time_costs, time_share
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import UnreadableError, read_json, write_json
+from lowrank_cnn.system.processes import first_process
 from lowrank_cnn.train.determinism import generator_states, restore_generators
 from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.fabric import made_by_first, resolve_device
@@ -115,7 +115,7 @@ class ShapeBudget:
         best = min(tried, key=lambda share: tried[share])
         if best != share:
             choose(best)
-        if self.directory and os.environ.get("RANK", "0") == "0":
+        if self.directory and first_process():
             path = self.directory.path / COSTS
             write_json(path, {**read_json(path), _LAST: best})
 

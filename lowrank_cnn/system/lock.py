@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.processes import first_process
 
 try:
     import fcntl
@@ -42,7 +43,7 @@ def locked(directory: Path) -> Iterator[None]:
             train()
     """
     owner = (os.getpid(), str(directory.absolute()))
-    if os.environ.get("RANK", "0") != "0" or _ours.get(owner) == threading.get_ident():
+    if not first_process() or _ours.get(owner) == threading.get_ident():
         yield
         return
     with _ours_changing:

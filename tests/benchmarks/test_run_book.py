@@ -38,6 +38,16 @@ def test_a_run_is_made_once_and_kept_at_once(run_book, tmp_path: Path):
         run_book.RunBook(path, "kind", {"width": 2})
 
 
+def test_a_record_that_is_continued_names_every_commit(run_book, tmp_path: Path, monkeypatch):
+    path = tmp_path / "runs.json"
+    for commit in ("one", "two", "two"):
+        monkeypatch.setenv("LOWRANK_COMMIT", commit)
+        run_book.RunBook(path, "kind", {}).add({"way": commit, "seed": 0, "top1": 0.5, "wall": 0.1})
+    known = json.loads(path.read_text())
+    assert [one["commit"] for one in known["environments"]] == ["one", "two"]
+    assert known["environment"]["commit"] == "two"
+
+
 def test_no_run_begins_that_would_not_end_in_time(run_book, tmp_path: Path):
     book = run_book.RunBook(tmp_path / "runs.json", "kind", {}, budget=10.0)
     book.rows = [{"way": "slow", "seed": 0, "top1": 0.5, "wall": 30.0}, {"way": "quick", "top1": 0.5, "wall": 0.1}]

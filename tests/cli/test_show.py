@@ -9,7 +9,6 @@ import pytest
 from lowrank_cnn.cli.show import (
     console,
     continued_by_same_command,
-    first_process,
     print_json,
     print_table,
     status_line,
@@ -41,12 +40,6 @@ def test_a_title_is_as_wide_as_the_terminal_and_not_as_its_table(capsys):
 def test_json_is_plain(capsys):
     print_json({"a": [1, 2]})
     assert json.loads(capsys.readouterr().out) == {"a": [1, 2]}
-
-
-def test_only_the_first_process_prints(monkeypatch):
-    assert first_process()
-    monkeypatch.setenv("RANK", "1")
-    assert not first_process()
 
 
 def test_the_status_line_escapes_names_too(capsys):
