@@ -110,7 +110,7 @@ def _record(found: Frontier) -> Iterator[str]:
 
 def _width(found: Frontier) -> str:
     """The width of the dense network where it is not the family's own."""
-    base = found.about["network"].get("base", 1.0) if isinstance(found.about["network"], dict) else 1.0
+    base = found.about["network"]["base"]
     return f" (width {base:g})" if base != 1 else ""
 
 

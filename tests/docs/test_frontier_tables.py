@@ -16,7 +16,7 @@ def empty_frontier(folder: Path, family: str) -> Frontier:
     """A record of runs on CIFAR-10 without any runs, where the tables look for it."""
     place = folder / "frontier" / "cifar10"
     place.mkdir(parents=True)
-    about: dict[str, Any] = dict.fromkeys(("network", "recipe", "precision", "device"), "")
+    about: dict[str, Any] = {**dict.fromkeys(("recipe", "precision", "device"), ""), "network": {"base": 1.0}}
     found = Frontier(place, {**about, "family": family, "data": {"name": "cifar10"}}, 1000)
     found.environments.append(ENVIRONMENT)
     return found
