@@ -23,8 +23,9 @@ the learning rate first, each as often, on held-out training images; then it tra
 The record is written after every run; started again, the command trains what is missing. `--budget 300` begins no
 run that would not end within 300 seconds. `--train 1000` trains on 1000 images and holds out the other training
 images to try rates on; without it a tenth is held out. `--processes 4` trains four networks at a time on the
-device. `--time` then times the networks of the first seed through `optimize`, in turns. Where a rival takes more
-or less time than the learned network, `--ways thin:0.6` adds the rival with another share of the MACs.
+device. `--time` then times the networks of the first seed through `optimize`, in turns with the dense one. Where a
+rival takes more or less time than the learned network, `--ways thin:0.6` adds the rival with another share of the
+MACs.
 It ends with answers to the questions of `lowrank_cnn/frontier/questions.json`: does learning beat every rival, at
 equal MACs and at equal time?
 """
@@ -230,9 +231,10 @@ class ShapeBench:
         return scheme(first - 1)
 
     def time_all(self) -> None:
-        """Time the networks of the first seed, all in turns, unless that was done before."""
-        rows = {row["way"]: row for row in self.book.of(FULL, seed=0) if row["top1"] is not None}
-        if all("ms" in row for row in rows.values()):
+        """Time the networks of the first seed that were not timed before, in turns with the dense network."""
+        trained = [row for row in self.book.of(FULL, seed=0) if row["top1"] is not None]
+        rows = {row["way"]: row for row in trained if "ms" not in row}
+        if not rows:
             return
         times = self.times({"dense": self.dense(0), **{way: self.rebuilt(row) for way, row in rows.items()}})
         for way, row in rows.items():

@@ -122,8 +122,13 @@ def _at_equal_time(
 
 
 def _times(runs: Runs) -> dict[str, float]:
-    """Milliseconds of the ways that were timed, each by the network of its first seed."""
-    return {way: row["ms"]["ours"] for way, rows in runs.items() for row in rows if "ms" in row}
+    """Milliseconds of the ways that were timed, each by the network of its first seed.
+
+    Ways that were timed in different runs are compared by the dense network, which every run times beside them.
+    """
+    found = {way: row["ms"] for way, rows in runs.items() for row in rows if "ms" in row}
+    dense = next((ms["dense"] for ms in found.values()), 1.0)
+    return {way: ms["ours"] * dense / ms["dense"] for way, ms in found.items()}
 
 
 def _sizes_to_add(answers: Sequence[Mapping[str, Any]], runs: Runs) -> list[str]:

@@ -77,7 +77,7 @@ def _notes(rows: list[dict[str, Any]]) -> str:
     schemes = {row["way"]: row["scheme"] for row in rows if "scheme" in row}
     told = [f"`{way}` is `{scheme}` in every layer." for way, scheme in schemes.items()]
     if any("ms" in row for row in rows):
-        told.append("Times are those of the networks of the first seed through `lr.optimize`, in turns.")
+        told.append("Times: networks of the first seed through `lr.optimize`, in turns with the dense one.")
     return f"\n{' '.join(told)}\n" if told else ""
 
 
@@ -166,9 +166,11 @@ def draw_times(out: Path) -> Path:
 
 def _timed_spec(found: dict[str, Any]) -> dict[str, Any]:
     about = found["about"]
-    timed = {row["way"]: row["ms"]["ours"] for row in found["rows"] if "ms" in row}
+    timed = {row["way"]: row["ms"] for row in found["rows"] if "ms" in row}
+    dense = next(iter(timed.values()))["dense"]  # ways timed in other runs are set beside it by their share of it
     points = [
-        _timed_point(way, ms, [row for row in found["rows"] if row["way"] == way]) for way, ms in timed.items()
+        _timed_point(way, ms["ours"] * dense / ms["dense"], [row for row in found["rows"] if row["way"] == way])
+        for way, ms in timed.items()
     ]
     title = {
         "text": f"{about['network']} on {about['data']}",

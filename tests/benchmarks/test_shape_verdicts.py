@@ -22,13 +22,13 @@ def book(benchmark_module, tmp_path):
     return run_book.RunBook(tmp_path / "record.json", "learned-shapes", {})
 
 
-def add(book, benchmark_module, way: str, accuracy: float, ms: float | None, seeds: int = 4) -> None:
+def add(book, benchmark_module, way: str, accuracy: float, ms: float | None, seeds: int = 4, dense: float = 4.0):
     """Runs of one way, of which one in so many images is right, in the same order for all ways."""
     right = torch.arange(2000) < round(2000 * accuracy)
     for seed in range(seeds):
         kept = benchmark_module("run_book").kept_answers(right)
         row: dict[str, Any] = {"way": way, "phase": "full", "rate": 1.0, "seed": seed, "macs": 0.5, **kept}
-        book.rows.append(row if seed or ms is None else {**row, "ms": {"ours": ms, "dense": 4.0}})
+        book.rows.append(row if seed or ms is None else {**row, "ms": {"ours": ms, "dense": dense}})
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,13 @@ def test_verdicts_depend_on_time(shape_verdicts, book, benchmark_module, accurac
     (one,) = shape_verdicts.judged(book)["equal_time"]
     assert (one["ours"], one["theirs"], one["verdict"]) == ("proximal", "thin", verdict)
     assert one["time"] == pytest.approx(ms / 2)
+
+
+def test_times_of_different_runs_are_compared_by_the_dense_network(shape_verdicts, book, benchmark_module):
+    add(book, benchmark_module, "thin", 0.6, 2.0)
+    add(book, benchmark_module, "proximal", 0.7, 3.0, dense=6.0)  # a slower run: the same share of the dense time
+    (one,) = shape_verdicts.judged(book)["equal_time"]
+    assert one["time"] == pytest.approx(1)
 
 
 def test_the_size_of_a_rival_with_the_nearest_time_is_taken(shape_verdicts, book, benchmark_module):
