@@ -15,7 +15,7 @@ from benchmarks.gpu_floor import Limits, floor_ms, layers
 from benchmarks.gpu_ways import OURS, RIVALS, TRICKS, images, network, step_of, way
 from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.kernels import tune
-from lowrank_cnn.kernels.cuda_graph import captured
+from lowrank_cnn.kernels.cuda_graph import Captured, captured
 from lowrank_cnn.models import vgg
 from lowrank_cnn.system.environment import environment
 
@@ -65,7 +65,7 @@ def measure(setting: Setting, repeats: int) -> dict[str, Any]:
     return {**row, "seconds": round(time.monotonic() - began, 1)}
 
 
-def _replayed(graph: torch.cuda.CUDAGraph, repeats: int) -> list[float]:
+def _replayed(graph: Captured, repeats: int) -> list[float]:
     for _ in range(5):
         graph.replay()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repeats)]

@@ -19,9 +19,18 @@ from lowrank_cnn.system.errors import LowRankError
 WARM_UP_RUNS = 3
 
 
-def captured(
-    run: Callable[[], object], *, before_capture: Callable[[], object] | None = None
-) -> torch.cuda.CUDAGraph:
+@dataclass(frozen=True)
+class Captured:
+    """A function's work as a graph, with the function: a graph reads weights where they lie, and keeps none."""
+
+    graph: torch.cuda.CUDAGraph
+    run: Callable[[], object]
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+def captured(run: Callable[[], object], *, before_capture: Callable[[], object] | None = None) -> Captured:
     """Capture a function's work as a graph, after a few runs that compile, allocate and choose algorithms.
 
     `before_capture` is called between these runs and the capture, to undo what they changed.
@@ -41,7 +50,7 @@ def captured(
         # A stream of this device: torch's own capture stream belongs to the first device that captured.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             run()
-    return graph
+    return Captured(graph, run)
 
 
 @lru_cache(maxsize=8)
@@ -58,9 +67,7 @@ class Recorded:
     for another stream only where the last call was on another one.
     """
 
-    graph: torch.cuda.CUDAGraph
-    run: Callable[[Tensor], Any]
-    """Kept because the graph reads its weights where they lie."""
+    graph: Captured
     input: Tensor
     output: Any
     stream: torch.cuda.Stream | None = None
@@ -101,10 +108,10 @@ def _copied(value: Any) -> Any:
 def recorded(run: Callable[[Tensor], Any], x: Tensor) -> Recorded:
     """Capture a run on inputs like this one and compare it on another; networks that wait for the host fail."""
     given = x.clone(memory_format=torch.preserve_format)
-    results: list[Any] = []
+    kept: dict[str, Any] = {}
     with torch.cuda.device(x.device):
-        graph = captured(lambda: results.append(run(given)))
-    found = Recorded(graph, run, given, results[-1])
+        graph = captured(lambda: kept.update(output=run(given)))
+    found = Recorded(graph, given, kept["output"])
     other = given.roll(1, -1).clone(memory_format=torch.preserve_format)
     if not agree(found(other), run(torch.empty_like(given).copy_(other)), single=1e-2):
         raise LowRankError("the recorded graph does not follow its input.")

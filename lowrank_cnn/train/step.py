@@ -198,7 +198,7 @@ class GraphedStep:
 
     def __init__(self, step: TrainingStep, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images.clone(), labels.clone()
-        self.step = step  # the graph reads and writes its weights where they lie, so they must not be freed
+        self.step = step  # the graph alone would not keep the weights that it reads and writes
         with for_graphs(), contextlib.ExitStack() as changes:
             changes.enter_context(put_back(step.tensors(), images.device))
 
@@ -206,7 +206,7 @@ class GraphedStep:
                 changes.close()
                 step.optimizer.zero_grad()
 
-            self.graph = captured(lambda: step(self.images, self.labels), before_capture=undo)
+            self.graph = captured(lambda: step(self.images, self.labels), before_capture=undo).graph
 
     def __call__(self, images: Tensor, labels: Tensor) -> None:
         self.images.copy_(images, non_blocking=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 from lowrank_cnn.kernels import cuda_graph as module
-from lowrank_cnn.kernels.cuda_graph import recorded
+from lowrank_cnn.kernels.cuda_graph import captured, recorded
 from lowrank_cnn.system.errors import LowRankError
 
 IMAGES = torch.randn(3, 2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -41,11 +42,12 @@ class Graph:
         run()
 
     def replay(self) -> None:
-        [results] = (cell.cell_contents for cell in self.run.__closure__ if isinstance(cell.cell_contents, list))
-        kept = results[-1]
+        [kept] = (cell.cell_contents for cell in self.run.__closure__ if isinstance(cell.cell_contents, dict))
+        output = kept["output"]
         self.run()
-        for target, value in zip(*map(torch.utils._pytree.tree_leaves, (kept, results.pop())), strict=True):
+        for target, value in zip(*map(torch.utils._pytree.tree_leaves, (output, kept["output"])), strict=True):
             target.copy_(value)
+        kept["output"] = output
 
 
 @pytest.fixture
@@ -106,6 +108,20 @@ def test_the_weights_live_as_long_as_the_graph(host):
     del run
     gc.collect()
     assert alive() is None
+
+
+def test_a_replay_alone_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch):
+    for name in ("CUDAGraph", "synchronize", "current_device", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
+    for name in ("graph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(module, "_stream", lambda _: Stream())
+    network = Two()
+    alive, replay = weakref.ref(network), captured(lambda network=network: network(IMAGES[0])).replay
+    del network
+    gc.collect()
+    replay()
+    assert alive() is not None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -7,12 +7,14 @@ import dataclasses
 import gc
 import math
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lowrank_cnn.kernels.cuda_graph import Captured
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.step import GraphedStep, LossScale, TrainingStep
@@ -198,7 +200,12 @@ def test_a_graph_computes_what_the_step_does():
 
 def test_a_graph_keeps_the_weights_alive_that_it_writes_to(monkeypatch):
     """A graph knows addresses alone: memory of freed weights would be given to others, and written over."""
-    monkeypatch.setattr("lowrank_cnn.train.step.captured", lambda run, *, before_capture: before_capture())
+
+    def captured(run, *, before_capture) -> Captured:
+        before_capture()
+        return Captured(Mock(), run)
+
+    monkeypatch.setattr("lowrank_cnn.train.step.captured", captured)
     net = network()
     update = GraphedStep(make_step(net, Recipe()), *batch())
     weight = weakref.ref(net[0].weight)

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from lowrank_cnn.kernels.autotune.kernel_request import DensePath, Request
 from lowrank_cnn.kernels.autotune.tuned import FAILED, Times
-from lowrank_cnn.kernels.cuda_graph import captured
+from lowrank_cnn.kernels.cuda_graph import Captured, captured
 from lowrank_cnn.kernels.problem import Problem, Sides, empty_codes
 from lowrank_cnn.kernels.reference import composite_by_torch
 from lowrank_cnn.system.compare import difference
@@ -197,7 +197,7 @@ def _all_close(ours: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     return difference(list(ours), list(right), by="norm") <= TOLERANCE
 
 
-def _replay(graph: torch.cuda.CUDAGraph) -> float:
+def _replay(graph: Captured) -> float:
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     graph.replay()
