@@ -5,9 +5,9 @@
 
 The paper's initialisation (composite) is compared with He's by fan-out and by fan-in for each filter group,
 torch's, and N(0, 0.05). Each tries the same factors of the recipe's learning rate, with the same seeds, on
-held-out training images, in runs of a sixth of the epochs. Then each trains in full at its own best rate. A run
-diverges where its loss is not finite, or where it ends no better than chance. The margins are in
-`lowrank_cnn/frontier/questions.json`.
+held-out training images, in runs of a sixth of the epochs, or of `--try-epochs`. Then each trains in full at its
+own best rate. A run diverges where its loss is not finite, or where it ends no better than chance. The margins are
+in `lowrank_cnn/frontier/questions.json`.
 
 The record is written after every run; started again, the command trains what is missing. `--budget 300` begins no
 run that would not end within 300 seconds. `--epochs` shortens full runs and tries alike. `--processes 4` trains
@@ -53,7 +53,7 @@ from lowrank_cnn.train.side_by_side import WorkerPool
 
 KIND = "initialisation"
 SHORT = 1 / 6
-"""The share of the epochs that a try has."""
+"""The share of the epochs that a try has, unless the user says how many."""
 CHANCE = 1.5
 """Times the accuracy of guessing, up to which a run has learned nothing."""
 
@@ -68,6 +68,7 @@ class InitBench:
     held_out: Data
     device: str
     width: float = 1.0
+    try_epochs: int = 1
 
     def __call__(self, key: Key) -> Row:
         """The row of one run, in values that JSON can hold."""
@@ -77,7 +78,7 @@ class InitBench:
     def run(self, init: str, rate: float, seed: int, *, full: bool) -> Row:
         """The accuracy of one run, and whether it diverged."""
         data = self.data if full else self.held_out
-        recipe = self.recipe if full else shortened(self.recipe, max(1, round(SHORT * self.recipe.epochs)))
+        recipe = self.recipe if full else shortened(self.recipe, self.try_epochs)
         recipe = replace(recipe, lr=rate * recipe.lr, evaluate_every=recipe.epochs)
         channels, side, _ = input_size(data.test, augmentation(recipe))
         torch.manual_seed(seed)
@@ -139,8 +140,10 @@ def main(arguments: list[str] | None = None) -> None:
     data, held_out = split_for_tries(data, share=read_questions()["initialisation"]["held_out"])
     about = {name: getattr(options, name) for name in ("network", "width", "limit")}
     about |= {"recipe": recipe.to_dict(), "data": data.name}
+    about["try_epochs"] = options.try_epochs or max(1, round(SHORT * recipe.epochs))
     book = RunBook(options.out, KIND, about, options.budget)
-    bench = InitBench(options.network, recipe, data, held_out, options.device, options.width)
+    how = {name: about[name] for name in ("width", "try_epochs")}
+    bench = InitBench(options.network, recipe, data, held_out, options.device, **how)
     train_all(bench, book, options)
     rows, answers = summary(book), judged(book)
     book.save(summary=rows, answers=answers)
@@ -163,6 +166,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     made.add_argument("--rates", type=float, nargs="+", default=asked["rates"], help="factors of the recipe's")
     made.add_argument("--tries", type=int, default=asked["tries"], help="seeds of each rate")
     made.add_argument("--epochs", type=int, help="of a full run")
+    made.add_argument("--try-epochs", type=int, help="of a try; a sixth of --epochs")
     return made.parse_args(arguments)
 
 

@@ -241,6 +241,7 @@ class ShapeBench:
             ours, dense = times[way], times["dense"]
             row["ms"] = {"ours": ours.ms, "low": ours.low, "high": ours.high, "dense": dense.ms}
             print(f"{way}: {ours.ms:.3f} ms, dense {dense.ms:.3f} ms", flush=True)
+        self.book.note_machine()
         self.book.save()
 
     def rebuilt(self, row: Row) -> nn.Module:

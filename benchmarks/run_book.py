@@ -109,6 +109,7 @@ class RunBook:
     def add(self, row: Row) -> None:
         """Write a new row and tell of it."""
         self.rows.append(row)
+        self.note_machine()
         self.save()
         shown = " ".join(str(value) for name, value in row.items() if name in KEYS)
         spent = duration(time.monotonic() - self.began)
@@ -120,11 +121,18 @@ class RunBook:
         alike = [row["wall"] for row in self.rows if row.get(name) == key[name]]
         return max(alike or [row["wall"] for row in self.rows], default=0.0)
 
-    def save(self, **more: Any) -> None:
+    def note_machine(self) -> None:
+        """Add what this process runs with to the environments: it has made a run, or measured a time."""
         now = environment()
         if now["commit"] not in [known["commit"] for known in self.environments]:
             self.environments.append(now)
-        kept = {"about": dict(self.about), **more, "environment": now, "environments": self.environments}
+
+    def save(self, **more: Any) -> None:
+        """Write the record. Verdicts may be found on another machine than the runs, which is not named then."""
+        if not self.environments:
+            self.note_machine()
+        known = {"environment": self.environments[-1], "environments": self.environments}
+        kept = {"about": dict(self.about), **more, **known}
         write_record(self.path, self.kind, **kept, rows=self.rows, by_line="rows")
 
     def of(self, phase: str, **key: Any) -> list[Row]:

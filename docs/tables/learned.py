@@ -136,7 +136,10 @@ def _inits(name: str, found: dict[str, Any]) -> str:
     table = markdown(columns, [_init_line(row) for row in found["summary"]])
     about = found["about"]
     title = f"**{about['network']} on {about['data']}, {about['recipe']['epochs']} epochs**\n\n"
-    return title + table + source(name, *found.get("environments", [found["environment"]]))
+    decided = [f"`{one['ours']}` over `{one['theirs']}`" for one in found["answers"] if one["verdict"] == YES]
+    tries = f"Rates were tried in runs of {about['try_epochs']} epochs, on held-out images."
+    told = f"\n{tries} Decided: {', '.join(decided) or 'nothing'}.\n"
+    return title + table + told + source(name, *found.get("environments", [found["environment"]]))
 
 
 def _init_line(row: dict[str, Any]) -> list[object]:

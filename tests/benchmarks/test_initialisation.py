@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.run_book import kept_answers
 from lowrank_cnn.method.init import INITIALISATIONS
 from lowrank_cnn.train import get_recipe
 
@@ -60,3 +62,20 @@ def test_every_initialisation_of_the_question_exists(initialisation):
 def test_drops_stay_at_their_share_of_a_shorter_run(initialisation):
     short = initialisation.shortened(get_recipe("nin-paper"), 30)
     assert (short.epochs, short.drop_epochs) == (30, (22, 27))
+
+
+def test_tries_may_be_as_long_as_full_runs(initialisation, tmp_path: Path, monkeypatch):
+    epochs: list[tuple[str, int]] = []
+
+    def run(bench, init, rate, seed, *, full):
+        epochs.append(("full" if full else "try", bench.recipe.epochs if full else bench.try_epochs))
+        return {"top1": 0.5, "diverged": False, **kept_answers(torch.ones(4, dtype=torch.bool))}
+
+    monkeypatch.setattr(initialisation.InitBench, "run", run)
+    out = tmp_path / "init.json"
+    common = ["--data", "digits", "--limit", "40", "--inits", "composite", "--rates", "1", "2", "--tries", "1"]
+    initialisation.main([*common, "--seeds", "1", "--epochs", "6", "--try-epochs", "6", "--out", str(out)])
+    assert epochs == [("try", 6), ("try", 6), ("full", 6)]
+    assert json.loads(out.read_text())["about"]["try_epochs"] == 6
+    with pytest.raises(SystemExit, match="other settings"):  # tries of another length do not mix with these
+        initialisation.main([*common, "--seeds", "1", "--epochs", "6", "--out", str(out)])

@@ -43,6 +43,8 @@ def test_a_record_that_is_continued_names_every_commit(run_book, tmp_path: Path,
     for commit in ("one", "two", "two"):
         monkeypatch.setenv("LOWRANK_COMMIT", commit)
         run_book.RunBook(path, "kind", {}).add({"way": commit, "seed": 0, "top1": 0.5, "wall": 0.1})
+    monkeypatch.setenv("LOWRANK_COMMIT", "three")
+    run_book.RunBook(path, "kind", {}).save(summary=[])  # nothing was run: this is where runs were looked at
     known = json.loads(path.read_text())
     assert [one["commit"] for one in known["environments"]] == ["one", "two"]
     assert known["environment"]["commit"] == "two"
