@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from table_records import ENVIRONMENT, Put, cells
 
+from lowrank_cnn.frontier.answering import NO, YES
 from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, RateTry, SeedRun
 
 
@@ -211,7 +212,11 @@ def test_learned_shapes_are_shown_by_falling_accuracy_with_what_was_decided(bloc
 def test_initialisations_are_shown_with_their_best_rates(blocks: ModuleType, put: Put):
     row = {"init": "torch", "rate": 2.0, "mean": 90.0, "sd": 0.5, "runs": 4, "tries": 5}
     row |= {"diverged_full": 1, "diverged_try": 2}
-    about = {"network": "nin-c3-lr", "data": "cifar10", "recipe": {"epochs": 180}}
-    put("initialisation_nin.json", {"about": about, "summary": [row]})
+    about = {"network": "nin-c3-lr", "data": "cifar10", "recipe": {"epochs": 180}, "try_epochs": 30}
+    answers = [
+        {"ours": "composite", "theirs": init, "verdict": verdict} for init, verdict in (("torch", YES), ("normal", NO))
+    ]
+    put("initialisation_nin.json", {"about": about, "summary": [row], "answers": answers})
     text = blocks.TABLES["initialisations"]()
+    assert "in runs of 30 epochs, on held-out images. Decided: `composite` over `torch`.\n" in text
     assert cells(text, "`torch`") == ["`torch`", "x 2", "90.00 ± 0.50", "4", "1", "2 of 5"]
