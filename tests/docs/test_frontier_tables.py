@@ -213,9 +213,8 @@ def test_initialisations_are_shown_with_their_best_rates(blocks: ModuleType, put
     row = {"init": "torch", "rate": 2.0, "mean": 90.0, "sd": 0.5, "runs": 4, "tries": 5}
     row |= {"diverged_full": 1, "diverged_try": 2}
     about = {"network": "nin-c3-lr", "data": "cifar10", "recipe": {"epochs": 180}, "try_epochs": 30}
-    answers = [
-        {"ours": "composite", "theirs": init, "verdict": verdict} for init, verdict in (("torch", YES), ("normal", NO))
-    ]
+    verdicts = {"torch": YES, "normal": NO}
+    answers = [{"ours": "composite", "theirs": init, "verdict": found} for init, found in verdicts.items()]
     put("initialisation_nin.json", {"about": about, "summary": [row], "answers": answers})
     text = blocks.TABLES["initialisations"]()
     assert "in runs of 30 epochs, on held-out images. Decided: `composite` over `torch`.\n" in text

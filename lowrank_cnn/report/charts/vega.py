@@ -8,6 +8,7 @@ overlapping, Vega can: `with_labels` adds that to the compiled chart (the page's
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -63,19 +64,38 @@ invisible label is shifted to the left by as much, and so stands on the mark.
 """
 MOST_LABELS = 60
 """Charts of more points label none: they would all be lost in the crowd."""
-FEW_LABELS = 8
+FEW_LABELS = 12
 """Up to this many points, labels keep clear of every line; with more points, only of the middles of the arrows."""
+SIZE, APART = (600, 360), 10
+"""Pixels that the points of a chart spread over, roughly, and between the places of a line that labels avoid."""
 
 
 def label_rows(points: Sequence[Spec], arrows: Sequence[Spec], others: Sequence[Spec] = ()) -> list[Spec]:
     """The data of a `LABEL_LAYER`: a label for each point, and the points and lines that labels keep clear of."""
     if len(points) > MOST_LABELS:
         return []
-    lines, steps = ([*arrows, *others], range(1, 20)) if len(points) <= FEW_LABELS else (arrows, range(4, 17))
+    few = len(points) <= FEW_LABELS
+    spans = [_span([one[axis] for one in points]) for axis in "xy"]
     on_points = [{"label": "\N{BLACK CIRCLE}", **_from_to(p, p), "t": 0} for p in points]
-    on_lines = [{"label": "\N{BULLET}", **line, "t": step / 20} for line in lines for step in steps]
+    on_lines = [
+        {"label": "\N{BULLET}", **line, "t": t}
+        for line in ([*arrows, *others] if few else arrows)
+        for t in _steps(line, spans)
+        if few or 0.2 <= t <= 0.8
+    ]
     labels = [{"label": p["label"], "x": p["x"], "y": p["y"], "block": 0} for p in points]
     return [*({**block, "block": 1} for block in (*on_points, *on_lines)), *labels]
+
+
+def _span(values: Sequence[float]) -> float:
+    return max(values) - min(values) or 1.0
+
+
+def _steps(line: Spec, spans: Sequence[float]) -> list[float]:
+    """Places along a line, about `APART` pixels apart: invisible labels that overlap push each other aside."""
+    across, up = ((line[f"{axis}2"] - line[axis]) / span for axis, span in zip("xy", spans, strict=True))
+    n = int(math.hypot(across * SIZE[0], up * SIZE[1]) / APART)
+    return [(i + 0.5) / n for i in range(n)]
 
 
 def _from_to(one: Spec, other: Spec) -> Spec:

@@ -1,3 +1,4 @@
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,12 @@ def test_charts_stand_below_each_other(tmp_path: Path, records: Records):
     spec = {"width": 80, "height": 50, "data": {"values": [{"a": 1}]}, "mark": "point", "encoding": {}}
     one, two = (save_charts([spec] * n, tmp_path / f"{n}.svg").read_text() for n in (1, 2))
     assert (one.count("<svg"), two.count("<svg")) == (1, 3)
+
+
+def test_places_that_labels_avoid_do_not_overlap():
+    """Else they push each other aside, and take the room that labels need."""
+    points = [{"label": name, "x": x, "y": y} for name, x, y in (("a", 0.0, 0.0), ("b", 10.0, 1.0))]
+    long, short = ({"x": 0.0, "y": 0.0, "x2": x, "y2": 0.0} for x in (10.0, 0.01))
+    places = [row["t"] for row in label_rows(points, [], [long, short]) if row["label"] == "\N{BULLET}"]
+    assert len(places) == 60
+    assert [b - a for a, b in pairwise(places)] == pytest.approx([1 / 60] * 59)
