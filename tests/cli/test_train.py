@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowrank_cnn.cli.train import _told
+from lowrank_cnn.cli.train import _told, _told_held_out
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.data.readers.read_options import ReadOptions
 from lowrank_cnn.data.readers.sources import open_source
@@ -204,8 +204,8 @@ def test_trained_weights_are_trained_on_and_the_record_says_so(lowrank, squares,
         "pad=0",
         "--set",
         "cutout=0",
-        "--lr",
-        "0",
+        "--set",
+        "freeze=features.conv1*",
         "--epochs",
         "1",
         "--batch-size",
@@ -296,6 +296,15 @@ def photographs(tmp_path, monkeypatch) -> Path:
     return tmp_path / "photos"
 
 
+def test_classes_without_held_out_images_are_named() -> None:
+    images = torch.zeros(3, 1, 8, 8, dtype=torch.uint8)
+    train, test = (ResidentSplit.of(images, torch.tensor(labels)) for labels in ([0, 1, 2], [0, 0, 2]))
+    told = _told_held_out(Data("own", ("ant", "bee", "cow"), train, test), 0.5)
+    assert told.endswith(
+        "3 images, about 50% of each class, are held out (--val-split). Among them are none of 1 class (bee)."
+    )
+
+
 def test_the_first_hour_with_ones_own_photographs(lowrank, photographs, tmp_path):
     """A flat folder, no size, no split, a network for colour: trained, evaluated, asked, all by one line each."""
     own, run = own_network(tmp_path), tmp_path / "run"
@@ -303,7 +312,7 @@ def test_the_first_hour_with_ones_own_photographs(lowrank, photographs, tmp_path
     small = ("--epochs", "1", "--batch-size", "8", "--set", "cutout=2", "--device", "cpu")
     done = lowrank("train", "nin", "--width", "0.05", "--data", photographs, "--out", run, *small)
     assert done.exit_code == 0, (done.output, done.exception)
-    assert "20% of each class are held out" in done.output
+    assert "5 images, about 20% of each class, are held out" in " ".join(done.output.split())
     assert "30x30 pixels" in done.output
     assert "size that the network is for" in done.output
     record = load_record(run)

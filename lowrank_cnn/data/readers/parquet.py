@@ -56,6 +56,10 @@ class ParquetStore:
     _held: OrderedDict[int, Any] = field(default_factory=OrderedDict, repr=False)
     _capacity: int = 2
 
+    @property
+    def paths(self) -> Sequence[Path]:
+        return self.shards
+
     def read(self, row: int) -> bytes:
         index, offset = self._find(row)
         column = self._load(index)

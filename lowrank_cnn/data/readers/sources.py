@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -102,7 +103,7 @@ def _find_images(path: Path) -> LabelledImages:
     train, test = folder.training_folder(path), folder.evaluation_folder(path)
     name, problems = path.resolve().name, {"train": Problems(), "test": Problems()}
     if train is None and test is None:
-        if not (flat := tuple(folder.flat_classes(path))):
+        if not (flat := tuple(folder.flat_classes(path, problems["train"]))):
             raise LowRankError(_no_images(path))
         store = folder.open_folder(path, flat, problems["train"], others=True)
         return LabelledImages(name, flat, store, None, problems)
@@ -136,6 +137,7 @@ def _tested_elsewhere(found: LabelledImages, options: ReadOptions) -> LabelledIm
             f"{options.test} has none of the classes of {found.name} ({first_few(found.classes)}), but "
             f"{first_few(other.classes)}: class folders are matched by name."
         )
+    _check_apart(found, tested)
     labels = _by_name(tested.labels, other.classes, found.classes)
     problems = other.problems["test" if other.test else "train"]
     store: Any = replace(tested, labels=labels)  # type: ignore[type-var]
@@ -143,6 +145,16 @@ def _tested_elsewhere(found: LabelledImages, options: ReadOptions) -> LabelledIm
         if images := int((tested.labels == other.classes.index(name)).sum()):
             problems.add("unknown class", f"{name}: {counted(images, 'image')}")
     return replace(found, test=store, problems={**found.problems, "test": problems})
+
+
+def _check_apart(found: LabelledImages, tested: ImageStore) -> None:
+    """Refuse to test on files that are trained on: the accuracy would not be one on unseen images."""
+    ours = {os.path.realpath(file) for file in (found.train.paths if found.train else ())}
+    if both := sorted(ours & {os.path.realpath(file) for file in tested.paths}):
+        raise LowRankError(
+            f"{counted(len(both), 'file')} with images to test on, {both[0]} first, would be trained on as well: "
+            "leave --test out, and a share of the images is held out (--val-split)."
+        )
 
 
 def _by_name(labels: Tensor, theirs: Sequence[str], ours: Sequence[str]) -> Tensor:
