@@ -110,7 +110,7 @@ def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str, *, t
     size = f"{data.train.size[1]}x{data.train.size[2]} pixels" if data.train.size else "of many sizes"
     console.print(f"Images: {data.name}, {counts}, {counted(len(data.classes), 'class')}, {size}", markup=False)
     if held := data.details.get("val_split"):
-        console.print(_told_held_out(data, held["share"]), markup=False)
+        console.print(_held_out_in_words(data, held["share"]), markup=False)
     if data.train.size and max(data.train.size[1:]) > 512:
         console.print("Images of this size train slowly: --image-size 224 brings them to 224x224.")
     if data.details.get("sized_by"):
@@ -124,7 +124,7 @@ def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str, *, t
         console.print("This run is not saved: give --out to keep checkpoints and the record.", markup=False)
 
 
-def _told_held_out(data: Data, share: float) -> str:
+def _held_out_in_words(data: Data, share: float) -> str:
     """How many images are held out. Classes of few images may have none among them, or all."""
     rounded = f"about {share:.0%} of each class" if share >= 0.01 else f"a share of {share:g}"
     told = f"There are no test images: {counted(len(data.test), 'image')}, {rounded}, are held out (--val-split)."

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowrank_cnn.cli.train import _told, _told_held_out
+from lowrank_cnn.cli.train import _held_out_in_words, _told
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.data.readers.read_options import ReadOptions
 from lowrank_cnn.data.readers.sources import open_source
@@ -299,7 +299,7 @@ def photographs(tmp_path, monkeypatch) -> Path:
 def test_classes_without_held_out_images_are_named() -> None:
     images = torch.zeros(3, 1, 8, 8, dtype=torch.uint8)
     train, test = (ResidentSplit.of(images, torch.tensor(labels)) for labels in ([0, 1, 2], [0, 0, 2]))
-    told = _told_held_out(Data("own", ("ant", "bee", "cow"), train, test), 0.5)
+    told = _held_out_in_words(Data("own", ("ant", "bee", "cow"), train, test), 0.5)
     assert told.endswith(
         "3 images, about 50% of each class, are held out (--val-split). Among them are none of 1 class (bee)."
     )
