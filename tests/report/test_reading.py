@@ -12,7 +12,7 @@ from lowrank_cnn.report.charts.curves import training_curves
 from lowrank_cnn.report.charts.layers import layer_charts
 from lowrank_cnn.report.charts.trade import trade_charts, trade_points
 from lowrank_cnn.report.gathering import gather
-from lowrank_cnn.report.reading import read_record
+from lowrank_cnn.report.reading import read_record, require_records, shown_elsewhere
 from lowrank_cnn.report.records import Records
 from lowrank_cnn.report.tables import summary_table
 from lowrank_cnn.system.errors import LowRankError
@@ -81,6 +81,15 @@ def test_a_folder_is_read_at_any_depth_and_bad_files_are_listed(runs: Path):
     assert set(reasons) == {"cut.json", "foreign.json", "binary.json"}
     assert "not JSON" in reasons["cut.json"]
     assert "shopping list" in reasons["foreign.json"]
+
+
+def test_a_frontier_is_shown_by_its_own_command(tmp_path: Path):
+    (tmp_path / "frontier.json").write_text(json.dumps({"kind": "frontier", "family": "nin"}))
+    shown = f"{tmp_path / 'frontier.json'} is shown by `lowrank frontier nin --out {tmp_path}`"
+    records = read_records([tmp_path])
+    assert (records.skipped, shown_elsewhere(records)) == ([], [shown])
+    with pytest.raises(LowRankError, match=r"no training run and no timing of a network; .*lowrank frontier nin"):
+        require_records([tmp_path], records)
 
 
 def test_the_other_files_of_a_run_are_no_problem(tmp_path: Path):
