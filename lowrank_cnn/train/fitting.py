@@ -123,6 +123,7 @@ def fit(
         check_classes(data)
         check_network(model, data, recipe)
     extras = Extras(loss, tuple(callbacks), teacher)
+    extras.check(recipe)
     fabric = launch(device, precision or recipe.precision, strategy)
     shown = Lines() if progress and fabric.is_global_zero else Progress()
     precision = precision or recipe.precision

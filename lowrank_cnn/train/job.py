@@ -68,6 +68,15 @@ class Extras:
     callbacks: Sequence[Callback] = ()
     teacher: nn.Module | Trained | str | Path | None = None
 
+    def check(self, recipe: Recipe) -> None:
+        """Refuse what would have no effect: a teacher and class weights are parts of our own loss."""
+        if self.loss is None:
+            return
+        if self.teacher is not None:
+            raise LowRankError("a loss of your own takes the place of the teacher's: ask the teacher within it.")
+        if recipe.class_weights != "none":
+            raise LowRankError("a loss of your own weighs classes itself: set class_weights=none.")
+
 
 @dataclass
 class Job:
@@ -192,7 +201,7 @@ class Job:
             weights = balanced_weights(self.data.train.labels, len(self.data.classes)).to(device)
         if self.extras.teacher is not None:
             given, autocast = self.extras.teacher, self.fabric.autocast
-            teacher = make_teacher(given, self.data, inputs.preprocess, device, autocast)
+            teacher = make_teacher(given, self.data, inputs.preprocess, device, autocast, inputs.size)
         return Objective(recipe, class_weights=weights, loss=self.extras.loss, teacher=teacher)
 
     def laid_out(self, size: tuple[int, int, int]) -> nn.Module:
