@@ -133,12 +133,12 @@ def load_checkpoint(
     return replace(trained, network=settle(network, trained.input_size)) if has_learned(network) else trained
 
 
-def classes_of(path: str | Path) -> int | None:
-    """The number of classes that the weights of a run or an exported file are for; None where they do not say."""
+def classes_of(path: str | Path) -> tuple[str, ...] | None:
+    """The classes that the weights of a run or an exported file are for; None where they do not say."""
     path = resolve(path)
     try:
         card = read_card(path) if is_exported(path) else read_state(_newest(path))
-        return len(card["data"]["classes"]) if card else None
+        return tuple(card["data"]["classes"]) if card else None
     except (LowRankError, KeyError, TypeError):  # loading them says what is wrong
         return None
 

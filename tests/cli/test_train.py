@@ -224,6 +224,18 @@ def test_trained_weights_are_trained_on_and_the_record_says_so(lowrank, squares,
     assert notes(kept).begun_from == tmp_path.name
 
 
+@pytest.mark.parametrize("names", [("dark", "bright"), ("dark", "light")])
+def test_a_last_layer_is_kept_for_the_same_classes_alone(
+    lowrank, train_small, squares, tmp_path, monkeypatch, names
+):
+    assert train_small("--out", tmp_path / "run").exit_code == 0
+    found = replace(squares(), classes=names)
+    monkeypatch.setattr("lowrank_cnn.data.open_data", lambda *_, **__: found)
+    done = lowrank("train", tmp_path / "run", "--data", "squares", *SMALL[2:], "--out", tmp_path / "tuned")
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert ("The last layer is new, for 2 classes" in done.output) == (names != ("dark", "bright"))
+
+
 def test_a_run_is_fine_tuned_for_other_classes(lowrank, tmp_path):
     network = create_model("nin-c3-lr", num_classes=5, in_channels=1, width=0.05, norm="batch")
     labels = torch.arange(48) % 5
