@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowrank_cnn.data import Data, Preprocess, Standardize
+from lowrank_cnn.data import Data, Preprocess, Split, Standardize
+from lowrank_cnn.data.dataset import DatasetSplit, listed_labels
 from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.memory import is_out_of_memory
@@ -81,6 +82,16 @@ def hits(outputs: Any, targets: Any, *, blended: bool = False, output: str | Non
     if wanted.ndim != 1 or wanted.is_floating_point():
         return None
     return (logits.argmax(dim=1) == wanted).sum()
+
+
+def class_balance(split: Split, classes: int) -> Tensor:
+    """The balanced weights of a split to train on; refuses a data set of the user's own that lists no labels."""
+    if isinstance(split, DatasetSplit) and listed_labels(split.dataset) is None:
+        raise LowRankError(
+            "class_weights=balanced counts the images of each class: give your Dataset a list `targets` of the "
+            "class numbers of all items."
+        )
+    return balanced_weights(split.labels, classes)
 
 
 def balanced_weights(labels: Tensor, classes: int) -> Tensor:
