@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.data import Data, Loader, Preprocess, make_loader, open_data
 from lowrank_cnn.data.image_progress import ImageProgress
+from lowrank_cnn.data.types import places_by_name
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import counted, first_few
 from lowrank_cnn.train.checkpoint import CheckpointStore, DamagedCheckpointError, read_state
@@ -181,14 +182,14 @@ def match_classes(trained: Trained, data: Data) -> Tensor:
 
     A test set may lack classes; one that the network does not know could only be counted wrong.
     """
-    place = {name: number for number, name in enumerate(trained.classes)}
-    unknown = [name for name in data.classes if name not in place]
+    places = places_by_name(data.classes, trained.classes)
+    unknown = [name for name, place in zip(data.classes, places, strict=True) if place is None]
     if unknown:
         raise LowRankError(
             f"the network knows {counted(len(trained.classes), 'class')} ({first_few(trained.classes)}), "
             f"{data.name} has {counted(len(unknown), 'other')} ({first_few(unknown)})."
         )
-    return torch.tensor([place[name] for name in data.classes])
+    return torch.tensor(places)
 
 
 def _check_size(trained: Trained, data: Data) -> None:
