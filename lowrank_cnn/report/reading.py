@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lowrank_cnn.frontier.record import KIND
+from lowrank_cnn.models.hub import CONFIG, WEIGHTS
 from lowrank_cnn.report.fields import items, text
 from lowrank_cnn.report.records import Records, Run, SkippedFile, TimedNetwork
 from lowrank_cnn.report.timing_record import (
@@ -67,14 +68,17 @@ def shown_elsewhere(records: Records) -> list[str]:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """The JSON files of a folder, at any depth, less those that belong to a run but are not its record."""
+    """The JSON files of a folder, at any depth, less those of a run or a stored network that are no record."""
     if not path.is_dir():
         yield path
         return
     for file in sorted(path.rglob("*.json")):
         of_checkpoint = file.with_suffix(".safetensors").exists()
         of_run = file.name in _BESIDE and (file.parent / "record.json").exists()
-        if file.is_file() and not of_checkpoint and not of_run:
+        of_network = (
+            file.name == CONFIG and (file.parent / WEIGHTS).exists()
+        )  # what `reproduce` keeps of a finished run
+        if file.is_file() and not (of_checkpoint or of_run or of_network):
             yield file
 
 

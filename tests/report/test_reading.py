@@ -99,6 +99,8 @@ def test_the_other_files_of_a_run_are_no_problem(tmp_path: Path):
     (tmp_path / "step-00000010.json").write_text("{}")
     (tmp_path / "step-00000010.safetensors").write_bytes(b"")
     (tmp_path / "table.json").write_text('{"kind": "reproduction", "rows": []}')
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
     records = read_records([tmp_path])
     assert (len(records.runs), records.skipped) == (1, [])
 
