@@ -82,7 +82,7 @@ def make_inputs(
     kept = data.holdout(held_out(recipe, len(data.train)), HOLDOUT_SEED) if recipe.holdout else data
     _check_batch(recipe, len(kept.train), len(data.train))
     size = input_size(data.test, augmentation(recipe))
-    _check_window(recipe, size)
+    _check_window(recipe, size, cropped=not isinstance(data.train, DatasetSplit))
     preprocess = preprocess_from_dict(saved) if saved else preprocessing(kept.train, recipe, device)
     augment = augmentation(recipe)
 
@@ -153,10 +153,11 @@ def _check_batch(recipe: Recipe, images: int, all_images: int) -> None:
     )
 
 
-def _check_window(recipe: Recipe, size: tuple[int, int, int]) -> None:
-    """Refuse settings that leave nothing to see of images of this size."""
+def _check_window(recipe: Recipe, size: tuple[int, int, int], *, cropped: bool) -> None:
+    """Refuse settings that leave nothing to see of images of this size; the user's own data is not cropped."""
     _, height, width = size
-    limits = {"cutout": 2 * max(height, width), "pad": max(height, width) + 1, "test_shift": min(height, width)}
+    limits = {"test_shift": min(height, width)}
+    limits |= {"cutout": 2 * max(height, width), "pad": max(height, width) + 1} if cropped else {}
     for field, limit in limits.items():
         if (value := getattr(recipe, field)) >= limit:
             raise LowRankError(

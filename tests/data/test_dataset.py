@@ -211,3 +211,9 @@ def test_it_is_told_where_accuracy_is_on_the_images_trained_on(capsys: pytest.Ca
     record = fit(classifier(), Halves(), RECIPE, epochs=1, device="cpu")
     assert record.data["tested_on"] == "training images"
     assert "accuracy is on the images trained on" in capsys.readouterr().out
+
+
+def test_images_of_ones_own_may_be_smaller_than_a_cutout() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(5, 2))
+    recipe = dataclasses.replace(RECIPE, cutout=8, pad=4)
+    assert fit(network, TensorDataset(torch.rand(16, 5, 1, 1), LABELS), recipe, **QUIET).result["n"] == 16
