@@ -5,10 +5,11 @@
     image-size = 64
 
     [recipe]
+    name = "modern"
     optimizer = "adamw"
     lr = 0.001
 
-What is typed on the command line comes before what the file says.
+What is typed on the command line comes before what the file says. `recipe = "modern"` chooses a recipe as it is.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ _MOST_BYTES = 2**20
 def _apply(context: typer.Context, value: Path | None) -> Path | None:
     if value is not None:
         values = read_config(value)
-        context.meta[_RECIPE] = values.pop("recipe", {})
+        recipe = values.pop("recipe", {})
+        fields = {"name": recipe} if isinstance(recipe, str) else dict(recipe)
+        if "name" in fields:  # the recipe that the other fields change, as --recipe says it
+            values["recipe"] = fields.pop("name")
+        context.meta[_RECIPE] = fields
         context.default_map = {**(context.default_map or {}), **_by_parameter(context.command, values, value)}
     return value
 
@@ -51,7 +56,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise LowRankError(f"{path} cannot be read ({error.strerror}).") from error
     except ValueError as error:  # of either format, and of text that is not UTF-8
         raise LowRankError(f"{path} is not TOML or JSON: {str(error).splitlines()[0]}.") from error
-    if not isinstance(found, dict) or not isinstance(found.get("recipe", {}), dict):
+    if not isinstance(found, dict) or not isinstance(found.get("recipe", {}), dict | str):
         raise LowRankError(f"{path} is to hold options by name, and a table [recipe] with the fields of a recipe.")
     return found
 
@@ -67,10 +72,10 @@ def _by_parameter(command: Any, values: dict[str, Any], path: Path) -> dict[str,
     for parameter in command.params:
         for option in (*parameter.opts, parameter.name or ""):
             named[option.lstrip("-").replace("-", "_")] = parameter.name
-    given = {}
+    given, several = {}, {parameter.name for parameter in command.params if getattr(parameter, "multiple", False)}
     for key, value in values.items():
         name = named.get(key.replace("-", "_"))
         if name is None or name == "config":
             raise LowRankError(f"{path} sets {key!r}, which is no option: {nearest(key, named)}")
-        given[name] = value
+        given[name] = [value] if name in several and not isinstance(value, list) else value
     return given

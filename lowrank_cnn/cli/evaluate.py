@@ -73,7 +73,7 @@ def evaluate_command(
     from lowrank_cnn.cli.source import is_path
     from lowrank_cnn.data import open_data
     from lowrank_cnn.data.readers.read_options import parse_image_size
-    from lowrank_cnn.train.evaluation import evaluate, held_out_images
+    from lowrank_cnn.train.evaluation import changed_set, evaluate, held_out_images
     from lowrank_cnn.train.trained import Trained, load_pretrained
 
     if pretrained and best:
@@ -87,6 +87,8 @@ def evaluate_command(
     if isinstance(trained, Trained):
         fits = image_size is None or parse_image_size(image_size) == tuple(trained.image[1:])
         again = held_out_images(trained, data, **shared) if fits else None
+        if again is None and (told := changed_set(trained, images)):
+            errors.print(told, markup=False, soft_wrap=True)
         images = _told_held_out(again, limit) if again else _as_in_training(trained, images, image_size, reading)
     result = evaluate(trained, images, device=device, workers=workers, output=output, progress=not as_json)
     assert result.details is not None

@@ -48,7 +48,7 @@ class PlanOptions:
     tries: Annotated[int, typer.Option(min=1, help="Runs of each factor.")] = 1
     batch: Annotated[int, typer.Option(min=0, help="Images in a timed batch; 0 times nothing.")] = 256
     compile: Annotated[bool, typer.Option("--compile/--no-compile", help="Let torch.compile compete.")] = True
-    repeats: Annotated[int, typer.Option(min=3, help="Runs per median time.")] = 21
+    repeats: Annotated[int, typer.Option(help="Runs per median time.")] = 21
     base: Annotated[float, typer.Option(help="Width of the family's network to call 1; less for a miniature.")] = (
         1.0
     )
@@ -100,9 +100,11 @@ def frontier_command(
     from lowrank_cnn.frontier.designs import find_design, find_family
     from lowrank_cnn.frontier.record import load_frontier
     from lowrank_cnn.frontier.tracing import trace_frontier
+    from lowrank_cnn.system.clock import check_repeats
     from lowrank_cnn.train.settings import parse_settings
 
     find_family(family)
+    check_repeats(networks.repeats)
     for text in networks.designs or []:
         find_design(text)  # refuse it before images are read
     if data is None:

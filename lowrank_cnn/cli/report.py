@@ -34,19 +34,22 @@ def report_command(
       lowrank report runs -o report.html
     """
     from lowrank_cnn.report.page import found_in, write_page
-    from lowrank_cnn.report.reading import read_records, require_records
+    from lowrank_cnn.report.reading import read_records, require_records, shown_elsewhere
 
     paths = runs or [DEFAULT_RUNS]
     records = read_records(paths)
     if not as_json:
         for problem in records.skipped:
             errors.print(f"Skipped {problem.path}: {problem.reason}", markup=False, soft_wrap=True)
+        for sentence in shown_elsewhere(records) if records else ():
+            errors.print(f"{sentence}.", markup=False, soft_wrap=True)
     require_records(paths, records)
     page = write_page(records, out)
     if as_json:
         found = {"runs": len(records.runs), "timings": len(records.timings)}
         skipped = [vars(problem) for problem in records.skipped]
-        return print_json({"page": str(page), **found, "skipped": skipped})
+        elsewhere = [vars(file) for file in records.elsewhere]
+        return print_json({"page": str(page), **found, "skipped": skipped, "elsewhere": elsewhere})
     console.print(f"Wrote {page}: {found_in(records)}. Open it in a browser.", markup=False, soft_wrap=True)
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +69,7 @@ def find_model(
     pretrained: str | None = None,
     into: str | None = None,
     scheme: str | None = None,
-    classes: int | None = None,
+    classes: Sequence[str] | None = None,
     **options: Any,
 ) -> Source:
     """The network that a text names; the options are those of `create_model`, for our own networks.
@@ -77,7 +77,7 @@ def find_model(
     pretrained: which trained weights a network by name gets.
     into: for the weights of a network that is not ours, the text that names that network, before any conversion.
     scheme: one of our networks is built by it, any other is converted.
-    classes: the number of outputs that a network of timm, of torchvision or of the user's file is to have.
+    classes: the names of the classes that a network which is not built by name is to tell apart.
     """
     if not is_path(text):
         return _ours(text, pretrained, _given({"scheme": scheme, **options}))
@@ -106,10 +106,17 @@ def check_model(text: str, *, scheme: str | None = None, **options: Any) -> None
 def build_for(data: Data, text: str, *, into: str | None = None, **options: Any) -> Source:
     """The network that a text names, for the classes of the data, and one of ours for its channels too."""
     if is_path(text):
-        return find_model(text, into=into, classes=len(data.classes), **options)
+        return find_model(text, into=into, classes=data.classes, **options)
     shape = {"num_classes": len(data.classes), "in_channels": data.test.channels}
     network = create_model(text, **shape, **_given(options))
-    return Source(text, network, network.input_size)
+    source = Source(text, network, network.input_size)
+    if not (pretrained := options.get("pretrained")):
+        return source
+    from lowrank_cnn.train.trained import load_pretrained
+
+    renewed = _for_classes(replace(source, trained=load_pretrained(text, pretrained)), data.classes)
+    note(renewed.network, begun_from=notes(network).begun_from)
+    return replace(renewed, trained=None)
 
 
 def find_into(into: str | None, trained: str | Path) -> nn.Module | None:
@@ -135,13 +142,13 @@ def _ours(name: str, pretrained: str | None, options: dict[str, Any]) -> Source:
 
 
 def _others(
-    text: str, pretrained: str | None, into: str | None, given: dict[str, Any], classes: int | None
+    text: str, pretrained: str | None, into: str | None, given: dict[str, Any], classes: Sequence[str] | None
 ) -> Source:
     """A network that is not built by name, as it is."""
     kind, colon, rest = text.partition(":")
     if given:
         raise LowRankError(f"{text} is taken as it is; {' and '.join(given)} can be set for our own networks.")
-    makers: dict[str, Callable[[str, str | None, int | None], Source]] = {
+    makers: dict[str, Callable[[str, str | None, Sequence[str] | None], Source]] = {
         "timm": _from_timm,
         "torchvision": _from_torchvision,
     }
@@ -183,16 +190,16 @@ def _from_weights(path: Path, into: nn.Module | None) -> Source:
     return Source(label, stored.network.eval(), size, trained_of(stored))
 
 
-def _for_classes(source: Source, classes: int | None) -> Source:
+def _for_classes(source: Source, classes: Sequence[str] | None) -> Source:
     """A trained network of ours for other classes than it was trained on: with a new last layer."""
-    if source.trained is None or classes in (None, len(source.trained.classes)):
+    if classes is None or source.trained is None or tuple(classes) == source.trained.classes:
         return source
     from lowrank_cnn.models.network import Network
     from lowrank_cnn.models.rebuild import with_classes
 
     if not isinstance(source.network, Network):
         return source  # `fit` says which number of outputs it needs
-    fresh = replace(source, network=with_classes(source.network, classes), trained=None)
+    fresh = replace(source, network=with_classes(source.network, len(classes)), trained=None)
     return _with_new_head(fresh, "trained", classes)
 
 
@@ -221,13 +228,15 @@ def is_ours(text: str) -> bool:
     return text in list_models() and not Path(text).exists()
 
 
-def _from_timm(name: str, pretrained: str | None, classes: int | None) -> Source:
+def _from_timm(name: str, pretrained: str | None, classes: Sequence[str] | None) -> Source:
     timm: Any = require("timm", extra="zoo", purpose=f"timm:{name}")
     known = timm.list_models()
     if name.partition(".")[0] not in known:  # behind the point stands which weights
         raise LowRankError(f"timm has no network {name!r}; {nearest(name, known)}")
     chosen = f"{name}.{pretrained}" if pretrained not in (None, DEFAULT) else name
-    options = _given({"num_classes": classes})  # timm keeps the trained weights of all other layers
+    options = _given(
+        {"num_classes": classes and len(classes)}
+    )  # timm keeps the trained weights of all other layers
     network = called(
         lambda: timm.create_model(chosen, pretrained=pretrained is not None, **options), f"timm:{chosen}"
     )
@@ -237,7 +246,7 @@ def _from_timm(name: str, pretrained: str | None, classes: int | None) -> Source
     return _with_new_head(source, pretrained, classes)
 
 
-def _from_torchvision(name: str, pretrained: str | None, classes: int | None) -> Source:
+def _from_torchvision(name: str, pretrained: str | None, classes: Sequence[str] | None) -> Source:
     models: Any = require("torchvision.models", extra="zoo", purpose=f"torchvision:{name}")
     known = models.list_models()
     if name not in known:
@@ -252,7 +261,7 @@ def _from_torchvision(name: str, pretrained: str | None, classes: int | None) ->
 
     if classes is None:
         return Source(f"torchvision:{name}", build(weights=weights), (3, 224, 224))
-    network = build(weights=None, num_classes=classes)
+    network = build(weights=None, num_classes=len(classes))
     if weights:  # torchvision gives weights to networks of 1000 outputs alone
         copy_equal_shapes(build(weights=weights), network)
     return _with_new_head(Source(f"torchvision:{name}", network, (3, 224, 224)), pretrained, classes)
@@ -266,21 +275,19 @@ def copy_equal_shapes(trained: nn.Module, network: nn.Module) -> list[str]:
     return sorted(own.keys() - kept.keys())
 
 
-def _with_new_head(source: Source, pretrained: str | None, classes: int | None) -> Source:
+def _with_new_head(source: Source, pretrained: str | None, classes: Sequence[str] | None) -> Source:
     if classes is None or pretrained is None:
         return source
     note(source.network, begun_from=f"{source.name}, {pretrained}")
-    return replace(
-        source,
-        remark=f"The last layer is new, for {counted(classes, 'class')}; the others begin with trained weights.",
-    )
+    number = counted(len(classes), "class")
+    return replace(source, remark=f"The last layer is new, for {number}; the others begin with trained weights.")
 
 
-def _from_file(path: Path, function: str, classes: int | None) -> Source:
+def _from_file(path: Path, function: str, classes: Sequence[str] | None) -> Source:
     """Call a function of the user's file, with `num_classes` if it takes that, for its network."""
     make = function_of(path, function)
     takes = inspect.signature(make).parameters
-    options = {"num_classes": classes} if classes is not None and "num_classes" in takes else {}
+    options = {"num_classes": len(classes)} if classes is not None and "num_classes" in takes else {}
     network = called(lambda: make(**options), f"{path}:{function}")
     if not isinstance(network, nn.Module):
         raise LowRankError(f"{path}:{function} is to give an nn.Module, but gives {network!r:.60}.")

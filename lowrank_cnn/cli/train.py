@@ -13,7 +13,7 @@ from lowrank_cnn.cli.options import DataPath, Json, Model, grouped
 from lowrank_cnn.cli.show import console, print_json, print_problems, print_table
 from lowrank_cnn.cli.train_options import ImageOptions, NetworkOptions, RecipeOptions, RunOptions
 from lowrank_cnn.system.processes import first_process
-from lowrank_cnn.system.text import counted, si
+from lowrank_cnn.system.text import counted, first_few, si
 
 if TYPE_CHECKING:
     from lowrank_cnn.data import Data
@@ -110,7 +110,7 @@ def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str, *, t
     size = f"{data.train.size[1]}x{data.train.size[2]} pixels" if data.train.size else "of many sizes"
     console.print(f"Images: {data.name}, {counts}, {counted(len(data.classes), 'class')}, {size}", markup=False)
     if held := data.details.get("val_split"):
-        console.print(f"There are no test images: {held['share']:.0%} of each class are held out (--val-split).")
+        console.print(_held_out_in_words(data, held["share"]), markup=False)
     if data.train.size and max(data.train.size[1:]) > 512:
         console.print("Images of this size train slowly: --image-size 224 brings them to 224x224.")
     if data.details.get("sized_by"):
@@ -122,6 +122,16 @@ def _print_start(data: Data, recipe: Recipe, out: Path | None, remark: str, *, t
     print_problems(data)
     if out is None:
         console.print("This run is not saved: give --out to keep checkpoints and the record.", markup=False)
+
+
+def _held_out_in_words(data: Data, share: float) -> str:
+    """How many images are held out. Classes of few images may have none among them, or all."""
+    rounded = f"about {share:.0%} of each class" if share >= 0.01 else f"a share of {share:g}"
+    told = f"There are no test images: {counted(len(data.test), 'image')}, {rounded}, are held out (--val-split)."
+    tested = set(data.test.labels.tolist())
+    if absent := [name for number, name in enumerate(data.classes) if number not in tested]:
+        told += f" Among them are none of {counted(len(absent), 'class')} ({first_few(absent)})."
+    return told
 
 
 def _print_result(record: Record, out: Path | None, as_json: bool) -> None:

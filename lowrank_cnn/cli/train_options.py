@@ -117,7 +117,10 @@ class RecipeOptions:
         own = {"epochs": self.epochs, "batch_size": self.batch_size, "lr": self.lr, "precision": self.precision}
         own |= {"norm": norm, "quantize": self.quantize}
         given = {name: value for name, value in own.items() if value is not None}
-        return get_recipe(self.recipe, **(file | given | parse_settings(self.settings or [])))
+        settings = parse_settings(self.settings or [])
+        if "name" in settings:
+            raise LowRankError(f"a recipe is chosen by its name with --recipe {settings['name']}, not with --set.")
+        return get_recipe(self.recipe, **(file | given | settings))
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from lowrank_cnn.data.fingerprint import evenly_spaced, fingerprint_of_parts
+from lowrank_cnn.data.resident import check_labels
 from lowrank_cnn.data.types import Data, Problems, Size, check_batches, generator
 from lowrank_cnn.system.errors import LowRankError
 
 _SAMPLED = 8
+_LISTS = ("targets", "labels")
+"""Where data sets list the class numbers of their items."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,8 @@ class DatasetSplit:
     @property
     def size(self) -> Size:
         """The shape of one input, which must be a tensor [C, H, W]."""
+        if not len(self):
+            raise LowRankError("the data set has no items.")
         first = self.dataset[0]
         shape = tuple(getattr(first[0], "shape", ())) if isinstance(first, tuple | list) else ()
         if len(shape) != 3:
@@ -63,11 +77,29 @@ class DatasetSplit:
 
     @property
     def labels(self) -> Tensor:
-        """The targets as class numbers, where the data set lists them as `targets` or `labels`."""
-        for name in ("targets", "labels"):
-            if (found := getattr(self.dataset, name, None)) is not None:
-                return torch.as_tensor(found)
-        return torch.zeros(len(self), dtype=torch.int64)
+        """The class numbers where the data set lists them, else zeros: reading all items may take long."""
+        found = listed_labels(self.dataset)
+        return torch.zeros(len(self), dtype=torch.int64) if found is None else found
+
+    def check_classified(self) -> None:
+        """Refuse items that cross-entropy cannot take: images as floats, and a class number each.
+
+        A collation of the user's own may still make such batches of other items.
+        """
+        if not self.size or self.collate not in (None, default_collate):
+            return
+        image, target = self.dataset[0]
+        if image.dtype != torch.float32:
+            raise LowRankError(
+                f"images of your own are float32, prepared as the network takes them, not {image.dtype}."
+            )
+        number = torch.as_tensor(target) if isinstance(target, int) or hasattr(target, "shape") else None
+        if number is None or number.ndim or number.is_floating_point() or number.is_complex():
+            raise LowRankError(
+                f"the target of an image is its class number, not {target!r:.60}: another task needs a loss of "
+                "your own (fit(..., loss=...))."
+            )
+        check_labels(self.labels)
 
     @property
     def fingerprint(self) -> str:
@@ -140,6 +172,24 @@ class DatasetLoader:
         )
 
 
+def listed_labels(dataset: Dataset) -> Tensor | None:
+    """The class numbers of all items, without reading these; None where a data set does not list them."""
+    if isinstance(dataset, Subset):
+        found = listed_labels(dataset.dataset)
+        return None if found is None else found[torch.as_tensor(dataset.indices)]
+    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+        listed: Any = dataset.tensors[1]
+    else:
+        listed = next((found for name in _LISTS if (found := getattr(dataset, name, None)) is not None), None)
+    try:
+        labels = torch.as_tensor(listed) if listed is not None else None
+    except (TypeError, ValueError, RuntimeError):  # targets of another task
+        return None
+    if labels is None or labels.shape != (len(dataset),) or labels.is_floating_point():  # type: ignore[arg-type]
+        return None
+    return labels.long().cpu()
+
+
 def move(value: Any, device: torch.device) -> Any:
     """Tensors on the device, within tuples, lists and dictionaries too."""
     if isinstance(value, Tensor):
@@ -159,7 +209,8 @@ def data_of(train: Any, test: Any, *, classes: int | None = None) -> Data:
     to_train, to_test = _split(train), _split(train if test is None else test)
     names = getattr(to_train.dataset, "classes", None) or [str(number) for number in range(classes or 0)]
     name = type(to_train.dataset).__name__
-    return Data(name, tuple(map(str, names)), to_train, to_test, {"prepared_by": "user"})
+    details = {"prepared_by": "user", **({"tested_on": "training images"} if test is None else {})}
+    return Data(name, tuple(map(str, names)), to_train, to_test, details)
 
 
 def is_dataset(value: object) -> bool:

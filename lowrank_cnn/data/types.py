@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -200,6 +201,28 @@ def stratified(labels: Tensor, n: int, *, seed: int) -> Tensor:
     taken[largest_remainder[: n - int(taken.sum())]] += 1
     place_in_class = torch.arange(len(labels)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
     return by_class[place_in_class < torch.repeat_interleave(taken, sizes)].sort().values
+
+
+def places_by_name(theirs: Sequence[str], ours: Sequence[str]) -> list[int | None]:
+    """The place of each of their classes among ours; None for one that we do not have.
+
+    Classes of one name, as ILSVRC's two cranes, are matched in their order.
+
+    >>> places_by_name(["crane", "dog", "crane"], ["crane", "cat", "crane", "dog"])
+    [0, 3, 2]
+    """
+    known = {name: place for place, name in enumerate(_told_apart(ours))}
+    return [known.get(name) for name in _told_apart(theirs)]
+
+
+def _told_apart(names: Sequence[str]) -> list[tuple[str, int]]:
+    """Each name with the number of times that it came before."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        found.append((name, seen[name]))
+        seen[name] += 1
+    return found
 
 
 def check_workers(workers: int) -> None:

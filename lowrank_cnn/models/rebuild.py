@@ -45,18 +45,28 @@ def rebuild(description: Mapping[str, Any], *, into: nn.Module | None = None) ->
 
 
 def with_classes(network: nn.Module, classes: int) -> nn.Module:
-    """One of our networks for another number of classes: its last layer is new, all other weights are the same.
+    """One of our networks for other classes: its last layer is new, all other weights are the same.
 
     >>> with_classes(build_network("nin", num_classes=100, width=0.1), 2).config["num_classes"]
     2
     """
+    fresh, other = (_built_for(network, number) for number in (classes, classes + 1))
+    new, resized = (
+        fresh.state_dict(),
+        other.state_dict(),
+    )  # what depends on the number of classes is of the last layer
+    shared = [name for name, known in network.state_dict().items() if known.shape == new[name].shape]
+    kept = {name: network.state_dict()[name] for name in shared if new[name].shape == resized[name].shape}
+    fresh.load_state_dict(new | kept)
+    return fresh
+
+
+def _built_for(network: nn.Module, classes: int) -> nn.Module:
+    """One of our networks built again, with fresh weights."""
     description = describe(network)
     if isinstance(config := description["model"], dict):
         config["num_classes"] = classes
-    fresh = rebuild(description)
-    known, new = network.state_dict(), fresh.state_dict()
-    fresh.load_state_dict({name: known[name] if known[name].shape == t.shape else t for name, t in new.items()})
-    return fresh
+    return rebuild(description)
 
 
 def rewrite_again(model: nn.Module, conversion: Mapping[str, object]) -> nn.Module:

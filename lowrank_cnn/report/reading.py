@@ -7,10 +7,13 @@ reader raises a `LowRankError`, and the page lists the file as skipped.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lowrank_cnn.frontier.record import KIND
+from lowrank_cnn.models.hub import CONFIG, WEIGHTS
 from lowrank_cnn.report.fields import items, text
 from lowrank_cnn.report.records import Records, Run, SkippedFile, TimedNetwork
 from lowrank_cnn.report.timing_record import (
@@ -51,19 +54,31 @@ def require_records(paths: Iterable[str | Path], records: Records) -> None:
     if records:
         return
     places = " or ".join(map(str, paths)) or "the folders given"
+    if records.elsewhere:
+        raise LowRankError(
+            f"{places} has no training run and no timing of a network; {shown_elsewhere(records)[0]}."
+        )
     rest = f" (skipped: {records.skipped[0].path}, {records.skipped[0].reason})" if records.skipped else ""
     raise LowRankError(f"there is no record in {places}{rest}; make one first: {FIRST_STEP}")
 
 
+def shown_elsewhere(records: Records) -> list[str]:
+    """A sentence for each file that another command shows."""
+    return [f"{file.path} is shown by {file.reason}" for file in records.elsewhere]
+
+
 def _files(path: Path) -> Iterator[Path]:
-    """The JSON files of a folder, at any depth, less those that belong to a run but are not its record."""
+    """The JSON files of a folder, at any depth, less those of a run or a stored network that are no record."""
     if not path.is_dir():
         yield path
         return
     for file in sorted(path.rglob("*.json")):
         of_checkpoint = file.with_suffix(".safetensors").exists()
         of_run = file.name in _BESIDE and (file.parent / "record.json").exists()
-        if file.is_file() and not of_checkpoint and not of_run:
+        of_network = (
+            file.name == CONFIG and (file.parent / WEIGHTS).exists()
+        )  # what `reproduce` keeps of a finished run
+        if file.is_file() and not (of_checkpoint or of_run or of_network):
             yield file
 
 
@@ -75,6 +90,11 @@ def _read_into(records: Records, file: Path) -> None:
         records.skipped.append(SkippedFile(str(file), str(error)))
         return
     for value in values if isinstance(values, list) else [values]:
+        if isinstance(value, Mapping) and value.get("kind") == KIND:
+            family = text(value.get("family")) or "FAMILY"
+            command = shlex.join(["lowrank", "frontier", family, "--out", str(file.parent)])
+            records.elsewhere.append(SkippedFile(str(file), f"`{command}`"))
+            continue
         try:
             for record in read_record(value, file):
                 records.add(record)

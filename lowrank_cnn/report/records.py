@@ -228,11 +228,15 @@ class SkippedFile:
 
 @dataclass
 class Records:
-    """What `read_records` found: training runs, timings, and the files that it skipped, each with the reason."""
+    """What `read_records` found: training runs, timings, and the files that it skipped, each with the reason.
+
+    `elsewhere` are files that another command shows, each with that command.
+    """
 
     runs: list[Run] = field(default_factory=list)
     timings: list[TimedNetwork] = field(default_factory=list)
     skipped: list[SkippedFile] = field(default_factory=list)
+    elsewhere: list[SkippedFile] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.runs or self.timings)

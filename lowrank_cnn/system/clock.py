@@ -17,6 +17,7 @@ from lowrank_cnn.system.errors import LowRankError
 Key = TypeVar("Key", bound=Hashable)
 TimedCall = Callable[[], object]
 _FEWEST = 3
+_MOST_REPEATS = 10**6
 _MOST_THREADS = 1024
 """Torch crashes where the system refuses so many."""
 
@@ -69,9 +70,11 @@ def measure(
 
 
 def check_repeats(repeats: int) -> None:
-    """Refuse fewer runs than a median with quartiles needs."""
+    """Refuse fewer runs than a median with quartiles needs, and a number that cannot be meant."""
     if repeats < _FEWEST:
         raise LowRankError(f"a median with quartiles needs at least {_FEWEST} runs, not {repeats}.")
+    if repeats > _MOST_REPEATS:
+        raise LowRankError(f"a median is of {_MOST_REPEATS:,} runs at most, not of {repeats:,}.")
 
 
 def check_budget(seconds: float) -> None:

@@ -62,7 +62,7 @@ class EvaluationDetails:
         """Pairs of true and predicted class, the most frequent first; `share` is of the class's images."""
         wrong = self.confusion.clone()
         wrong.fill_diagonal_(0)
-        counts, places = wrong.flatten().topk(min(most, wrong.numel()))
+        counts, places = wrong.flatten().sort(descending=True, stable=True)
         totals = self.confusion.sum(1)
         return [
             {
@@ -71,7 +71,7 @@ class EvaluationDetails:
                 "n": count,
                 "share": count / int(totals[place // len(self.classes)]),
             }
-            for count, place in zip(counts.tolist(), places.tolist(), strict=True)
+            for count, place in zip(counts[:most].tolist(), places[:most].tolist(), strict=True)
             if count
         ]
 
@@ -119,8 +119,9 @@ class DetailsCollector:
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Count a batch; images come in the order of the set."""
-        probabilities = logits.float().softmax(1)
-        confidence, predicted = probabilities.max(1)
+        # By the scores, as accuracy is counted: probabilities round to equal ones more often.
+        predicted = logits.argmax(1)
+        confidence = logits.float().softmax(1).amax(1)
         self.right.append(predicted == labels)
         right = self.right[-1].double()
         places = labels * len(self.classes) + predicted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.data import Data, Loader, Preprocess, make_loader, open_data
 from lowrank_cnn.data.image_progress import ImageProgress
+from lowrank_cnn.data.types import places_by_name
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import counted, first_few
 from lowrank_cnn.train.checkpoint import CheckpointStore, DamagedCheckpointError, read_state
@@ -59,7 +61,10 @@ def evaluate(
     trained = model if isinstance(model, Trained) else _trained(model, data, preprocess, recipe, output)
     trained = trained.with_output(output)
     if not isinstance(source, Data):
-        data = held_out_images(trained, source) or data
+        held_out = held_out_images(trained, source)
+        if held_out is None and (told := changed_set(trained, data)):
+            warnings.warn(told, stacklevel=2)
+        data = held_out or data
     places = match_classes(trained, data)
     _check_size(trained, data)
     data.check_labels(only_test=True)  # the training images need not be decoded
@@ -110,6 +115,19 @@ def held_out_images(trained: Trained, source: str | Path, **options: Any) -> Dat
         if data.digest == trained.held_out["digest"]:
             return data
     return None
+
+
+def changed_set(trained: Trained, data: Data) -> str | None:
+    """A warning where a set has the name of the one that the network was trained on, but not its digest.
+
+    Which of its images training held out is then not known: most of them may have been trained on.
+    """
+    if not trained.held_out or trained.held_out.get("name") != data.name:
+        return None
+    return (
+        f"The network was trained on a set called {data.name}, which held other images then: it may have been "
+        f"trained on most of these {counted(len(data.test), 'image')}, and then their accuracy says little."
+    )
 
 
 def _relabelled(loader: Loader, places: Tensor, shown: ImageProgress) -> Iterator[tuple[Tensor, Tensor]]:
@@ -164,14 +182,14 @@ def match_classes(trained: Trained, data: Data) -> Tensor:
 
     A test set may lack classes; one that the network does not know could only be counted wrong.
     """
-    place = {name: number for number, name in enumerate(trained.classes)}
-    unknown = [name for name in data.classes if name not in place]
+    places = places_by_name(data.classes, trained.classes)
+    unknown = [name for name, place in zip(data.classes, places, strict=True) if place is None]
     if unknown:
         raise LowRankError(
             f"the network knows {counted(len(trained.classes), 'class')} ({first_few(trained.classes)}), "
             f"{data.name} has {counted(len(unknown), 'other')} ({first_few(unknown)})."
         )
-    return torch.tensor([place[name] for name in data.classes])
+    return torch.tensor(places)
 
 
 def _check_size(trained: Trained, data: Data) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -128,6 +128,15 @@ def batch_norm_over_all(fabric: Fabric, network: nn.Module, say: Callable[[str],
 def add_up(fabric: Fabric, tensor: Tensor) -> Tensor:
     """The sum of a tensor over all processes."""
     return fabric.all_reduce(tensor.clone(), reduce_op="sum")  # type: ignore[return-value]
+
+
+def copy_from_first(fabric: Fabric, tensors: Iterable[Tensor]) -> None:
+    """Give all processes the values that these tensors have in the first, in place."""
+    if fabric.world_size > 1:
+        for tensor in tensors:
+            value = tensor.contiguous()
+            torch.distributed.broadcast(value, 0)
+            tensor.copy_(value)
 
 
 def gather_tensors(fabric: Fabric, tensor: Tensor) -> list[Tensor]:

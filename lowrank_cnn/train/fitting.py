@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from lowrank_cnn.data.dataset import AsGiven, loader_batch
+from lowrank_cnn.data.dataset import AsGiven, DatasetSplit, loader_batch
 from lowrank_cnn.data.types import Decode
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.settling import settle
@@ -36,7 +36,14 @@ from lowrank_cnn.train.progress import Lines, Progress, moving_line
 from lowrank_cnn.train.recipe import Recipe, changed
 from lowrank_cnn.train.recipes import get_recipe
 from lowrank_cnn.train.record import Record
-from lowrank_cnn.train.remarks import dropout_remarks, precision_remarks, remarks, rounding_remarks, step_remarks
+from lowrank_cnn.train.remarks import (
+    data_remarks,
+    dropout_remarks,
+    precision_remarks,
+    remarks,
+    rounding_remarks,
+    step_remarks,
+)
 from lowrank_cnn.train.score import Evaluation, LossEvaluation, check_classes, check_fits
 from lowrank_cnn.train.short_runs import whiten_first_layer
 from lowrank_cnn.train.step import put_back
@@ -120,9 +127,13 @@ def fit(
         directory.check_apart_from(data)
     data = open_for(model, data, recipe)
     if loss is None:
+        for split in (data.train, data.test):
+            if isinstance(split, DatasetSplit):
+                split.check_classified()
         check_classes(data)
         check_network(model, data, recipe)
     extras = Extras(loss, tuple(callbacks), teacher)
+    extras.check(recipe)
     fabric = launch(device, precision or recipe.precision, strategy)
     shown = Lines() if progress and fabric.is_global_zero else Progress()
     precision = precision or recipe.precision
@@ -131,7 +142,11 @@ def fit(
     with held, repeatable(deterministic, processes=fabric.world_size):
         if resume and (done := job.finished()):
             return done
-        for sentence in [*remarks(model, recipe), *precision_remarks(precision, fabric.device)]:
+        for sentence in [
+            *remarks(model, recipe),
+            *data_remarks(data),
+            *precision_remarks(precision, fabric.device),
+        ]:
             shown.say(sentence)
         return _train(job, job.saved(resume=resume), log=names, checkpoint_every=checkpoint_every)
 

@@ -81,6 +81,8 @@ def make_inputs(
     data.check_labels()
     kept = data.holdout(held_out(recipe, len(data.train)), HOLDOUT_SEED) if recipe.holdout else data
     _check_batch(recipe, len(kept.train), len(data.train))
+    size = input_size(data.test, augmentation(recipe))
+    _check_window(recipe, size, cropped=not isinstance(data.train, DatasetSplit))
     preprocess = preprocess_from_dict(saved) if saved else preprocessing(kept.train, recipe, device)
     augment = augmentation(recipe)
 
@@ -105,7 +107,7 @@ def make_inputs(
     train = batches(kept.train, train=True)
     watched = "holdout" if recipe.holdout else "test"
     vary = _variation(recipe, preprocess, len(data.classes), seed=seed, rank=rank)
-    return Inputs(data, train, watch, test, preprocess, watched, input_size(data.test, augment), vary)
+    return Inputs(data, train, watch, test, preprocess, watched, size, vary)
 
 
 def _variation(recipe: Recipe, preprocess: Preprocess, classes: int, *, seed: int, rank: int) -> Vary:
@@ -149,6 +151,19 @@ def _check_batch(recipe: Recipe, images: int, all_images: int) -> None:
         f"the set has {counted(images, 'image')} to train on{left}, fewer than one batch of {recipe.batch_size}: "
         f"set batch_size to {images} or less (--batch-size {images}){fewer}, or take more images."
     )
+
+
+def _check_window(recipe: Recipe, size: tuple[int, int, int], *, cropped: bool) -> None:
+    """Refuse settings that leave nothing to see of images of this size; the user's own data is not cropped."""
+    _, height, width = size
+    limits = {"test_shift": min(height, width)}
+    limits |= {"cutout": 2 * max(height, width), "pad": max(height, width) + 1} if cropped else {}
+    for field, limit in limits.items():
+        if (value := getattr(recipe, field)) >= limit:
+            raise LowRankError(
+                f"{field}={value} leaves nothing to see of images of {height}x{width}: set it below {limit} "
+                f"(--set {field}=0 turns it off)."
+            )
 
 
 def augmentation(recipe: Recipe) -> Augment:

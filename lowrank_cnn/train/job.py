@@ -23,7 +23,7 @@ from lowrank_cnn.train.execution import COMPILED, EAGER, Compile, StepBuilder, r
 from lowrank_cnn.train.fabric import resolve_precision
 from lowrank_cnn.train.fused_copy import fused_to_train
 from lowrank_cnn.train.inputs import Inputs, make_inputs
-from lowrank_cnn.train.objective import Loss, Objective, balanced_weights, make_teacher
+from lowrank_cnn.train.objective import Loss, Objective, class_balance, make_teacher
 from lowrank_cnn.train.optimizers import in_evaluation
 from lowrank_cnn.train.progress import Progress
 from lowrank_cnn.train.recipe import Recipe, differences, in_words
@@ -67,6 +67,15 @@ class Extras:
     loss: Loss | None = None
     callbacks: Sequence[Callback] = ()
     teacher: nn.Module | Trained | str | Path | None = None
+
+    def check(self, recipe: Recipe) -> None:
+        """Refuse what would have no effect: a teacher and class weights are parts of our own loss."""
+        if self.loss is None:
+            return
+        if self.teacher is not None:
+            raise LowRankError("a loss of your own takes the place of the teacher's: ask the teacher within it.")
+        if recipe.class_weights != "none":
+            raise LowRankError("a loss of your own weighs classes itself: set class_weights=none.")
 
 
 @dataclass
@@ -189,10 +198,10 @@ class Job:
         recipe, device = self.recipe, self.fabric.device
         weights = teacher = None
         if recipe.class_weights == "balanced":
-            weights = balanced_weights(self.data.train.labels, len(self.data.classes)).to(device)
+            weights = class_balance(self.data.train, len(self.data.classes)).to(device)
         if self.extras.teacher is not None:
             given, autocast = self.extras.teacher, self.fabric.autocast
-            teacher = make_teacher(given, self.data, inputs.preprocess, device, autocast)
+            teacher = make_teacher(given, self.data, inputs.preprocess, device, autocast, inputs.size)
         return Objective(recipe, class_weights=weights, loss=self.extras.loss, teacher=teacher)
 
     def laid_out(self, size: tuple[int, int, int]) -> nn.Module:

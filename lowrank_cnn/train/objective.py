@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowrank_cnn.data import Data, Preprocess, Standardize
+from lowrank_cnn.data import Data, Preprocess, Split, Standardize
+from lowrank_cnn.data.dataset import DatasetSplit, listed_labels
 from lowrank_cnn.method.activations import evaluating
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, first_line
+from lowrank_cnn.system.memory import is_out_of_memory
 from lowrank_cnn.train.outputs import class_scores
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.trained import Trained, carried_by, load_checkpoint
@@ -82,6 +84,16 @@ def hits(outputs: Any, targets: Any, *, blended: bool = False, output: str | Non
     return (logits.argmax(dim=1) == wanted).sum()
 
 
+def class_balance(split: Split, classes: int) -> Tensor:
+    """The balanced weights of a split to train on; refuses a data set of the user's own that lists no labels."""
+    if isinstance(split, DatasetSplit) and listed_labels(split.dataset) is None:
+        raise LowRankError(
+            "class_weights=balanced counts the images of each class: give your Dataset a list `targets` of the "
+            "class numbers of all items."
+        )
+    return balanced_weights(split.labels, classes)
+
+
 def balanced_weights(labels: Tensor, classes: int) -> Tensor:
     """A weight for each class that makes all classes count alike, whatever their numbers of images."""
     counts = labels.bincount(minlength=classes).double()
@@ -96,8 +108,9 @@ def make_teacher(
     preprocess: Preprocess,
     device: torch.device,
     autocast: Callable[[], AbstractContextManager],
+    size: Sequence[int],
 ) -> Callable[[Tensor], Tensor]:
-    """The teacher as a function from images of the run to its answers, without gradients.
+    """The teacher as a function from images of the run, of this size, to its answers, without gradients.
 
     A teacher that carries its preparation gets the images so prepared; any other gets them as the student does.
     """
@@ -111,6 +124,9 @@ def make_teacher(
         raise LowRankError(f"a teacher is a network or the directory of a run, not a {type(teacher).__name__}.")
     if trained and trained.classes != data.classes:
         raise LowRankError("the teacher knows other classes than the data: it must know the same, in one order.")
+    if trained and trained.input_size[1:] != tuple(size[1:]):
+        theirs, ours = ("x".join(map(str, one[1:])) for one in (trained.input_size, size))
+        raise LowRankError(f"the teacher was trained on images of {theirs}, and those of this run have {ours}.")
     translate = _translation(preprocess, trained.preprocess if trained else preprocess, device)
     network = network.to(device)
 
@@ -120,7 +136,24 @@ def make_teacher(
             outputs = network(translate(images))
         return class_scores(outputs, trained.recipe.output if trained else None)
 
+    _check_answers(answer, size, len(data.classes), device)
     return answer
+
+
+def _check_answers(
+    answer: Callable[[Tensor], Tensor], size: Sequence[int], classes: int, device: torch.device
+) -> None:
+    """Refuse a teacher that cannot take the images, or has other than one score for each class."""
+    try:
+        found = tuple(answer(torch.zeros(1, *size, device=device)).shape)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        shape = "x".join(map(str, size))
+        raise LowRankError(f"the teacher cannot take images of {shape}: {first_line(error)}.") from error
+    if classes and found != (1, classes):
+        told = "x".join(map(str, found[1:]))
+        raise LowRankError(f"the teacher gives {told} scores for an image, and the data has {classes} classes.")
 
 
 def _translation(ours: Preprocess, theirs: Preprocess, device: torch.device) -> Callable[[Tensor], Tensor]:

@@ -104,9 +104,19 @@ def layer_factors(names: Iterable[str], decay: float) -> dict[str, float]:
     >>> layer_factors(["0.weight", "0.bias", "1.weight"], 0.5)
     {'0.weight': 0.5, '0.bias': 0.5, '1.weight': 1.0}
     """
-    layers = {name: name.rpartition(".")[0] for name in names}
+    layers = {name: layer_of(name) for name in names}
     order = {layer: number for number, layer in enumerate(dict.fromkeys(layers.values()))}
     return {name: decay ** (len(order) - 1 - order[layer]) for name, layer in layers.items()}
+
+
+def layer_of(name: str) -> str:
+    """The module that a parameter belongs to; one of a list, as the filter groups of a composite, to the list's.
+
+    >>> layer_of("conv1.weight"), layer_of("conv1.weights.0")
+    ('conv1', 'conv1')
+    """
+    owner, _, own = name.rpartition(".")
+    return owner.rpartition(".")[0] if own.isdecimal() else owner
 
 
 BACKBONE = "backbone"
@@ -125,8 +135,8 @@ def freeze(network: nn.Module, patterns: str) -> list[nn.Module]:
     matched = {name for name in every for pattern in wanted if fnmatch(name, pattern)}
     weights = [name for name, parameter in network.named_parameters() if parameter.ndim > 1]
     if BACKBONE in wanted and weights:
-        last = weights[-1].rpartition(".")[0]
-        matched |= {name for name in every if name.rpartition(".")[0] != last}
+        last = layer_of(weights[-1])
+        matched |= {name for name in every if layer_of(name) != last}
     if wanted and matched.isdisjoint(names):
         known = ", ".join(names[:3])
         raise LowRankError(f"freeze={patterns!r} matches no parameter of the network, such as {known}.")

@@ -10,15 +10,16 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.data import Augment
+from lowrank_cnn.data import Augment, Problems
 from lowrank_cnn.data.augment import centre_crop, resize_shorter
 from lowrank_cnn.data.images.decode import BadImageError, decode_image, stack
-from lowrank_cnn.data.readers.folder import SUFFIXES
+from lowrank_cnn.data.readers.folder import image_files
 from lowrank_cnn.data.stream.streamed import frame
 from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.system.errors import LowRankError, require
 from lowrank_cnn.train.fabric import resolve_device
-from lowrank_cnn.train.outputs import class_scores
+from lowrank_cnn.train.outputs import ranking
+from lowrank_cnn.train.short_runs import averaged_views
 from lowrank_cnn.train.trained import Trained, carried_by, load_checkpoint
 
 Ranking = list[tuple[str, float]]
@@ -63,7 +64,7 @@ def predict(
     or a list of them: a path, a folder (all image files below it, sorted), the bytes of a file, a PIL image, an
     array [H, W] or [H, W, C], or a tensor [C, H, W], the last two of uint8. With `bad="skip"` the answer for an
     image that cannot be read is None; else it is refused. `output` is the name or the number of the output with
-    the class scores, of a network with several.
+    the class scores, of a network with several. Views of an image are averaged as `evaluate` averages them.
 
     >>> predict("runs/photos", ["holiday.jpg"], top=2)  # doctest: +SKIP
     [[('beach', 0.93), ('city', 0.05)]]
@@ -75,7 +76,7 @@ def predict(
     trained = _with_preparation(model).with_output(output)
     place = torch.device(resolve_device(device))
     network = trained.network.to(place)
-    preprocess = trained.preprocess.to(place)
+    forward, preprocess = averaged_views(network, trained.recipe), trained.preprocess.to(place)
     answers: list[Ranking | None] = []
     for image in each_image(images):
         try:
@@ -87,10 +88,10 @@ def predict(
             continue
         seen = _whole_to_window(preprocess(pixels[None]), trained)
         with evaluating(network):
-            scores = class_scores(network(seen), trained.recipe.output)
+            scores = forward(seen)
         if bool(scores.isnan().any()):
             raise LowRankError("the network gives NaN in place of class scores.")
-        answers.append(_ranked(scores.softmax(1)[0], trained.classes, top))
+        answers.append(_ranked(scores, trained.classes, top))
     return answers
 
 
@@ -105,12 +106,8 @@ def each_image(images: Any) -> Iterator[Any]:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Image files at any depth below a folder, sorted; hidden ones are left out."""
-    found = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in SUFFIXES and path.name[0] != "." and path.is_file()
-    )
+    """Image files at any depth below a folder, sorted; hidden ones are left out, and links are followed."""
+    found = sorted(map(Path, image_files(folder, Problems())))
     if not found:
         raise LowRankError(f"there is no image below {folder}.")
     return found
@@ -185,6 +182,6 @@ def _whole_to_window(images: Tensor, trained: Trained) -> Tensor:
     return centre_crop(resize_shorter(images, trained.augment.resize), window)
 
 
-def _ranked(probabilities: Tensor, classes: Sequence[str], top: int) -> Ranking:
-    values, indices = probabilities.topk(min(top, len(classes)))
-    return [(classes[int(index)], float(value)) for value, index in zip(values, indices, strict=True)]
+def _ranked(scores: Tensor, classes: Sequence[str], top: int) -> Ranking:
+    probabilities = scores.softmax(1)[0]
+    return [(classes[int(place)], float(probabilities[place])) for place in ranking(scores)[0, :top]]

@@ -33,8 +33,8 @@ _LARGE = 10.0**9
 _RANGES = {
     "batch_size": (1, _LARGE),
     "epochs": (1, _LARGE),
-    "lr": (0, _LARGE),
-    "momentum": (0, 1),
+    "lr": (1e-12, _LARGE),
+    "momentum": (0, 0.99999),
     "weight_decay": (0, _LARGE),
     "clip_norm": (0, _LARGE),
     "warmup": (0, _LARGE),
@@ -44,7 +44,7 @@ _RANGES = {
     "levels": (0, _LARGE),
     "min_delta": (0, 1),
     "drop_factor": (1, _LARGE),
-    "label_smoothing": (0, 1),
+    "label_smoothing": (0, 0.999),
     "aux_weight": (0, _LARGE),
     "ema": (0, 1),
     "evaluate_every": (1, _LARGE),
@@ -177,6 +177,8 @@ class Recipe:
             value = getattr(self, field)
             if value is not None and not low <= value <= high:
                 raise LowRankError(f"{field} lies between {low:g} and {high:g}, not at {value}.")
+        if any(epoch < 1 for epoch in self.drop_epochs):
+            raise LowRankError(f"drop_epochs are numbers of epochs, 1 or more, not {min(self.drop_epochs)}.")
         if self.nesterov and self.momentum == 0:
             raise LowRankError("nesterov needs a momentum above 0.")
         if self.batch_size % self.accumulate:

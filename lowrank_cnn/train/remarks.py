@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from lowrank_cnn.data import Data
 from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.method.channel_order import why_fixed
 from lowrank_cnn.method.settling import has_learned
@@ -50,6 +51,15 @@ def remarks(model: nn.Module, recipe: Recipe) -> list[str]:
             f"The network begins with trained weights ({begun}); images are prepared anew, for these data."
         )
     return said
+
+
+def data_remarks(data: Data) -> list[str]:
+    """A warning where a data set of the user's own comes without one to test on."""
+    if "tested_on" not in data.details:
+        return []
+    return [
+        "There is no data set to test on, as in fit(network, (train, test)): accuracy is on the images trained on."
+    ]
 
 
 def precision_remarks(precision: str, device: torch.device) -> list[str]:

@@ -19,7 +19,7 @@ from lowrank_cnn.system.memory import is_out_of_memory
 from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.details import DetailsCollector, EvaluationDetails
 from lowrank_cnn.train.objective import Loss, hits
-from lowrank_cnn.train.outputs import class_scores
+from lowrank_cnn.train.outputs import class_scores, ranking
 
 TOP_FIVE = 5
 """Top-5 counts an answer as right if the class is among this many; it is not shown for fewer classes."""
@@ -178,7 +178,7 @@ def score(
 
 
 def _count(logits: Tensor, labels: Tensor) -> Tensor:
-    ranked = logits.topk(min(TOP_FIVE, logits.shape[1]), dim=1).indices == labels[:, None]
+    ranked = ranking(logits)[:, :TOP_FIVE] == labels[:, None]
     loss = functional.cross_entropy(logits, labels, reduction="sum")
     n = torch.full_like(loss, len(labels))
     return torch.stack([ranked[:, 0].sum(), ranked.sum(), n, loss]).double()

@@ -109,6 +109,11 @@ class TrainingStep:
         sums = {"tally.sums": self.sums, "tally.halted": self.halted}
         return named | self.optimizer.tensors() | scale | sums | self.ranges
 
+    def statistics(self) -> list[Tensor]:
+        """What a network collects without gradients, as batch norms do, and the moving averages of that."""
+        groups = (self.weights, self.averages)
+        return [t for group in groups for name, t in group.items() if name not in self.parameters]
+
     def read_tally(self, add_up: Callable[[Tensor], Tensor] = Tensor.clone) -> Tally:
         """Wait for the device and read the sums, added up over processes where asked to."""
         sums = torch.cat([self.sums, self.halted[None], torch.ones_like(self.halted)[None]])

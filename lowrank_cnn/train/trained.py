@@ -33,8 +33,8 @@ class Trained:
 
     `image` is the size of the images it was trained on (channels, height, width) before any crop, or empty if they
     differed in size. `held_out` says which images of its set it was not trained on, where the set came without
-    test images: the share and seed (`val_split`), the number trained on, and the digest of the set. `ranges` are
-    those of the layers' inputs, of a network trained with `quantize="int8"`.
+    test images: the share and seed (`val_split`), the number trained on, and the name and digest of the set.
+    `ranges` are those of the layers' inputs, of a network trained with `quantize="int8"`.
     """
 
     network: nn.Module
@@ -133,12 +133,12 @@ def load_checkpoint(
     return replace(trained, network=settle(network, trained.input_size)) if has_learned(network) else trained
 
 
-def classes_of(path: str | Path) -> int | None:
-    """The number of classes that the weights of a run or an exported file are for; None where they do not say."""
+def classes_of(path: str | Path) -> tuple[str, ...] | None:
+    """The classes that the weights of a run or an exported file are for; None where they do not say."""
     path = resolve(path)
     try:
         card = read_card(path) if is_exported(path) else read_state(_newest(path))
-        return len(card["data"]["classes"]) if card else None
+        return tuple(card["data"]["classes"]) if card else None
     except (LowRankError, KeyError, TypeError):  # loading them says what is wrong
         return None
 
@@ -183,7 +183,8 @@ def _trained(network: nn.Module, preprocess: Mapping[str, Tensor], card: Mapping
 
 def held_out_part(data: Mapping[str, Any]) -> dict[str, Any]:
     """From the description of a run's data, what finds its held-out images again; empty where it held out none."""
-    return {key: data[key] for key in ("digest", "train", "val_split")} if data.get("val_split") else {}
+    known = ("name", "digest", "train", "val_split")
+    return {key: data[key] for key in known if key in data} if data.get("val_split") else {}
 
 
 def carried_by(network: nn.Module) -> Trained | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.execution import StepBuilder
-from lowrank_cnn.train.fabric import add_up, agree_on
+from lowrank_cnn.train.fabric import add_up, agree_on, copy_from_first
 from lowrank_cnn.train.failure import (
     Interrupted,
     NotFiniteError,
@@ -162,6 +162,8 @@ class Trainer:
         """Evaluate, decide on the learning rate, and move on to the next epoch."""
         tally = self._tally()
         self._check_finite(tally)
+        # Each process has collected statistics of its own images. Those of the first are saved: all test by them.
+        copy_from_first(self.fabric, self.step.statistics())
         seconds = time.monotonic() - self.epoch_began
         done = self.position.epoch + 1
         watched = self._watch(done)

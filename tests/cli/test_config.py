@@ -46,6 +46,22 @@ def test_json_will_do(lowrank, tmp_path):
     assert lowrank("train", "--config", tmp_path / "run.json").exit_code == 0
 
 
+@pytest.mark.parametrize("text", ['recipe = "digits"', '[recipe]\nname = "digits"'])
+def test_a_recipe_is_named_in_the_file(lowrank, tmp_path, text):
+    options = TOML.partition("[recipe]")[0].replace("epochs = 1", 'log = "csv"\nset = ["epochs=1", "crop=14"]')
+    (tmp_path / "run.toml").write_text(f"{options}\n{text}")
+    done = lowrank("train", "--config", tmp_path / "run.toml", "--out", tmp_path / "a")
+    assert done.exit_code == 0, (done.output, done.exception)
+    recipe = load_record(tmp_path / "a").recipe
+    assert (recipe["name"], recipe["pad"], recipe["mirror"]) == ("digits", 2, False)
+    assert (tmp_path / "a" / "history.csv").exists()
+    other = lowrank("train", "--config", tmp_path / "run.toml", "--recipe", "modern", "--out", tmp_path / "b")
+    assert other.exit_code == 0, (other.output, other.exception)
+    assert load_record(tmp_path / "b").recipe["name"] == "modern"
+    named = lowrank("train", "--config", tmp_path / "run.toml", "--set", "name=modern")
+    assert "--recipe modern, not with --set" in str(named.exception)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

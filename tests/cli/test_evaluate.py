@@ -64,7 +64,11 @@ def test_a_flat_folder_is_evaluated_on_the_images_that_training_held_out(lowrank
         assert json.loads(lowrank("evaluate", exported, "--data", photos, "--json").stdout)["n"] == n
     assert evaluate(run, photos, device="cpu", progress=False).n == n
     image.new("L", (16, 16), 9).save(photos / "dark" / "new.png")  # now it is another set, used as a whole
-    assert json.loads(lowrank("evaluate", run, "--data", photos, "--json").stdout)["n"] == 41
+    whole = lowrank("evaluate", run, "--data", photos, "--json")
+    assert json.loads(whole.stdout)["n"] == 41
+    assert "trained on a set called photos, which held other images then" in whole.stderr
+    with pytest.warns(UserWarning, match="may have been trained on most of these 41 images"):
+        assert evaluate(run, photos, device="cpu", progress=False).n == 41
 
 
 def test_evaluation_brings_images_to_the_size_of_training(lowrank, train_small, squares, tmp_path, monkeypatch):

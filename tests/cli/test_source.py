@@ -127,19 +127,22 @@ def test_bad_input_is_one_sentence(output_of, arguments: list[str], says: str):
         output_of(*arguments)
 
 
+CLASSES = tuple("abcdefg")
+
+
 @pytest.mark.usefixtures("zoo")
 def test_the_last_layer_fits_the_classes_and_the_rest_stays_trained():
     given = sys.modules["torchvision.models"].given
-    fresh = find_model("torchvision:resnet18", classes=7)
+    fresh = find_model("torchvision:resnet18", classes=CLASSES)
     assert (fresh.network[3].out_channels, fresh.remark) == (7, "")
-    trained = find_model("torchvision:resnet18", classes=7, pretrained="default")
+    trained = find_model("torchvision:resnet18", classes=CLASSES, pretrained="default")
     assert trained.network[3].out_channels == 7
     assert trained.remark == "The last layer is new, for 7 classes; the others begin with trained weights."
-    rewritten = find_model("torchvision:resnet18", classes=7, pretrained="default", scheme="lr")
+    rewritten = find_model("torchvision:resnet18", classes=CLASSES, pretrained="default", scheme="lr")
     assert "Layers that lr rewrites begin with fresh weights: `lowrank decompose` keeps" in rewritten.remark
-    assert find_model("torchvision:resnet18", classes=7, scheme="lr").remark == ""
+    assert find_model("torchvision:resnet18", classes=CLASSES, scheme="lr").remark == ""
     assert notes(trained.network).begun_from == "torchvision:resnet18, default"
-    find_model("timm:resnet18", classes=7)
+    find_model("timm:resnet18", classes=CLASSES)
     assert given[-1] == {"num_classes": 7}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowrank_cnn.cli.train import _told
+from lowrank_cnn.cli.train import _held_out_in_words, _told
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.data.readers.read_options import ReadOptions
 from lowrank_cnn.data.readers.sources import open_source
@@ -204,8 +204,8 @@ def test_trained_weights_are_trained_on_and_the_record_says_so(lowrank, squares,
         "pad=0",
         "--set",
         "cutout=0",
-        "--lr",
-        "0",
+        "--set",
+        "freeze=features.conv1*",
         "--epochs",
         "1",
         "--batch-size",
@@ -222,6 +222,18 @@ def test_trained_weights_are_trained_on_and_the_record_says_so(lowrank, squares,
     name = "features.conv1_1.weights.0"
     assert torch.equal(kept.state_dict()[name], theirs.state_dict()[name])
     assert notes(kept).begun_from == tmp_path.name
+
+
+@pytest.mark.parametrize("names", [("dark", "bright"), ("dark", "light")])
+def test_a_last_layer_is_kept_for_the_same_classes_alone(
+    lowrank, train_small, squares, tmp_path, monkeypatch, names
+):
+    assert train_small("--out", tmp_path / "run").exit_code == 0
+    found = replace(squares(), classes=names)
+    monkeypatch.setattr("lowrank_cnn.data.open_data", lambda *_, **__: found)
+    done = lowrank("train", tmp_path / "run", "--data", "squares", *SMALL[2:], "--out", tmp_path / "tuned")
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert ("The last layer is new, for 2 classes" in done.output) == (names != ("dark", "bright"))
 
 
 def test_a_run_is_fine_tuned_for_other_classes(lowrank, tmp_path):
@@ -296,6 +308,15 @@ def photographs(tmp_path, monkeypatch) -> Path:
     return tmp_path / "photos"
 
 
+def test_classes_without_held_out_images_are_named() -> None:
+    images = torch.zeros(3, 1, 8, 8, dtype=torch.uint8)
+    train, test = (ResidentSplit.of(images, torch.tensor(labels)) for labels in ([0, 1, 2], [0, 0, 2]))
+    told = _held_out_in_words(Data("own", ("ant", "bee", "cow"), train, test), 0.5)
+    assert told.endswith(
+        "3 images, about 50% of each class, are held out (--val-split). Among them are none of 1 class (bee)."
+    )
+
+
 def test_the_first_hour_with_ones_own_photographs(lowrank, photographs, tmp_path):
     """A flat folder, no size, no split, a network for colour: trained, evaluated, asked, all by one line each."""
     own, run = own_network(tmp_path), tmp_path / "run"
@@ -303,7 +324,7 @@ def test_the_first_hour_with_ones_own_photographs(lowrank, photographs, tmp_path
     small = ("--epochs", "1", "--batch-size", "8", "--set", "cutout=2", "--device", "cpu")
     done = lowrank("train", "nin", "--width", "0.05", "--data", photographs, "--out", run, *small)
     assert done.exit_code == 0, (done.output, done.exception)
-    assert "20% of each class are held out" in done.output
+    assert "5 images, about 20% of each class, are held out" in " ".join(done.output.split())
     assert "30x30 pixels" in done.output
     assert "size that the network is for" in done.output
     record = load_record(run)

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
-from lowrank_cnn.data.dataset import AsGiven, data_of
+from lowrank_cnn.data.dataset import AsGiven, data_of, listed_labels
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Recipe, fit
 from lowrank_cnn.train.predicting import predict
@@ -167,3 +167,53 @@ def test_what_cannot_be_trained_on(data: object, says: str) -> None:
 def test_items_are_what_tells_sets_apart() -> None:
     one, same, other = data_of(Halves(), None), data_of(Halves(), None), data_of(Halves(38), None)
     assert one.digest == same.digest != other.digest
+
+
+LABELS = torch.arange(16) % 2
+
+
+@pytest.mark.parametrize(
+    ("images", "targets", "says"),
+    [
+        (torch.rand(16, 1, 8, 8), LABELS.float(), "its class number, not tensor"),
+        (torch.rand(16, 1, 8, 8), LABELS[:, None], "its class number, not tensor"),
+        (torch.rand(16, 1, 8, 8), LABELS - 1, "class numbers from 0 on, not -1"),
+        (torch.rand(16, 1, 8, 8), LABELS + 1, "class number 2, and 2 classes"),
+        (torch.zeros(16, 1, 8, 8, dtype=torch.uint8), LABELS, "float32, prepared as the network takes them"),
+        (torch.rand(0, 1, 8, 8), LABELS[:0], "the data set has no items"),
+    ],
+)
+def test_items_that_cross_entropy_cannot_take(images: Tensor, targets: Tensor, says: str) -> None:
+    with pytest.raises(LowRankError, match=says):
+        fit(classifier(), TensorDataset(images, targets), RECIPE, **QUIET)
+
+
+def test_classes_are_balanced_by_the_labels_that_a_set_lists() -> None:
+    images, labels = torch.rand(16, 1, 8, 8), torch.tensor([0] * 12 + [1] * 4)
+    balanced = dataclasses.replace(RECIPE, class_weights="balanced")
+    whole = TensorDataset(images, labels)
+    assert listed_labels(Subset(whole, [15, 0])).tolist() == [1, 0]  # type: ignore[union-attr]
+    assert fit(classifier(), whole, balanced, **QUIET).result["n"] == 16
+
+    class Silent(Dataset):
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return whole[index]
+
+    with pytest.raises(LowRankError, match="give your Dataset a list `targets`"):
+        fit(classifier(), Silent(), balanced, **QUIET)
+
+
+def test_it_is_told_where_accuracy_is_on_the_images_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert data_of(Halves(), Halves(10)).details == {"prepared_by": "user"}
+    record = fit(classifier(), Halves(), RECIPE, epochs=1, device="cpu")
+    assert record.data["tested_on"] == "training images"
+    assert "accuracy is on the images trained on" in capsys.readouterr().out
+
+
+def test_images_of_ones_own_may_be_smaller_than_a_cutout() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(5, 2))
+    recipe = dataclasses.replace(RECIPE, cutout=8, pad=4)
+    assert fit(network, TensorDataset(torch.rand(16, 5, 1, 1), LABELS), recipe, **QUIET).result["n"] == 16

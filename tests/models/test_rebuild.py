@@ -112,6 +112,15 @@ def test_a_network_for_other_classes_keeps_all_but_its_last_layers(name: str):
     assert all(before[key].shape[0] == 7 and after[key].shape[0] == 3 for key in changed)
 
 
+def test_other_classes_of_the_same_number_get_a_new_last_layer():
+    network = create_model("nin-c3-lr", num_classes=3, width=0.05)
+    for classes in (3, 2):
+        before, after = network.state_dict(), with_classes(network, classes).state_dict()
+        changed = [key for key, tensor in after.items() if not torch.equal(tensor, before[key])]
+        assert changed
+        assert all(after[key].shape[0] == classes for key in changed)
+
+
 def test_a_foreign_network_has_no_other_classes():
     with pytest.raises(LowRankError, match="not one of our networks"):
         with_classes(nn.Linear(2, 2), 3)

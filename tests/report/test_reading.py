@@ -12,7 +12,7 @@ from lowrank_cnn.report.charts.curves import training_curves
 from lowrank_cnn.report.charts.layers import layer_charts
 from lowrank_cnn.report.charts.trade import trade_charts, trade_points
 from lowrank_cnn.report.gathering import gather
-from lowrank_cnn.report.reading import read_record
+from lowrank_cnn.report.reading import read_record, require_records, shown_elsewhere
 from lowrank_cnn.report.records import Records
 from lowrank_cnn.report.tables import summary_table
 from lowrank_cnn.system.errors import LowRankError
@@ -83,6 +83,15 @@ def test_a_folder_is_read_at_any_depth_and_bad_files_are_listed(runs: Path):
     assert "shopping list" in reasons["foreign.json"]
 
 
+def test_a_frontier_is_shown_by_its_own_command(tmp_path: Path):
+    (tmp_path / "frontier.json").write_text(json.dumps({"kind": "frontier", "family": "nin"}))
+    shown = f"{tmp_path / 'frontier.json'} is shown by `lowrank frontier nin --out {tmp_path}`"
+    records = read_records([tmp_path])
+    assert (records.skipped, shown_elsewhere(records)) == ([], [shown])
+    with pytest.raises(LowRankError, match=r"no training run and no timing of a network; .*lowrank frontier nin"):
+        require_records([tmp_path], records)
+
+
 def test_the_other_files_of_a_run_are_no_problem(tmp_path: Path):
     (tmp_path / "record.json").write_text(json.dumps(RUN))
     for name in ("recipe.json", "shape_costs.json", "shapes.json"):
@@ -90,6 +99,8 @@ def test_the_other_files_of_a_run_are_no_problem(tmp_path: Path):
     (tmp_path / "step-00000010.json").write_text("{}")
     (tmp_path / "step-00000010.safetensors").write_bytes(b"")
     (tmp_path / "table.json").write_text('{"kind": "reproduction", "rows": []}')
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
     records = read_records([tmp_path])
     assert (len(records.runs), records.skipped) == (1, [])
 

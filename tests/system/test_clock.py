@@ -27,6 +27,8 @@ def test_the_least_time_may_be_taken_in_place_of_the_median(monkeypatch):
 
 def test_a_spent_budget_leaves_three_runs():
     assert measure({"a": lambda: None}, repeats=15, budget=0.0)["a"].runs == 3
+    with pytest.raises(LowRankError, match="1,000,000 runs at most, not of 1,000,000,000"):
+        measure({"a": lambda: None}, repeats=10**21)
     with pytest.raises(LowRankError, match="at least 3 runs, not 2"):
         measure({"a": lambda: None}, repeats=2)
 

@@ -151,6 +151,11 @@ def main() -> None:
     elif command == "processes":
         dies_at = int(sys.argv[3]) if len(sys.argv) > 3 else None
         train_as_one_of_many(out, dies_at)
+    elif command == "statistics":
+        from safetensors.torch import save_file
+
+        network, _ = train(out, epochs=2)
+        save_file(network.state_dict(), out.parent / f"rank{os.environ['RANK']}.safetensors")
     elif command == "stuck":
         train_until_stuck(out)
     elif command == "endless":

@@ -321,6 +321,14 @@ def test_images_of_some_classes_are_matched_by_name(run, data):
     assert part.n == len(below)
 
 
+def test_classes_of_one_name_are_matched_in_their_order(data):
+    """As ILSVRC's two cranes: a bird and a machine."""
+    network = nn.Sequential(nn.AdaptiveAvgPool2d((2, 1)), nn.Flatten())
+    trained = Trained(network, preprocessing(data.train, Recipe()), Recipe(), ("crane", "crane"), data.test.size)
+    cranes = dataclasses.replace(data, classes=("crane", "crane"))
+    assert evaluate(trained, cranes, device="cpu").top1 == 1.0
+
+
 def test_the_worst_images_are_named(run, data):
     out, _, record = run
     found = evaluate(out, data, device="cpu").details

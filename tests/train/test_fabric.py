@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import load_record
-from lowrank_cnn.train.fabric import batch_norm_over_all, launch, made_by_first, resolve_device
+from lowrank_cnn.train.fabric import (
+    batch_norm_over_all,
+    copy_from_first,
+    launch,
+    made_by_first,
+    resolve_device,
+)
 
 
 def processes(n: int, device: str) -> Any:
@@ -121,6 +128,26 @@ def assert_close(one: dict, other: dict) -> None:
     assert weights
     for name in weights:
         torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_all_processes_get_the_tensors_of_the_first(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, source: tensor.fill_(7 + source))
+    ours = torch.zeros(2, 3).t()
+    copy_from_first(processes(2, "cpu"), [ours])
+    assert ours.eq(7).all()
+    copy_from_first(processes(1, "cpu"), [mine := torch.zeros(2)])
+    assert mine.eq(0).all()
+
+
+@several
+@pytest.mark.nightly
+def test_the_network_that_is_saved_is_the_one_that_all_processes_test(program, tmp_path):
+    process = program("statistics", tmp_path / "run", launcher=TWO)
+    _, complaints = process.communicate(timeout=120)
+    assert process.returncode == 0, complaints
+    ours, theirs = (load_file(tmp_path / f"rank{rank}.safetensors") for rank in (0, 1))
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
 
 
 @several

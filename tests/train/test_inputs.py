@@ -40,6 +40,13 @@ def test_too_few_images_are_answered_with_what_to_change(driver, change: dict, s
         fit(driver.tiny_net(), driver.tiny_data(), dataclasses.replace(driver.PLAIN, **change), progress=False)
 
 
+@pytest.mark.parametrize("field", ["cutout", "pad", "test_shift"])
+def test_settings_that_hide_every_image_are_refused(driver, field: str):
+    recipe = dataclasses.replace(driver.PLAIN, **{field: 100})
+    with pytest.raises(LowRankError, match=f"{field}=100 leaves nothing to see of images of .*--set {field}=0"):
+        fit(driver.tiny_net(), driver.tiny_data(), recipe, progress=False)
+
+
 @pytest.mark.parametrize(("holdout", "images"), [(0.1, 8), (5, 5), (1, 1)])
 def test_what_is_held_out_is_a_share_or_a_count(driver, holdout: float, images: int):
     assert held_out(dataclasses.replace(driver.PLAIN, holdout=holdout), 80) == images

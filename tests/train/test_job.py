@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.execution import EAGER
 from lowrank_cnn.train.fabric import launch
-from lowrank_cnn.train.job import ExecutionOptions, Job, about
+from lowrank_cnn.train.job import ExecutionOptions, Extras, Job, about
 from lowrank_cnn.train.progress import Progress
 
 
@@ -20,6 +22,16 @@ class Heard(Progress):
 
     def say(self, line: str) -> None:
         self.lines.append(line)
+
+
+def test_a_loss_of_ones_own_leaves_nothing_unused(driver):
+    own = Extras(loss=nn.functional.cross_entropy)
+    own.check(driver.PLAIN)
+    with pytest.raises(LowRankError, match="set class_weights=none"):
+        own.check(dataclasses.replace(driver.PLAIN, class_weights="balanced"))
+    with pytest.raises(LowRankError, match="ask the teacher within it"):
+        dataclasses.replace(own, teacher=driver.tiny_net()).check(driver.PLAIN)
+    Extras(teacher=driver.tiny_net()).check(dataclasses.replace(driver.PLAIN, class_weights="balanced"))
 
 
 @pytest.fixture

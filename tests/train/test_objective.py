@@ -66,10 +66,32 @@ def test_a_teacher_gets_images_as_it_was_trained_on(driver):
     data = driver.tiny_data()
     ours = Standardize(torch.tensor([100.0]), torch.tensor([50.0]))
     theirs = Standardize(torch.tensor([20.0]), torch.tensor([7.0]))
-    trained = Trained(nn.Identity(), theirs, Recipe(), data.classes, (1, 8, 8))
-    answer = make_teacher(trained, data, ours, CPU, contextlib.nullcontext)
+    means = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    trained = Trained(means, theirs, Recipe(), data.classes, (1, 8, 8))
+    answer = make_teacher(trained, data, ours, CPU, contextlib.nullcontext, (1, 8, 8))
     pixels = data.test.images[:4]
-    torch.testing.assert_close(answer(ours(pixels)), theirs(pixels), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(answer(ours(pixels)), means(theirs(pixels)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("network", "image", "says"),
+    [
+        (nn.Flatten(), (1, 16, 16), "trained on images of 16x16, and those of this run have 8x8"),
+        (
+            nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+            (1, 8, 8),
+            "gives 1 scores for an image, .* 4 classes",
+        ),
+        (nn.Conv2d(3, 4, 3), (1, 8, 8), "the teacher cannot take images of 1x8x8: Given groups=1"),
+    ],
+)
+def test_teachers_of_other_images_are_refused(
+    driver, network: nn.Module, image: tuple[int, ...], says: str
+) -> None:
+    data, preprocess = driver.tiny_data(), Standardize(torch.zeros(1), torch.ones(1))
+    trained = Trained(network, preprocess, Recipe(), data.classes, image)
+    with pytest.raises(LowRankError, match=says):
+        make_teacher(trained, data, preprocess, CPU, contextlib.nullcontext, (1, 8, 8))
 
 
 def test_a_student_learns_from_a_run_without_labels(driver, tmp_path):
@@ -94,9 +116,9 @@ def test_teachers_of_other_classes_or_kinds_are_refused(driver):
     data, preprocess = driver.tiny_data(), Standardize(torch.zeros(1), torch.ones(1))
     other = Trained(nn.Identity(), preprocess, Recipe(), ("a", "b"), (1, 8, 8))
     with pytest.raises(LowRankError, match="other classes"):
-        make_teacher(other, data, preprocess, CPU, contextlib.nullcontext)
+        make_teacher(other, data, preprocess, CPU, contextlib.nullcontext, (1, 8, 8))
     with pytest.raises(LowRankError, match="not a int"):
-        make_teacher(3, data, preprocess, CPU, contextlib.nullcontext)  # type: ignore[arg-type]
+        make_teacher(3, data, preprocess, CPU, contextlib.nullcontext, (1, 8, 8))  # type: ignore[arg-type]
 
 
 def test_the_mode_of_a_teacher_stays(driver):

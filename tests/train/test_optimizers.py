@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Recipe, fit
@@ -177,3 +178,12 @@ def test_a_norm_that_the_user_froze_keeps_its_statistics(driver) -> None:
     assert norms
     assert all(torch.equal(norm.running_mean, mean) for norm, mean in zip(norms, before, strict=True))
     assert not any(norm.training or norm.weight.requires_grad for norm in norms)
+
+
+def test_a_composite_is_one_layer() -> None:
+    """Its filter groups are a list of weights: dense and low-rank layers get the same share of the rate."""
+    network = create_model("nin-c3-lr", width=0.05)
+    factors = layer_factors(dict(network.named_parameters()), 0.5)
+    first = {factors[name] for name in factors if name.startswith("features.conv1_1.")}
+    layers = [m for m in network.modules() if isinstance(m, nn.Conv2d | CompositeConv2d)]
+    assert first == {0.5 ** (len(layers) - 1)}

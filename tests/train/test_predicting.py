@@ -50,7 +50,8 @@ def test_all_forms_of_an_image_get_the_same_answer(trained: Trained, green: np.n
 
 def test_a_folder_is_all_its_images(trained: Trained, green: np.ndarray, tmp_path: Path) -> None:
     (tmp_path / "deeper").mkdir()
-    for name in ("b.png", "deeper/a.png", ".hidden.png"):
+    (tmp_path / ".thumbs").mkdir()
+    for name in ("b.png", "deeper/a.png", ".hidden.png", ".thumbs/c.png"):
         Image.fromarray(green).save(tmp_path / name)
     assert len(predict(trained, tmp_path, device="cpu")) == 2
     (tmp_path / "empty").mkdir()
@@ -101,3 +102,20 @@ def test_a_network_that_gives_nan_is_refused(trained: Trained, green: np.ndarray
     nn.init.constant_(spoilt[-1].bias, float("nan"))
     with pytest.raises(LowRankError, match="the network gives NaN"):
         predict(dataclasses.replace(trained, network=spoilt), green, device="cpu")
+
+
+def test_views_are_averaged_as_in_evaluation(trained: Trained) -> None:
+    """A network that sees the left half alone answers by both halves where the recipe mirrors test images."""
+    pixels = torch.zeros(3, 6, 8, dtype=torch.uint8)
+    pixels[0, :, :4], pixels[1, :, 4:] = 100, 200
+    left = nn.Sequential(nn.ZeroPad2d((0, -4, 0, 0)), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    alone = dataclasses.replace(trained, network=left)
+    assert predict(alone, pixels, device="cpu")[0][0][0] == "red"
+    mirrored = dataclasses.replace(alone, recipe=Recipe(test_mirror=True))
+    assert predict(mirrored, pixels, device="cpu")[0][0][0] == "green"
+
+
+def test_of_equal_scores_the_first_class_is_named(trained: Trained) -> None:
+    assert [name for name, _ in predict(trained, torch.zeros(3, 6, 8, dtype=torch.uint8))[0]] == list(
+        trained.classes
+    )

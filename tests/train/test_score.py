@@ -75,3 +75,13 @@ def test_weights_that_a_first_forward_makes_are_left_to_the_seeded_run() -> None
     network = nn.Sequential(nn.LazyConv2d(4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     check_outputs(network, (3, 8, 8), 5)
     assert network[0].has_uninitialized_params()
+
+
+def test_equal_scores_count_once_in_all_figures() -> None:
+    """In half precision the two highest scores of many images are equal."""
+    logits = torch.randn(2000, 10, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    logits[0], labels = 0, torch.arange(2000) % 10
+    found = score(nn.Identity(), [(logits, labels)], device=CPU, classes=list("abcdefghij"))
+    assert found.details is not None
+    assert found.top1 == float((logits.argmax(1) == labels).double().mean())
+    assert found.top1 == int(found.details.confusion.diagonal().sum()) / 2000

@@ -21,7 +21,7 @@ def test_every_field_can_be_set_by_its_text(name):
     assert get_recipe("modern", **parse_settings(settings)) == recipe
 
 
-@given(lr=st.floats(0, 10), epochs=st.integers(1, 1000), drops=st.lists(st.integers(0, 500), max_size=5))
+@given(lr=st.floats(1e-12, 10), epochs=st.integers(1, 1000), drops=st.lists(st.integers(1, 500), max_size=5))
 def test_overrides_are_read_as_their_types(lr, epochs, drops):
     text = {"lr": repr(lr), "epochs": str(epochs), "drop_epochs": ",".join(map(str, drops))}
     recipe = get_recipe("modern", **text)

@@ -284,3 +284,10 @@ def test_a_run_in_fp16_resumes_exactly_and_after_another_precision(driver, tmp_p
     _, record = driver.train(tmp_path / "fp32", recipe, precision="fp16", resume=True)
     assert record.status == "finished"
     assert math.isfinite(record.result["loss"])
+
+
+def test_statistics_are_the_buffers_and_their_averages():
+    net = network()
+    found = make_step(net, Recipe(ema=0.9)).statistics()
+    assert len(found) == 2 * len(list(net.buffers())) == 6
+    assert {t.data_ptr() for t in net.buffers()} < {t.data_ptr() for t in found}

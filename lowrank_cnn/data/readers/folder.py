@@ -16,8 +16,8 @@ from lowrank_cnn.data.types import Problems
 from lowrank_cnn.system.files import is_regular, read_regular
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
-_TRAIN_NAMES = ("train", "training")
-_TEST_NAMES = ("test", "testing", "val", "valid", "validation", "eval", "evaluation")
+TRAIN_NAMES = ("train", "training")
+TEST_NAMES = ("test", "testing", "val", "valid", "validation", "eval", "evaluation")
 _LARGEST_FILE = 2**29
 
 
@@ -28,6 +28,10 @@ class FolderStore:
     root: Path
     files: list[str]
     labels: Tensor
+
+    @property
+    def paths(self) -> Sequence[str]:
+        return self.files
 
     def read(self, row: int) -> bytes:
         try:
@@ -60,18 +64,26 @@ def class_folders(folder: Path) -> list[str]:
 
 def training_folder(root: Path) -> Path | None:
     """`train` or `training`, in any case of letters, where it has class folders."""
-    return _named(root, _TRAIN_NAMES)
+    return _named(root, TRAIN_NAMES)
 
 
 def evaluation_folder(root: Path) -> Path | None:
     """The first of test, val, ... that has class folders: a test folder of unnamed images does not count."""
-    return _named(root, _TEST_NAMES)
+    return _named(root, TEST_NAMES)
 
 
-def flat_classes(root: Path) -> list[str]:
-    """The class folders of a root without train and test folders: those with images in them."""
-    names = [name for name in class_folders(root) if name.lower() not in _TRAIN_NAMES + _TEST_NAMES]
-    return [name for name in names if next(_image_files(root / name, Problems()), None)]
+def flat_classes(root: Path, problems: Problems) -> list[str]:
+    """The class folders of a root without train and test folders: those with images in them.
+
+    A folder `train` of images may be a class, of vehicles say, or hold images without classes: it is a problem.
+    """
+    names = [name for name in class_folders(root) if next(image_files(root / name, Problems()), None)]
+    classes = [name for name in names if name.lower() not in TRAIN_NAMES + TEST_NAMES]
+    for name in sorted(set(names) - set(classes)) if classes else ():
+        problems.add(
+            "folder", f"{root.resolve().name}/{name}: if it is a class, put all class folders into train/"
+        )
+    return classes
 
 
 def holds_images(folder: Path) -> bool:
@@ -87,7 +99,7 @@ def open_folder(folder: Path, classes: Sequence[str], problems: Problems, *, oth
     files: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        found = sorted(_image_files(folder / name, problems))
+        found = sorted(image_files(folder / name, problems))
         files += found
         labels += [label] * len(found)
         if not found:
@@ -103,9 +115,19 @@ def _named(root: Path, names: Sequence[str]) -> Path | None:
     return next((folder for folder in found if class_folders(folder)), None)
 
 
-def _image_files(folder: Path, problems: Problems) -> Iterator[str]:
-    """Image files at any depth below the folder. Pipes and devices of such names would hang a reader."""
-    for parent, _, names in os.walk(folder):
+def image_files(folder: Path, problems: Problems) -> Iterator[str]:
+    """Image files at any depth below the folder, without those that are hidden or in hidden folders.
+
+    Links to folders are followed, each folder once: a link may lead back to where it lies. Pipes and devices with
+    the name of an image would hang a reader.
+    """
+    seen: set[str] = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        if (place := os.path.realpath(parent)) in seen:
+            folders.clear()
+            continue
+        seen.add(place)
         for name in names:
             if name[0] == "." or Path(name).suffix.lower() not in SUFFIXES:
                 continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -25,6 +27,11 @@ class ImageStore(Protocol):
 
     @property
     def labels(self) -> Tensor: ...
+
+    @property
+    def paths(self) -> Sequence[str | Path]:
+        """The files that hold the images."""
+        ...
 
     def read(self, row: int) -> bytes:
         """The bytes of an image file; raises `BadImageError` if they cannot be read."""

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from lowrank_cnn.data.readers.folder import FolderStore
+from lowrank_cnn.data.readers.folder import TEST_NAMES, TRAIN_NAMES, FolderStore
 from lowrank_cnn.data.types import Problems
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, nearest
 
 _PATH_COLUMNS = ("path", "file", "filename", "image")
 _LABEL_COLUMNS = ("label", "class", "category")
 _SPLIT_COLUMNS = ("split", "set", "subset")
-_TRAIN = ("", "train", "training")
+_DELIMITERS = (",", ";", "\t")
+"""Spreadsheets write semicolons where a comma parts decimals."""
 _MOST_BYTES = 2**28
 
 
@@ -40,12 +43,19 @@ class LabelTable(NamedTuple):
 def open_table(path: Path, problems: dict[str, Problems]) -> LabelTable:
     """The images that a CSV file lists: a column path, a column label, and perhaps a column split.
 
-    Paths are relative to the file. Classes are the labels, sorted; missing files are problems.
+    Paths are relative to the file. Classes are the labels, sorted; missing files are problems, and so are files
+    that are to be trained and tested on.
     """
     rows = _read(path)
     classes = tuple(sorted({row.label for row in rows}))
     train = _store(path, [row for row in rows if row.train], classes, problems["train"])
-    tested = [row for row in rows if not row.train]
+    trained = {os.path.normpath(row.path) for row in rows if row.train}
+    tested = []
+    for row in (row for row in rows if not row.train):
+        if os.path.normpath(row.path) in trained:
+            problems["test"].add("file to train on", row.path)
+        else:
+            tested.append(row)
     return LabelTable(classes, train, _store(path, tested, classes, problems["test"]) if tested else None)
 
 
@@ -78,8 +88,10 @@ def renamed(classes: Sequence[str], names: dict[str, str], path: Path) -> tuple[
 
 
 def _read(path: Path) -> list[TableRow]:
-    lines = list(csv.reader(_text(path).splitlines()))
-    header = [name.strip().lower() for name in lines[0]] if lines else []
+    text = _text(path)
+    first = text.partition("\n")[0]
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=max(_DELIMITERS, key=first.count))
+    header = [name.strip().lower() for name in next(lines, [])]
     places = [_column(header, names) for names in (_PATH_COLUMNS, _LABEL_COLUMNS, _SPLIT_COLUMNS)]
     at_path, at_label, at_split = places
     if at_path is None or at_label is None:
@@ -88,13 +100,16 @@ def _read(path: Path) -> list[TableRow]:
             f"not {', '.join(header) or 'nothing'}."
         )
     rows = []
-    for number, line in enumerate(lines[1:], start=2):
+    for line in lines:
         if not any(line):
             continue
+        where = f"line {lines.line_num} of {path}"
         if len(line) <= max(place for place in places if place is not None) or not line[at_label].strip():
-            raise LowRankError(f"line {number} of {path} has no path or no label.")
-        split = line[at_split].strip().lower() if at_split is not None else ""
-        rows.append(TableRow(line[at_path].strip(), line[at_label].strip(), split in _TRAIN))
+            raise LowRankError(f"{where} has no path or no label.")
+        split = (line[at_split].strip().lower() if at_split is not None else "") or TRAIN_NAMES[0]
+        if split not in TRAIN_NAMES + TEST_NAMES:
+            raise LowRankError(f"{where} has the split {split!r}: {nearest(split, TRAIN_NAMES + TEST_NAMES)}")
+        rows.append(TableRow(line[at_path].strip(), line[at_label].strip(), split in TRAIN_NAMES))
     if not any(row.train for row in rows):
         raise LowRankError(f"{path} lists no image to train on.")
     return rows

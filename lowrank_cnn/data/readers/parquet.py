@@ -56,6 +56,10 @@ class ParquetStore:
     _held: OrderedDict[int, Any] = field(default_factory=OrderedDict, repr=False)
     _capacity: int = 2
 
+    @property
+    def paths(self) -> Sequence[Path]:
+        return self.shards
+
     def read(self, row: int) -> bytes:
         index, offset = self._find(row)
         column = self._load(index)
@@ -164,9 +168,12 @@ def open_shards(files: Sequence[Path], *, missing: Missing, problems: Problems) 
             if isinstance(error, LowRankError):
                 raise
             raise LowRankError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from error
-    image = _image_column(schemas[0], files[0])
+    image, names = _image_column(schemas[0], files[0]), _class_names(schemas[0])
+    for path, schema in zip(files, schemas, strict=True):
+        if (named := _class_names(schema)) and named != names:
+            raise LowRankError(f"{path} names other classes than {files[0].name}, or in another order.")
     store = ParquetStore(tuple(files), tuple(groups), torch.cat(labels), image, _starts(groups))
-    return store, _class_names(schemas[0])
+    return store, names
 
 
 def numbered_classes(labels: Tensor, name: str) -> tuple[str, ...]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lowrank_cnn.data.readers import cifar_binary, folder, hub, parquet
 from lowrank_cnn.data.readers.digits import open_digits
@@ -16,7 +16,7 @@ from lowrank_cnn.data.readers.image_store import UNKNOWN_CLASS, ImageStore
 from lowrank_cnn.data.readers.label_table import open_table, read_class_names, renamed
 from lowrank_cnn.data.readers.read_options import VAL_SPLIT, ReadOptions
 from lowrank_cnn.data.readers.splits import divided, make_split, rows_of, with_default_size, with_limit
-from lowrank_cnn.data.types import Data, Problems
+from lowrank_cnn.data.types import Data, Problems, places_by_name
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path
 from lowrank_cnn.system.text import counted, first_few
@@ -82,13 +82,15 @@ def _find_in_folder(path: Path, options: ReadOptions) -> Data | LabelledImages:
 def _find_shards(path: Path, options: ReadOptions, *, name: str) -> LabelledImages:
     shards = parquet.find_shards(path)
     problems = {"train": Problems(), "test": Problems()}
-    stores: dict[str, ImageStore | None] = {}
+    stores: dict[str, Any] = {}
     names: list[str] = []
     for split, files in (("train", shards.get("train")), ("test", parquet.labelled_split(shards))):
         stores[split] = None
         if files:
             missing = options.missing
             stores[split], named = parquet.open_shards(files, missing=missing, problems=problems[split])
+            if names and named and named != names:  # the test shards number their classes otherwise
+                stores[split] = _matched(stores[split], named, names, problems[split])
             names = names or named
     labelled = stores["train"] or stores["test"]
     if labelled is None:
@@ -102,7 +104,7 @@ def _find_images(path: Path) -> LabelledImages:
     train, test = folder.training_folder(path), folder.evaluation_folder(path)
     name, problems = path.resolve().name, {"train": Problems(), "test": Problems()}
     if train is None and test is None:
-        if not (flat := tuple(folder.flat_classes(path))):
+        if not (flat := tuple(folder.flat_classes(path, problems["train"]))):
             raise LowRankError(_no_images(path))
         store = folder.open_folder(path, flat, problems["train"], others=True)
         return LabelledImages(name, flat, store, None, problems)
@@ -136,20 +138,31 @@ def _tested_elsewhere(found: LabelledImages, options: ReadOptions) -> LabelledIm
             f"{options.test} has none of the classes of {found.name} ({first_few(found.classes)}), but "
             f"{first_few(other.classes)}: class folders are matched by name."
         )
-    labels = _by_name(tested.labels, other.classes, found.classes)
+    _check_apart(found, tested)
     problems = other.problems["test" if other.test else "train"]
-    store: Any = replace(tested, labels=labels)  # type: ignore[type-var]
-    for name in sorted(set(other.classes) - set(found.classes)):
-        if images := int((tested.labels == other.classes.index(name)).sum()):
-            problems.add("unknown class", f"{name}: {counted(images, 'image')}")
+    store = _matched(tested, other.classes, found.classes, problems)
     return replace(found, test=store, problems={**found.problems, "test": problems})
 
 
-def _by_name(labels: Tensor, theirs: Sequence[str], ours: Sequence[str]) -> Tensor:
-    """Labels as places among our classes."""
-    places = torch.tensor([ours.index(name) if name in ours else UNKNOWN_CLASS for name in theirs])
+def _check_apart(found: LabelledImages, tested: ImageStore) -> None:
+    """Refuse to test on files that are trained on: the accuracy would not be one on unseen images."""
+    ours = {os.path.realpath(file) for file in (found.train.paths if found.train else ())}
+    if both := sorted(ours & {os.path.realpath(file) for file in tested.paths}):
+        raise LowRankError(
+            f"{counted(len(both), 'file')} with images to test on, {both[0]} first, would be trained on as well: "
+            "leave --test out, and a share of the images is held out (--val-split)."
+        )
+
+
+def _matched(store: Any, theirs: Sequence[str], ours: Sequence[str], problems: Problems) -> ImageStore:
+    """A store whose labels are places among our classes; classes that we do not have are a problem."""
+    labels, found = store.labels, places_by_name(theirs, ours)
+    for number, name in enumerate(theirs):
+        if found[number] is None and (images := int((labels == number).sum())):
+            problems.add("unknown class", f"{name}: {counted(images, 'image')}")
+    places = torch.tensor([UNKNOWN_CLASS if place is None else place for place in found])
     known = (labels >= 0) & (labels < len(theirs))
-    return torch.where(known, places[labels.clamp(0, len(theirs) - 1)], labels)
+    return replace(store, labels=torch.where(known, places[labels.clamp(0, len(theirs) - 1)], labels))
 
 
 def _splits(found: LabelledImages, options: ReadOptions) -> Data:

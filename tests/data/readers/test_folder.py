@@ -87,3 +87,33 @@ def test_pipes_and_devices_are_no_images(folder: Path) -> None:
     data = open_data(folder)
     assert len(data.train) == 7
     assert data.train.problems.counts == {"special file": 2}
+
+
+def test_a_class_that_is_called_as_a_split_is_told(
+    tmp_path: Path, photo: Photo, write_folder: WriteFolder
+) -> None:
+    names = ("car", "plane", "train")
+    write_folder(tmp_path / "own", {f"{name}/{n}.png": photo(n) for name in names for n in range(5)})
+    data = open_data(tmp_path / "own")
+    assert data.classes == ("car", "plane")
+    assert "own/train: if it is a class, put all class folders into train/" in str(data.train.problems)
+    write_folder(tmp_path / "other/train", {f"{name}/{n}.png": photo(n) for name in names for n in range(5)})
+    assert open_data(tmp_path / "other").classes == names
+    write_folder(
+        tmp_path / "kaggle", {f"{name}/{n}.png": photo(n) for name in ("train", "test") for n in range(5)}
+    )
+    with pytest.raises(LowRankError, match="each class needs a folder"):
+        open_data(tmp_path / "kaggle")
+
+
+def test_links_are_followed_once_and_hidden_folders_are_not_read(
+    tmp_path: Path, photo: Photo, write_folder: WriteFolder
+) -> None:
+    own = write_folder(tmp_path / "own", {f"{name}/{n}.png": photo(n) for name in "ab" for n in range(5)})
+    write_folder(own, {"a/.thumbs/0.png": photo(0)})
+    write_folder(tmp_path / "elsewhere", {f"{n}.png": photo(n) for n in range(3)})
+    (own / "a" / "more").symlink_to(tmp_path / "elsewhere")
+    (own / "b" / "back").symlink_to(own / "b")
+    data = open_data(own)
+    assert len(data.train) + len(data.test) == 13
+    assert not data.train.problems

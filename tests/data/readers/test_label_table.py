@@ -20,12 +20,35 @@ from lowrank_cnn.system.errors import LowRankError
         ("path,label\nx.png,\n", "line 2 of .* has no path or no label"),
         ("path,label,split\nx.png,a,test\n", "lists no image to train on"),
         ("path,label\n\ufeff", "line 2"),
+        ("path,label,split\nx.png,a,train\ny.png,a,trian\n", "line 3 of .* the split 'trian': did you mean train"),
     ],
 )
 def test_damaged_tables(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(LowRankError, match=says):
         open_table(tmp_path / "t.csv", {"train": Problems(), "test": Problems()})
+
+
+@pytest.mark.parametrize("mark", [",", ";", "\t"])
+def test_spreadsheets_part_columns_by_other_marks(tmp_path: Path, mark: str) -> None:
+    for name in ("x.png", "y.png"):
+        (tmp_path / name).touch()
+    lines = [("path", "label", "split"), ("x.png", '"a\nb"', "train"), ("y.png", "c", "val")]
+    (tmp_path / "t.csv").write_text("\n".join(map(mark.join, lines)))
+    found = open_table(tmp_path / "t.csv", {"train": Problems(), "test": Problems()})
+    assert (found.classes, len(found.train.files)) == (("a\nb", "c"), 1)
+    assert found.test is not None
+
+
+def test_a_file_to_train_on_is_not_tested_on(tmp_path: Path) -> None:
+    for name in ("x.png", "y.png"):
+        (tmp_path / name).touch()
+    (tmp_path / "t.csv").write_text("path,label,split\nx.png,a,train\n./x.png,a,test\ny.png,b,test\n")
+    problems = {"train": Problems(), "test": Problems()}
+    found = open_table(tmp_path / "t.csv", problems)
+    assert found.test is not None
+    assert [Path(file).name for file in found.test.files] == ["y.png"]
+    assert problems["test"].examples == {"file to train on": ["./x.png"]}
 
 
 def test_text_in_another_encoding(tmp_path: Path) -> None:

@@ -261,3 +261,17 @@ def test_wrong_options_are_refused(shards: Path, option: str, value: object) -> 
     options: dict = {option: value}
     with pytest.raises(LowRankError, match=f"{option} must be"):
         open_data(shards, **options)
+
+
+def test_classes_that_shards_number_otherwise_are_matched_by_name(
+    tmp_path: Path, photo: Photo, write_shards: WriteShards
+) -> None:
+    rows = [(photo(number), number % 3) for number in range(6)]
+    write_shards(tmp_path / "own", "train", [rows])
+    write_shards(tmp_path / "own", "test", [rows], names=("owl", "cat", "elk"))
+    data = open_data(tmp_path / "own")
+    assert data.test.labels.tolist() == [2, 0, 2, 0]
+    assert data.test.problems.examples == {"unknown class": ["elk: 2 images"]}
+    [other] = write_shards(tmp_path / "other", "train", [rows], names=("dog", "cat", "owl"))
+    with pytest.raises(LowRankError, match=r"names other classes than train-.*, or in another order"):
+        open_shards([next((tmp_path / "own").glob("train*")), other], missing="skip", problems=Problems())

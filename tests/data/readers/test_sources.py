@@ -164,3 +164,9 @@ def test_test_images_of_other_classes_are_refused_with_both_names(photo, tmp_pat
             (tmp_path / place / f"{number}.jpg").write_bytes(photo(number))
     with pytest.raises(LowRankError, match=r"theirs has none of the classes of ours \(cat, dog\), but bush, tree"):
         open_data(tmp_path / "ours", test=tmp_path / "theirs")
+
+
+def test_images_to_train_on_are_not_tested_on(flat: Path, tmp_path: Path) -> None:
+    (tmp_path / "same").symlink_to(flat)
+    with pytest.raises(LowRankError, match=r"files with images to test on, .* would be trained on as well"):
+        open_data(flat, test=tmp_path / "same")
