@@ -31,7 +31,7 @@ from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.rewriting import copy_with, laid_out_as
-from lowrank_cnn.method.selection import check_module
+from lowrank_cnn.method.selection import check_rewritable
 from lowrank_cnn.system.compare import objection, tolerance
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.history import Merging
@@ -195,7 +195,7 @@ class _Folds:
 
 
 def _check(model: nn.Module) -> None:
-    check_module(model)
+    check_rewritable(model)
     for name, module in model.named_modules():
         if module.training:
             label = f"{name} is" if name else "the network is"

@@ -9,13 +9,13 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lowrank_cnn.deploy.candidates import groups_apart
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.models.files import dtype_of
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.results import mapped
 
 Precision = Literal["fp32", "fp16"]
 _BY_THE_ENGINE = (".xml", ".param", ".mnn", ".tflite")
@@ -84,4 +84,4 @@ def _has_groups(part: nn.Module) -> bool:
 
 
 def _cast(values: Any, before: torch.dtype, after: torch.dtype) -> Any:
-    return tree_map(lambda x: x.to(after) if isinstance(x, Tensor) and x.dtype == before else x, values)
+    return mapped(lambda x: x.to(after) if isinstance(x, Tensor) and x.dtype == before else x, values)

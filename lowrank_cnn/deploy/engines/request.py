@@ -8,7 +8,10 @@ what comes out.
 from __future__ import annotations
 
 import inspect
+import io
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -130,7 +133,8 @@ class ExportRequest:
         args, kwargs = self.traced_call.arguments
         network = _with_signature(_plain(self.network, self.call), kwargs)
         try:
-            program = torch.export.export(network, args, kwargs, dynamic_shapes=self._shapes(network))
+            with _quiet():
+                program = torch.export.export(network, args, kwargs, dynamic_shapes=self._shapes(network))
         except LowRankError:
             raise
         except Exception as error:  # whatever a forward does that cannot be traced
@@ -161,6 +165,18 @@ class ExportRequest:
         specs = [next(free) if isinstance(leaf, Tensor) else None for leaf in self.call.leaves]
         args, kwargs = tree_unflatten(specs, self.call.structure)
         return _bound(network, args, kwargs)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the graph that torch.export prints where it cannot go on; the error says why."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 class _Positional(nn.Module):
