@@ -7,6 +7,7 @@ NaN and infinity give an infinite difference, and so do results of other shapes 
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -72,7 +73,8 @@ def objection(ours: Callable[..., Any], right: Callable[..., Any], *example: Any
         drawn = right(*copied(*other))
         inputs += [(other, drawn)] if is_finite(drawn) else []
     try:
-        error = max(difference(ours(*copied(*given)), result) for given, result in inputs)
+        with contextlib.redirect_stderr(io.StringIO()):  # where a captured graph fails, fx prints its source
+            error = max(difference(ours(*copied(*given)), result) for given, result in inputs)
     except LostDeviceError:
         raise
     except Exception as failure:  # a view of maps that now lie in another memory format, say

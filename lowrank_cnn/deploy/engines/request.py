@@ -127,6 +127,14 @@ class ExportRequest:
             made[name] = tensor
         return self.call.replaced(made)
 
+    @property
+    def tried_sizes(self) -> list[dict[str, float]]:
+        """Lengths of free axes, as `Call.sized` takes them, at which a file has to run: the example's, and others."""
+        free = {word for axes in self.axes.values() for word in axes.values()}
+        batches = [{"batch": 1.0}, {"batch": 3.0}] if "batch" in free else []
+        inner = {word: 2.0 if place else 1.5 for place, word in enumerate(sorted(free - {"batch"}))}
+        return [{}, *batches, *([inner] if inner else [])]
+
     @cached_property
     def program(self) -> torch.export.ExportedProgram:
         """The network as torch.export captures it, called as the network is; its outputs are plain containers."""
