@@ -41,13 +41,14 @@ def _run(path: str, runs: Sequence[Mapping[str, Any]], outputs: Sequence[str]) -
     import MNN  # type: ignore[import-not-found]
     import numpy
 
+    expr: Any = MNN.expr
     module = MNN.nn.load_module_from_file(path, list(runs[0]), list(outputs))
     for shapes in runs:
-        given = [MNN.expr.placeholder(list(shape), MNN.expr.NCHW) for shape, _ in shapes.values()]
+        given = [expr.placeholder(list(shape), expr.NCHW) for shape, _ in shapes.values()]
         for variable, (shape, dtype) in zip(given, shapes.values(), strict=True):
             variable.write(numpy.zeros(shape, dtype))
         for result in module.forward(given):
-            MNN.expr.convert(result, MNN.expr.NCHW).read()
+            expr.convert(result, expr.NCHW).read()
 
 
 if __name__ == "__main__":

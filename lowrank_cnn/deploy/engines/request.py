@@ -129,7 +129,7 @@ class ExportRequest:
 
     @property
     def tried_sizes(self) -> list[dict[str, float]]:
-        """Lengths of free axes, as `Call.sized` takes them, at which a file has to run: the example's, and others."""
+        """Lengths of free axes, as `Call.sized` takes them, at which a file has to run; {} is the example."""
         free = {word for axes in self.axes.values() for word in axes.values()}
         batches = [{"batch": 1.0}, {"batch": 3.0}] if "batch" in free else []
         inner = {word: 2.0 if place else 1.5 for place, word in enumerate(sorted(free - {"batch"}))}

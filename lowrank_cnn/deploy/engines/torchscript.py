@@ -24,6 +24,7 @@ class ScriptRunner(Runner):
     """A .ts file in torch, with the threads that torch has; its inputs go in by position."""
 
     engine = "torch"
+    module: nn.Module
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
         self.module, self.metadata = read_script(path)

@@ -28,7 +28,7 @@ def tiny() -> nn.Module:
 
 @pytest.fixture
 def check_target(tiny: nn.Module, tmp_path: Path, monkeypatch) -> Callable[[str, str], Path]:
-    """Write the tiny network for a target, run the file, as a module and by the printed snippet too, and compare."""
+    """Write the tiny network for a target, run the file, also as a module and by the printed snippet, compare."""
 
     def check(name: str, precision: str) -> Path:
         target = TARGETS[name]
