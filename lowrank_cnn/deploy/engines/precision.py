@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.deploy.candidates import groups_apart
 from lowrank_cnn.deploy.engines.request import ExportRequest
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.models.files import dtype_of
 from lowrank_cnn.system.errors import LowRankError
@@ -74,11 +75,11 @@ def at_precision(request: ExportRequest, suffix: str, precision: str) -> ExportR
 
 
 def _has_groups(part: nn.Module) -> bool:
-    """Whether a conv has groups of channels: on Arm ONNX Runtime 1.31 computes these wrongly in half precision.
+    """Whether a layer has groups of channels: on Arm ONNX Runtime 1.31 computes these wrongly in half precision.
 
     It computes a conv right that has as many groups as channels, before and after.
     """
-    if not isinstance(part, nn.Conv2d):
+    if not isinstance(part, nn.Conv2d | CompositeConv2d):
         return False
     return part.groups > 1 and not part.groups == part.in_channels == part.out_channels
 

@@ -9,6 +9,7 @@ from torch import nn
 from lowrank_cnn.deploy.engines.precision import InHalf, at_precision
 from lowrank_cnn.deploy.export_request import request_for
 from lowrank_cnn.deploy.exporting import export, stored_of
+from lowrank_cnn.method.converting import convert
 from lowrank_cnn.system.errors import LowRankError
 
 
@@ -44,6 +45,15 @@ def test_convs_with_groups_of_channels_are_right_in_half_precision(tmp_path, gro
     found = export(net, tmp_path / "net.onnx", input_size=(3, 12, 12), precision="fp16")
     assert found.error is not None
     assert found.error < 0.02
+
+
+def test_composites_with_groups_of_channels_are_right_in_half_precision(tmp_path):
+    torch.manual_seed(0)
+    conv = nn.Conv2d(24, 48, 3, padding=1, groups=3)
+    net = convert(nn.Sequential(nn.Conv2d(3, 24, 1), nn.ReLU(), conv), "lr-join", allow_costlier=True).eval()
+    found = export(net, tmp_path / "net.onnx", input_size=(3, 12, 12), precision="fp16")
+    assert found.error is not None
+    assert found.error < 0.01
 
 
 def test_groups_have_constant_biases_in_half_precision_too(tiny):
