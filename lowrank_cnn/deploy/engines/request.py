@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from lowrank_cnn.deploy.engines.outputs import is_flat, plain_outputs
+from lowrank_cnn.deploy.examples import arguments_of
 from lowrank_cnn.system.compare import random_like
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.text import counted
@@ -44,7 +45,7 @@ class Call:
     @classmethod
     def of(cls, network: nn.Module, example: Any, names: Sequence[str] | None = None) -> Call:
         """From a tensor, a tuple (whose last entry may be a dictionary), or a dictionary of keywords."""
-        args, kwargs = _arguments(example)
+        args, kwargs = arguments_of(example)
         order = [*_bound(network, args, kwargs), *kwargs]  # that of the forward, which torch.export keeps
         kwargs = {name: kwargs[name] for name in dict.fromkeys(order) if name in kwargs}
         leaves, structure = tree_flatten((args, kwargs))
@@ -139,8 +140,8 @@ class ExportRequest:
     def program(self) -> torch.export.ExportedProgram:
         """The network as torch.export captures it, called as the network is; its outputs are plain containers."""
         args, kwargs = self.traced_call.arguments
-        network = _with_signature(_plain(self.network, self.call), kwargs)
         try:
+            network = _with_signature(_plain(self.network, self.call), kwargs)
             with _quiet():
                 program = torch.export.export(network, args, kwargs, dynamic_shapes=self._shapes(network))
         except LowRankError:
@@ -253,14 +254,6 @@ def _axes_of(tensor: Tensor, words: Sequence[str], batch: int) -> dict[int, str]
     found = {0: "batch"} if "batch" in words and tensor.dim() and len(tensor) == batch else {}
     inner = enumerate(_AXES.get(tensor.dim(), ()), start=2) if tensor.is_floating_point() else ()
     return found | {axis: word for axis, word in inner if word in words}
-
-
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    if isinstance(example, tuple) and example and isinstance(example[-1], dict):
-        return example[:-1], dict(example[-1])
-    return (example if isinstance(example, tuple) else (example,)), {}
 
 
 def _input_names(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:

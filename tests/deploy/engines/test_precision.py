@@ -62,3 +62,11 @@ def test_groups_have_constant_biases_in_half_precision_too(tiny):
     called = [str(node.target) for node in torch.export.export(network, (torch.randn(1, 3, 12, 12),)).graph.nodes]
     assert called.count("aten.conv2d.default") == 3
     assert not any("split" in name for name in called)  # XNNPACK takes biases that are constants alone
+
+
+def test_what_torch_lacks_in_half_precision_is_refused_in_a_sentence(tmp_path):
+    """`lowrank plan --engine auto` tries every precision, and goes on with the next."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.LocalResponseNorm(3)).eval()
+    for suffix in (".onnx", ".pt2", ".ts"):
+        with pytest.raises(LowRankError, match="not implemented for 'Half'"):
+            export(net, tmp_path / f"net{suffix}", input_size=(3, 8, 8), precision="fp16")
