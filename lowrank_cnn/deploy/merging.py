@@ -53,8 +53,8 @@ def merge(
     - `chains`: True merges every chain (basis and join, separable pair) into one dense conv, which gives back the
       multiply-accumulates that it saved; False merges none; None those that get cheaper.
     - `norms`: whether batch norms are folded.
-    - `example_input`: an input, a tuple of all inputs, or a dictionary of them by keyword (a tuple may end in one).
-      The result is compared with the original on it. Without one, an input of the network's known size is made, or
+    - `example_input`: an input, a tuple of all inputs (it may end in keywords), or a dictionary of keywords. The
+      result is compared with the original on it. Without one, an input of the network's known size is made, or
       of the size that its first layer suggests.
 
     Branches that train beside strips (`method.branches`) are folded too. Nothing is merged in a network that no
