@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowrank_cnn.deploy.engines.mnn_process import convert
+from lowrank_cnn.deploy.engines.mnn_process import convert, variable
 from lowrank_cnn.deploy.engines.onnx import write_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Runner, as_array, ports_from, read_beside, write_beside
@@ -50,13 +50,7 @@ class MnnRunner(Runner):
 
     def _run(self, inputs: dict[str, ndarray]) -> dict[str, ndarray]:
         expr = self.mnn.expr
-        given = []
-        for port in self.inputs:
-            array = inputs[port.name]
-            variable = expr.placeholder(list(array.shape), expr.NCHW)
-            variable.write(array)
-            given.append(variable)
-        results = self.loaded.forward(given)
+        results = self.loaded.forward([variable(expr, inputs[port.name]) for port in self.inputs])
         layout = expr.NCHW
         read = (expr.convert(result, layout).read() for result in results)
         return {port.name: array.copy() for port, array in zip(self.outputs, read, strict=True)}

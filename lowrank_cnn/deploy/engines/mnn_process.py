@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from numpy import ndarray
 
 
+_TYPES = {"uint8": "uint8", "int32": "int", "int64": "int64"}
+"""What MNN calls types; any other array is one of float32."""
+
+
 def convert(
     onnx: Path, path: Path, runs: Sequence[Mapping[str, ndarray]], outputs: Sequence[str], *, half: bool
 ) -> str:
@@ -27,6 +31,13 @@ def convert(
     if done.returncode == 0 and path.is_file():
         return ""
     return "MNN cannot run what its converter wrote" if path.is_file() else "its converter lacks an operation"
+
+
+def variable(expr: Any, array: ndarray) -> Any:
+    """An array as an input of MNN's."""
+    made = expr.placeholder(list(array.shape), expr.NCHW, getattr(expr, _TYPES.get(str(array.dtype), "float")))
+    made.write(array)
+    return made
 
 
 def _convert(onnx: str, path: str, half: bool) -> None:
@@ -44,9 +55,7 @@ def _run(path: str, runs: Sequence[Mapping[str, Any]], outputs: Sequence[str]) -
     expr: Any = MNN.expr
     module = MNN.nn.load_module_from_file(path, list(runs[0]), list(outputs))
     for shapes in runs:
-        given = [expr.placeholder(list(shape), expr.NCHW) for shape, _ in shapes.values()]
-        for variable, (shape, dtype) in zip(given, shapes.values(), strict=True):
-            variable.write(numpy.zeros(shape, dtype))
+        given = [variable(expr, numpy.zeros(shape, dtype)) for shape, dtype in shapes.values()]
         for result in module.forward(given):
             expr.convert(result, expr.NCHW).read()
 
