@@ -86,7 +86,7 @@ def measure(
     """A row for each way and share of the MACs that is wanted; with `dense`, the dense network first."""
     scheme, size = parse_scheme(text), tuple(test[0].shape[1:])
     convs, kept = select(net, scheme)
-    right, whole = outputs(net, test), count(net, size).macs
+    (right,), whole = outputs(net, test), count(net, size).macs
     if dense:
         yield {"way": "dense", "share": 1.0, "macs": 1.0, "error": 0.0, "top1": _top1(right, labels)}
 
@@ -116,13 +116,13 @@ def measure(
     }
     for way, share in wanted:
         new = makers[way](share)
-        given = outputs(new, test)
+        (given,) = outputs(new, test)
         found = {"error": relative_error(given, right), "top1": _top1(given, labels)}
         yield {"way": way, "share": share, "macs": count(new, size).macs / whole, **found}
 
 
 def _top1(given: Tensor, labels: Tensor) -> float:
-    return float((given.argmax(1) == labels).double().mean())
+    return float((given.view(len(labels), -1).argmax(1) == labels).double().mean())
 
 
 def _images(trained: Trained, data: str, few: int, test: int) -> tuple[list[Tensor], list[Tensor], Tensor]:

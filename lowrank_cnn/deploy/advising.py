@@ -39,7 +39,7 @@ from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.rewriting import copy_with, in_channels_last
 from lowrank_cnn.method.scheme import parse_scheme
-from lowrank_cnn.method.selection import check_module, select
+from lowrank_cnn.method.selection import check_rewritable, select
 from lowrank_cnn.method.shape_damage import Damage
 from lowrank_cnn.method.shape_network import layer_inputs
 from lowrank_cnn.system.clock import Sample, measure
@@ -145,7 +145,7 @@ def design(
 
 def _checked(model: nn.Module, example: Tensor) -> nn.Module:
     """A copy of the network with the device and dtype of the example, which it takes."""
-    check_module(model)
+    check_rewritable(model)
     if any(tensor.is_meta for tensor in (example, *model.parameters())):
         raise LowRankError("on the meta device nothing takes time: put network and example on a real one.")
     placed = copy_with(model).to(example.device, example.dtype).eval()

@@ -5,6 +5,7 @@ Trial runs leave no trace: they take copies of the inputs, and `unchanged` gives
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -67,6 +68,27 @@ def by_position(model: nn.Module, example: Example) -> tuple[nn.Module, tuple[An
         names = tuple(map(str, example))
         return Positional(model, names), copied(*example.values()), names
     return model, copied(*(example if isinstance(example, tuple) else (example,))), ()
+
+
+def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs of an example by position and by keyword: a tuple may end in a dictionary of keywords."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple) and example and isinstance(example[-1], dict):
+        return example[:-1], dict(example[-1])
+    return (example if isinstance(example, tuple) else (example,)), {}
+
+
+def in_signature(model: nn.Module, example: Any) -> tuple[Any, ...] | dict[str, Any]:
+    """An example in the order of the forward's parameters; by keyword where some can go in no other way."""
+    args, kwargs = arguments_of(example)
+    if not kwargs:
+        return args
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise LowRankError(f"the network is not called with these inputs: {first_line(error)}.") from error
+    return dict(bound.arguments) if bound.kwargs else bound.args
 
 
 @contextmanager

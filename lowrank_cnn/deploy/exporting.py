@@ -164,9 +164,9 @@ def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = Fal
     _check_suffix(path)
     check_trusted(path, trusted)
     runner = open_engine(path, trusted=trusted)
-    # Torch's own formats are modules already; a file that prepares its images takes other values than they do.
-    network = getattr(runner, "module", None) if "pixels" not in runner.metadata else None
-    network = EngineModel(runner) if network is None else network
+    # A file that prepares its images takes other values than a module of torch's does.
+    own = runner.module if "pixels" not in runner.metadata else None
+    network = EngineModel(runner) if own is None else own
     return attach_metadata(network, runner.metadata)
 
 

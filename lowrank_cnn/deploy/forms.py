@@ -29,7 +29,7 @@ from lowrank_cnn.kernels.autotune.compile_ahead import prepare
 from lowrank_cnn.kernels.fusing import fuse_neighbours
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.kernels.network_graph import CaptureError, layer_kind
-from lowrank_cnn.method.rewriting import copy_with
+from lowrank_cnn.method.rewriting import copy_with, in_channels_last
 from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.errors import LostDeviceError, LowRankError, first_line
 from lowrank_cnn.system.history import GIVEN
@@ -243,6 +243,8 @@ class Workshop:
         network = (
             merge(self.model, chains=True, example_input=self.inputs) if chains else copy.deepcopy(self.merged)
         )
+        if layout == LAST:
+            return in_channels_last(network)
         return network if layout is None else network.to(memory_format=FORMATS[layout])  # type: ignore[call-overload]
 
     def planned(self, layout: str | None, *, graphs: bool = False) -> nn.Module:

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowrank_cnn.deploy.chains import InexactError, merge_chain
-from lowrank_cnn.deploy.examples import example_for, unchanged
+from lowrank_cnn.deploy.examples import Example, by_position, example_for, in_signature, unchanged
 from lowrank_cnn.deploy.folding import FoldedLinear, channel_axis, fold, fold_error
 from lowrank_cnn.kernels.active_norm import split_active_norms
 from lowrank_cnn.kernels.network_graph import CaptureError, NetworkGraph, capture, layer_kind
@@ -31,7 +31,7 @@ from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.rewriting import copy_with, laid_out_as
-from lowrank_cnn.method.selection import check_module
+from lowrank_cnn.method.selection import check_rewritable
 from lowrank_cnn.system.compare import objection, tolerance
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.history import Merging
@@ -46,15 +46,16 @@ def merge(
     *,
     chains: bool | None = None,
     norms: bool = True,
-    example_input: Tensor | tuple[Any, ...] | None = None,
+    example_input: Example | None = None,
 ) -> nn.Module:
     """A copy of `model` with its batch norms folded into the layers before them, where that is exact.
 
     - `chains`: True merges every chain (basis and join, separable pair) into one dense conv, which gives back the
       multiply-accumulates that it saved; False merges none; None those that get cheaper.
     - `norms`: whether batch norms are folded.
-    - `example_input`: an input (or a tuple of inputs) on which the result is compared with the original. Without
-      one, an input of the network's known size is made, or of the size that its first layer suggests.
+    - `example_input`: an input, a tuple of all inputs (it may end in keywords), or a dictionary of keywords. The
+      result is compared with the original on it. Without one, an input of the network's known size is made, or
+      of the size that its first layer suggests.
 
     Branches that train beside strips (`method.branches`) are folded too. Nothing is merged in a network that no
     example is known for, that cannot be traced, or that would differ.
@@ -64,6 +65,10 @@ def merge(
     Identity()
     """
     _check(model)
+    if example_input is not None:
+        example_input = in_signature(model, example_input)
+        if isinstance(example_input, Mapping):
+            return _merged_by_keyword(model, example_input, chains=chains, norms=norms)
     if layer_kind(model) is not None:
         return _merged_layer(model, chains, norms, example_input)
     with unchanged(model) as restore, torch.random.fork_rng(devices=[]):
@@ -195,7 +200,7 @@ class _Folds:
 
 
 def _check(model: nn.Module) -> None:
-    check_module(model)
+    check_rewritable(model)
     for name, module in model.named_modules():
         if module.training:
             label = f"{name} is" if name else "the network is"
@@ -211,6 +216,17 @@ def _merged_layer(model: nn.Module, chains: bool | None, norms: bool, example: A
     network = merge(nn.Sequential(model).eval(), chains=chains, norms=norms, example_input=example)
     merged = network[0]  # type: ignore[index]
     note(merged, merging=tuple(replace(row, name="") for row in notes(network).merging))
+    return merged
+
+
+def _merged_by_keyword(model: nn.Module, example: Mapping[str, Any], **options: Any) -> nn.Module:
+    """A network of inputs that go by keyword alone, as the only part of one that takes them by position."""
+    network, inputs, _ = by_position(model, example)
+    outer = merge(network, example_input=inputs, **options)
+    merged = outer.network
+    assert isinstance(merged, nn.Module)
+    rows = notes(outer).merging
+    note(merged, merging=tuple(replace(row, name=row.name.removeprefix("network.")) for row in rows))
     return merged
 
 

@@ -77,15 +77,10 @@ def in_full(request: ExportRequest) -> Any:
 
 def _calls(request: ExportRequest, network: nn.Module) -> Iterator[tuple[Call, dict[str, Tensor]]]:
     """Calls of every kind that the file promises to take, each with what the network gives for it."""
-    free = {word for axes in request.axes.values() for word in axes.values()}
-    kinds: list[dict[str, float]] = [{}]
-    kinds += [{"batch": 1.0}, {"batch": 3.0}] if "batch" in free else []
-    inner = sorted(free - {"batch"})
-    kinds += [{word: 2.0 if place else 1.5 for place, word in enumerate(inner)}] if inner else []
     yield request.call, checked_outputs(network, request.call)
     # int8 holds for values in the range of its calibration images, and noise is far from that.
     noise = request.precision != "int8"
-    for seed, sizes in enumerate(kinds, start=1):
+    for seed, sizes in enumerate(request.tried_sizes, start=1):
         tried = request.call.sized(request.axes, sizes, seed=seed if noise else None)
         try:  # a forward may refuse random numbers in any way of its own
             yield tried, checked_outputs(network, tried)

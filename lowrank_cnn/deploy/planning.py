@@ -25,7 +25,7 @@ from lowrank_cnn.deploy.plan_cache import Cache
 from lowrank_cnn.kernels.fusing import fuse_neighbours
 from lowrank_cnn.kernels.network_graph import CaptureError
 from lowrank_cnn.method.rewriting import copy_with
-from lowrank_cnn.method.selection import check_module
+from lowrank_cnn.method.selection import check_rewritable
 from lowrank_cnn.system.clock import check_repeats
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.history import GIVEN, NetworkPlan
@@ -101,7 +101,7 @@ def silent(_text: str) -> None:
 
 def check_ready(model: nn.Module, *inputs: Any) -> None:
     """Refuse what cannot be measured, in a sentence."""
-    check_module(model)
+    check_rewritable(model)
     if any(module.training for module in model.modules()):
         raise LowRankError("a plan is for inference: call model.eval() first.")
     tensors = (*(value for value in inputs if isinstance(value, Tensor)), *model.parameters())

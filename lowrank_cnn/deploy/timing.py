@@ -20,9 +20,10 @@ from torch import nn
 from lowrank_cnn.deploy.engines import Port, open_engine
 from lowrank_cnn.deploy.engines.onnx import OnnxRunner, node_macs
 from lowrank_cnn.deploy.exporting import export
+from lowrank_cnn.deploy.optimized import Form
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.method.rewriting import copy_with
+from lowrank_cnn.method.rewriting import copy_with, in_channels_last
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.models.rebuild import name_of
 from lowrank_cnn.models.twins import dense_twin
@@ -152,15 +153,14 @@ def _checked(
 
 
 class _TorchRunner:
-    """A copy of a network in evaluation, and the image it is run on, both in channels_last."""
+    """A copy of a network in evaluation and the image it is run on, both in channels_last where they have it."""
 
     def __init__(self, model: nn.Module, shape: tuple[int, ...], device: str, scratch: Path) -> None:
-        last = torch.channels_last
-        self.network = copy_with(model).eval().to(device).to(memory_format=last)  # type: ignore[call-overload]
+        self.network = in_channels_last(copy_with(model).eval().to(device))
         dtype = next((p.dtype for p in model.parameters()), torch.float32)
         draw = torch.Generator(device).manual_seed(0)
         image = torch.randn(shape, generator=draw, device=device, dtype=dtype)
-        self.image = image.contiguous(memory_format=last)
+        (self.image,) = Form("channels_last").laid_out(image)
         self.shape = shape
         self.clock = CudaMarks() if device.startswith("cuda") else Marks()
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.system.compare import agree
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.results import mapped
 
 WARM_UP_RUNS = 3
 
@@ -96,7 +96,7 @@ class Recorded:
                 self.stream = stream
             self.input.copy_(x.detach())
             self.graph.replay()
-            return self.output.clone() if isinstance(self.output, Tensor) else tree_map(_copied, self.output)
+            return self.output.clone() if isinstance(self.output, Tensor) else mapped(_copied, self.output)
 
 
 def _copied(value: Any) -> Any:

@@ -136,10 +136,17 @@ def layer_kind(module: nn.Module | None) -> str | None:
 
 
 def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
-    """Whether a module has the forward of its kind, and no hooks."""
-    if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in vars(module):
-        return False
-    return not has_hooks(module)
+    """Whether a module computes what its kind does, and has no hooks."""
+    return isinstance(module, kind) and computes_as(module, kind) and not has_hooks(module)
+
+
+def computes_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module has every method of its kind that takes part in a call; a conv has more than a forward."""
+    own, its = type(module), vars(module)
+    return all(getattr(own, name, None) is getattr(kind, name, None) and name not in its for name in _COMPUTING)
+
+
+_COMPUTING = ("forward", "_conv_forward", "_output_padding", "__call__", "_call_impl", "__getattr__")
 
 
 def has_hooks(module: nn.Module) -> bool:

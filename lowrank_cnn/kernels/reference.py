@@ -139,15 +139,18 @@ def conv_on_sides(
     (top, bottom), (left, right) = sides
     if top == bottom and left == right and top >= 0 and left >= 0:
         return F.conv2d(x, weight, bias, stride, (top, left), dilation, groups)
-    return F.conv2d(F.pad(x, [left, right, top, bottom]), weight, bias, stride, (0, 0), dilation, groups)
+    return F.conv2d(pad_on_sides(x, sides, "constant"), weight, bias, stride, (0, 0), dilation, groups)
 
 
 def pad_on_sides(x: Tensor, sides: Sides, mode: str) -> Tensor:
-    """Pad with a mode other than zeros; sides that crop are cropped first."""
+    """Pad by `F.pad`; sides that crop are cropped first, by slices: some engines have no negative pads."""
     (top, bottom), (left, right) = sides
-    if min(top, bottom, left, right) < 0:
-        x = F.pad(x, [min(left, 0), min(right, 0), min(top, 0), min(bottom, 0)])
-    return F.pad(x, [max(left, 0), max(right, 0), max(top, 0), max(bottom, 0)], mode=mode)
+    if top < 0 or bottom < 0:
+        x = x[..., max(-top, 0) : bottom if bottom < 0 else None, :]
+    if left < 0 or right < 0:
+        x = x[..., max(-left, 0) : right if right < 0 else None]
+    pads = [max(left, 0), max(right, 0), max(top, 0), max(bottom, 0)]
+    return F.pad(x, pads, mode=mode) if any(pads) else x
 
 
 def interleaved(parts: list[Tensor], channel_groups: int, axis: int, shuffle: bool = False) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.channel import FactoredLayer, groups_of
@@ -22,6 +22,7 @@ from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.geometry import Sides
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.system.errors import LowRankError, first_line
+from lowrank_cnn.system.results import tensors_of
 
 Images = Tensor | Iterable[object]
 """Images as one batch, or batches of them; of a pair (images, labels) the labels are left out."""
@@ -49,10 +50,28 @@ def image_batches(images: Images, model: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def outputs(model: nn.Module, batches: Sequence[Tensor]) -> Tensor:
-    """The outputs of a model on all images, one row per image."""
+def outputs(model: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:
+    """Every output of a model, its values on all images in one row; those that are no numbers are left out."""
     with evaluating(model):
-        return torch.cat([_first_tensor(_run(model, batch)).flatten(1).double() for batch in batches])
+        results = [tensors_of(_run(model, batch)) for batch in batches]
+    if not (results[0] and all(len(found) == len(results[0]) for found in results)):
+        raise LowRankError("the model gives no tensors to compare, or not as many for every batch.")
+    rows = [torch.cat([one.flatten() for one in found]) for found in zip(*results, strict=True)]
+    numbers = [row.double() for row in rows if row.is_floating_point()]
+    if not numbers:
+        raise LowRankError("the model gives whole numbers alone (classes, say), which show no small differences.")
+    return numbers
+
+
+def output_error(given: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """The mean relative squared error of all outputs; infinite where they have other shapes.
+
+    Outputs count alike, whatever their scale: a layer that only one of several heads reads would seem of no use
+    otherwise.
+    """
+    if [one.shape for one in given] != [one.shape for one in right]:
+        return float("inf")
+    return sum(map(relative_error, given, right)) / len(right)
 
 
 def relative_error(given: Tensor, right: Tensor) -> float:
@@ -94,7 +113,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def refit(layer: FactoredConv2d | FactoredLayer, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> float:
     """Fit the last layer of a chain so that the chain maps these inputs to these targets; the error after it."""
     *front, second = layer.children()
-    rows, wanted = _sampled(second, [nn.Sequential(*front)(x) for x in inputs], targets)
+    pairs = zip(inputs, targets, strict=True)
+    rows, wanted = _sampled(second, [_through(front, x, y) for x, y in pairs], targets)
     groups = rows.shape[1]
     biased = second.bias is not None
     before = _solution(second, groups)
@@ -110,6 +130,14 @@ def refit(layer: FactoredConv2d | FactoredLayer, inputs: Sequence[Tensor], targe
         found = before
     _put(second, found, biased)
     return relative_error(torch.einsum("rga,gad->rgd", rows, found), wanted)
+
+
+def _through(layers: Sequence[nn.Module], x: Tensor, target: Tensor) -> Tensor:
+    """What layers give; a transposed conv may have been told the size of its output, which is the target's."""
+    for layer in layers:
+        told = isinstance(layer, _ConvTransposeNd)
+        x = layer(x, list(target.shape[-len(layer.kernel_size) :])) if told else layer(x)
+    return x
 
 
 def window_covariance(layer: FactoredConv2d, inputs: Sequence[Tensor]) -> Tensor:
@@ -191,17 +219,3 @@ def _run(model: nn.Module, batch: Tensor) -> object:
         raise LowRankError(
             f"the model does not run on images of {list(batch.shape)}: {first_line(error)}"
         ) from error
-
-
-def _first_tensor(output: object) -> Tensor:
-    """The first tensor in a network's output."""
-    if isinstance(output, Tensor):
-        return output
-    values: Iterable[object] = ()
-    if isinstance(output, dict):
-        values = output.values()
-    elif isinstance(output, list | tuple):
-        values = output
-    for value in values:
-        return _first_tensor(value)
-    raise LowRankError(f"the model gives a {type(output).__name__}, which holds no tensor to compare.")

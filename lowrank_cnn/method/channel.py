@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from lowrank_cnn.kernels.network_graph import computes_as
 from lowrank_cnn.method.scheme import Scheme
 
 KINDS = (nn.Linear, nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -55,6 +56,13 @@ class FactoredLayer(nn.Sequential):
         transposed = isinstance(self[0], _ConvTransposeNd)  # its weight has the channels first
         axes = "gdm,gcm...->gcd..." if transposed else "gdm,gm...->gd..."
         return torch.einsum(axes, within, filters).flatten(0, 1)
+
+
+class FactoredTransposed(FactoredLayer):
+    """The factors of a transposed conv, which may be told the size of its output."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        return self.join(self.basis(input, output_size))
 
 
 def groups_of(layer: nn.Module) -> int:
@@ -127,7 +135,8 @@ def build_factored(layer: nn.Module, scheme: Scheme) -> FactoredLayer:
         options["output_padding"] = layer.output_padding
     basis = _plain_kind(layer)(layer.in_channels, m, layer.kernel_size, **options)
     join = _POINTWISE[len(layer.kernel_size)](m, filters, 1, groups=groups, bias=biased)
-    return FactoredLayer(basis, join, scheme)
+    kind = FactoredTransposed if isinstance(layer, _ConvTransposeNd) else FactoredLayer
+    return kind(basis, join, scheme)
 
 
 @torch.no_grad()
@@ -156,7 +165,7 @@ def fit_factored(layer: nn.Module, new: FactoredLayer) -> float:
 
 def is_plain(layer: nn.Module) -> bool:
     """Whether a layer computes what torch's layer of its kind computes."""
-    return any(isinstance(layer, kind) and type(layer).forward is kind.forward for kind in KINDS)
+    return any(isinstance(layer, kind) and computes_as(layer, kind) for kind in KINDS)
 
 
 def _plain_kind(layer: nn.Module) -> Any:

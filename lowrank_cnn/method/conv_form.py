@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx, nn
 from torch.nn import functional as F
 
+from lowrank_cnn.kernels.network_graph import computes_as
 from lowrank_cnn.method.geometry import Sides, enclosing_padding
 
 
@@ -34,7 +35,7 @@ def form_of(conv: nn.Conv2d) -> ConvForm | None:
     """The options of the conv that a layer computes; None for a subclass whose forward computes something else."""
     kernel, dilation = conv.kernel_size, conv.dilation
     own = enclosing_padding(conv.padding, kernel, dilation)  # type: ignore[arg-type]
-    before = ((0, 0), (0, 0)) if _is_plain(type(conv)) else _padding_before(conv)
+    before = ((0, 0), (0, 0)) if computes_as(conv, nn.Conv2d) else _padding_before(conv)
     if before is None or (before != ((0, 0), (0, 0)) and conv.padding_mode != "zeros"):
         return None
     (top, bottom), (left, right) = (
@@ -46,13 +47,10 @@ def form_of(conv: nn.Conv2d) -> ConvForm | None:
     )  # fmt: skip
 
 
-def _is_plain(kind: type[nn.Conv2d]) -> bool:
-    computing = ("forward", "_conv_forward", "__call__", "_call_impl", "__getattr__")
-    return all(getattr(kind, name) is getattr(nn.Conv2d, name) for name in computing)
-
-
 def _padding_before(conv: nn.Conv2d) -> Sides | None:
     """The zeros that a traced forward puts around its input before one `conv2d`; None for any other forward."""
+    if "forward" in vars(conv) or type(conv).__call__ is not nn.Conv2d.__call__:
+        return None  # a trace follows the forward of the class alone
     try:
         graph = fx.Tracer().trace(conv)
     except Exception:  # control flow on the input, or anything else that a trace cannot follow

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from lowrank_cnn.method.activations import (
     Images,
     image_batches,
+    output_error,
     outputs,
     refit,
-    relative_error,
     seen,
     window_covariance,
 )
@@ -143,10 +143,10 @@ def nearest_output(
         rest = tuple(one for one in kept if one.name not in schemes)
         new = rewrite(model, schemes, fill=fill, kept=rest)
         if right is not None:
-            found.append((relative_error(outputs(new, batches), right), copy_with(new), dict(report)))
+            found.append((output_error(outputs(new, batches), right), copy_with(new), dict(report)))
         if batches:
             report = refitted(model, new, report, batches)
-        error = 0.0 if right is None else relative_error(outputs(new, batches), right)
+        error = 0.0 if right is None else output_error(outputs(new, batches), right)
         found.append((error, new, report))
     _, new, report = min(found, key=lambda one: one[0])
     return new, report

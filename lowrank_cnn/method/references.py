@@ -6,6 +6,7 @@ goes on calling the conv of the original network, and a method bound to a conv g
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.method.inputs import InputSize, arguments
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, first_line
 
 _OWN = {"_parameters", "_buffers", "_modules"}
 
@@ -68,29 +69,39 @@ def _filled(cell: object) -> bool:
     return True
 
 
-@torch.no_grad()
 def check_calls(model: nn.Module, new: nn.Module, names: Sequence[str], input_size: InputSize) -> None:
-    """Run the new network once on one image: it must call the new layers and none of those they replace."""
+    """Run the new network once on one image: it must call the new layers and none of those they replace.
+
+    Where it fails and the original does not, the new layers are at fault; where both do, nothing can be said.
+    """
     called: set[str] = set()
     old = {name: model.get_submodule(name) for name in names}
     hooks = [layer.register_forward_pre_hook(_marker(name, called)) for name, layer in old.items()]
-    modes = {module: module.training for module in new.modules()}
     try:
-        like = next(new.parameters())
-        args, kwargs = arguments(input_size, dtype=like.dtype, device=like.device)
-        new.eval()(*args, **kwargs)
-    except Exception:  # a forward with other inputs cannot be run here
-        return
+        failure = _failure(new, input_size)
     finally:
         for hook in hooks:
             hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
     if called:
         raise LowRankError(
             f"the network still calls the original of {min(called)}, which something outside its modules holds "
             "(a global, say): leave that layer out of `where`."
         )
+    if failure and not _failure(model, input_size):
+        raise LowRankError(f"with its new layers the network fails: {failure}. Leave some out by `where`.")
+
+
+@torch.no_grad()
+def _failure(model: nn.Module, input_size: InputSize) -> str:
+    """Why a network does not run on one image, empty if it does. A copy runs: a forward may change buffers."""
+    like = next(model.parameters())
+    try:
+        with torch.random.fork_rng(devices=[]):
+            args, kwargs = arguments(input_size, dtype=like.dtype, device=like.device)
+            copy.deepcopy(model).eval()(*args, **kwargs)
+    except Exception as error:  # a forward may fail in any way of its own
+        return first_line(error)
+    return ""
 
 
 def _marker(name: str, called: set[str]):

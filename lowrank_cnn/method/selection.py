@@ -42,7 +42,7 @@ def select(
     model: nn.Module, scheme: Scheme, where: Where = None, *, trained_on: bool = False
 ) -> tuple[dict[str, nn.Conv2d], tuple[Kept, ...]]:
     """The convs to rewrite by name, and those that stay; where they are `trained_on`, frozen ones do."""
-    check_module(model)
+    check_rewritable(model)
     _check_exact(model)
     convs = _convs(model, scheme)
     if not convs:
@@ -104,6 +104,16 @@ def check_module(model: object) -> None:
             raise LowRankError(
                 f"{name or 'the model'} is lazy: run the model once, so that it knows its channels."
             )
+
+
+def check_rewritable(model: object) -> None:
+    """Refuse what `check_module` refuses, and compiled modules, which would go on running the original's code."""
+    check_module(model)
+    assert isinstance(model, nn.Module)
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod"):  # as torch.compile calls what it has compiled
+            label = name or "the model"
+            raise LowRankError(f"{label} is compiled, which cannot be rewritten: do this first, then compile it.")
 
 
 def _check_exact(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.method.activations import outputs, refit, relative_error, seen, window_covariance
+from lowrank_cnn.method.activations import output_error, outputs, refit, seen, window_covariance
 from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.channel import FactoredLayer
 from lowrank_cnn.method.fitting import fit_layer
@@ -55,7 +55,7 @@ def measured_keeps(
                 kept = _scored(score, trial) / whole
             else:
                 assert right is not None
-                kept = 1 - relative_error(outputs(trial, batches), right)
+                kept = 1 - output_error(outputs(trial, batches), right)
             points.append((m, min(max(kept, 1e-9), 1.0)))
         rising = accumulate((kept for _, kept in points), max)  # more filters never count for less
         keeps[name] = between([(m, kept) for (m, _), kept in zip(points, rising, strict=True)])

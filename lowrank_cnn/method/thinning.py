@@ -14,23 +14,24 @@ need no special rules.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.init import init_
+from lowrank_cnn.method.inputs import InputSize, arguments, checked_size
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.lone_parameters import FittedParameters, spread
 from lowrank_cnn.method.resizing import CONVS, LAYERS, NORMS, PendingLayer, take_hooks
 from lowrank_cnn.method.rewriting import copy_with, is_channels_last
-from lowrank_cnn.method.selection import check_module
+from lowrank_cnn.method.selection import check_rewritable
 from lowrank_cnn.system.autograd import upstream
 from lowrank_cnn.system.errors import LowRankError, first_line, nearest
+from lowrank_cnn.system.results import mapped, tensors_of
 
 _STEPS = 14
 
@@ -40,7 +41,7 @@ def thin(
     *,
     width: float | None = None,
     macs: float | None = None,
-    input_size: Sequence[int],
+    input_size: InputSize,
     multiple: int = 16,
     layers: Mapping[str, float] | None = None,
 ) -> nn.Module:
@@ -52,7 +53,8 @@ def thin(
 
     - `width`: the share of its output channels that each layer keeps.
     - `macs`: the share of multiply-accumulates to keep instead; the nearest width is found by bisection.
-    - `input_size`: channels, height and width of one image.
+    - `input_size`: channels, height and width of one image, or an example: a tensor, a tuple of all inputs, or a
+      dictionary of them by keyword.
     - `multiple`: channels are rounded to multiples of this, which kernels of every engine run fast. A layer with
       fewer channels than this keeps them.
     - `layers`: the widths of some layers, by name or by the name of a module around them, in place of `width`:
@@ -64,7 +66,7 @@ def thin(
     >>> lr.count(thin, (3, 64, 64)).macs < lr.count(dense, (3, 64, 64)).macs
     True
     """
-    check_module(model)
+    check_rewritable(model)
     if (width is None) == (macs is None):
         raise LowRankError("thin takes either a width or a share of the multiply-accumulates (macs).")
     share = width if width is not None else macs
@@ -74,7 +76,7 @@ def thin(
         raise LowRankError(f"thin takes dense networks, and {found[0]} is low-rank: thin first, then convert.")
     blank = copy_with(model).to("meta").float().eval()
     own = _own_widths(blank, layers or {})
-    plan = _Thinning(blank, torch.empty((1, *input_size), device="meta"), multiple, own)
+    plan = _Thinning(blank, _in_single(input_size), multiple, own)
     target = float(share) * count(model, input_size).macs if width is None else 0
     new = _fresh(plan.at(float(share)) if width is not None else plan.nearest(target), model)
     _check_runs(new, input_size)
@@ -95,9 +97,9 @@ def _own_widths(model: nn.Module, layers: Mapping[str, float]) -> dict[nn.Module
 class _Thinning:
     """Makes thinner copies of a network that lies on the meta device; some layers have `own` widths."""
 
-    def __init__(self, blank: nn.Module, x: Tensor, multiple: int, own: Mapping[nn.Module, float]) -> None:
-        self.blank, self.x, self.multiple, self.own = blank, x, multiple, own
-        self.last, self.shapes = _output_layers(blank, x)
+    def __init__(self, blank: nn.Module, size: InputSize, multiple: int, own: Mapping[nn.Module, float]) -> None:
+        self.blank, self.size, self.multiple, self.own = blank, size, multiple, own
+        self.last, self.shapes = _output_layers(blank, size)
 
     def nearest(self, target: float) -> nn.Module:
         """Bisect the width. MACs are a staircase of it, so remember the closest step found."""
@@ -106,7 +108,7 @@ class _Thinning:
         for _ in range(_STEPS):
             middle = (low + high) / 2
             found = self.at(middle)
-            cost = count(found, tuple(self.x.shape[1:])).macs
+            cost = count(found, self.size).macs
             if best is None or abs(cost - target) < abs(best[0] - target):
                 best = (cost, found)
             low, high = (middle, high) if cost < target else (low, middle)
@@ -128,7 +130,7 @@ class _Thinning:
         new = copy.deepcopy(self.blank, {id(old): stand_in for old, stand_in in pending.items()}).eval()
         try:
             with torch.no_grad(), FittedParameters(new, pending.values()):
-                shapes = _shapes(new(self.x))
+                shapes = _shapes(_on_meta(new, self.size))
         except Exception as error:
             raise LowRankError(
                 f"the network cannot be made thinner, its forward expects fixed widths: {first_line(error)}"
@@ -196,16 +198,33 @@ def _share_parameters(new: nn.Module, model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _check_runs(new: nn.Module, input_size: Sequence[int]) -> None:
+def _check_runs(new: nn.Module, input_size: InputSize) -> None:
     """Run a copy once: the meta device does not check the shapes of every operation."""
     first = next(new.parameters())
     try:
-        copy_with(new).eval()(torch.zeros((1, *input_size), device=first.device, dtype=first.dtype))
+        with torch.random.fork_rng(devices=[]):
+            args, kwargs = arguments(input_size, device=first.device, dtype=first.dtype)
+            copy_with(new).eval()(*args, **kwargs)
     except Exception as error:
         raise LowRankError(f"the network cannot be made thinner: {first_line(error)}") from error
 
 
-def _output_layers(blank: nn.Module, x: Tensor) -> tuple[set[nn.Module], list[torch.Size]]:
+def _on_meta(model: nn.Module, size: InputSize) -> Any:
+    """What a network on the meta device gives for an image of this size, or for an example."""
+    args, kwargs = arguments(size, device="meta", dtype=None)
+    return model(*args, **kwargs)
+
+
+def _in_single(size: InputSize) -> InputSize:
+    """An example in float32, as the network on the meta device is; the size of an image stays."""
+
+    def single(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return mapped(single, size)
+
+
+def _output_layers(blank: nn.Module, size: InputSize) -> tuple[set[nn.Module], list[torch.Size]]:
     """The conv and linear layers from which the outputs come without another between, and the outputs' shapes.
 
     Autograd's graph shows them. Where it shows none (the forward gives class numbers, say), the layer that runs
@@ -226,18 +245,18 @@ def _output_layers(blank: nn.Module, x: Tensor) -> tuple[set[nn.Module], list[to
             module.requires_grad_(True)
     try:
         with torch.enable_grad():
-            output = twin(x)
+            output = _on_meta(twin, size)
     except Exception as error:
         raise LowRankError(
-            f"the network does not take an image of {tuple(x.shape[1:])}: {first_line(error)}"
+            f"the network does not take an image of {checked_size(size)}: {first_line(error)}"
         ) from error
-    ends = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    ends = [tensor.grad_fn for tensor in tensors_of(output)]
     found = {made_by[node] for node in upstream(ends, until=made_by) if node in made_by}
     return found or set(order[-1:]), _shapes(output)
 
 
 def _shapes(output: Any) -> list[torch.Size]:
-    return [leaf.shape for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return [tensor.shape for tensor in tensors_of(output)]
 
 
 def _rounded(channels: int, width: float, multiple: int) -> int:

@@ -28,7 +28,7 @@ from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.init import weight_layers
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
-from lowrank_cnn.method.selection import Where, check_module
+from lowrank_cnn.method.selection import Where, check_rewritable
 from lowrank_cnn.method.settling import LearnedShapes, settle
 from lowrank_cnn.method.shape_choice import ShapeChooser, check_reachable, check_removable
 from lowrank_cnn.method.shape_gates import add_gates
@@ -169,7 +169,7 @@ def _check_asked(model: nn.Module, recipe: Recipe, scheme: Scheme, by: str) -> N
         raise LowRankError("learning shapes takes two epochs at least: one to choose them, one to train them.")
     if by not in WAYS or (by == "gates" and may_remove(scheme)):
         raise LowRankError(f"by is {', '.join(WAYS)}, and gates remove no filters: not {by!r} with these shapes.")
-    check_module(model)
+    check_rewritable(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise LowRankError("there are no weights to train: the network is on the meta device.")
 

@@ -7,15 +7,16 @@ NaN and infinity give an infinite difference, and so do results of other shapes 
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lowrank_cnn.system.errors import LostDeviceError, first_line
+from lowrank_cnn.system.results import flattened, tensors_of
 
 ROUNDED = 0.05
 """How far results in half precision may be off."""
@@ -23,7 +24,7 @@ _TINY = 1e-30
 
 
 def difference(ours: Any, right: Any, *, by: Literal["largest", "norm"] = "largest") -> float:
-    """How far `ours` is from `right`, relative to `right`: tensors, or tuples, lists and dictionaries of them.
+    """How far `ours` is from `right`, relative to `right`: tensors, or what holds tensors (`system.results`).
 
     By the largest difference over the largest value ("largest"), or by the norms of both ("norm"). Of several
     tensors the worst counts. Values that are no floating-point tensors must be equal.
@@ -33,8 +34,8 @@ def difference(ours: Any, right: Any, *, by: Literal["largest", "norm"] = "large
     >>> difference(torch.tensor([float("nan")]), torch.tensor([0.0]))
     inf
     """
-    left, left_structure = tree_flatten(ours)
-    expected, structure = tree_flatten(right)
+    left, left_structure = flattened(ours)
+    expected, structure = flattened(right)
     if left_structure != structure:
         return float("inf")
     return max((_of_leaves(a, b, by) for a, b in zip(left, expected, strict=True)), default=0.0)
@@ -48,14 +49,13 @@ def agree(ours: Any, right: Any, *, single: float = 1e-3, by: Literal["largest",
 def tolerance(right: Any, *, single: float = 1e-3) -> float:
     """How far a result may be off, by the least precise floating-point type in it."""
     limits = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: single, torch.complex64: single}
-    kinds = [leaf.dtype for leaf in tree_leaves(right) if isinstance(leaf, Tensor) and _inexact(leaf)]
+    kinds = [tensor.dtype for tensor in tensors_of(right) if _inexact(tensor)]
     return max((limits.get(kind, ROUNDED) for kind in kinds), default=0.0)
 
 
 def is_finite(result: Any) -> bool:
     """Whether a result has no NaN and no infinity."""
-    tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and _inexact(leaf))
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+    return all(bool(tensor.isfinite().all()) for tensor in tensors_of(result) if _inexact(tensor))
 
 
 @torch.no_grad()
@@ -73,7 +73,8 @@ def objection(ours: Callable[..., Any], right: Callable[..., Any], *example: Any
         drawn = right(*copied(*other))
         inputs += [(other, drawn)] if is_finite(drawn) else []
     try:
-        error = max(difference(ours(*copied(*given)), result) for given, result in inputs)
+        with contextlib.redirect_stderr(io.StringIO()):  # where a captured graph fails, fx prints its source
+            error = max(difference(ours(*copied(*given)), result) for given, result in inputs)
     except LostDeviceError:
         raise
     except Exception as failure:  # a view of maps that now lie in another memory format, say

@@ -203,6 +203,13 @@ def test_inputs_of_other_dimensions_are_taken(net: nn.Module, shape: tuple[int, 
     torch.testing.assert_close(fast(x), net(x), rtol=1e-4, atol=1e-5)
 
 
+def test_a_network_with_3d_convs_inside_is_tried_in_both_memory_formats():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Unflatten(1, (1, 8)), nn.Conv3d(1, 2, 3)).eval()
+    fast = optimize(net, torch.randn(1, 3, 9, 9), compile=False, cache=False, repeats=3)
+    assert not fast.report.failed
+    assert "folded, channels_last" in fast.report.times
+
+
 def test_nan_is_refused_in_a_sentence(network: nn.Module):
     for part in network.modules():
         if isinstance(part, nn.BatchNorm2d):

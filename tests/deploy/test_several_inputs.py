@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy import optimize, plan
+from lowrank_cnn.deploy import merge, optimize, plan
 from lowrank_cnn.deploy.exporting import export
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
@@ -129,3 +129,34 @@ def test_an_option_that_decides_alone_keeps_its_default():
     assert not notes(planned).plan.reason
     torch.testing.assert_close(planned(IMAGE), net(IMAGE))
     torch.testing.assert_close(planned(IMAGE, True), net(IMAGE, True))
+
+
+class Masked(nn.Module):
+    """Two inputs, of which the second may go by keyword alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8))
+        nn.init.uniform_(self.body[1].running_var, 0.5, 2.0)
+
+    def forward(self, image: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.body(image).relu() * mask
+
+
+class ByKeywordAlone(Masked):
+    def forward(self, image: torch.Tensor, *, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(image, mask)
+
+
+@pytest.mark.parametrize("kind", [Masked, ByKeywordAlone])
+def test_merge_takes_inputs_by_keyword(kind: type[nn.Module]):
+    net, example = kind().eval(), {"mask": torch.rand(2, 1, 6, 6), "image": torch.randn(2, 3, 6, 6)}
+    merged = merge(net, example_input=example)
+    assert type(merged) is kind
+    assert isinstance(merged.body[1], nn.Identity)
+    assert [row.name for row in notes(merged).merging] == ["body.0"]
+    torch.testing.assert_close(merged(**example), net(**example), rtol=1e-4, atol=1e-5)
+    both = (example["image"], {"mask": example["mask"]})
+    assert isinstance(merge(net, example_input=both).body[1], nn.Identity)
+    with pytest.raises(LowRankError, match="not called with these inputs: missing a required argument"):
+        merge(net, example_input={"mask": example["mask"]})

@@ -81,3 +81,12 @@ def test_the_random_generator_stays_where_it_is(tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
     time_file(export(net, tmp_path / "net.onnx", input_size=(3, 32, 32)).path, repeats=3)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("net", "size"),
+    [(nn.Conv1d(3, 8, 3), (3, 20)), (nn.Conv3d(3, 8, 3), (3, 6, 6, 6)), (nn.Linear(6, 8), (6,))],
+    ids=["1-D", "3-D", "linear"],
+)
+def test_networks_of_other_inputs_than_images_are_timed(net: nn.Module, size: tuple[int, ...]):
+    assert time_model(nn.Sequential(net), size, repeats=3).total.ms > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from lowrank_cnn.kernels.reference import (
@@ -13,6 +14,7 @@ from lowrank_cnn.kernels.reference import (
     interleaved,
     pad_on_sides,
 )
+from lowrank_cnn.method.layers import CompositeConv2d
 
 SIDES = [((1, 1), (0, 0)), ((0, 0), (1, 1))]
 
@@ -51,3 +53,24 @@ def test_filters_of_a_channel_group_stay_together():
     parts = [torch.tensor([[1, 1, 2, 2]]), torch.tensor([[10, 20]])]
     assert interleaved(parts, 2, 1).tolist() == [[1, 1, 10, 2, 2, 20]]
     assert interleaved(parts, 1, 1).tolist() == [[1, 1, 2, 2, 10, 20]]
+
+
+CROPPED = [((0, 0), (-1, -1)), ((-1, 2), (0, -2)), ((-2, -1), (1, 0)), ((0, -1), (3, 0)), ((1, 2), (0, 1))]
+
+
+@pytest.mark.parametrize("sides", CROPPED)
+@pytest.mark.parametrize("mode", ["constant", "reflect"])
+def test_sides_are_cropped_and_padded(sides: tuple[tuple[int, int], tuple[int, int]], mode: str):
+    x = torch.randn(2, 3, 9, 8)
+    (top, bottom), (left, right) = sides
+    cropped = F.pad(x, [min(left, 0), min(right, 0), min(top, 0), min(bottom, 0)])
+    expected = F.pad(cropped, [max(left, 0), max(right, 0), max(top, 0), max(bottom, 0)], mode=mode)
+    assert torch.equal(pad_on_sides(x, sides, mode), expected)
+
+
+def test_engines_see_no_negative_pads_where_a_conv_without_padding_is_split():
+    """ncnn and ExecuTorch have none."""
+    net = nn.Sequential(CompositeConv2d(3, [(3, 1, 4), (1, 3, 4)], padding=0))
+    exported = torch.export.export(net, (torch.randn(2, 3, 8, 8),))
+    assert not any("pad" in str(node.target) for node in exported.graph.nodes if node.op == "call_function")
+    torch.testing.assert_close(exported.module()(torch.ones(2, 3, 8, 8)), net(torch.ones(2, 3, 8, 8)))

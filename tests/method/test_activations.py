@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.method.activations import image_batches, outputs, refit, relative_error, seen, window_covariance
+from lowrank_cnn.method.activations import (
+    image_batches,
+    output_error,
+    outputs,
+    refit,
+    relative_error,
+    seen,
+    window_covariance,
+)
 from lowrank_cnn.method.decomposing import decompose
 from lowrank_cnn.method.fitting import fit_layer
 from lowrank_cnn.method.rewriting import replacement
@@ -70,7 +78,7 @@ def test_a_network_decomposed_on_images_keeps_more_of_its_output():
     x, size = smooth_images(12), (8, 14, 14)
     blind = decompose(net, macs=0.4, input_size=size)
     seeing = decompose(net, macs=0.4, images=x[:8])
-    errors = [relative_error(outputs(new, [x[8:]]), outputs(net, [x[8:]])) for new in (blind, seeing)]
+    errors = [output_error(outputs(new, [x[8:]]), outputs(net, [x[8:]])) for new in (blind, seeing)]
     assert errors[1] < errors[0]
     assert all(row.error is not None and 0 <= row.error < 1 for row in notes(seeing).decomposition)
     assert notes(blind).decomposition[0].error is None
@@ -117,3 +125,28 @@ def test_batches_come_with_labels_or_without():
 def test_bad_images_are_refused_in_a_sentence(images: object, says: str):
     with pytest.raises(LowRankError, match=says):
         decompose(nn.Sequential(nn.Conv2d(8, 12, 3)), "separable(m=4)", images=images)
+
+
+class TwoHeads(nn.Module):
+    """Two outputs, and a layer that the second alone reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.boxes, self.classes = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, object]:
+        x = self.body(x).relu()
+        return {"loss": None, "boxes": self.boxes(x), "classes": [self.classes(x), torch.ones(2).long()]}
+
+
+def test_every_output_counts_when_layers_compete():
+    """By the first output alone, the second head would be worth nothing, and lose nearly all of its filters."""
+    torch.manual_seed(0)
+    net, x = TwoHeads().double(), smooth_images()
+    new = decompose(net, macs=0.6, images=x)
+    ranks = {row.name: row.m for row in notes(new).decomposition}
+    assert ranks.get("classes", 8) >= 4, ranks
+    boxes, classes = outputs(net, [x, x])
+    assert boxes.shape == classes.shape == (2 * x.numel(),)
+    assert output_error([boxes, 2 * classes], [boxes, classes]) == pytest.approx(0.5)
+    assert output_error([boxes[1:], classes], [boxes, classes]) == float("inf")

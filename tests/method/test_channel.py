@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.method.activations import outputs, relative_error
+from lowrank_cnn.method.activations import output_error, outputs
 from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.channel import FactoredLayer
 from lowrank_cnn.method.converting import convert
@@ -64,7 +64,7 @@ def test_fewer_filters_keep_less_and_images_make_good_for_some_of_it(kind: str):
     net, x = nn.Sequential(copy.deepcopy(layer)).double(), torch.randn(shape, dtype=torch.float64)
     blind = decompose(net, "channel(m=2)", allow_costlier=True)
     seeing = decompose(net, "channel(m=2)", images=x, allow_costlier=True)
-    errors = [relative_error(outputs(new, [x]), outputs(net, [x])) for new in (blind, seeing)]
+    errors = [output_error(outputs(new, [x]), outputs(net, [x])) for new in (blind, seeing)]
     assert 0 < errors[1] <= errors[0] < 1
     assert 0 < notes(blind).decomposition[0].energy < 1
 
@@ -133,3 +133,50 @@ def test_a_small_depthwise_kernel_is_rewritten_where_it_is_named():
     net = nn.Sequential(nn.Conv2d(6, 6, 3, groups=6), nn.Conv2d(6, 8, 3))
     assert "small kernel: name it" in notes(convert(net, "separable(m=2)")).conversion.kept[0].reason
     assert [row.name for row in notes(convert(net, "separable", where="0")).conversion.changed] == ["0"]
+
+
+class Scaled(nn.Conv1d):
+    """Computes by a method that the forward of torch's conv calls."""
+
+    def _conv_forward(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return super()._conv_forward(input, 2 * weight, bias)
+
+
+class Called(nn.Linear):
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().__call__(input)
+
+
+@pytest.mark.parametrize("own", [Scaled(9, 9, 3, padding=1), Called(9, 9)], ids=["conv", "linear"])
+def test_a_layer_that_computes_something_of_its_own_stays(own: nn.Module):
+    net, x = nn.Sequential(own, nn.Linear(9, 9)).double(), torch.randn(2, 9, 9, dtype=torch.float64)
+    new = decompose(net, "channel", energy=1.0, allow_costlier=True)
+    assert [row.name for row in notes(new).conversion.changed] == ["1"]
+    torch.testing.assert_close(new(x), net(x), rtol=1e-9, atol=1e-9)
+
+
+class Upsampler(nn.Module):
+    """Tells a transposed conv how large its output is, as decoders do whose encoders halve odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = (
+            nn.Conv2d(3, 8, 3, stride=2, padding=1),
+            nn.ConvTranspose2d(8, 6, 3, stride=2, padding=1),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(self.down(x), output_size=x.shape[-2:])
+
+
+@pytest.mark.parametrize("size", [8, 9])
+def test_factors_of_a_transposed_conv_are_told_the_size_of_their_output(size: int):
+    net, x = Upsampler().double(), torch.randn(4, 3, size, size, dtype=torch.float64)
+    new = decompose(net, "channel", energy=1.0, allow_costlier=True)
+    assert isinstance(new.up, FactoredLayer)
+    torch.testing.assert_close(new(x), net(x), rtol=1e-9, atol=1e-9)
+    script = torch.jit.script(new.up)
+    torch.testing.assert_close(script(new.down(x), [size, size]), net(x), rtol=1e-9, atol=1e-9)
+    seen = decompose(net, "channel(m=4)", where="up", images=x, allow_costlier=True)
+    (row,) = notes(seen).decomposition
+    assert output_error(outputs(seen, [x]), outputs(net, [x])) == pytest.approx(row.error, rel=1e-6)

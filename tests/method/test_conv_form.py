@@ -31,6 +31,28 @@ class Padded(nn.Conv2d):
         return nn.functional.conv2d(x, self.weight, self.bias, *options)
 
 
+class Scaled(nn.Conv2d):
+    """Computes by a method that the forward of torch's conv calls."""
+
+    def _conv_forward(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return super()._conv_forward(input, 2 * weight, bias)
+
+
+class Called(nn.Conv2d):
+    """Computes in the call, which no trace of a forward shows."""
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().__call__(input)
+
+
+def patched() -> nn.Conv2d:
+    """A conv whose forward was replaced in place."""
+    conv = nn.Conv2d(4, 8, 3)
+    weight = conv.weight.detach()
+    conv.forward = lambda x: nn.functional.conv2d(x, 2 * weight)  # type: ignore[method-assign]
+    return conv
+
+
 class Sized(nn.Conv2d):
     """Pads by the size of its input, which no trace can follow."""
 
@@ -56,7 +78,10 @@ def test_a_subclass_that_provably_is_a_plain_conv_is_rewritten(conv: nn.Conv2d):
         torch.testing.assert_close(new(x), conv(x), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("conv", [OwnConv(4, 8, 3), Sized(4, 8, 3), Padded(4, 8, 3, pad=nn.ReflectionPad2d(1))])
+OWN = [OwnConv(4, 8, 3), Sized(4, 8, 3), Padded(4, 8, 3, pad=nn.ReflectionPad2d(1)), Scaled(4, 8, 3)]
+
+
+@pytest.mark.parametrize("conv", [*OWN, Called(4, 8, 3), patched()])
 def test_a_subclass_that_computes_something_else_stays(conv: nn.Conv2d):
     new = convert(nn.Sequential(conv, nn.Conv2d(8, 8, 3)), "lr")
     (kept,) = notes(new).conversion.kept

@@ -162,6 +162,7 @@ def parametrised() -> nn.Module:
         (lambda: nn.Sequential(nn.Conv2d(3, 4, 1)), "nothing can be converted: 0: its kernel is 1x1"),
         (lambda: nn.Conv2d(3, 8, 3).requires_grad_(False), "frozen"),
         (lambda: torch.jit.script(nn.Sequential(nn.Conv2d(3, 8, 3))), "scripted"),
+        (lambda: torch.compile(nn.Sequential(nn.Conv2d(3, 8, 3))), "compiled, which cannot be rewritten"),
         (lambda: nn.Sequential(nn.Conv2d(3, 1, 3)), "too few filters for the scheme lr"),
         (quantised, "0 is quantised"),
         (parametrised, "remove the parametrisation"),

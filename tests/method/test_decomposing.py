@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lowrank_cnn.deploy.merging import merge
-from lowrank_cnn.method.activations import outputs, relative_error
+from lowrank_cnn.method.activations import output_error, outputs
 from lowrank_cnn.method.budget import Budget, _time_ratio, schemes_of, within
 from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.counting import count
@@ -247,8 +247,8 @@ def test_with_images_no_single_way_is_nearer_to_the_output():
     alone.append(decompose(net, macs=0.3, input_size=size))
     new = decompose(net, macs=0.3, images=images)
     assert count(new, size).macs <= 0.3 * count(net, size).macs
-    error = relative_error(outputs(new, images), right)
-    assert error <= min(relative_error(outputs(one, images), right) for one in alone) * (1 + 1e-9)
+    error = output_error(outputs(new, images), right)
+    assert error <= min(output_error(outputs(one, images), right) for one in alone) * (1 + 1e-9)
 
 
 def test_costlier_layers_are_allowed_under_a_share_of_energy_too():

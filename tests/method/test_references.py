@@ -45,6 +45,36 @@ def test_a_conv_that_a_function_holds_stays(hold: str):
     torch.testing.assert_close(new(x), net(x), rtol=1e-9, atol=1e-9)
 
 
+class Picky(nn.Module):
+    """Calls a conv as one of torch alone can be called, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.other = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.other(self.conv._conv_forward(x, self.conv.weight, None))
+
+
+def test_a_network_that_fails_with_new_layers_is_refused_in_a_sentence():
+    with pytest.raises(LowRankError, match=r"with its new layers the network fails: .*_conv_forward"):
+        convert(Picky(), "lr", input_size=(4, 9, 9))
+    convert(Picky(), "lr", input_size=(3, 9, 9))  # which the original does not take either
+
+
+def test_the_trial_leaves_no_trace():
+    before = torch.get_rng_state()
+    torch.manual_seed(1)
+    new = convert(Picky(), "lr", where="other", input_size=(4, 9, 9))
+    after, _ = torch.randn(1), torch.manual_seed(1)
+    convert(Picky(), "lr", where="other")
+    assert new.calls == 0
+    assert torch.equal(torch.randn(1), after)
+    torch.set_rng_state(before)
+
+
 GLOBAL = nn.Conv2d(4, 8, 3)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.method.activations import outputs, relative_error
+from lowrank_cnn.method.activations import output_error, outputs
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.method.sensitivity import data_fitted, measured_keeps
@@ -39,7 +39,7 @@ def test_refitting_on_images_loses_less_at_the_output():
     seen = [(model[:2](x), model(x)) for x in IMAGES]
     for given in ([], seen):
         layer = data_fitted("2", model[2], scheme, given)
-        errors.append(relative_error(outputs(copy_with(model, {model[2]: layer}), IMAGES), right))
+        errors.append(output_error(outputs(copy_with(model, {model[2]: layer}), IMAGES), right))
     assert errors[1] < 0.9 * errors[0]
 
 

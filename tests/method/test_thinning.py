@@ -1,5 +1,7 @@
 """Thinner dense networks: every layer fits its neighbours, and the cost is what was asked for."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -273,3 +275,36 @@ def test_a_hook_that_is_a_method_belongs_to_the_thinner_network():
     seen, net.seen = thinner.seen, 0
     thinner(torch.randn(1, *SIZE))
     assert (thinner.second.in_channels, thinner.seen, net.seen) == (32, seen + 1, 0)
+
+
+@dataclass
+class Found:
+    logits: torch.Tensor
+    maps: torch.Tensor
+
+
+class Detector(nn.Module):
+    """Takes an image and a mask, and gives a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.mask = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(1, 32, 3, padding=1)
+        self.maps, self.head = nn.Conv2d(64, 32, 3, padding=1), nn.Linear(32, 16)
+
+    def forward(self, image: torch.Tensor, mask: torch.Tensor) -> Found:
+        maps = self.maps(torch.cat([self.body(image), self.mask(mask)], 1).relu())
+        return Found(self.head(maps.relu().mean((2, 3))), maps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_networks_of_several_inputs_keep_the_outputs_of_a_dataclass(dtype: torch.dtype):
+    net, example = (
+        Detector().to(dtype),
+        (torch.randn(2, 3, 8, 8, dtype=dtype), torch.ones(2, 1, 8, 8, dtype=dtype)),
+    )
+    for options in ({"width": 0.5}, {"macs": 0.5}):
+        made = thin(net, input_size=example, **options)
+        assert (made.body.out_channels, made.maps.out_channels, made.head.out_features) == (16, 32, 16)
+        assert made(*example).maps.shape == net(*example).maps.shape
+    by_name = dict(zip(("image", "mask"), example, strict=True))
+    assert thin(net, width=0.5, input_size=by_name).body.out_channels == 16

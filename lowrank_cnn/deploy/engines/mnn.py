@@ -1,7 +1,4 @@
-"""MNN: write .mnn files by way of ONNX, and run them on the CPU.
-
-The converter is called as a function: the command `mnnconvert` installs a package to report what was converted.
-"""
+"""MNN: write .mnn files by way of ONNX, and run them on the CPU."""
 
 from __future__ import annotations
 
@@ -15,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowrank_cnn.deploy.engines.mnn_process import convert, variable
 from lowrank_cnn.deploy.engines.onnx import write_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
-from lowrank_cnn.deploy.engines.runner import Runner, ports_from, read_beside, write_beside
+from lowrank_cnn.deploy.engines.runner import Runner, as_array, ports_from, read_beside, write_beside
 from lowrank_cnn.system.errors import LowRankError, require
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ class MnnRunner(Runner):
             with silent_process():
                 runtime = self.mnn.nn.create_runtime_manager((config,))
                 names = [[port.name for port in ports] for ports in (self.inputs, self.outputs)]
-                self.module = self.mnn.nn.load_module_from_file(str(path), *names, runtime_manager=runtime)
+                self.loaded = self.mnn.nn.load_module_from_file(str(path), *names, runtime_manager=runtime)
         except Exception as error:  # MNN says nothing about what is wrong with a file
             raise LowRankError(f"mnn cannot read {path}, or {path.name}.json beside it.") from error
         if not self.inputs:
@@ -52,13 +50,7 @@ class MnnRunner(Runner):
 
     def _run(self, inputs: dict[str, ndarray]) -> dict[str, ndarray]:
         expr = self.mnn.expr
-        given = []
-        for port in self.inputs:
-            array = inputs[port.name]
-            variable = expr.placeholder(list(array.shape), expr.NCHW)
-            variable.write(array)
-            given.append(variable)
-        results = self.module.forward(given)
+        results = self.loaded.forward([variable(expr, inputs[port.name]) for port in self.inputs])
         layout = expr.NCHW
         read = (expr.convert(result, layout).read() for result in results)
         return {port.name: array.copy() for port, array in zip(self.outputs, read, strict=True)}
@@ -70,14 +62,13 @@ def write_mnn(folder: Path, stem: str, request: ExportRequest) -> Path:
         raise LowRankError("int8 is not written for MNN: take fp16, or another engine for int8.")
     with silent_process():
         require("MNN", extra="engines", purpose="writing MNN's files")
-        import _tools  # type: ignore[import-not-found]
     onnx, path = write_onnx(folder, stem, replace(request, precision="fp32")), folder / f"{stem}.mnn"
-    options = ["-f", "ONNX", "--modelFile", str(onnx), "--MNNModel", str(path), "--bizCode", "lowrank"]
-    with silent_process():
-        _tools.mnnconvert(["mnnconvert", *options, *(["--fp16"] if request.precision == "fp16" else [])])
+    calls = [request.call.sized(request.axes, sizes) for sizes in request.tried_sizes]
+    inputs = [{name: as_array(tensor) for name, tensor in call.tensors.items()} for call in calls]
+    why = convert(onnx, path, inputs, request.outputs, half=request.precision == "fp16")
     onnx.unlink()
-    if not path.is_file():
-        raise LowRankError("the network cannot be written for MNN: its converter lacks one of the operations.")
+    if why:
+        raise LowRankError(f"the network cannot be written for MNN: {why}.")
     write_beside(path, {**request.metadata, "precision": request.precision})
     return path
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowrank_cnn.deploy.candidates import groups_apart
-from lowrank_cnn.deploy.engines.per_image import PerImageRunner, first_image, trace
+from lowrank_cnn.deploy.engines.per_image import PerImageRunner, first_image
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import write_beside
+from lowrank_cnn.deploy.engines.tracing import trace
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.system.errors import LowRankError, require
 
@@ -103,9 +104,8 @@ def write_ncnn(folder: Path, stem: str, request: ExportRequest) -> Path:
         raise LowRankError("ncnn's Python packages have no tool for int8: take fp16, or another engine for int8.")
     call = first_image(request, "ncnn")
     script, path = folder / "traced.pt", folder / f"{stem}.param"
-    trace(replace(request, network=_exact_pools(groups_apart(request.network))).positional(), call).save(
-        str(script)
-    )
+    network = replace(request, network=_exact_pools(groups_apart(request.network))).positional()
+    trace(network, tuple(call.tensors.values()), type(request.network).__name__).save(str(script))
     shapes = ",".join(f"[{','.join(map(str, tensor.shape))}]" for tensor in call.tensors.values())
     command = [pnnx.EXEC_PATH, script.name, f"inputshape={shapes}", f"fp16={int(request.precision == 'fp16')}"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from lowrank_cnn.deploy.engines.request import Call, ExportRequest
 from lowrank_cnn.deploy.engines.runner import Runner, ports_from, read_beside
-from lowrank_cnn.system.errors import LowRankError, first_line
+from lowrank_cnn.system.errors import LowRankError
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -51,14 +47,3 @@ def first_image(request: ExportRequest, engine: str) -> Call:
     if axes:
         raise LowRankError(f"a file for {engine} has one size of image: leave {axes[0]} out of dynamic.")
     return request.call.replaced({name: tensor[:1] for name, tensor in request.call.tensors.items()})
-
-
-def trace(network: nn.Module, call: Call) -> Any:
-    """The network as TorchScript, recorded on one call."""
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # sizes are fixed, which the tracer warns of
-            return torch.jit.trace(network, tuple(call.tensors.values()), check_trace=False)
-    except Exception as error:  # whatever a forward does that cannot be traced
-        name = type(network).__name__
-        raise LowRankError(f"torch cannot trace {name}: {first_line(error)}.") from error

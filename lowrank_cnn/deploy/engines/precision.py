@@ -9,13 +9,14 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lowrank_cnn.deploy.candidates import groups_apart
 from lowrank_cnn.deploy.engines.request import ExportRequest
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.models.files import dtype_of
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.results import mapped
 
 Precision = Literal["fp32", "fp16"]
 _BY_THE_ENGINE = (".xml", ".param", ".mnn", ".tflite")
@@ -74,14 +75,14 @@ def at_precision(request: ExportRequest, suffix: str, precision: str) -> ExportR
 
 
 def _has_groups(part: nn.Module) -> bool:
-    """Whether a conv has groups of channels: on Arm ONNX Runtime 1.31 computes these wrongly in half precision.
+    """Whether a layer has groups of channels: on Arm ONNX Runtime 1.31 computes these wrongly in half precision.
 
     It computes a conv right that has as many groups as channels, before and after.
     """
-    if not isinstance(part, nn.Conv2d):
+    if not isinstance(part, nn.Conv2d | CompositeConv2d):
         return False
     return part.groups > 1 and not part.groups == part.in_channels == part.out_channels
 
 
 def _cast(values: Any, before: torch.dtype, after: torch.dtype) -> Any:
-    return tree_map(lambda x: x.to(after) if isinstance(x, Tensor) and x.dtype == before else x, values)
+    return mapped(lambda x: x.to(after) if isinstance(x, Tensor) and x.dtype == before else x, values)

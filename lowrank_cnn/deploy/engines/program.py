@@ -26,6 +26,7 @@ class ProgramRunner(Runner):
     """A .pt2 program in torch, with the threads that torch has."""
 
     engine = "torch"
+    module: nn.Module
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
         program, self.metadata = _read(path)

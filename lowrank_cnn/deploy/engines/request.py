@@ -8,7 +8,10 @@ what comes out.
 from __future__ import annotations
 
 import inspect
+import io
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from lowrank_cnn.deploy.engines.outputs import is_flat, plain_outputs
+from lowrank_cnn.deploy.examples import arguments_of
 from lowrank_cnn.system.compare import random_like
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.text import counted
@@ -41,7 +45,7 @@ class Call:
     @classmethod
     def of(cls, network: nn.Module, example: Any, names: Sequence[str] | None = None) -> Call:
         """From a tensor, a tuple (whose last entry may be a dictionary), or a dictionary of keywords."""
-        args, kwargs = _arguments(example)
+        args, kwargs = arguments_of(example)
         order = [*_bound(network, args, kwargs), *kwargs]  # that of the forward, which torch.export keeps
         kwargs = {name: kwargs[name] for name in dict.fromkeys(order) if name in kwargs}
         leaves, structure = tree_flatten((args, kwargs))
@@ -124,13 +128,22 @@ class ExportRequest:
             made[name] = tensor
         return self.call.replaced(made)
 
+    @property
+    def tried_sizes(self) -> list[dict[str, float]]:
+        """Lengths of free axes, as `Call.sized` takes them, at which a file has to run; {} is the example."""
+        free = {word for axes in self.axes.values() for word in axes.values()}
+        batches = [{"batch": 1.0}, {"batch": 3.0}] if "batch" in free else []
+        inner = {word: 2.0 if place else 1.5 for place, word in enumerate(sorted(free - {"batch"}))}
+        return [{}, *batches, *([inner] if inner else [])]
+
     @cached_property
     def program(self) -> torch.export.ExportedProgram:
         """The network as torch.export captures it, called as the network is; its outputs are plain containers."""
         args, kwargs = self.traced_call.arguments
-        network = _with_signature(_plain(self.network, self.call), kwargs)
         try:
-            program = torch.export.export(network, args, kwargs, dynamic_shapes=self._shapes(network))
+            network = _with_signature(_plain(self.network, self.call), kwargs)
+            with _quiet():
+                program = torch.export.export(network, args, kwargs, dynamic_shapes=self._shapes(network))
         except LowRankError:
             raise
         except Exception as error:  # whatever a forward does that cannot be traced
@@ -161,6 +174,18 @@ class ExportRequest:
         specs = [next(free) if isinstance(leaf, Tensor) else None for leaf in self.call.leaves]
         args, kwargs = tree_unflatten(specs, self.call.structure)
         return _bound(network, args, kwargs)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the graph that torch.export prints where it cannot go on; the error says why."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 class _Positional(nn.Module):
@@ -229,14 +254,6 @@ def _axes_of(tensor: Tensor, words: Sequence[str], batch: int) -> dict[int, str]
     found = {0: "batch"} if "batch" in words and tensor.dim() and len(tensor) == batch else {}
     inner = enumerate(_AXES.get(tensor.dim(), ()), start=2) if tensor.is_floating_point() else ()
     return found | {axis: word for axis, word in inner if word in words}
-
-
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    if isinstance(example, tuple) and example and isinstance(example[-1], dict):
-        return example[:-1], dict(example[-1])
-    return (example if isinstance(example, tuple) else (example,)), {}
 
 
 def _input_names(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:

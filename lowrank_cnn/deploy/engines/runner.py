@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.files import LARGEST_JSON, read_regular, write_json
@@ -52,6 +52,8 @@ class Runner(ABC):
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     metadata: dict[str, str]
+    module: nn.Module | None = None
+    """The file as a module, of the formats that torch reads itself."""
 
     @abstractmethod
     def __init__(self, path: Path, *, threads: int = 0) -> None: ...

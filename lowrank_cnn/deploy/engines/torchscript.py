@@ -13,6 +13,7 @@ from torch import nn
 from lowrank_cnn.deploy.engines.outputs import named_tensors
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import EXTRA, Runner, as_array, as_tensor, parse_metadata, ports_from
+from lowrank_cnn.deploy.engines.tracing import trace
 from lowrank_cnn.system.errors import LowRankError, first_line
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class ScriptRunner(Runner):
     """A .ts file in torch, with the threads that torch has; its inputs go in by position."""
 
     engine = "torch"
+    module: nn.Module
 
     def __init__(self, path: Path, *, threads: int = 0) -> None:
         self.module, self.metadata = read_script(path)
@@ -41,15 +43,10 @@ def write_script(folder: Path, stem: str, request: ExportRequest) -> Path:
     """Trace the network; the file takes tensors by position, and gives a tensor, or a tuple of several."""
     path = folder / f"{stem}.ts"
     example = tuple(request.traced_call.tensors.values())
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch deprecates TorchScript, and warns of Python numbers in a trace
-            script: Any = torch.jit.trace(request.positional(), example, check_trace=False)
-            torch.jit.save(script, str(path), _extra_files={EXTRA: json.dumps(request.metadata)})
-    except Exception as error:  # whatever a forward does that cannot be traced
-        raise LowRankError(
-            f"torch.jit cannot trace {type(request.network).__name__}: {first_line(error)}"
-        ) from error
+    script = trace(request.positional(), example, type(request.network).__name__)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates TorchScript
+        torch.jit.save(script, str(path), _extra_files={EXTRA: json.dumps(request.metadata)})
     return path
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from lowrank_cnn.deploy.engines import open_engine
 from lowrank_cnn.deploy.engines.targets import TARGETS, usage
-from lowrank_cnn.deploy.exporting import export
+from lowrank_cnn.deploy.exporting import export, load
 from lowrank_cnn.method.building import build_conv
 
 SIZE = (3, 12, 12)
@@ -28,7 +28,7 @@ def tiny() -> nn.Module:
 
 @pytest.fixture
 def check_target(tiny: nn.Module, tmp_path: Path, monkeypatch) -> Callable[[str, str], Path]:
-    """Write the tiny network for a target, run the file and the printed snippet, and compare both with torch."""
+    """Write the tiny network for a target, run the file, also as a module and by the printed snippet, compare."""
 
     def check(name: str, precision: str) -> Path:
         target = TARGETS[name]
@@ -43,6 +43,9 @@ def check_target(tiny: nn.Module, tmp_path: Path, monkeypatch) -> Callable[[str,
         expected = tiny(images).detach().numpy()
         given = open_engine(path, trusted=True, threads=1)(images.numpy())["output"]
         np.testing.assert_allclose(given, expected, atol=limit, rtol=limit)
+        loaded = load(path, trusted=True)
+        assert isinstance(loaded, nn.Module)
+        np.testing.assert_allclose(loaded(images).detach().numpy(), expected, atol=limit, rtol=limit)
         monkeypatch.chdir(tmp_path)
         scope: dict[str, object] = {}
         exec(usage(open_engine(path, trusted=True), path.name, precision=precision), scope)

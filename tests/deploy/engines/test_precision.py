@@ -9,6 +9,7 @@ from torch import nn
 from lowrank_cnn.deploy.engines.precision import InHalf, at_precision
 from lowrank_cnn.deploy.export_request import request_for
 from lowrank_cnn.deploy.exporting import export, stored_of
+from lowrank_cnn.method.converting import convert
 from lowrank_cnn.system.errors import LowRankError
 
 
@@ -46,9 +47,26 @@ def test_convs_with_groups_of_channels_are_right_in_half_precision(tmp_path, gro
     assert found.error < 0.02
 
 
+def test_composites_with_groups_of_channels_are_right_in_half_precision(tmp_path):
+    torch.manual_seed(0)
+    conv = nn.Conv2d(24, 48, 3, padding=1, groups=3)
+    net = convert(nn.Sequential(nn.Conv2d(3, 24, 1), nn.ReLU(), conv), "lr-join", allow_costlier=True).eval()
+    found = export(net, tmp_path / "net.onnx", input_size=(3, 12, 12), precision="fp16")
+    assert found.error is not None
+    assert found.error < 0.01
+
+
 def test_groups_have_constant_biases_in_half_precision_too(tiny):
     _, request = request_for(stored_of(tiny, (3, 12, 12)))
     network = at_precision(request, ".pte", "fp16").network
     called = [str(node.target) for node in torch.export.export(network, (torch.randn(1, 3, 12, 12),)).graph.nodes]
     assert called.count("aten.conv2d.default") == 3
     assert not any("split" in name for name in called)  # XNNPACK takes biases that are constants alone
+
+
+def test_what_torch_lacks_in_half_precision_is_refused_in_a_sentence(tmp_path):
+    """`lowrank plan --engine auto` tries every precision, and goes on with the next."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.LocalResponseNorm(3)).eval()
+    for suffix in (".onnx", ".pt2", ".ts"):
+        with pytest.raises(LowRankError, match="not implemented for 'Half'"):
+            export(net, tmp_path / f"net{suffix}", input_size=(3, 8, 8), precision="fp16")

@@ -1,0 +1,66 @@
+"""Convert an ONNX file for MNN and run it once, as a script in a process of its own.
+
+What MNN lacks may end the process without a word: a batch norm without statistics of its own does so in the
+converter, a local response norm when it runs on a batch of another size.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+
+_TYPES = {"uint8": "uint8", "int32": "int", "int64": "int64"}
+"""What MNN calls types; any other array is one of float32."""
+
+
+def convert(
+    onnx: Path, path: Path, runs: Sequence[Mapping[str, ndarray]], outputs: Sequence[str], *, half: bool
+) -> str:
+    """Write `path` and run it on inputs of the shapes of each of these `runs`; why that fails, or empty."""
+    shapes = [{name: [array.shape, str(array.dtype)] for name, array in inputs.items()} for inputs in runs]
+    asked = json.dumps([str(onnx), str(path), shapes, list(outputs), half])
+    done = subprocess.run([sys.executable, "-P", __file__, asked], capture_output=True)
+    if done.returncode == 0 and path.is_file():
+        return ""
+    return "MNN cannot run what its converter wrote" if path.is_file() else "its converter lacks an operation"
+
+
+def variable(expr: Any, array: ndarray) -> Any:
+    """An array as an input of MNN's."""
+    made = expr.placeholder(list(array.shape), expr.NCHW, getattr(expr, _TYPES.get(str(array.dtype), "float")))
+    made.write(array)
+    return made
+
+
+def _convert(onnx: str, path: str, half: bool) -> None:
+    """Call the converter as a function: its command installs a package to report what was converted."""
+    import _tools  # type: ignore[import-not-found]
+
+    options = ["-f", "ONNX", "--modelFile", onnx, "--MNNModel", path, "--bizCode", "lowrank"]
+    _tools.mnnconvert(["mnnconvert", *options, *(["--fp16"] if half else [])])
+
+
+def _run(path: str, runs: Sequence[Mapping[str, Any]], outputs: Sequence[str]) -> None:
+    import MNN  # type: ignore[import-not-found]
+    import numpy
+
+    expr: Any = MNN.expr
+    module = MNN.nn.load_module_from_file(path, list(runs[0]), list(outputs))
+    for shapes in runs:
+        given = [variable(expr, numpy.zeros(shape, dtype)) for shape, dtype in shapes.values()]
+        for result in module.forward(given):
+            expr.convert(result, expr.NCHW).read()
+
+
+if __name__ == "__main__":
+    source, target, shapes, outputs, half = json.loads(sys.argv[1])
+    _convert(source, target, half)
+    _run(target, shapes, outputs)
