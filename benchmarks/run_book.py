@@ -27,7 +27,7 @@ from lowrank_cnn.frontier.tracing import BudgetSpent
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.statistics import holm
-from lowrank_cnn.system.text import duration, text_table
+from lowrank_cnn.system.text import duration, p_value, text_table
 from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.side_by_side import WorkerPool
 
@@ -254,7 +254,7 @@ def answer_table(answers: Sequence[Mapping[str, Any]]) -> str:
         (
             f"{one['ours']} over {one['theirs']} by {one['margin']:g}",
             f"{one['gap']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})",
-            f"{one['corrected']:.4f}",
+            p_value(one["corrected"]),
             one["verdict"],
         )
         for one in answers

@@ -144,6 +144,8 @@ def _line(found: Frontier, row: DesignRow) -> list[object]:
 
 
 def _answer(one: dict[str, Any]) -> list[object]:
+    from lowrank_cnn.system.text import p_value
+
     gap = f"{one['gap']:+.2f} ({one['low']:+.2f} to {one['high']:+.2f})"
     asked = f"`{one['design']}` {one['question']} by {one['margin']:+g}"
-    return [asked, f"`{one['control']}`", f"x {one['time']:.2f}", gap, f"{one['corrected']:.4f}", one["verdict"]]
+    return [asked, f"`{one['control']}`", f"x {one['time']:.2f}", gap, p_value(one["corrected"]), one["verdict"]]

@@ -12,7 +12,7 @@ import typer
 from lowrank_cnn.cli.options import Bad, Device, Json, Limit, Settings, Size, grouped
 from lowrank_cnn.cli.show import console, continued_by_same_command, errors, print_json, print_table
 from lowrank_cnn.system.errors import LowRankError, MissingExtra
-from lowrank_cnn.system.text import si
+from lowrank_cnn.system.text import p_value, si
 
 if TYPE_CHECKING:
     from lowrank_cnn.frontier.answering import Answer
@@ -108,7 +108,7 @@ def frontier_command(
     for text in networks.designs or []:
         find_design(text)  # refuse it before images are read
     if data is None:
-        return _show(load_frontier(out), as_json)
+        return _show(load_frontier(out), as_json, keep=False)
     options: dict[str, Any] = {"recipe": recipe, "settings": parse_settings(settings or []), "device": device}
     plan, images = networks.plan(), open_data(data, bad=bad, limit=limit, image_size=image_size)
     with continued_by_same_command():
@@ -120,13 +120,13 @@ def _say(line: str) -> None:
     errors.print(line, markup=False, soft_wrap=True)
 
 
-def _show(found: Frontier, as_json: bool) -> None:
-    """Print the table, as text or JSON, and draw the picture beside the record."""
+def _show(found: Frontier, as_json: bool, *, keep: bool = True) -> None:
+    """Print the table, as text or JSON, and draw the picture beside the record, which keeps the answers."""
     from lowrank_cnn.frontier.answering import add_answers
 
     if not found.rows:
         raise LowRankError(f"there is nothing in {found.folder} yet.")
-    answers, picture = add_answers(found), _draw(found)
+    answers, picture = add_answers(found, keep=keep), _draw(found)
     if as_json:
         rows = [_entry(found, row) for row in found.rows]
         told = {"folder": str(found.folder), "picture": str(picture) if picture else None}
@@ -158,7 +158,7 @@ def _draw(found: Frontier) -> Path | None:
 def _answer_line(one: Answer) -> tuple[object, ...]:
     interval = f"{one.low:+.2f} to {one.high:+.2f}"
     asked = f"{one.question} ({one.margin:+g})"
-    p = f"{one.corrected:.4f}"
+    p = p_value(one.corrected)
     return one.design, asked, one.control, f"x {one.time:.2f}", f"{one.gap:+.2f}", interval, p, one.verdict
 
 

@@ -141,9 +141,10 @@ def _tries(found: Frontier, name: str) -> set[tuple[float, int]]:
     return {(one.rate, len(one.accuracies)) for one in row.tries if one.accuracies} if row else set()
 
 
-def add_answers(found: Frontier, *, resamples: int = RESAMPLES) -> list[Answer]:
-    """Answer, and keep the answers in the record."""
+def add_answers(found: Frontier, *, resamples: int = RESAMPLES, keep: bool = True) -> list[Answer]:
+    """Answer, and keep the answers in the record on disk, unless it is only looked at."""
     answers = answer(found, resamples=resamples)
     found.answers = [asdict(one) for one in answers]
-    found.save()
+    if keep:
+        found.save()
     return answers

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-RESAMPLES = 20_000
+RESAMPLES = 100_000
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,10 @@ def resampled_gaps(ours: Tensor, theirs: Tensor, *, resamples: int, seed: int) -
     images = answers.shape[1]
     centred = answers - answers.mean(1, keepdim=True)
     values, vectors = torch.linalg.eigh(centred @ centred.T / images**2)
+    # The symmetric root: other roots depend on the signs of eigenvectors, which machines choose differently.
+    root = (vectors * values.clamp(min=0).sqrt()) @ vectors.T
     noise = torch.randn(resamples, len(answers), generator=draw, dtype=torch.float64)
-    shares = answers.mean(1) + (noise * values.clamp(min=0).sqrt()) @ vectors.T
+    shares = answers.mean(1) + noise @ root
     one, other = shares.split([len(ours), len(theirs)], dim=1)
     return (100 * (_over_seeds(one, draw) - _over_seeds(other, draw))).clamp(-100, 100)
 

@@ -56,7 +56,8 @@ def thin(
     - `input_size`: channels, height and width of one image, or an example: a tensor, a tuple of all inputs, or a
       dictionary of them by keyword.
     - `multiple`: channels are rounded to multiples of this, which kernels of every engine run fast. A layer with
-      fewer channels than this keeps them.
+      fewer channels than this keeps them. With a large one, narrow layers stay as they are and wide ones have to
+      pay for it by `macs`: a `width` divides better.
     - `layers`: the widths of some layers, by name or by the name of a module around them, in place of `width`:
       {"head": 1.0} leaves a head as wide as it is.
 

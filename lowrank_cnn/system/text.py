@@ -110,3 +110,12 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         ).rstrip()
         for line in lines
     )
+
+
+def p_value(p: float) -> str:
+    """With four digits. Resampling shows none that is zero.
+
+    >>> p_value(0.0040), p_value(1e-5)
+    ('0.0040', '< 0.0001')
+    """
+    return f"{p:.4f}" if p >= 1e-4 else "< 0.0001"

@@ -36,6 +36,19 @@ def test_resampling_spreads_as_the_plain_bootstrap_does():
     assert float(plain.std()) == pytest.approx(float(fast.std()), rel=0.15)
 
 
+def test_machines_that_choose_other_signs_of_eigenvectors_find_the_same(monkeypatch: pytest.MonkeyPatch):
+    ours, theirs = answers(4, 0.9, 1), answers(4, 0.88, 2)
+    here = resampled_gaps(ours, theirs, resamples=100, seed=0)
+    decomposed = torch.linalg.eigh
+
+    def flipped(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, vectors = decomposed(matrix)
+        return values, vectors * torch.tensor([1.0, -1.0]).repeat(4)
+
+    monkeypatch.setattr(torch.linalg, "eigh", flipped)
+    torch.testing.assert_close(resampled_gaps(ours, theirs, resamples=100, seed=0), here)
+
+
 def test_images_met_by_both_tell_more_than_images_of_each():
     ours, theirs = answers(8, 0.9, 1, noise=0.01), answers(8, 0.9, 2, noise=0.01)
     shuffled = theirs[:, torch.randperm(2000)]
