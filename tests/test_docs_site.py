@@ -113,7 +113,10 @@ CUT_OFF = """() => [...document.querySelectorAll('.md-typeset__scrollwrap, .md-t
 """The text of tables and blocks of code that are wider than their column."""
 
 
-@pytest.mark.parametrize("places", ["*.html", pytest.param("*/**/*.html", marks=pytest.mark.nightly)])
+BY_NIGHT = [pytest.param(places, marks=pytest.mark.nightly) for places in ("*.html", "*/**/*.html")]
+
+
+@pytest.mark.parametrize("places", ["[fi]*.html", *BY_NIGHT])  # the first page, and the one with the widest tables
 def test_pages_open_from_the_disk_and_nothing_on_them_is_cut_off(site: Path, browser: Any, places: str):
     context = browser.new_context(color_scheme="dark")
     page = context.new_page()

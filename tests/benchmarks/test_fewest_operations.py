@@ -23,6 +23,7 @@ def arguments(out: Path, *more: str) -> list[str]:
     return [*made, "--tries", "1", "--seeds", "2", *more]
 
 
+@pytest.mark.nightly
 def test_the_cheapest_way_of_each_side_that_reaches_the_target_is_trained(fewest_operations, tmp_path, capsys):
     out = tmp_path / "products.json"
     ways = ["--ways", "dense 2", "dense 1", "mixture 2", "mixture 1 lr=0.5"]

@@ -28,7 +28,7 @@ def tiny() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).eval()
 
 
-@pytest.mark.parametrize("suffix", [".onnx", ".xml", ".tflite", ".pte"])
+@pytest.mark.parametrize("suffix", [".onnx", ".xml", ".tflite", pytest.param(".pte", marks=pytest.mark.nightly)])
 def test_int8_is_near_the_network(suffix: str, tmp_path):
     pytest.importorskip(
         {".onnx": "onnxruntime", ".xml": "nncf", ".tflite": "ai_edge_litert", ".pte": "executorch"}[suffix]

@@ -86,7 +86,7 @@ def test_resuming_in_the_middle_of_an_epoch_changes_nothing(driver, tmp_path, mo
     assert same_history(record, resumed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM])
 def test_asked_to_stop_it_saves_and_says_how_to_go_on(driver, program, tmp_path, number):
     process = program("endless", tmp_path / "run")
     assert process.stdout.readline().startswith("epoch 1/")

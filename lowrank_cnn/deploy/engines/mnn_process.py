@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy import ndarray
 
 
-_TYPES = {"uint8": "uint8", "int32": "int", "int64": "int64"}
+_TYPES = {"uint8": "uint8", "int32": "int"}
 """What MNN calls types; any other array is one of float32."""
 
 
@@ -35,6 +35,8 @@ def convert(
 
 def variable(expr: Any, array: ndarray) -> Any:
     """An array as an input of MNN's."""
+    if str(array.dtype) == "int64":  # MNN computes with 32 bits, and its arrays cannot be written with more
+        array = array.astype("int32")
     made = expr.placeholder(list(array.shape), expr.NCHW, getattr(expr, _TYPES.get(str(array.dtype), "float")))
     made.write(array)
     return made

@@ -29,8 +29,9 @@ class Pixels(nn.Module):
         return self.conv(x.float() / 255)
 
 
-def test_files_take_pixels(tmp_path: Path):
-    pixels = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+def test_files_take_pixels(tmp_path: Path, dtype: torch.dtype):
+    pixels = torch.randint(0, 256, (2, 3, 8, 8), dtype=dtype)
     net = Pixels().eval()
     export(net, tmp_path / "net.mnn", example_input=pixels)
     torch.testing.assert_close(load(tmp_path / "net.mnn")(pixels), net(pixels), rtol=1e-4, atol=1e-4)
