@@ -21,10 +21,12 @@ strips: $(VENV)/.strips
 wheels: $(VENV)/.installed
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist . ./native
 
+# Engines have processes of their own: what one of these compiled libraries breaks would show in a test of ours.
 # Each worker takes a stretch of the tests, so that fixtures and large imports of a module are made once, not per worker.
 WORKERS := --numprocesses auto --dist worksteal
 test: $(VENV)/.dev $(VENV)/.strips
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS) -m "not nightly"
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS) -m "not nightly" --ignore=tests/deploy/engines
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS) -m "not nightly" tests/deploy/engines
 
 # What takes minutes: kernels compiled for GPUs that are not here, ILSVRC in miniature by two processes, the zoo.
 nightly: $(VENV)/.dev

@@ -51,9 +51,8 @@ class MnnRunner(Runner):
     def _run(self, inputs: dict[str, ndarray]) -> dict[str, ndarray]:
         expr = self.mnn.expr
         results = self.loaded.forward([variable(expr, inputs[port.name]) for port in self.inputs])
-        layout = expr.NCHW
-        read = (expr.convert(result, layout).read() for result in results)
-        return {port.name: array.copy() for port, array in zip(self.outputs, read, strict=True)}
+        kept = [expr.convert(result, expr.NCHW) for result in results]  # an array shows memory that is theirs
+        return {port.name: one.read().copy() for port, one in zip(self.outputs, kept, strict=True)}
 
 
 def write_mnn(folder: Path, stem: str, request: ExportRequest) -> Path:

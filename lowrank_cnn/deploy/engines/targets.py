@@ -42,7 +42,8 @@ run = net.create_extractor(); {fed}; logits = run.extract("out0")[1]"""
 _MNN = """import numpy, MNN.nn, MNN.expr as F; {made}
 run = MNN.nn.create_runtime_manager(({{"precision": "{mode}"}},)); \
 network = MNN.nn.load_module_from_file({file}, [{names}], [{output}], runtime_manager=run)
-logits = F.convert(network.forward([F.const(x, x.shape, F.NCHW) for x in [{given}]])[0], F.NCHW).read()"""
+result = F.convert(network.forward([F.const(x, x.shape, F.NCHW) for x in [{given}]])[0], F.NCHW)
+logits = result.read().copy()  # an array shows memory of the result"""
 _EXECUTORCH = """import torch; from executorch.runtime import Runtime; {made}
 method = Runtime.get().load_program({file}).load_method("forward")
 logits = method.execute([{given}])[0]"""
