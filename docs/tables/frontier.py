@@ -100,12 +100,23 @@ def _record(found: Frontier) -> Iterator[str]:
     batches = sorted({row.timing.batch for row in rows if row.timing})
     clock = f"Times are of {batches[0]} images, each in turns with the dense network. " if batches else ""
     yield f"\n{clock}Mean and 95% interval over seeds; seconds are those of training, without compiling.\n"
-    if found.answers:
-        yield "\n"
-        columns = ["question", "<control", "time", "gap in points", "p, corrected", "<verdict"]
-        yield markdown(columns, [_answer(one) for one in found.answers])
-        yield "\nGaps with their 99% interval over seeds and images.\n"
+    yield from _questions(found)
     yield source(name, *found.environments)
+
+
+def _questions(found: Frontier) -> Iterator[str]:
+    """The verdicts; of questions with too few runs, only how many there are: their gaps say little."""
+    from lowrank_cnn.frontier.answering import EARLY
+
+    judged = [one for one in found.answers if one["verdict"] != EARLY]
+    if judged:
+        columns = ["question", "<control", "time", "gap in points", "p, corrected", "<verdict"]
+        yield "\n" + markdown(columns, [_answer(one) for one in judged])
+        yield "\nGaps with their 99% interval over seeds and images.\n"
+    if early := len(found.answers) - len(judged):
+        asked = "One more question has" if early == 1 else f"{early} more questions have"
+        asked = asked if judged else "The questions asked before the runs have"
+        yield f"\n{asked} too few runs for a verdict.\n"
 
 
 def _width(found: Frontier) -> str:

@@ -138,6 +138,8 @@ def _inits(name: str, found: dict[str, Any]) -> str:
     title = f"**{about['network']} on {about['data']}, {about['recipe']['epochs']} epochs**\n\n"
     decided = [f"`{one['ours']}` over `{one['theirs']}`" for one in found["answers"] if one["verdict"] == YES]
     tries = f"Rates were tried in runs of {about['try_epochs']} epochs, on held-out images."
+    if any(0 < row["diverged_full"] < row["runs"] for row in found["summary"]):
+        tries += " Means are those of the runs that did not diverge."
     told = f"\n{tries} Decided: {', '.join(decided) or 'nothing'}.\n"
     return title + table + told + source(name, *found.get("environments", [found["environment"]]))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from table_records import ENVIRONMENT, Put, cells
 
-from lowrank_cnn.frontier.answering import NO, YES
+from lowrank_cnn.frontier.answering import EARLY, NO, YES
 from lowrank_cnn.frontier.record import DesignRow, DesignTime, Frontier, RateTry, SeedRun
 
 
@@ -37,12 +37,15 @@ def test_a_frontier_shows_its_networks_by_time_and_its_verdicts(blocks: ModuleTy
         "time": 0.5,
         "verdict": "no",
     }
-    found.answers = [{**answer, "gap": -1.0, "low": -2.0, "high": 0.0, "p": 1.0, "corrected": 1.0, "runs": [2, 2]}]
+    judged = {**answer, "gap": -1.0, "low": -2.0, "high": 0.0, "p": 1.0, "corrected": 1.0, "runs": [2, 2]}
+    found.answers = [judged, judged | {"question": "faster", "verdict": EARLY}]
     found.save()
     text = blocks.TABLES["frontier"]()
     assert text.index("`lr`") < text.index("`dense`")
     assert cells(text, "`lr`")[1:] == ["1.00M", "100k", "1.000", "0.50", "90.15 (89.51 to 90.79)", "2", "3.0"]
     assert cells(text, "`lr` better by +0.2")[-1] == "no"
+    assert "`lr` faster" not in text
+    assert "One more question has too few runs for a verdict." in text
     assert "record: `benchmarks/results/frontier/cifar10/frontier.json`" in text
 
 
@@ -217,5 +220,6 @@ def test_initialisations_are_shown_with_their_best_rates(blocks: ModuleType, put
     answers = [{"ours": "composite", "theirs": init, "verdict": found} for init, found in verdicts.items()]
     put("initialisation_nin.json", {"about": about, "summary": [row], "answers": answers})
     text = blocks.TABLES["initialisations"]()
-    assert "in runs of 30 epochs, on held-out images. Decided: `composite` over `torch`.\n" in text
+    assert "in runs of 30 epochs, on held-out images. Means are those of the runs that did not diverge." in text
+    assert "Decided: `composite` over `torch`.\n" in text
     assert cells(text, "`torch`") == ["`torch`", "x 2", "90.00 ± 0.50", "4", "1", "2 of 5"]
