@@ -79,8 +79,8 @@ def merge(
 
 def _merged_network(model: nn.Module, chains: bool | None, norms: bool, example_input: Any) -> nn.Module:
     example, given = example_for(model, example_input)
-    original, model = model, fold_branches(model)
-    model = split_active_norms(model) if norms else model
+    original, folded = model, fold_branches(model)
+    model = split_active_norms(folded) if norms else folded
     try:
         if example is None:
             raise CaptureError("no example input is known to compare the result on: pass example_input")
@@ -88,7 +88,8 @@ def _merged_network(model: nn.Module, chains: bool | None, norms: bool, example_
         seen = _dimensions(model, example)
         found = _Folds(model, captured, seen, chains=chains, norms=norms, given=given)
     except CaptureError as why:
-        return _left_alone(original, str(why), norms=norms)
+        compared = folded is not original and example is not None and not objection(folded, original, *example)
+        return _left_alone(folded if compared else original, str(why), norms=norms)
     replaced, report = found.all()
     merged = copy_with(model, replaced)
     changed = bool(replaced) or model is not original

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowrank_cnn.method.branches import branch
 from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import Count, count
@@ -71,7 +70,6 @@ class Design:
     - `where`: the stages that the scheme is for: `all`, `late` (the second half of them), or `wide` (those with at
       least half of the most filters).
     - `between`: a batch norm and a ReLU stand between the halves of a separable pair.
-    - `branches`: strips train beside a 1x1 conv and the identity, which are folded into them afterwards.
     - `multiple`: every layer has a multiple of this many filters.
     - `last`: the last stage has this many times the filters of the dense network.
     - `matched`: what its width was chosen by: "macs" or "time", and of which design.
@@ -82,7 +80,6 @@ class Design:
     width: float = 1.0
     where: str = "all"
     between: bool = False
-    branches: bool = False
     last: float = 1.0
     matched: str = ""
     multiple: int = MULTIPLE
@@ -135,9 +132,9 @@ CANDIDATES: dict[str, Design] = {
         Design("mixture-late", "mixture(kx1=3, 1xk=3, kxk=2)", where="late"),
         Design("strips5-late", "mixture(5x1, 1x5)", where="late"),
         # more to learn with, nothing more to run
-        Design("lr-branches", "lr", branches=True),
-        Design("lr-late-branches", "lr", where="late", branches=True),
-        Design("strips5-branches", "mixture(5x1, 1x5)", branches=True),
+        Design("lr-branches", "lr(branches)"),
+        Design("lr-late-branches", "lr(branches)", where="late"),
+        Design("strips5-branches", "mixture(5x1, 1x5, branches)"),
     )
 }
 
@@ -214,7 +211,7 @@ class Builder:
             network = rectified_between(network)
         if isinstance(network, Network):
             network.settle()  # what is particular to the family, of the layers that are new
-        return branch(network) if design.branches else network
+        return network
 
     def count(self, design: Design) -> Count:
         """The cost for one image, as the network runs once it is trained."""

@@ -1,40 +1,76 @@
-"""Train strips beside branches, and fold the branches into the strips exactly after training.
+"""Strips that train beside branches, which they take up exactly after training.
 
 A strip sees its pixels along one axis alone. In training a 1x1 conv over the same input and, where shapes allow,
 the identity stand beside it, each with a batch norm of its own, and their outputs are added, as RepVGG does for
 squares (Ding et al. 2021). In evaluation all of them are one linear map, whose weights lie within the strip: the
 branches cost nothing to run. `merge` puts that one layer in their place.
+
+State dict of `BranchedConv2d` (stable): `strips`, `point`, and their norms `strips_norm`, `point_norm` and
+`identity_norm`.
 """
 
 from __future__ import annotations
 
 import copy
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lowrank_cnn.kernels import composite_conv2d
-from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.geometry import Sides
+from lowrank_cnn.method.layers import CompositeConv2d, dense_weight
+from lowrank_cnn.method.spec import Composite, Pair
 from lowrank_cnn.system.errors import LowRankError
 
 
 class BranchedConv2d(nn.Module):
     """A composite beside a 1x1 conv and the identity, each behind its own batch norm.
 
-    In training the branches run, and batch statistics are theirs. In evaluation the folded composite runs.
+    In training the branches run, and batch statistics are theirs. In evaluation the folded composite runs. What
+    tools ask of a conv (`weight`, `bias`, `kernel_size`) is that of the folded one.
     """
+
+    __jit_unused_properties__: ClassVar[list[str]] = [
+        "weight", "bias", "composite", "in_channels", "out_channels", "groups", "kernel_size", "stride",
+        "dilation", "padding", "padding_mode",
+    ]  # fmt: skip
 
     def __init__(self, strips: CompositeConv2d) -> None:
         super().__init__()
         if reason := unbranchable(strips):
             raise LowRankError(f"branches cannot be folded into this layer: {reason}.")
         channels, filters = strips.in_channels, strips.out_channels
+        strips.bias = None  # the norms have biases
         self.strips = strips
         self.strips_norm = nn.BatchNorm2d(filters)
         self.point = nn.Conv2d(channels, filters, 1, stride=strips.stride, bias=False)
         self.point_norm = nn.BatchNorm2d(filters)
         same = channels == filters and strips.stride == (1, 1)
         self.identity_norm = nn.BatchNorm2d(filters) if same else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return self._by_branch(x)
+        else:  # noqa: RET505  TorchScript leaves out what it cannot compile in an `else` alone
+            return self._dispatched(x)
+
+    @torch.jit.unused
+    def _dispatched(self, x: Tensor) -> Tensor:
+        """Run the branches in training, and for a symbolic trace, whose tools know torch's operations."""
+        if self.training or isinstance(x, fx.Proxy):
+            return self._by_branch(x)
+        weights, bias = self.folded_weights()
+        sides = self.strips.group_padding
+        return composite_conv2d(x, weights, bias, stride=self.strips.stride, padding=sides)
+
+    def _by_branch(self, x: Tensor) -> Tensor:
+        y = self.strips_norm(self.strips(x)) + self.point_norm(self.point(x))
+        return y if self.identity_norm is None else y + self.identity_norm(x)
+
+    @property
+    def composite(self) -> Composite:
+        return self.strips.composite
 
     @property
     def in_channels(self) -> int:
@@ -44,13 +80,38 @@ class BranchedConv2d(nn.Module):
     def out_channels(self) -> int:
         return self.strips.out_channels
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            weights, bias = self.folded_weights()
-            sides = self.strips.group_padding
-            return composite_conv2d(x, weights, bias, stride=self.strips.stride, padding=sides)
-        y = self.strips_norm(self.strips(x)) + self.point_norm(self.point(x))
-        return y if self.identity_norm is None else y + self.identity_norm(x)
+    @property
+    def kernel_size(self) -> Pair:
+        return self.strips.kernel_size
+
+    @property
+    def groups(self) -> int:
+        return self.strips.groups
+
+    @property
+    def stride(self) -> Pair:
+        return self.strips.stride
+
+    @property
+    def dilation(self) -> Pair:
+        return self.strips.dilation
+
+    @property
+    def padding(self) -> Sides:
+        return self.strips.padding
+
+    @property
+    def padding_mode(self) -> str:
+        return self.strips.padding_mode
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the equivalent dense conv, with gradients."""
+        return dense_weight(self.folded_weights()[0], self.strips.composite)
+
+    @property
+    def bias(self) -> Tensor:
+        return self.folded_weights()[1]
 
     def folded_weights(self) -> tuple[list[Tensor], Tensor]:
         """The weights and bias of the single composite that equals all branches in evaluation."""
@@ -59,8 +120,6 @@ class BranchedConv2d(nn.Module):
             weight * part.view(-1, 1, 1, 1)
             for weight, part in zip(self.strips.weights, self.strips.by_group(scale), strict=True)
         ]
-        if self.strips.bias is not None:
-            bias = bias + scale * self.strips.bias
         point_scale, point_bias = _affine(self.point_norm)
         centre = self.point.weight[:, :, 0, 0] * point_scale[:, None]
         bias = bias + point_bias
@@ -108,23 +167,11 @@ def unbranchable(layer: CompositeConv2d) -> str:
     return ""
 
 
-def branch(model: nn.Module) -> nn.Module:
-    """A copy of `model` whose composites train with branches; what cannot be folded exactly stays as it is.
-
-    >>> net = nn.Sequential(CompositeConv2d(4, [(3, 1, 2), (1, 3, 2)]))
-    >>> type(branch(net)[0]).__name__
-    'BranchedConv2d'
-    """
-    found = [m for m in model.modules() if isinstance(m, CompositeConv2d) and not unbranchable(m)]
-    if not found:
-        raise LowRankError("the network has no composite that branches could be folded into.")
-    return copy.deepcopy(model, {id(layer): _branched(layer) for layer in found})
-
-
-def _branched(layer: CompositeConv2d) -> BranchedConv2d:
-    new = BranchedConv2d(copy.deepcopy(layer))
-    weight = layer.weights[0]
-    return new.to(weight.device, weight.dtype).train(layer.training)
+def branched(layer: nn.Module) -> nn.Module:
+    """The layer with branches; as it is where it has one shape alone, or they could not be folded exactly."""
+    if not isinstance(layer, CompositeConv2d) or unbranchable(layer):
+        return layer
+    return BranchedConv2d(layer)
 
 
 def fold_branches(model: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from torch import Tensor, nn
 
 from lowrank_cnn.kernels.dense import compose, ungrouped
+from lowrank_cnn.method.branches import BranchedConv2d, branched
 from lowrank_cnn.method.geometry import Padding, Sides, enclosing_padding, pair, recentred
 from lowrank_cnn.method.layers import CompositeConv2d, conv_of
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
@@ -138,7 +139,8 @@ def build_conv(
     }
     if len(stages) == 1:
         shuffle = scheme.channel_groups > 1
-        return conv_of(in_channels, stages[0], **(whole | common | parts), shuffle=shuffle, bias=bool(bias))
+        layer = conv_of(in_channels, stages[0], **(whole | common | parts), shuffle=shuffle, bias=bool(bias))
+        return branched(layer) if scheme.branches else layer
 
     def along(axis: int, stage: Composite) -> dict[str, Any]:
         return _along(axis, whole, sides, kernel, stage) | common
@@ -155,12 +157,14 @@ def build_conv(
     biases = [bias is True and scheme.name != "cp"] * (len(stages) - 1) + [bool(bias)]
     rows = zip(names, depths, stages, places, biases, strict=True)
     layers = {name: conv_of(depth, s, **place, bias=own) for name, depth, s, place, own in rows}
+    if scheme.branches:
+        layers["basis"] = branched(layers["basis"])
     return FactoredConv2d(OrderedDict(layers), scheme)
 
 
 def _sides_of(stage: Any) -> Sides:
     """The padding of one layer of a chain, for each side."""
-    if isinstance(stage, CompositeConv2d):
+    if isinstance(stage, CompositeConv2d | BranchedConv2d):
         return stage.padding
     height, width = stage.padding
     return (height, height), (width, width)

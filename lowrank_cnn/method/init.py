@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.channel import FactoredLayer
 from lowrank_cnn.method.layers import CompositeConv2d, weights_of
@@ -141,9 +142,13 @@ INITIALISATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def weight_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The composites, convs and linear layers of a model, by name, each once."""
+    """The composites, convs and linear layers of a model, by name, each once.
+
+    A 1x1 conv that trains beside strips is left out: its own norm follows it, so that its scale does not matter.
+    """
+    beside = {id(module.point) for module in model.modules() if isinstance(module, BranchedConv2d)}
     for name, module in model.named_modules():
-        if isinstance(module, (CompositeConv2d, nn.Conv2d, nn.Linear)):
+        if isinstance(module, (CompositeConv2d, nn.Conv2d, nn.Linear)) and id(module) not in beside:
             yield name, module
 
 

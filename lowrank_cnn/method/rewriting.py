@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from lowrank_cnn.method.branches import BranchedConv2d, fold_branches
 from lowrank_cnn.method.building import FactoredConv2d, build_conv
 from lowrank_cnn.method.channel import FactoredLayer, build_factored, is_plain
 from lowrank_cnn.method.conv_form import form_of
@@ -32,7 +33,7 @@ def low_rank_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Composites of several groups, and chains, by name; what is inside a chain is part of it."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        composite = isinstance(module, CompositeConv2d) and len(module.composite.groups) > 1
+        composite = isinstance(module, CompositeConv2d | BranchedConv2d) and len(module.composite.groups) > 1
         inside = any(not layer or name.startswith(f"{layer}.") for layer in found)
         if (composite or isinstance(module, FactoredConv2d | FactoredLayer)) and not inside:
             found[name] = module
@@ -43,6 +44,8 @@ def rewrite(
     model: nn.Module, schemes: Mapping[str, Scheme], *, fill: Fill | None = None, kept: Sequence[Kept] = ()
 ) -> nn.Module:
     """A copy of `model` in which each conv named is replaced by its own scheme; without `fill`, fresh."""
+    if fill is not None and any(scheme.branches for scheme in schemes.values()):
+        raise LowRankError("branches train from fresh weights: take the scheme without branches to fit weights.")
     convs = {name: _layer(model, name, scheme) for name, scheme in schemes.items()}
     layers = {name: replacement(conv, schemes[name]) for name, conv in convs.items()}
     new = copy_with(model, {convs[name]: layer for name, layer in layers.items()})
@@ -155,7 +158,7 @@ def _fresh_in(network: nn.Module) -> Fill:
 def change_of(name: str, conv: nn.Module, layer: nn.Module, scheme: Scheme) -> Change:
     """Describe how a layer was rewritten."""
     before, after = (" -> ".join(_filters(module)) for module in (conv, layer))
-    sizes = [sum(p.numel() for p in module.parameters()) for module in (conv, layer)]
+    sizes = [sum(p.numel() for p in fold_branches(module).parameters()) for module in (conv, layer)]
     return Change(name, before, after, str(scheme), *sizes)
 
 
@@ -163,6 +166,8 @@ def _filters(layer: nn.Module) -> Iterator[str]:
     """The filters of a conv, a composite, or each stage of a chain."""
     if isinstance(layer, CompositeConv2d):
         yield str(layer.composite)
+    elif isinstance(layer, BranchedConv2d):
+        yield f"{layer.composite} with branches"
     elif isinstance(layer, nn.Linear):
         yield f"linear,{layer.out_features}"
     elif isinstance(layer, nn.modules.batchnorm._BatchNorm):

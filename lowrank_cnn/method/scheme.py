@@ -35,6 +35,8 @@ class Scheme(SchemeFields):
     - `multiple`: for `learned`, what the number of filters of each shape is a multiple of.
     - `channel_groups`: each basis filter sees one of this many parts of the input channels. A join then mixes the
       parts; without one, the outputs of the parts are shuffled, so that the next layer mixes them.
+    - `branches`: in training a 1x1 conv and the identity stand beside the basis filters, which take them up
+      exactly afterwards: more to learn with, nothing more to run.
 
     >>> import lowrank_cnn as lr
     >>> scheme = lr.parse_scheme("lr-join")
@@ -56,6 +58,7 @@ class Scheme(SchemeFields):
         items += [f"in={self.inputs}"] if self.inputs is not None else []
         items += [f"multiple={self.multiple}"] if self.multiple != default.multiple else []
         items += [f"channel_groups={self.channel_groups}"] if self.channel_groups > 1 else []
+        items += ["branches"] if self.branches else []
         return self.name + (f"({', '.join(items)})" if items else "")
 
     def to_dict(self) -> dict[str, object]:
@@ -64,7 +67,9 @@ class Scheme(SchemeFields):
         exact = {"in": self.inputs} if self.inputs is not None else {}
         learned = {"multiple": self.multiple} if self.multiple is not None else {}
         grouped = {"channel_groups": self.channel_groups} if self.channel_groups > 1 else {}
-        return {"name": self.name, "shapes": shapes, "m": self.m, "to": self.to, **exact, **learned, **grouped}
+        branched = {"branches": True} if self.branches else {}
+        known: dict[str, object] = {"name": self.name, "shapes": shapes, "m": self.m, "to": self.to}
+        return {**known, **exact, **learned, **grouped, **branched}
 
     def out_filters(self, filters: int) -> int:
         """The output channels of the replacement of a conv with `filters` filters."""
@@ -142,11 +147,11 @@ SCHEMES |= {
 
 _OPTIONS = {
     "separable": {"m"},
-    "lr": {"channel_groups"},
-    "lr-join": {"m", "channel_groups"},
+    "lr": {"channel_groups", "branches"},
+    "lr-join": {"m", "channel_groups", "branches"},
     "channel": {"m"},
     "cp": {"m"},
-    "mixture": {"m", "join", "channel_groups"},
+    "mixture": {"m", "join", "channel_groups", "branches"},
     "embed": {"m", "to"},
 }
 _OPTIONS |= {"exact": {"in"}, "learned": {"multiple"}}
@@ -207,10 +212,11 @@ def _build(name: str, shapes: Mapping[str, object], options: Mapping[str, object
     proportions = tuple((shape, _fraction(value)) for shape, value in shapes.items()) or default.shapes
     m = _amount(options["m"]) if "m" in options else default.m
     to = float(_fraction(options["to"])) if "to" in options else default.to
-    to = 1.0 if _yes(options.get("join", False)) else to
+    to = 1.0 if _yes(options, "join") else to
     inputs, multiple, parts = (_whole(options, key) for key in ("in", "multiple", "channel_groups"))
     multiple = default.multiple if multiple is None else multiple
-    return Scheme(name, proportions, m, to, inputs, multiple, 1 if parts is None else parts)
+    branches = _yes(options, "branches")
+    return Scheme(name, proportions, m, to, inputs, multiple, 1 if parts is None else parts, branches)
 
 
 def _whole(options: Mapping[str, object], key: str) -> int | None:
@@ -221,11 +227,12 @@ def _whole(options: Mapping[str, object], key: str) -> int | None:
     return number
 
 
-def _yes(value: object) -> bool:
+def _yes(options: Mapping[str, object], key: str) -> bool:
     """A bare `join` means True; `join=no` is possible too."""
     words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    value = options.get(key, False)
     if str(value).lower() not in words:
-        raise LowRankError(f"join is yes or no, not {value!r}.")
+        raise LowRankError(f"{key} is yes or no, not {value!r}.")
     return words[str(value).lower()]
 
 

@@ -35,6 +35,7 @@ class SchemeFields:
     inputs: int | None = None
     multiple: int | None = None
     channel_groups: int = 1
+    branches: bool = False
 
 
 def check_scheme(scheme: SchemeFields) -> None:
@@ -57,6 +58,10 @@ def check_scheme(scheme: SchemeFields) -> None:
             raise LowRankError(
                 f"{label} in the scheme {scheme.name} must be positive and at most {LARGEST:,}, not {value:g}."
             )
+    if scheme.branches and scheme.name not in ("lr", "lr-join", "mixture"):
+        raise LowRankError(f"branches train beside the filters of lr, lr-join and mixture, not of {scheme.name}.")
+    if scheme.branches and scheme.channel_groups > 1:
+        raise LowRankError("branches see all channels: a scheme has either branches or channel_groups.")
     if scheme.name == "mixture" and scheme.to is None and scheme.m is not None:
         raise LowRankError("m basis filters need a join after them: write mixture(..., m=..., join).")
     if scheme.name == "channel" and scheme.shapes != (("kxk", Fraction(1)),):

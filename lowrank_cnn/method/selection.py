@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from lowrank_cnn.kernels.network_graph import has_hooks
+from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.channel import FactoredLayer, is_plain
 from lowrank_cnn.method.conv_form import form_of
@@ -131,9 +132,8 @@ def _quantised(module: nn.Module) -> bool:
 def _convs(model: nn.Module, scheme: Scheme | None = None) -> dict[str, _ConvNd]:
     """Every conv by name, and for the scheme channel every linear layer; parts of low-rank layers are left out."""
     kinds = (_ConvNd, nn.Linear) if scheme is not None and scheme.name == "channel" else (_ConvNd,)
-    whole = (
-        FactoredConv2d | CompositeConv2d | FactoredLayer | nn.MultiheadAttention
-    )  # which reads its weights itself
+    whole = FactoredConv2d | CompositeConv2d | BranchedConv2d | FactoredLayer
+    whole |= nn.MultiheadAttention  # which reads its weights itself
     inside = {id(part) for m in model.modules() if isinstance(m, whole) for part in m.modules()}
     return {name: m for name, m in model.named_modules() if isinstance(m, kinds) and id(m) not in inside}  # type: ignore[return-value]
 

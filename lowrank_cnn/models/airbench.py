@@ -13,6 +13,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.method.init import weight_layers
 from lowrank_cnn.method.layers import weights_of
@@ -81,9 +82,13 @@ class Airbench(Network):
         return self.scale(self.classes(self.pool(self.features(x))))
 
     def settle(self) -> None:
-        """Fix the scales of all norms, and let as many filters as a conv has inputs begin as the identity."""
+        """Fix the scales of norms, and let as many filters as a conv has inputs begin as the identity.
+
+        The norms of branches keep theirs: they weigh the branches.
+        """
+        weighing = {id(part) for m in self.modules() if isinstance(m, BranchedConv2d) for part in m.children()}
         for module in self.modules():
-            if isinstance(module, nn.BatchNorm2d):
+            if isinstance(module, nn.BatchNorm2d) and id(module) not in weighing:
                 module.weight.requires_grad_(False)
         for _, layer in weight_layers(self.features):
             if not isinstance(layer, PatchConv2d):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.shaping import ShapedConv2d
 from lowrank_cnn.models.network import GlobalAveragePool
@@ -40,6 +41,11 @@ def trained_in_int8(network: nn.Module) -> Iterator[dict[str, Tensor]]:
     """
     if any(isinstance(layer, ShapedConv2d) for layer in network.modules()):
         raise LowRankError("learn shapes first, then train the network that they give with quantize.")
+    if any(isinstance(layer, BranchedConv2d) for layer in network.modules()):
+        raise LowRankError(
+            "strips and their branches become one layer, which int8 rounds: quantise the trained network instead "
+            "(`lowrank export --int8`, `lr.quantize`)."
+        )
     layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, ROUNDED_INPUTS)}
     if not any(isinstance(layer, ROUNDED_LAYERS) for layer in layers.values()):
         raise LowRankError("quantize is for convs and linear layers, and this network has none.")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lowrank_cnn as lr
-from lowrank_cnn.method.branches import BranchedConv2d, branch, fold_branches
+from lowrank_cnn.method.branches import BranchedConv2d, fold_branches
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note
@@ -40,10 +42,13 @@ def test_folded_branches_are_the_sum_of_the_branches(channels: int, groups: list
     torch.testing.assert_close(layer.folded()(x), by_branch, rtol=0, atol=1e-12)
 
 
+STRIPS = "lr(branches)"
+
+
 def test_merge_folds_the_branches_and_the_norm_behind_them():
     torch.manual_seed(0)
-    low_rank = nn.Sequential(CompositeConv2d(3, [(3, 1, 4), (1, 3, 4)], bias=False), nn.BatchNorm2d(8), nn.ReLU())
-    network = unsettled(branch(low_rank))
+    dense = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+    network = unsettled(lr.convert(dense, STRIPS))
     note(network, input_size=(3, 8, 8))
     merged = lr.merge(network)
     assert [type(m) for m in merged] == [CompositeConv2d, nn.Identity, nn.ReLU]
@@ -52,24 +57,84 @@ def test_merge_folds_the_branches_and_the_norm_behind_them():
     assert isinstance(network[0], BranchedConv2d)
 
 
-def test_count_sees_what_is_left_after_folding():
-    plain = nn.Sequential(CompositeConv2d(8, [(3, 1, 4), (1, 3, 4)]))
-    costs = [lr.count(net, (8, 6, 6)) for net in (plain, branch(plain))]
-    assert costs[0].macs == costs[1].macs
-    assert costs[0].params == costs[1].params
+class Deciding(nn.Module):
+    """A network whose path depends on values, which no trace follows."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if bool(x.sum() > 0) else -x
 
 
-def test_branches_learn_and_the_given_network_stays():
-    net = nn.Sequential(CompositeConv2d(4, [(3, 1, 2), (1, 3, 2)]), nn.ReLU())
-    new = branch(net).train()
-    new(torch.randn(4, 4, 6, 6)).square().sum().backward()
-    assert all(p.grad is not None for name, p in new.named_parameters() if "strips.bias" not in name)
-    assert all(p.grad is None for p in net.parameters())
-    assert fold_branches(net) is net
+def test_branches_are_folded_where_no_trace_can_be_made():
+    network = unsettled(Deciding(lr.build_conv(4, 4, 3, STRIPS)))
+    x = torch.rand(2, 4, 6, 6, dtype=torch.float64)
+    merged = lr.merge(network, example_input=x)
+    assert isinstance(merged.layer, CompositeConv2d)
+    torch.testing.assert_close(merged(x), network(x), rtol=0, atol=1e-12)
 
 
-def test_what_could_not_be_folded_is_refused():
+@pytest.mark.parametrize("join", ["", "-join"])
+def test_count_and_notes_see_what_is_left_after_folding(join: str):
+    dense = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1))
+    plain, branched = (lr.convert(dense, f"lr{join}{options}") for options in ("", "(branches)"))
+    assert lr.count(plain, (8, 6, 6)).macs == lr.count(branched, (8, 6, 6)).macs
+    (change,) = lr.notes(branched).conversion.changed
+    assert change.after.startswith("3x1,4 + 1x3,4 with branches")
+    assert change.params_after == lr.count(branched, (8, 6, 6)).params
+
+
+def test_branches_learn():
+    net = lr.convert(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()), STRIPS).train()
+    net(torch.randn(4, 4, 6, 6)).square().sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3))
+    assert fold_branches(plain) is plain
+
+
+def test_a_layer_that_could_not_be_folded_exactly_trains_without_branches():
+    dense = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 2, padding="same"))
+    net = lr.convert(dense, STRIPS)
+    assert [type(layer) for layer in net] == [BranchedConv2d, CompositeConv2d, CompositeConv2d]
     with pytest.raises(LowRankError, match="no centre"):
         BranchedConv2d(CompositeConv2d(4, [(2, 1, 2), (1, 2, 2)]))
-    with pytest.raises(LowRankError, match="no composite"):
-        branch(nn.Sequential(nn.Conv2d(3, 4, 3)))
+
+
+def test_a_join_and_branches_look_like_one_dense_conv_to_tools():
+    layer = unsettled(lr.build_conv(6, 6, 3, "lr-join(branches)", padding=1, bias="last"))
+    x = torch.randn(1, 6, 7, 7, dtype=torch.float64)
+    constant = layer(torch.zeros_like(x))[:, :, 3:4, 3:4]
+    y = nn.functional.conv2d(x, layer.weight, padding=1) + constant
+    torch.testing.assert_close(layer(x), y, rtol=0, atol=1e-12)
+    assert layer.padding == ((1, 1), (1, 1))
+
+
+def test_traces_follow_the_branches():
+    net = unsettled(nn.Sequential(lr.build_conv(4, 4, 3, STRIPS, padding=1)))
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    for traced in (torch.fx.symbolic_trace(net), torch.jit.script(net)):
+        torch.testing.assert_close(traced(x), net(x), rtol=0, atol=1e-12)
+
+
+def test_branches_start_afresh():
+    dense = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1))
+    with pytest.raises(LowRankError, match="fresh weights"):
+        lr.decompose(dense, "lr-join(branches)")
+
+
+def test_a_saved_network_has_its_branches_again(tmp_path: Path):
+    net = lr.create_model("nin", scheme=STRIPS, width=0.1, num_classes=3)
+    lr.export(net, tmp_path / "net.safetensors")
+    again = lr.load(tmp_path / "net.safetensors")
+    assert again.state_dict().keys() == net.state_dict().keys()
+    x = torch.randn(2, *net.input_size)
+    torch.testing.assert_close(again.eval()(x), net.eval()(x), rtol=0, atol=0)
+
+
+def test_airbench_leaves_the_scales_of_branches_to_training():
+    net = lr.create_model("airbench", scheme=STRIPS, width=0.25)
+    scales = {name: p.requires_grad for name, p in net.named_parameters() if name.endswith("norm.weight")}
+    assert {scales[name] for name in scales if "point_norm" in name} == {True}
+    assert False in scales.values()

@@ -38,7 +38,9 @@ def schemes(draw: st.DrawFn) -> Scheme:
         "embed": draw(st.floats(0.05, 2)),
     }
     parts = draw(st.sampled_from([1, 2, 8])) if name != "embed" else 1
-    return Scheme(name, draw(MIXES), draw(AMOUNTS) if to[name] else None, to[name], channel_groups=parts)
+    branches = parts == 1 and name != "embed" and draw(st.booleans())
+    m = draw(AMOUNTS) if to[name] else None
+    return Scheme(name, draw(MIXES), m, to[name], channel_groups=parts, branches=branches)
 
 
 @given(schemes())
@@ -123,7 +125,7 @@ def test_a_scheme_made_by_hand_is_checked():
     ("text", "says"),
     [
         ("lr-joi", "did you mean lr-join"),
-        ("lr(m=4)", "takes channel_groups and shapes, not m"),
+        ("lr(m=4)", "takes branches, channel_groups and shapes, not m"),
         ("embed(too=1)", "takes m, to"),
         ("mixture(kx1=-1)", "must be positive"),
         ("mixture(kx1=many)", "not a number"),
@@ -137,7 +139,7 @@ def test_a_scheme_made_by_hand_is_checked():
         ("mixture(kx1, join=maybe)", "join is yes or no"),
         ("lr-join(m=1e400)", "not a number up to"),
         (None, "a string, a dict or a Scheme"),
-        ({"name": "mixture", "to": 0.5}, r"cannot join to 0\.5|takes channel_groups, join, m"),
+        ({"name": "mixture", "to": 0.5}, r"cannot join to 0\.5|takes branches, channel_groups, join, m"),
     ],
 )
 def test_bad_schemes_are_refused_in_a_sentence(text: str, says: str):

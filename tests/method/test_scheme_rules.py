@@ -16,6 +16,9 @@ def test_every_name_has_a_scheme():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("lr(branches, channel_groups=2)", "either branches or channel_groups"),
+        ("lr(branches=perhaps)", "branches is yes or no"),
+        ("separable(branches)", "takes m and shapes, not branches"),
         ("lr(channel_groups=0)", "channel_groups in the scheme lr must be positive"),
         ("lr(channel_groups=0.5)", "channel_groups in a scheme is a whole number"),
         ("separable(channel_groups=2)", "takes m and shapes, not channel_groups"),

@@ -261,3 +261,6 @@ def test_networks_without_such_layers_are_refused(driver):
     nn.Module.__init__(shaped)
     with pytest.raises(LowRankError, match="learn shapes first"), trained_in_int8(shaped):
         pass
+    branched = build_conv(4, 4, 3, "lr(branches)")
+    with pytest.raises(LowRankError, match="quantise the trained network"), trained_in_int8(branched):
+        pass
