@@ -102,7 +102,7 @@ def _trio(found: Frontier) -> Trio | None:
     pairs = [
         (row, rival)
         for row in rows
-        if not row.dense and row.timing and (rival := control_of(found, within * row.timing.ratio)) in rows
+        if not row.dense and row.timing and (rival := control_of(found, row, within)) in rows
         if rival is not dense
     ]
     if dense is None or not pairs:

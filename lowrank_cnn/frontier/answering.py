@@ -65,6 +65,7 @@ def answer(
     undecided else. There is none yet with fewer runs than were registered, none where one side had other tries of
     the learning rate, and none where runs diverged: the others alone would look better than the design is. The
     controls are dense networks of the record: the largest of those that take no longer than one of equal time.
+    A design that trains with branches has controls that do, too.
     """
     questions = questions or read_questions()
     asked = question_set(found, questions)
@@ -80,7 +81,7 @@ def answer(
             (BETTER, asked["better_by"], 1 - tolerance),
             (FASTER, -asked["loss"], 1 / share),
         ):
-            control = control_of(found, factor * row.timing.ratio)
+            control = control_of(found, row, factor)
             if control is not None:
                 answers.append(_compared(found, question, margin, row, control, questions["alpha"], resamples))
     return [
@@ -89,13 +90,16 @@ def answer(
     ]
 
 
-def control_of(found: Frontier, least: float) -> DesignRow | None:
-    """The strongest dense network of a time: the first that takes at least this share, or a larger one in less.
+def control_of(found: Frontier, design: DesignRow, factor: float) -> DesignRow | None:
+    """The strongest dense network of a time, which is the design's times a factor.
 
-    More filters may take less time: GPUs like some widths better than others.
+    It is the first that takes at least as long, or a larger one that takes less: more filters may take less time,
+    as GPUs like some widths better than others. For a design with branches it is one with branches.
     """
-    times = {row.name: row.timing.ratio for row in found.rows if row.dense and row.runs and row.timing}
-    longest = min((time for time in times.values() if time >= least), default=None)
+    dense = [row for row in found.rows if row.dense and row.branched is design.branched and row.runs]
+    times = {row.name: row.timing.ratio for row in dense if row.timing}
+    assert design.timing is not None
+    longest = min((time for time in times.values() if time >= factor * design.timing.ratio), default=None)
     if longest is None:
         return None
     in_time = [row for row in found.rows if times.get(row.name, longest + 1) <= longest]

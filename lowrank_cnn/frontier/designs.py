@@ -63,6 +63,16 @@ def find_family(name: str) -> Family:
     return FAMILIES[name]
 
 
+def is_dense(scheme: str) -> bool:
+    """Whether a scheme leaves all filters as large as they are; `dense(branches)` does."""
+    return scheme.partition("(")[0] == "dense"
+
+
+def is_branched(scheme: str) -> bool:
+    """Whether filters train beside branches; those of dense networks can, too."""
+    return scheme.endswith("branches)")
+
+
 @dataclass(frozen=True)
 class Design:
     """A way to build a network of a family.
@@ -86,7 +96,7 @@ class Design:
 
     @property
     def dense(self) -> bool:
-        return self.scheme == "dense"
+        return is_dense(self.scheme)
 
     def to_dict(self) -> dict[str, Any]:
         """In values that JSON can hold."""
@@ -97,8 +107,14 @@ DENSE = Design("dense")
 """The family's own network, which all times are compared with."""
 DENSE_64S = Design("dense-64s", multiple=COARSE)
 """Thin networks that a GPU likes: at a width of 1 it is `dense` itself."""
-CONTROLS = {design.name: design for design in (DENSE, DENSE_64S, Design("dense-2x", last=2.0))}
-"""Dense networks: thin ones are `dense` or `dense-64s` at a width."""
+DENSE_BRANCHES = Design("dense-branches", "dense(branches)")
+DENSE_64S_BRANCHES = Design("dense-64s-branches", "dense(branches)", multiple=COARSE)
+"""The rivals of designs with branches: branches help squares too (Ding et al. 2021)."""
+CONTROLS = {
+    design.name: design
+    for design in (DENSE, DENSE_64S, DENSE_BRANCHES, DENSE_64S_BRANCHES, Design("dense-2x", last=2.0))
+}
+"""Dense networks: thin ones are these at a width."""
 CANDIDATES: dict[str, Design] = {
     design.name: design
     for design in (
@@ -169,6 +185,13 @@ def find_design(text: str) -> Design:
     return at_width(found, number)
 
 
+def control_for(scheme: str, *, in_64s: bool = False) -> Design:
+    """The dense network that is made thin to be compared with a design of this scheme."""
+    if is_branched(scheme):
+        return DENSE_64S_BRANCHES if in_64s else DENSE_BRANCHES
+    return DENSE_64S if in_64s else DENSE
+
+
 def base_name(name: str) -> str:
     """The name of a design without its width."""
     return name.partition("@")[0]
@@ -205,7 +228,7 @@ class Builder:
             if design.width != 1:
                 raise LowRankError(f"{design.name} has the widths that were learned, and no others.")
             network = load_shapes(design.scheme.removeprefix(SHAPES)).apply(network)
-        elif not design.dense:
+        elif design.scheme != DENSE.scheme:
             network = convert(network, design.scheme, where=self._where(network, design.where))
         if design.between:
             network = rectified_between(network)

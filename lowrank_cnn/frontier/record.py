@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowrank_cnn.frontier.designs import is_branched, is_dense
 from lowrank_cnn.system.arithmetic import ceil_div, round_up
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
@@ -102,7 +103,11 @@ class DesignRow:
 
     @property
     def dense(self) -> bool:
-        return self.design["scheme"] == DENSE_NAME
+        return is_dense(self.design["scheme"])
+
+    @property
+    def branched(self) -> bool:
+        return is_branched(self.design["scheme"])
 
     @property
     def seconds(self) -> float | None:

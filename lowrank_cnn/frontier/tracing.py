@@ -16,13 +16,14 @@ import torch
 from lowrank_cnn.data import Data
 from lowrank_cnn.frontier.designs import (
     DENSE,
-    DENSE_64S,
     Builder,
     Design,
     at_width,
     base_name,
+    control_for,
     find_design,
     find_family,
+    is_branched,
     width_of_macs,
 )
 from lowrank_cnn.frontier.plan import FrontierPlan
@@ -173,19 +174,19 @@ class Tracer:
         dense = self.found.row(DENSE.name)
         assert dense is not None
         if "macs" in self.plan.match and row.macs < dense.macs:
-            width = width_of_macs(self.builder, DENSE, row.macs)
-            self._add_control(at_width(DENSE, min(width, 1.0), f"macs of {row.name}"))
+            thin = control_for(row.design["scheme"])
+            width = width_of_macs(self.builder, thin, row.macs)
+            self._add_control(at_width(thin, min(width, 1.0), f"macs of {row.name}"))
         if "time" in self.plan.match and row.timing and row.timing.ratio < 1:
-            thin = DENSE_64S if self.found.about["device"] == "cuda" else DENSE
+            thin = control_for(row.design["scheme"], in_64s=self.found.about["device"] == "cuda")
             width = width_of_time({1.0: 1.0, **self._times(thin)}, row.timing.ratio)
             self._add_control(at_width(thin, min(width, 1.0), f"time of {row.name}"))
 
     def _add_control(self, design: Design) -> None:
         """A thin dense network: that of the record, if it has one of the same filters under another width."""
         cost = self.builder.count(design)
-        known = [
-            row for row in self.found.rows if row.dense and (row.macs, row.params) == (cost.macs, cost.params)
-        ]
+        same = [row for row in self.found.rows if (row.macs, row.params) == (cost.macs, cost.params)]
+        known = [row for row in same if row.dense and row.branched is is_branched(design.scheme)]
         self.add(Design(**known[0].design) if known else design)
 
     def _times(self, design: Design) -> dict[float, float]:

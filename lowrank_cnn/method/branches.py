@@ -1,4 +1,4 @@
-"""Strips that train beside branches, which they take up exactly after training.
+"""Filters that train beside branches, which they take up exactly after training.
 
 A strip sees its pixels along one axis alone. In training a 1x1 conv over the same input and, where shapes allow,
 the identity stand beside it, each with a batch norm of its own, and their outputs are added, as RepVGG does for
@@ -12,14 +12,14 @@ State dict of `BranchedConv2d` (stable): `strips`, `point`, and their norms `str
 from __future__ import annotations
 
 import copy
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 
 from lowrank_cnn.kernels import composite_conv2d
 from lowrank_cnn.method.geometry import Sides
-from lowrank_cnn.method.layers import CompositeConv2d, dense_weight
+from lowrank_cnn.method.layers import CompositeConv2d, conv_of, dense_weight, weights_of
 from lowrank_cnn.method.spec import Composite, Pair
 from lowrank_cnn.system.errors import LowRankError
 
@@ -135,16 +135,14 @@ class BranchedConv2d(nn.Module):
         return folded, bias
 
     @torch.no_grad()
-    def folded(self) -> CompositeConv2d:
-        """The composite that runs in place of the branches, with a bias."""
+    def folded(self) -> nn.Module:
+        """The composite, or the conv of one shape, that runs in place of the branches, with a bias."""
         strips = self.strips
-        layer = CompositeConv2d(
-            strips.in_channels, strips.composite, stride=strips.stride, padding=strips.padding, bias=True
-        ).to(strips.weights[0])
+        layer = conv_of(strips.in_channels, strips.composite, stride=strips.stride, padding=strips.padding)
+        layer = layer.to(strips.weights[0])
         weights, bias = self.folded_weights()
-        for target, weight in zip(layer.weights, weights, strict=True):
-            target.copy_(weight)
-        layer.bias.copy_(bias)  # type: ignore[union-attr]
+        for target, value in zip((*weights_of(layer), layer.bias), (*weights, bias), strict=True):
+            target.copy_(value)  # type: ignore[union-attr, operator]
         return layer.train(self.training)
 
 
@@ -167,11 +165,10 @@ def unbranchable(layer: CompositeConv2d) -> str:
     return ""
 
 
-def branched(layer: nn.Module) -> nn.Module:
-    """The layer with branches; as it is where it has one shape alone, or they could not be folded exactly."""
-    if not isinstance(layer, CompositeConv2d) or unbranchable(layer):
-        return layer
-    return BranchedConv2d(layer)
+def branched_conv(in_channels: int, composite: Composite, **options: Any) -> nn.Module:
+    """A layer with branches; without them where they could not be folded exactly."""
+    strips = CompositeConv2d(in_channels, composite, **options)
+    return conv_of(in_channels, composite, **options) if unbranchable(strips) else BranchedConv2d(strips)
 
 
 def fold_branches(model: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from torch import Tensor, nn
 
 from lowrank_cnn.kernels.dense import compose, ungrouped
-from lowrank_cnn.method.branches import BranchedConv2d, branched
+from lowrank_cnn.method.branches import BranchedConv2d, branched_conv
 from lowrank_cnn.method.geometry import Padding, Sides, enclosing_padding, pair, recentred
 from lowrank_cnn.method.layers import CompositeConv2d, conv_of
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
@@ -137,10 +137,10 @@ def build_conv(
         "padding": recentred(sides, kernel, stages[0].kernel, dilation),
         "dilation": dilation,
     }
+    first = branched_conv if scheme.branches else conv_of
     if len(stages) == 1:
         shuffle = scheme.channel_groups > 1
-        layer = conv_of(in_channels, stages[0], **(whole | common | parts), shuffle=shuffle, bias=bool(bias))
-        return branched(layer) if scheme.branches else layer
+        return first(in_channels, stages[0], **(whole | common | parts), shuffle=shuffle, bias=bool(bias))
 
     def along(axis: int, stage: Composite) -> dict[str, Any]:
         return _along(axis, whole, sides, kernel, stage) | common
@@ -156,9 +156,11 @@ def build_conv(
     depths = (in_channels, *(stage.filters for stage in stages[:-1]))
     biases = [bias is True and scheme.name != "cp"] * (len(stages) - 1) + [bool(bias)]
     rows = zip(names, depths, stages, places, biases, strict=True)
-    layers = {name: conv_of(depth, s, **place, bias=own) for name, depth, s, place, own in rows}
-    if scheme.branches:
-        layers["basis"] = branched(layers["basis"])
+    makers = (first, *[conv_of] * (len(stages) - 1))
+    layers = {
+        name: make(depth, stage, **place, bias=own)
+        for make, (name, depth, stage, place, own) in zip(makers, rows, strict=True)
+    }
     return FactoredConv2d(OrderedDict(layers), scheme)
 
 

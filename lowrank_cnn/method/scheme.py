@@ -146,6 +146,7 @@ SCHEMES |= {
 }
 
 _OPTIONS = {
+    "dense": {"branches"},
     "separable": {"m"},
     "lr": {"channel_groups", "branches"},
     "lr-join": {"m", "channel_groups", "branches"},
@@ -204,7 +205,8 @@ def _build(name: str, shapes: Mapping[str, object], options: Mapping[str, object
         raise LowRankError(f"there is no scheme {name!r}; {nearest(name, SCHEMES)}")
     allowed = _OPTIONS.get(name, set())
     if unknown := set(options) - allowed:
-        takes = f"takes {', '.join(sorted(allowed))} and shapes" if allowed else "takes shapes alone"
+        shaped = "" if name == "dense" else " and shapes"
+        takes = f"takes {', '.join(sorted(allowed))}{shaped}" if allowed else "takes shapes alone"
         raise LowRankError(f"the scheme {name} {takes}, not {', '.join(sorted(unknown))}.")
     if name == "dense" and shapes:
         raise LowRankError("the scheme dense takes no shapes: it leaves a convolution as it is.")

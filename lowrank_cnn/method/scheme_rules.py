@@ -58,8 +58,8 @@ def check_scheme(scheme: SchemeFields) -> None:
             raise LowRankError(
                 f"{label} in the scheme {scheme.name} must be positive and at most {LARGEST:,}, not {value:g}."
             )
-    if scheme.branches and scheme.name not in ("lr", "lr-join", "mixture"):
-        raise LowRankError(f"branches train beside the filters of lr, lr-join and mixture, not of {scheme.name}.")
+    if scheme.branches and scheme.name not in ("dense", "lr", "lr-join", "mixture"):
+        raise LowRankError(f"branches are for dense, lr, lr-join and mixture, not for {scheme.name}.")
     if scheme.branches and scheme.channel_groups > 1:
         raise LowRankError("branches see all channels: a scheme has either branches or channel_groups.")
     if scheme.name == "mixture" and scheme.to is None and scheme.m is not None:

@@ -39,6 +39,7 @@ def make_frontier(tmp_path: Path) -> Callable[..., Frontier]:
         hard = torch.rand(IMAGES, generator=draw)
         for name, (share, ratio, runs) in rows.items():
             scheme = "dense" if name.startswith("dense") else "lr"
+            scheme += "(branches)" if "branches" in name else ""
             row = DesignRow({"name": name, "scheme": scheme, "width": 1.0}, int(1e6 * ratio), int(1e5 * ratio))
             row.timing = DesignTime(ratio, ratio, ratio, 1.0, 256, "folded")
             found.rows.append(row)

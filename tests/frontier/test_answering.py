@@ -7,7 +7,7 @@ import pytest
 
 from lowrank_cnn.frontier.answering import DIVERGED, EARLY, NO, UNEQUAL, YES, add_answers, answer, read_questions
 from lowrank_cnn.frontier.designs import CANDIDATES, FAMILIES, LEARNED
-from lowrank_cnn.frontier.record import Frontier, RateTry, load_frontier
+from lowrank_cnn.frontier.record import DesignRow, Frontier, RateTry, load_frontier
 
 
 def test_the_questions_name_families_and_designs_that_exist():
@@ -37,6 +37,21 @@ def test_a_larger_dense_network_that_takes_less_time_is_the_rival(make_frontier:
     found.rows[2].macs = 600_000
     better, _ = answer(found, resamples=500)
     assert better.control == "dense-64s@0.7"
+
+
+def test_a_design_with_branches_is_held_against_dense_networks_with_branches(
+    make_frontier: Callable[..., Frontier],
+):
+    dense = {"dense": (0.93, 1.0, 32), "dense@0.5": (0.7, 0.5, 32)}
+    alone = make_frontier({**dense, "lr-branches": (0.88, 0.5, 32)})
+    assert answer(alone, resamples=500) == []
+    row = DesignRow(
+        {**alone.rows[1].design, "name": "dense-branches@0.5", "scheme": "dense(branches)"}, 10**6, 10**5
+    )
+    row.timing, row.runs = alone.rows[1].timing, alone.rows[1].runs
+    alone.rows.append(row)
+    (better,) = answer(alone, resamples=500)
+    assert better.control == "dense-branches@0.5"
 
 
 def test_what_loses_is_said(make_frontier: Callable[..., Frontier]):

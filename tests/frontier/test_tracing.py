@@ -102,6 +102,15 @@ def test_controls_are_thin_dense_networks_of_equal_macs_and_equal_time(
     assert time.timing.ratio == pytest.approx(0.5, rel=0.06)  # a width of 0.71
 
 
+def test_controls_of_a_design_with_branches_have_branches(tmp_path: Path, squares: Data, made_up: list):
+    plan = FrontierPlan(("lr-branches",), match=("macs",), seeds=0, batch=0)
+    found = trace_frontier("airbench", squares, tmp_path, plan, settings=SMALL, device="cpu", say=quiet)
+    control = found.rows[-1]
+    assert control.name.startswith("dense-branches@")
+    assert control.dense
+    assert control.branched
+
+
 @pytest.mark.nightly
 def test_a_network_of_the_record_is_the_control_if_it_has_the_same_filters(
     tmp_path: Path, squares: Data, made_up: list

@@ -98,6 +98,7 @@ def test_a_layer_that_could_not_be_folded_exactly_trains_without_branches():
     dense = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 2, padding="same"))
     net = lr.convert(dense, STRIPS)
     assert [type(layer) for layer in net] == [BranchedConv2d, CompositeConv2d, CompositeConv2d]
+    assert isinstance(lr.build_conv(4, 4, 3, "dense(branches)", padding=0), nn.Conv2d)
     with pytest.raises(LowRankError, match="no centre"):
         BranchedConv2d(CompositeConv2d(4, [(2, 1, 2), (1, 2, 2)]))
 
@@ -116,6 +117,15 @@ def test_traces_follow_the_branches():
     x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
     for traced in (torch.fx.symbolic_trace(net), torch.jit.script(net)):
         torch.testing.assert_close(traced(x), net(x), rtol=0, atol=1e-12)
+
+
+def test_squares_can_have_branches_too():
+    net = unsettled(nn.Sequential(lr.build_conv(4, 4, 3, "dense(branches)")))
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    folded = fold_branches(net)
+    assert type(folded[0]) is nn.Conv2d
+    torch.testing.assert_close(folded(x), net(x), rtol=0, atol=1e-12)
+    assert str(lr.parse_scheme("dense(branches)")) == "dense(branches)"
 
 
 def test_branches_start_afresh():
