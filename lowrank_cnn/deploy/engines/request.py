@@ -203,9 +203,15 @@ def _plain(network: nn.Module, call: Call) -> nn.Module:
     """The network behind the signature of its forward, its result in containers that torch alone can read."""
     with torch.no_grad():
         result = call.copied().run(network)
-    if isinstance(result, Tensor) or is_flat(result):
+    if (isinstance(result, Tensor) or is_flat(result)) and not _is_hidden(network):
         return network
     return _behind(network, inspect.signature(network.forward), plain_outputs)
+
+
+def _is_hidden(network: nn.Module) -> bool:
+    """Whether a part has a name that torch's graphs use themselves: they would not find one called `meta`."""
+    taken = dir(torch.fx.GraphModule({}, torch.fx.Graph()))
+    return not {*network._modules, *network._parameters, *network._buffers}.isdisjoint(taken)
 
 
 def _with_signature(network: nn.Module, kwargs: Mapping[str, Any]) -> nn.Module:
