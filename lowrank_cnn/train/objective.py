@@ -76,7 +76,7 @@ def hits(outputs: Any, targets: Any, *, blended: bool = False, output: str | Non
         logits = class_scores(outputs, output)
     except LowRankError:  # the user's own loss may take any outputs
         return None
-    if not isinstance(targets, Tensor) or logits.ndim != 2:
+    if not isinstance(targets, Tensor) or logits.ndim != 2 or logits.shape[1] < 2:
         return None
     wanted = targets.argmax(1) if blended and targets.shape == logits.shape else targets
     if wanted.ndim != 1 or wanted.is_floating_point():
