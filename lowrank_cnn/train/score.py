@@ -137,7 +137,7 @@ def check_fits(
     try:
         with evaluating(network):
             outputs = network(torch.zeros(1, *size, device=device))
-    except RuntimeError as error:
+    except Exception as error:  # a forward may fail in any way of its own
         if is_out_of_memory(error):
             raise
         shape = "x".join(map(str, size))
@@ -149,12 +149,16 @@ def check_fits(
 
 def _check_scores(outputs: Any, classes: int, output: str | None) -> None:
     logits = class_scores(outputs, output)
-    if logits.shape != (1, classes):
-        several = "x".join(map(str, logits.shape[1:])) + " outputs"
-        given = counted(logits.shape[1], "output") if logits.ndim == 2 else several
+    if logits.ndim != 2:
+        given = "x".join(map(str, logits.shape[1:])) or "one number"
         raise LowRankError(
-            f"the network has {given} for an image, and the data {counted(classes, 'class')}: build it with "
-            f"num_classes={classes}."
+            f"the network gives {given} for an image, and not a score for each class: another task needs a loss "
+            "of your own (fit(..., loss=...))."
+        )
+    if logits.shape != (1, classes):
+        raise LowRankError(
+            f"the network has {counted(logits.shape[1], 'output')} for an image, and the data "
+            f"{counted(classes, 'class')}: build it with num_classes={classes}."
         )
 
 
