@@ -101,11 +101,15 @@ class DatasetSplit:
         check_labels(found.labels)
         return found
 
-    def class_numbers(self, targets: Any) -> Any:
-        """The targets of a batch: class numbers as int64, other targets as they are."""
-        numbers = isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point()
-        if self.classes is None or not numbers:
+    def class_numbers(self, targets: Any, *, train: bool) -> Any:
+        """The targets of a batch as int64; to train on, a collation may make probabilities of classes."""
+        if self.classes is None:
             return targets
+        shape = tuple(targets.shape) if isinstance(targets, Tensor) else ()
+        if shape and targets.is_floating_point() and train and shape[1:] == (self.classes,):
+            return targets
+        if len(shape) != 1 or targets.is_floating_point():
+            raise LowRankError(f"the targets of a batch are class numbers [n], not {in_short(targets)}.")
         for wrong in targets[(targets < 0) | (targets >= self.classes)][:1].tolist():
             raise LowRankError(
                 f"the data set has an image of class number {wrong}, and {counted(self.classes, 'class')}, "
@@ -168,10 +172,12 @@ class DatasetLoader:
         for number, batch in enumerate(self._loader(epoch)):
             if number < start:
                 continue
+            if isinstance(batch, str):
+                raise LowRankError(batch)
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise LowRankError(f"a batch of a DataLoader is (images, targets), not {in_short(batch)}.")
-            images, targets = batch
-            yield move(images, self.device), move(self.split.class_numbers(targets), self.device)
+            images, targets = batch[0], self.split.class_numbers(batch[1], train=self.train)
+            yield move(images, self.device), move(targets, self.device)
 
     def _loader(self, epoch: int) -> DataLoader:
         if self.own is not None:
@@ -189,11 +195,14 @@ class DatasetLoader:
 
 
 def stacked(items: list[Any]) -> Any:
-    """A batch as torch's `default_collate` makes it; refuses images of several shapes in a sentence."""
+    """A batch as torch's `default_collate` makes it; of images of several shapes, why there is none.
+
+    An error would come out of a worker process with the whole traceback in its text.
+    """
     shapes = sorted({tuple(getattr(image, "shape", ())) for image, _ in items})
     if len(shapes) > 1:
         one, other = ("x".join(map(str, shape)) for shape in shapes[:2])
-        raise LowRankError(
+        return (
             f"the data set has images of {one} and of {other}, which make no batch: bring all to one size and "
             "number of channels, or give a DataLoader whose collate_fn does."
         )
@@ -265,8 +274,8 @@ def is_dataset(value: object) -> bool:
 
 
 def loader_batch(value: object) -> int | None:
-    """The batch size of a user's DataLoader; None for a Dataset, or where a batch sampler decides."""
-    return value.batch_size if isinstance(value, DataLoader) else None
+    """The batch size of a user's DataLoader; None for a Dataset, or where a batch sampler has none."""
+    return getattr(value.batch_sampler, "batch_size", None) if isinstance(value, DataLoader) else None
 
 
 def _split(part: Any) -> DatasetSplit:

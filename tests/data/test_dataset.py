@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
@@ -286,12 +288,53 @@ def test_odd_items_are_refused_in_a_sentence(item: Callable[[int], Any], says: s
         fit(classifier(), Items(item), RECIPE, **QUIET)
 
 
+def test_a_worker_tells_of_odd_shapes_in_a_sentence_too() -> None:
+    odd = Items(lambda i: (torch.rand(1, 8, 8 + (i == 5)), 0))
+    with pytest.raises(LowRankError, match=r"^the data set has images of 1x8x8 and of 1x8x9"):
+        fit(classifier(), DataLoader(odd, 8, num_workers=1), RECIPE, **QUIET)
+
+
+def test_a_batch_sampler_brings_its_batch_size() -> None:
+    sampler = BatchSampler(RandomSampler(Halves()), 20, drop_last=False)
+    large = dataclasses.replace(RECIPE, batch_size=64)
+    record = fit(classifier(), DataLoader(Halves(), batch_sampler=sampler), large, epochs=1, **QUIET)
+    assert record.recipe["batch_size"] == 20
+
+
 def test_loaders_of_no_batches_or_of_other_batches_are_refused() -> None:
     with pytest.raises(LowRankError, match="makes no batches"):
         fit(classifier(), DataLoader(Halves(), batch_size=None), RECIPE, **QUIET)
     three = DataLoader(Halves(), 8, collate_fn=lambda items: (*default_collate(items), "names"))
     with pytest.raises(LowRankError, match=r"a batch .* not \(Tensor \[8, 1, 8, 8\], Tensor \[8\], str\)"):
         fit(classifier(), three, RECIPE, **QUIET)
+    listed = DataLoader(Halves(), 8, collate_fn=lambda items: (torch.rand(8, 1, 8, 8), [0] * 8))
+    with pytest.raises(LowRankError, match=r"class numbers \[n\], not \(int, int, int, ...\)"):
+        fit(classifier(), listed, RECIPE, **QUIET)
+
+
+def test_a_collation_may_make_probabilities_to_train_on() -> None:
+    soft = DataLoader(Halves(), 8, collate_fn=blended)
+    assert fit(classifier(), (soft, Halves()), RECIPE, **QUIET).result["top1"] == 1.0
+    with pytest.raises(LowRankError, match=r"class numbers \[n\], not Tensor \[40, 2\]"):
+        fit(classifier(), (Halves(), soft), RECIPE, **QUIET)
+
+
+def blended(items: list[Any]) -> tuple[Tensor, Tensor]:
+    images, labels = default_collate(items)
+    return images, 0.9 * nn.functional.one_hot(labels, 2) + 0.05
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        ("mse", "a loss is a function of outputs and targets, not 'mse'"),
+        (lambda y, t: nn.functional.cross_entropy(y, t, reduction="none"), r"one number .*, not Tensor \[8\]"),
+        (lambda y, t: None, "one number in a tensor for a batch, not NoneType"),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss: Any, says: str) -> None:
+    with pytest.raises(LowRankError, match=says):
+        fit(classifier(), Halves(), RECIPE, loss=loss, **QUIET)
 
 
 def test_whole_numbers_that_are_no_classes_are_left_to_a_loss_of_ones_own() -> None:
