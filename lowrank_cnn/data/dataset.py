@@ -110,12 +110,13 @@ class DatasetSplit:
             return targets
         if len(shape) != 1 or targets.is_floating_point():
             raise LowRankError(f"the targets of a batch are class numbers [n], not {in_short(targets)}.")
-        for wrong in targets[(targets < 0) | (targets >= self.classes)][:1].tolist():
+        numbers = targets.long()
+        for wrong in numbers[(numbers < 0) | (numbers >= self.classes)][:1].tolist():
             raise LowRankError(
                 f"the data set has an image of class number {wrong}, and {counted(self.classes, 'class')}, "
                 f"numbered from 0 to {self.classes - 1}."
             )
-        return targets.long()
+        return numbers
 
     @property
     def fingerprint(self) -> str:
