@@ -234,9 +234,8 @@ def _from_timm(name: str, pretrained: str | None, classes: Sequence[str] | None)
     if name.partition(".")[0] not in known:  # behind the point stands which weights
         raise LowRankError(f"timm has no network {name!r}; {nearest(name, known)}")
     chosen = f"{name}.{pretrained}" if pretrained not in (None, DEFAULT) else name
-    options = _given(
-        {"num_classes": classes and len(classes)}
-    )  # timm keeps the trained weights of all other layers
+    # With another number of classes, timm keeps the trained weights of all layers but the last.
+    options = {} if classes is None else {"num_classes": len(classes)}
     network = called(
         lambda: timm.create_model(chosen, pretrained=pretrained is not None, **options), f"timm:{chosen}"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from lowrank_cnn.data.fingerprint import evenly_spaced, fingerprint_of_parts
 from lowrank_cnn.data.resident import check_labels
 from lowrank_cnn.data.types import Data, Problems, Size, check_batches, generator
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.text import counted
 
 _SAMPLED = 8
 _LISTS = ("targets", "labels")
@@ -57,6 +58,8 @@ class DatasetSplit:
     workers: int = 0
     own_loader: DataLoader | None = None
     problems: Problems = field(default_factory=Problems)
+    classes: int | None = None
+    """How many classes there are, where targets are class numbers; None for another task."""
 
     @property
     def size(self) -> Size:
@@ -64,10 +67,13 @@ class DatasetSplit:
         if not len(self):
             raise LowRankError("the data set has no items.")
         first = self.dataset[0]
-        shape = tuple(getattr(first[0], "shape", ())) if isinstance(first, tuple | list) else ()
+        pair = isinstance(first, tuple | list) and (len(first) == 2 or (self.collate is not None and first))
+        shape = tuple(getattr(first[0], "shape", ())) if pair else ()
         if len(shape) != 3:
             raise LowRankError(
-                f"an item of the data set is (image, target) with a tensor [C, H, W] as image, not {first!r:.80}."
+                "an item of the data set is (image, target) with a tensor [C, H, W] as image, not "
+                f"{in_short(first)}: a transform such as ToTensor makes one of a picture, and other inputs need a "
+                "training loop of your own."
             )
         return shape  # type: ignore[return-value]
 
@@ -78,28 +84,39 @@ class DatasetSplit:
     @property
     def labels(self) -> Tensor:
         """The class numbers where the data set lists them, else zeros: reading all items may take long."""
-        found = listed_labels(self.dataset)
+        found = None if self.classes is None else listed_labels(self.dataset)
         return torch.zeros(len(self), dtype=torch.int64) if found is None else found
 
-    def check_classified(self) -> None:
-        """Refuse items that cross-entropy cannot take: images as floats, and a class number each.
+    def for_classes(self, classes: int) -> DatasetSplit:
+        """The same for cross-entropy, which takes images as floats and a class number each.
 
-        A collation of the user's own may still make such batches of other items.
+        The first item is checked here, and the class numbers of a batch when it is read. A collation of the user's
+        own may make such batches of other items.
         """
-        if not self.size or self.collate not in (None, default_collate):
-            return
-        image, target = self.dataset[0]
-        if image.dtype != torch.float32:
+        found = replace(self, classes=classes)
+        if self.size and self.collate is None:
+            image, target = self.dataset[0]
+            _check_image(image)
+            _check_target(target)
+        check_labels(found.labels)
+        return found
+
+    def class_numbers(self, targets: Any, *, train: bool) -> Any:
+        """The targets of a batch as int64; to train on, a collation may make probabilities of classes."""
+        if self.classes is None:
+            return targets
+        shape = tuple(targets.shape) if isinstance(targets, Tensor) else ()
+        if shape and targets.is_floating_point() and train and shape[1:] == (self.classes,):
+            return targets
+        if len(shape) != 1 or targets.is_floating_point():
+            raise LowRankError(f"the targets of a batch are class numbers [n], not {in_short(targets)}.")
+        numbers = targets.long()
+        for wrong in numbers[(numbers < 0) | (numbers >= self.classes)][:1].tolist():
             raise LowRankError(
-                f"images of your own are float32, prepared as the network takes them, not {image.dtype}."
+                f"the data set has an image of class number {wrong}, and {counted(self.classes, 'class')}, "
+                f"numbered from 0 to {self.classes - 1}."
             )
-        number = torch.as_tensor(target) if isinstance(target, int) or hasattr(target, "shape") else None
-        if number is None or number.ndim or number.is_floating_point() or number.is_complex():
-            raise LowRankError(
-                f"the target of an image is its class number, not {target!r:.60}: another task needs a loss of "
-                "your own (fit(..., loss=...))."
-            )
-        check_labels(self.labels)
+        return numbers
 
     @property
     def fingerprint(self) -> str:
@@ -153,9 +170,15 @@ class DatasetLoader:
         return self._batches
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
-        for number, (images, targets) in enumerate(self._loader(epoch)):
-            if number >= start:
-                yield move(images, self.device), move(targets, self.device)
+        for number, batch in enumerate(self._loader(epoch)):
+            if number < start:
+                continue
+            if isinstance(batch, str):
+                raise LowRankError(batch)
+            if not isinstance(batch, tuple | list) or len(batch) != 2:
+                raise LowRankError(f"a batch of a DataLoader is (images, targets), not {in_short(batch)}.")
+            images, targets = batch[0], self.split.class_numbers(batch[1], train=self.train)
+            yield move(images, self.device), move(targets, self.device)
 
     def _loader(self, epoch: int) -> DataLoader:
         if self.own is not None:
@@ -165,11 +188,26 @@ class DatasetLoader:
             batch_size=self.batch_size,
             shuffle=self.train,
             drop_last=self.train,
-            collate_fn=self.split.collate,
+            collate_fn=self.split.collate or stacked,
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
             generator=generator("dataset", self.seed, epoch),
         )
+
+
+def stacked(items: list[Any]) -> Any:
+    """A batch as torch's `default_collate` makes it; of images of several shapes, why there is none.
+
+    An error would come out of a worker process with the whole traceback in its text.
+    """
+    shapes = sorted({tuple(getattr(image, "shape", ())) for image, _ in items})
+    if len(shapes) > 1:
+        one, other = ("x".join(map(str, shape)) for shape in shapes[:2])
+        return (
+            f"the data set has images of {one} and of {other}, which make no batch: bring all to one size and "
+            "number of channels, or give a DataLoader whose collate_fn does."
+        )
+    return default_collate(items)
 
 
 def listed_labels(dataset: Dataset) -> Tensor | None:
@@ -190,6 +228,15 @@ def listed_labels(dataset: Dataset) -> Tensor | None:
     return labels.long().cpu()
 
 
+def named_classes(dataset: Dataset) -> Sequence[Any]:
+    """The names that a data set, or the one that it is a part of, has for its classes; empty if it has none."""
+    own: Any = getattr(dataset, "classes", None)
+    if own is None and isinstance(dataset, Subset):
+        return named_classes(dataset.dataset)
+    names = getattr(own, "tolist", lambda: own)()
+    return names if isinstance(names, tuple | list) else ()  # some hold the number of classes
+
+
 def move(value: Any, device: torch.device) -> Any:
     """Tensors on the device, within tuples, lists and dictionaries too."""
     if isinstance(value, Tensor):
@@ -201,16 +248,25 @@ def move(value: Any, device: torch.device) -> Any:
     return value
 
 
-def data_of(train: Any, test: Any, *, classes: int | None = None) -> Data:
+def data_of(train: Any, test: Any) -> Data:
     """A `Data` of the user's Datasets or DataLoaders; where there is none to test on, the training one is used.
 
-    Class names are those that the data set has (`classes`), else numbers.
+    Class names are those that the data set has (`classes`), if any.
     """
     to_train, to_test = _split(train), _split(train if test is None else test)
-    names = getattr(to_train.dataset, "classes", None) or [str(number) for number in range(classes or 0)]
+    names = named_classes(to_train.dataset)
     name = type(to_train.dataset).__name__
     details = {"prepared_by": "user", **({"tested_on": "training images"} if test is None else {})}
     return Data(name, tuple(map(str, names)), to_train, to_test, details)
+
+
+def for_classes(data: Data) -> Data:
+    """The user's own data for a task of classes."""
+    train, test = (
+        split.for_classes(len(data.classes)) if isinstance(split, DatasetSplit) else split
+        for split in (data.train, data.test)
+    )
+    return replace(data, train=train, test=test)
 
 
 def is_dataset(value: object) -> bool:
@@ -219,18 +275,53 @@ def is_dataset(value: object) -> bool:
 
 
 def loader_batch(value: object) -> int | None:
-    """The batch size of a user's DataLoader; None for a Dataset, or where a batch sampler decides."""
-    return value.batch_size if isinstance(value, DataLoader) else None
+    """The batch size of a user's DataLoader; None for a Dataset, or where a batch sampler has none."""
+    return getattr(value.batch_sampler, "batch_size", None) if isinstance(value, DataLoader) else None
 
 
 def _split(part: Any) -> DatasetSplit:
     dataset = part.dataset if isinstance(part, DataLoader) else part
     if not isinstance(dataset, Dataset) or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise LowRankError(f"fit takes a Dataset with a length, or a DataLoader of it, not {type(part).__name__}.")
+        raise LowRankError(
+            "fit takes a Dataset with a length, whose items are read by number, or a DataLoader of it, not "
+            f"{type(part).__name__}: one that can only be iterated needs a training loop of your own."
+        )
     if not isinstance(part, DataLoader):
         return DatasetSplit(dataset)
+    if part.batch_sampler is None:
+        raise LowRankError("the DataLoader makes no batches (batch_size=None): give it a batch_size.")
     plain = isinstance(part.sampler, RandomSampler | SequentialSampler) and part.batch_size is not None
-    return DatasetSplit(dataset, part.collate_fn, part.num_workers, None if plain else part)
+    collate = None if part.collate_fn is default_collate else part.collate_fn
+    return DatasetSplit(dataset, collate, part.num_workers, None if plain else part)
+
+
+def _check_image(image: Any) -> None:
+    if (kind := torch.as_tensor(image).dtype) != torch.float32:
+        raise LowRankError(
+            f"images of your own go to the network as they are, in float32, not {kind}: image.float() converts "
+            "one, and image.float() / 255 pixels."
+        )
+
+
+def _check_target(target: Any) -> None:
+    number = torch.as_tensor(target) if isinstance(target, int) or hasattr(target, "shape") else None
+    if number is None or number.ndim or number.is_floating_point() or number.is_complex():
+        raise LowRankError(
+            f"the target of an image is its class number, not {target!r:.60}: take the argmax() of one-hot "
+            "targets, and a loss of your own for another task (fit(..., loss=...))."
+        )
+
+
+def in_short(value: Any) -> str:
+    """What a value is, in a few words.
+
+    >>> in_short((torch.zeros(3, 8, 8), 1))
+    '(Tensor [3, 8, 8], int)'
+    """
+    if isinstance(value, tuple | list):
+        return f"({', '.join([*map(in_short, value[:3]), *(['...'] if len(value) > 3 else [])])})"
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"{type(value).__name__} {list(shape)}"
 
 
 def _summary(item: Any) -> Any:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.data import Data, make_loader, open_data
+from lowrank_cnn.data.dataset import in_short
 from lowrank_cnn.data.types import stratified
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.export_request import request_for
@@ -256,6 +257,11 @@ def _prepared(calibration: Any, trained: Trained | None, images: int) -> Tensor:
     if isinstance(calibration, Tensor):
         return calibration.detach().float().cpu()
     if isinstance(calibration, Sequence):
+        if not calibration or not all(isinstance(one, Tensor) for one in calibration):
+            raise LowRankError(
+                "calibration takes prepared images as a tensor [N, C, H, W], or a list of such tensors, for "
+                f"networks of one input, not {in_short(calibration)}."
+            )
         return torch.cat([tensor.detach().float().cpu() for tensor in calibration])
     assert trained is not None
     split = calibration.train if len(calibration.train) else calibration.test

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import StatisticsError, correlation, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from lowrank_cnn.system.clock import CudaMarks, Marks, Sample, measure, torch_th
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path
 from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.system.statistics import pearson
 
 
 @dataclass(frozen=True)
@@ -124,16 +125,13 @@ def time_file(
         layers = _layers(runner.layers(), runner.macs(), {}, runner.shape[0])
         used = torch.get_num_threads()
     engine = runner.runner.engine
-    return Timing(path.name, runner.shape, engine, "cpu", used, macs, total, layers, pearson(layers))
+    return Timing(path.name, runner.shape, engine, "cpu", used, macs, total, layers, layer_correlation(layers))
 
 
-def pearson(layers: Sequence[LayerTime]) -> float | None:
+def layer_correlation(layers: Sequence[LayerTime]) -> float | None:
     """Pearson's r between the MACs and the times of the layers that multiply; None for fewer than three."""
     rows = [row for row in layers if row.macs > 0]
-    try:
-        return correlation([row.macs for row in rows], [row.ms for row in rows]) if len(rows) > 2 else None
-    except StatisticsError:  # layers all alike
-        return None
+    return pearson([row.macs for row in rows], [row.ms for row in rows]) if len(rows) > 2 else None
 
 
 def _checked(
@@ -260,7 +258,7 @@ def _timing(
         whole,
         total,
         layers,
-        pearson(layers),
+        layer_correlation(layers),
     )
 
 

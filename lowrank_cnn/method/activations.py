@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.utils.data import Dataset, IterableDataset
 
 from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.channel import FactoredLayer, groups_of
@@ -35,6 +36,11 @@ _RIDGE = 1e-4
 
 def image_batches(images: Images, model: nn.Module) -> list[Tensor]:
     """Batches on the device and in the dtype of the model."""
+    if isinstance(images, Dataset) and not isinstance(images, IterableDataset):
+        raise LowRankError(
+            "a Dataset gives single images, and all of them: give batches of some, as "
+            "DataLoader(Subset(dataset, range(256)), batch_size=64) makes them."
+        )
     like = next(model.parameters())
     batches = []
     for batch in [images] if isinstance(images, Tensor) else images:

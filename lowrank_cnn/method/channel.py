@@ -163,7 +163,7 @@ def fit_factored(layer: nn.Module, new: FactoredLayer) -> float:
     return float(kept)
 
 
-def is_plain(layer: nn.Module) -> bool:
+def is_torch_layer(layer: nn.Module) -> bool:
     """Whether a layer computes what torch's layer of its kind computes."""
     return any(isinstance(layer, kind) and computes_as(layer, kind) for kind in KINDS)
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-LAYERS = (*CONVS, *NORMS, nn.Linear, nn.GroupNorm)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+LAYERS = (*CONVS, *NORMS, nn.Linear, nn.GroupNorm, nn.PReLU)
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
 
 
@@ -53,6 +53,8 @@ def resized(layer: nn.Module, x: Tensor, channels: Callable[[int], int]) -> nn.M
     """
     if isinstance(layer, nn.Linear):
         return nn.Linear(x.shape[-1], channels(layer.out_features), bias=layer.bias is not None)
+    if isinstance(layer, nn.PReLU):
+        return nn.PReLU(x.shape[1] if layer.num_parameters > 1 else 1, layer.init)
     arriving = x.shape[1]
     if isinstance(layer, nn.GroupNorm):
         return nn.GroupNorm(_groups(layer.num_groups, arriving), arriving, eps=layer.eps, affine=layer.affine)
@@ -75,7 +77,7 @@ def take_hooks(new: nn.Module, old: nn.Module, copied: dict[int, Any]) -> None:
 
 
 def _resized_norm(layer: nn.Module, channels: int) -> nn.Module:
-    """A copy of a batch norm, of whatever class, for other channels."""
+    """A copy of a batch or instance norm, of whatever class, for other channels."""
     new = copy.deepcopy(layer)
     new.num_features = channels  # type: ignore[assignment]
     for name, parameter in new._parameters.items():

@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from lowrank_cnn.method.branches import BranchedConv2d, fold_branches
 from lowrank_cnn.method.building import FactoredConv2d, build_conv
-from lowrank_cnn.method.channel import FactoredLayer, build_factored, is_plain
+from lowrank_cnn.method.channel import FactoredLayer, build_factored, is_torch_layer
 from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.init import followed_by_relu, init_
 from lowrank_cnn.method.layers import CompositeConv2d
@@ -130,7 +130,7 @@ def _layer(model: nn.Module, name: str, scheme: Scheme) -> nn.Conv2d:
         conv = model.get_submodule(name)
     except AttributeError:
         raise LowRankError(f"the network has no layer {name}, which was to be rewritten.") from None
-    if (scheme.name == "channel" and is_plain(conv)) or scheme.name in _BY_LAYER:
+    if (scheme.name == "channel" and is_torch_layer(conv)) or scheme.name in _BY_LAYER:
         return conv  # type: ignore[return-value]
     if not isinstance(conv, nn.Conv2d) or form_of(conv) is None:
         raise LowRankError(f"{name} is a {type(conv).__name__}, not a plain convolution to rewrite.")

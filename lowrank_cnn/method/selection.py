@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from lowrank_cnn.kernels.network_graph import has_hooks
 from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.building import FactoredConv2d
-from lowrank_cnn.method.channel import FactoredLayer, is_plain
+from lowrank_cnn.method.channel import FactoredLayer, is_torch_layer
 from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.inputs import InputSize
@@ -132,8 +132,8 @@ def _quantised(module: nn.Module) -> bool:
 def _convs(model: nn.Module, scheme: Scheme | None = None) -> dict[str, _ConvNd]:
     """Every conv by name, and for the scheme channel every linear layer; parts of low-rank layers are left out."""
     kinds = (_ConvNd, nn.Linear) if scheme is not None and scheme.name == "channel" else (_ConvNd,)
-    whole = FactoredConv2d | CompositeConv2d | BranchedConv2d | FactoredLayer
-    whole |= nn.MultiheadAttention  # which reads its weights itself
+    # Attention reads the weights of its layers itself.
+    whole = FactoredConv2d | CompositeConv2d | BranchedConv2d | FactoredLayer | nn.MultiheadAttention
     inside = {id(part) for m in model.modules() if isinstance(m, whole) for part in m.modules()}
     return {name: m for name, m in model.named_modules() if isinstance(m, kinds) and id(m) not in inside}  # type: ignore[return-value]
 
@@ -158,7 +158,7 @@ def _obstacle(conv: _ConvNd, scheme: Scheme, ties: Counter[int]) -> str:
         return "its weight is computed from others: remove the parametrisation first"
     if conv.weight.is_complex():
         return "its weights are complex, and low-rank filters are real"
-    if (form_of(conv) is None) if isinstance(conv, nn.Conv2d) else not is_plain(conv):
+    if (form_of(conv) is None) if isinstance(conv, nn.Conv2d) else not is_torch_layer(conv):
         base = "nn.Conv2d" if isinstance(conv, nn.Conv2d) else "the layer of torch that it derives from"
         return f"its class {type(conv).__name__} computes something else than {base}"
     if isinstance(conv, nn.Conv2d) and min(conv.kernel_size) == 1 and not factored:

@@ -50,13 +50,10 @@ def with_classes(network: nn.Module, classes: int) -> nn.Module:
     >>> with_classes(build_network("nin", num_classes=100, width=0.1), 2).config["num_classes"]
     2
     """
-    fresh, other = (_built_for(network, number) for number in (classes, classes + 1))
-    new, resized = (
-        fresh.state_dict(),
-        other.state_dict(),
-    )  # what depends on the number of classes is of the last layer
-    shared = [name for name, known in network.state_dict().items() if known.shape == new[name].shape]
-    kept = {name: network.state_dict()[name] for name in shared if new[name].shape == resized[name].shape}
+    fresh, other = (_built_for(network, number) for number in (classes, 2 * classes))
+    new, resized = fresh.state_dict(), other.state_dict()
+    # The last layer is what has another shape for another number of classes.
+    kept = {name: known for name, known in network.state_dict().items() if new[name].shape == resized[name].shape}
     fresh.load_state_dict(new | kept)
     return fresh
 

@@ -75,9 +75,8 @@ def _files(path: Path) -> Iterator[Path]:
     for file in sorted(path.rglob("*.json")):
         of_checkpoint = file.with_suffix(".safetensors").exists()
         of_run = file.name in _BESIDE and (file.parent / "record.json").exists()
-        of_network = (
-            file.name == CONFIG and (file.parent / WEIGHTS).exists()
-        )  # what `reproduce` keeps of a finished run
+        # What `reproduce` keeps of a finished run.
+        of_network = file.name == CONFIG and (file.parent / WEIGHTS).exists()
         if file.is_file() and not (of_checkpoint or of_run or of_network):
             yield file
 

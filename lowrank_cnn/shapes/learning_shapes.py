@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowrank_cnn.data import Data, make_loader
+from lowrank_cnn.data.dataset import for_classes
 from lowrank_cnn.data.types import generator
 from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.channel_order import free_routes
@@ -131,6 +132,8 @@ def learn_shapes(
     if directory and not resume and isinstance(data, str | Path):
         directory.check_apart_from(data)
     data = open_for(model, data, recipe)
+    if options.get("loss") is None:
+        data = for_classes(data)
     size = input_size(data.test, augmentation(recipe))
     shaped = _shaped(model, scheme, size, where, recipe)
     asked = {budget.kind: budget.share, "by": by, "shapes": str(scheme)}

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from lowrank_cnn.data import Data, Loader, Preprocess, make_loader, open_data
+from lowrank_cnn.data.dataset import for_classes, is_dataset
 from lowrank_cnn.data.image_progress import ImageProgress
 from lowrank_cnn.data.types import places_by_name
 from lowrank_cnn.system.errors import LowRankError
@@ -19,7 +21,7 @@ from lowrank_cnn.system.text import counted, first_few
 from lowrank_cnn.train.checkpoint import CheckpointStore, DamagedCheckpointError, read_state
 from lowrank_cnn.train.fabric import resolve_device
 from lowrank_cnn.train.inputs import evaluation_batch, input_size, preprocessing
-from lowrank_cnn.train.opening import check_network
+from lowrank_cnn.train.opening import check_network, open_for
 from lowrank_cnn.train.predicting import predict
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.score import Evaluation, check_fits, score
@@ -32,7 +34,7 @@ __all__ = ["Evaluation", "Trained", "evaluate", "load_checkpoint", "load_pretrai
 
 def evaluate(
     model: Trained | nn.Module | str | Path,
-    data: Data | str | Path,
+    data: Data | Dataset | DataLoader | str | Path,
     *,
     preprocess: Preprocess | None = None,
     recipe: Recipe | None = None,
@@ -49,18 +51,21 @@ def evaluate(
     `model` is a network, what `load_checkpoint` gives, or the path of what it reads. A network that was loaded or
     trained carries how its images are prepared. Any other takes the preprocessing given, or one fitted to the
     images as the recipe says. Classes are matched by name: the images may be of some of the network's classes.
-    `data` is opened, if it is a path. If it is the set that the network was trained on, without test images of its
-    own, only the images that training held out are used. `output` is the name or the number of the output that has
-    the class scores, of a network with several; a trained network knows the one that it was trained by.
+    `data` is opened, if it is a path; a Dataset or DataLoader of your own is taken as it is. If it is the set that
+    the network was trained on, without test images of its own, only the images that training held out are used.
+    `output` is the name or the number of the output that has the class scores, of a network with several; a
+    trained network knows the one that it was trained by.
     The result's `details` have accuracies per class, the confusion matrix, the worst images and the calibration.
 
     >>> evaluate("runs/photos", "photos").top1  # doctest: +SKIP
     0.925
     """
-    source, data = data, data if isinstance(data, Data) else open_data(data, only_test=True)
+    if isinstance(model, str | Path):
+        model = load_checkpoint(model)
+    source, data = data, _opened(data, model, recipe or Recipe())
     trained = model if isinstance(model, Trained) else _trained(model, data, preprocess, recipe, output)
     trained = trained.with_output(output)
-    if not isinstance(source, Data):
+    if isinstance(source, str | Path):
         held_out = held_out_images(trained, source)
         if held_out is None and (told := changed_set(trained, data)):
             warnings.warn(told, stacklevel=2)
@@ -159,15 +164,26 @@ def how_far(path: str | Path, *, best: bool = False) -> str | None:
     return chosen.told(epochs)
 
 
+def _opened(data: Any, model: Trained | nn.Module, recipe: Recipe) -> Data:
+    """The data to test on."""
+    if isinstance(data, Data):
+        return data
+    if not is_dataset(data):
+        return open_data(data, only_test=True)
+    known = model if isinstance(model, Trained) else carried_by(model)
+    if known:
+        return for_classes(open_for(known.network, data, known.recipe, classes=known.classes))
+    assert isinstance(model, nn.Module)
+    return for_classes(open_for(model, data, recipe))
+
+
 def _trained(
-    model: nn.Module | str | Path,
+    model: nn.Module,
     data: Data,
     preprocess: Preprocess | None,
     recipe: Recipe | None,
     output: str | None,
 ) -> Trained:
-    if not isinstance(model, nn.Module):
-        return load_checkpoint(model)
     if preprocess is None and recipe is None and (carried := carried_by(model)):
         return carried
     recipe = recipe or Recipe()

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from lowrank_cnn.data.dataset import AsGiven, DatasetSplit, loader_batch
+from lowrank_cnn.data.dataset import AsGiven, for_classes, loader_batch
 from lowrank_cnn.data.types import Decode
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.settling import settle
@@ -127,9 +127,7 @@ def fit(
         directory.check_apart_from(data)
     data = open_for(model, data, recipe)
     if loss is None:
-        for split in (data.train, data.test):
-            if isinstance(split, DatasetSplit):
-                split.check_classified()
+        data = for_classes(data)
         check_classes(data)
         check_network(model, data, recipe)
     extras = Extras(loss, tuple(callbacks), teacher)
@@ -154,7 +152,7 @@ def fit(
 def recipe_for(data: Any, recipe: Recipe | str, fields: Mapping[str, Any]) -> Recipe:
     """The recipe with the fields that are given, None left out, and the batch size of a DataLoader."""
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
-    own = loader_batch(data[0] if isinstance(data, tuple) and data else data)
+    own = loader_batch(data[0] if isinstance(data, tuple | list) and data else data)
     if own is not None and fields.get("batch_size") not in (None, own):
         raise LowRankError(
             f"the DataLoader makes batches of {own}: leave batch_size out, or change the DataLoader."

@@ -72,6 +72,8 @@ class Extras:
         """Refuse what would have no effect: a teacher and class weights are parts of our own loss."""
         if self.loss is None:
             return
+        if not callable(self.loss):
+            raise LowRankError(f"a loss is a function of outputs and targets, not {self.loss!r:.60}.")
         if self.teacher is not None:
             raise LowRankError("a loss of your own takes the place of the teacher's: ask the teacher within it.")
         if recipe.class_weights != "none":

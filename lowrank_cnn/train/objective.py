@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowrank_cnn.data import Data, Preprocess, Split, Standardize
-from lowrank_cnn.data.dataset import DatasetSplit, listed_labels
+from lowrank_cnn.data.dataset import DatasetSplit, in_short, listed_labels
 from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.memory import is_out_of_memory
@@ -44,6 +44,8 @@ class Objective:
         """The loss to minimise, and the part of it that is shown: without auxiliary classifiers and teacher."""
         if self.own is not None:
             loss = self.own(outputs, targets)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise LowRankError(f"a loss gives one number in a tensor for a batch, not {in_short(loss)}.")
             return loss, loss.detach()
         logits = class_scores(outputs, self.recipe.output)
         several = isinstance(outputs, tuple) and self.recipe.output is None
@@ -76,7 +78,7 @@ def hits(outputs: Any, targets: Any, *, blended: bool = False, output: str | Non
         logits = class_scores(outputs, output)
     except LowRankError:  # the user's own loss may take any outputs
         return None
-    if not isinstance(targets, Tensor) or logits.ndim != 2:
+    if not isinstance(targets, Tensor) or logits.ndim != 2 or logits.shape[1] < 2:
         return None
     wanted = targets.argmax(1) if blended and targets.shape == logits.shape else targets
     if wanted.ndim != 1 or wanted.is_floating_point():

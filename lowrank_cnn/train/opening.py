@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,34 +12,39 @@ from typing import Any
 from torch import nn
 
 from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.data.dataset import data_of, is_dataset
+from lowrank_cnn.data.dataset import data_of, in_short, is_dataset
 from lowrank_cnn.data.readers.splits import LARGE_SIDE
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.train.inputs import augmentation, input_size
+from lowrank_cnn.train.outputs import class_scores
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.score import check_outputs
+from lowrank_cnn.train.score import check_outputs, outputs_here
 
 
-def open_for(network: nn.Module, data: Any, recipe: Recipe) -> Data:
+def open_for(network: nn.Module, data: Any, recipe: Recipe, *, classes: Sequence[str] = ()) -> Data:
     """The data to train a network on.
 
     A path is opened in the channels and, where images are large or differ in size, in the size that the network is
-    for. A pair is (train, test).
+    for. A pair is (train, test). A data set of the user's own that names no classes has these `classes`, else
+    numbers.
     """
     if isinstance(data, Data):
         return data
     if isinstance(data, str | Path):
         reading = partial(open_data, data)
         return as_network_wants(reading(), network, recipe, reading)
-    train, test = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
+    train, test = data if isinstance(data, tuple | list) and len(data) == 2 else (data, None)
     if not is_dataset(train) or not (test is None or is_dataset(test)):
         raise LowRankError(
             "fit takes a Data, a path, a Dataset or DataLoader, or a pair of these (train, test), "
-            f"not a {type(data).__name__}."
+            f"not {in_short(data)}: TensorDataset(images, labels) makes a Dataset of tensors."
         )
-    return data_of(train, test, classes=_outputs(network))
+    opened = data_of(train, test)
+    size = input_size(opened.test, augmentation(recipe))
+    names = opened.classes or classes or range(_outputs(network, size, recipe))
+    return replace(opened, classes=tuple(map(str, names)))
 
 
 def as_network_wants(
@@ -86,9 +93,12 @@ def _is_large(size: tuple[int, int, int] | None) -> bool:
     return size is None or min(size[1:]) > LARGE_SIDE
 
 
-def _outputs(network: nn.Module) -> int | None:
-    """The number of outputs, by the last layer that has one."""
-    found = None
+def _outputs(network: nn.Module, size: tuple[int, int, int], recipe: Recipe) -> int:
+    """The number of class scores; of a network that does not run here, the channels of its last layer."""
+    with contextlib.suppress(LowRankError):
+        scores = class_scores(outputs_here(network, size), recipe.output)
+        return scores.shape[1] if scores.ndim > 1 else 0
+    found = 0
     for module in network.modules():
         found = getattr(module, "out_features", getattr(module, "out_channels", found))
-    return found if isinstance(found, int) else None
+    return found if isinstance(found, int) else 0

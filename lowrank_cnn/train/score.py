@@ -94,23 +94,31 @@ def check_classes(data: Data) -> None:
         )
 
 
-@torch.no_grad()
 def check_outputs(network: nn.Module, size: Sequence[int], classes: int, *, output: str | None = None) -> None:
-    """Refuse a network of other than one output per class, where it is now, before any image is decoded.
+    """Refuse a network of other than one output per class, before any image is decoded.
 
-    What fails here may still work on the device that trains: `check_fits` decides there. A network whose weights
-    are made by its first forward is left to it as well, since its weights depend on the seed.
+    What fails here may still work on the device that trains: `check_fits` decides there.
+    """
+    outputs = outputs_here(network, size)
+    if outputs is not None:
+        _check_scores(outputs, classes, output)
+
+
+@torch.no_grad()
+def outputs_here(network: nn.Module, size: Sequence[int]) -> Any:
+    """What a network gives for one image where it is now; None if it fails here.
+
+    A network whose weights are made by its first forward is not run: they depend on the seed.
     """
     weights = [*network.parameters(), *network.buffers()]
     if any(map(is_lazy, weights)):
-        return
+        return None
     device = weights[0].device if weights else torch.device("cpu")
     try:
         with evaluating(network):
-            outputs = network(torch.zeros(1, *size, device=device))
+            return network(torch.zeros(1, *size, device=device))
     except Exception:
-        return
-    _check_scores(outputs, classes, output)
+        return None
 
 
 @torch.no_grad()
@@ -129,23 +137,28 @@ def check_fits(
     try:
         with evaluating(network):
             outputs = network(torch.zeros(1, *size, device=device))
-    except RuntimeError as error:
+    except Exception as error:  # a forward may fail in any way of its own
         if is_out_of_memory(error):
             raise
         shape = "x".join(map(str, size))
-        raise LowRankError(f"the network cannot take images of {shape}: {first_line(error)}") from error
+        first = " Channels come first, as in 3x32x32." if size[0] > 3 >= size[-1] else ""
+        raise LowRankError(f"the network cannot take images of {shape}: {first_line(error)}.{first}") from error
     if classes is not None:
         _check_scores(outputs, classes, output)
 
 
 def _check_scores(outputs: Any, classes: int, output: str | None) -> None:
     logits = class_scores(outputs, output)
-    if logits.shape != (1, classes):
-        several = "x".join(map(str, logits.shape[1:])) + " outputs"
-        given = counted(logits.shape[1], "output") if logits.ndim == 2 else several
+    if logits.ndim != 2:
+        given = "x".join(map(str, logits.shape[1:])) or "one number"
         raise LowRankError(
-            f"the network has {given} for an image, and the data {counted(classes, 'class')}: build it with "
-            f"num_classes={classes}."
+            f"the network gives {given} for an image, and not a score for each class: another task needs a loss "
+            "of your own (fit(..., loss=...))."
+        )
+    if logits.shape != (1, classes):
+        raise LowRankError(
+            f"the network has {counted(logits.shape[1], 'output')} for an image, and the data "
+            f"{counted(classes, 'class')}: build it with num_classes={classes}."
         )
 
 

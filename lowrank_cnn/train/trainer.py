@@ -253,12 +253,15 @@ class Trainer:
             return
         epoch, batch = self.position.epoch, min(tally.steps, self.per_epoch - 1)
         images, _ = next(iter(self.inputs.batches(epoch, batch)))
+        self.state.save_epoch_end()
+        place = f"epoch {epoch + 1}, batch {batch + 1}"
+        if not all_finite([images]):
+            raise NotFiniteError(f"an image of {place} has NaN or infinity in it: leave such images out.")
         with self.fabric.autocast():
             where = first_not_finite(self.network, images)
-        self.state.save_epoch_end()
         raise NotFiniteError(
-            f"the loss is not finite at epoch {epoch + 1}, batch {batch + 1}; the first thing that is not: "
-            f"{where}. {way_back(self.state.saved, self.recipe.epochs)}"
+            f"the loss is not finite at {place}; the first thing that is not: {where}. "
+            f"{way_back(self.state.saved, self.recipe.epochs)}"
         )
 
     @contextlib.contextmanager

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+    random_split,
+)
 
-from lowrank_cnn.data.dataset import AsGiven, data_of, listed_labels
+from lowrank_cnn.data.dataset import AsGiven, data_of, listed_labels, named_classes
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Recipe, fit
 from lowrank_cnn.train.predicting import predict
@@ -179,7 +192,7 @@ LABELS = torch.arange(16) % 2
         (torch.rand(16, 1, 8, 8), LABELS[:, None], "its class number, not tensor"),
         (torch.rand(16, 1, 8, 8), LABELS - 1, "class numbers from 0 on, not -1"),
         (torch.rand(16, 1, 8, 8), LABELS + 1, "class number 2, and 2 classes"),
-        (torch.zeros(16, 1, 8, 8, dtype=torch.uint8), LABELS, "float32, prepared as the network takes them"),
+        (torch.zeros(16, 1, 8, 8, dtype=torch.uint8), LABELS, "to the network as they are, in float32"),
         (torch.rand(0, 1, 8, 8), LABELS[:0], "the data set has no items"),
     ],
 )
@@ -217,3 +230,127 @@ def test_images_of_ones_own_may_be_smaller_than_a_cutout() -> None:
     network = nn.Sequential(nn.Flatten(), nn.Linear(5, 2))
     recipe = dataclasses.replace(RECIPE, cutout=8, pad=4)
     assert fit(network, TensorDataset(torch.rand(16, 5, 1, 1), LABELS), recipe, **QUIET).result["n"] == 16
+
+
+class HeadFirst(nn.Module):
+    """Its last layer is not the one that was made last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.body = nn.Linear(4, 2), nn.Conv2d(1, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).relu().mean((2, 3)))
+
+
+class Items(Dataset):
+    """Items that a function makes, without a list of labels."""
+
+    def __init__(self, make: Callable[[int], Any], n: int = 16) -> None:
+        self.make, self.n = make, n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+IMAGE = torch.rand(1, 8, 8)
+
+
+def test_the_classes_of_a_set_without_names_are_the_outputs_of_the_network() -> None:
+    record = fit(HeadFirst(), Items(lambda i: (IMAGE, i % 2)), RECIPE, **QUIET)
+    assert record.data["classes"] == ["0", "1"]
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int16, torch.uint8, torch.bool])
+def test_class_numbers_may_be_of_any_whole_type(kind: torch.dtype) -> None:
+    data = Items(lambda i: (Halves()[i][0].numpy(), torch.tensor(i % 2, dtype=kind)), 40)
+    assert fit(classifier(), data, RECIPE, **QUIET).result["top1"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("item", "says"),
+    [
+        (lambda i: (IMAGE, i % 3), "an image of class number 2, and 2 classes, numbered from 0 to 1"),
+        (lambda i: (IMAGE, i % 2 if i else -100), "its class number|an image of class number -100"),
+        (lambda i: (IMAGE.expand(3 if i == 5 else 1, 8, 8), 0), "images of 1x8x8 and of 3x8x8"),
+        (lambda i: (IMAGE, i % 2, "a.png"), r"not \(Tensor \[1, 8, 8\], int, str\)"),
+        (lambda i: ({"image": IMAGE}, 0), r"not \(dict, int\): .* a training loop of your own"),
+        (lambda i: (IMAGE, torch.eye(2)[i % 2]), r"take the argmax\(\) of one-hot"),
+        (lambda i: (IMAGE.expand(1, 8, 8).permute(1, 2, 0), 0), "Channels come first"),
+        (lambda i: (IMAGE * (torch.nan if i == 5 else 1), 0), "an image of epoch 1, batch . has NaN"),
+    ],
+)
+def test_odd_items_are_refused_in_a_sentence(item: Callable[[int], Any], says: str) -> None:
+    with pytest.raises(LowRankError, match=says):
+        fit(classifier(), Items(item), RECIPE, **QUIET)
+
+
+def test_a_worker_tells_of_odd_shapes_in_a_sentence_too() -> None:
+    odd = Items(lambda i: (torch.rand(1, 8, 8 + (i == 5)), 0))
+    with pytest.raises(LowRankError, match=r"^the data set has images of 1x8x8 and of 1x8x9"):
+        fit(classifier(), DataLoader(odd, 8, num_workers=1), RECIPE, **QUIET)
+
+
+def test_a_batch_sampler_brings_its_batch_size() -> None:
+    sampler = BatchSampler(RandomSampler(Halves()), 20, drop_last=False)
+    large = dataclasses.replace(RECIPE, batch_size=64)
+    record = fit(classifier(), DataLoader(Halves(), batch_sampler=sampler), large, epochs=1, **QUIET)
+    assert record.recipe["batch_size"] == 20
+
+
+def test_loaders_of_no_batches_or_of_other_batches_are_refused() -> None:
+    with pytest.raises(LowRankError, match="makes no batches"):
+        fit(classifier(), DataLoader(Halves(), batch_size=None), RECIPE, **QUIET)
+    three = DataLoader(Halves(), 8, collate_fn=lambda items: (*default_collate(items), "names"))
+    with pytest.raises(LowRankError, match=r"a batch .* not \(Tensor \[8, 1, 8, 8\], Tensor \[8\], str\)"):
+        fit(classifier(), three, RECIPE, **QUIET)
+    listed = DataLoader(Halves(), 8, collate_fn=lambda items: (torch.rand(8, 1, 8, 8), [0] * 8))
+    with pytest.raises(LowRankError, match=r"class numbers \[n\], not \(int, int, int, ...\)"):
+        fit(classifier(), listed, RECIPE, **QUIET)
+
+
+def test_a_collation_may_make_probabilities_to_train_on() -> None:
+    soft = DataLoader(Halves(), 8, collate_fn=blended)
+    assert fit(classifier(), (soft, Halves()), RECIPE, **QUIET).result["top1"] == 1.0
+    with pytest.raises(LowRankError, match=r"class numbers \[n\], not Tensor \[40, 2\]"):
+        fit(classifier(), (Halves(), soft), RECIPE, **QUIET)
+
+
+def blended(items: list[Any]) -> tuple[Tensor, Tensor]:
+    images, labels = default_collate(items)
+    return images, 0.9 * nn.functional.one_hot(labels, 2) + 0.05
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        ("mse", "a loss is a function of outputs and targets, not 'mse'"),
+        (lambda y, t: nn.functional.cross_entropy(y, t, reduction="none"), r"one number .*, not Tensor \[8\]"),
+        (lambda y, t: None, "one number in a tensor for a batch, not NoneType"),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss: Any, says: str) -> None:
+    with pytest.raises(LowRankError, match=says):
+        fit(classifier(), Halves(), RECIPE, loss=loss, **QUIET)
+
+
+def test_whole_numbers_that_are_no_classes_are_left_to_a_loss_of_ones_own() -> None:
+    data = TensorDataset(torch.rand(16, 1, 4, 4), torch.arange(16) - 4)
+    network = nn.Sequential(nn.Conv2d(1, 1, 4), nn.Flatten())
+    recipe = dataclasses.replace(RECIPE, holdout=0.25)
+    record = fit(network, data, recipe, loss=lambda y, t: (y[:, 0] - t).abs().mean(), **QUIET)
+    assert record.result["loss"] > 0
+    assert record.result["top1"] is None
+
+
+def test_parts_know_the_names_of_their_set_and_come_as_a_list() -> None:
+    record = fit(classifier(), random_split(Halves(), [30, 10]), RECIPE, epochs=1, **QUIET)
+    assert (record.data["classes"], record.data["test"]) == (["above", "below"], 10)
+    numbered = Halves()
+    numbered.classes = 2  # type: ignore[assignment]
+    assert not named_classes(numbered)
+    numbered.classes = torch.tensor([3, 5])  # type: ignore[assignment]
+    assert named_classes(numbered) == [3, 5]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.deploy.exporting import export
-from lowrank_cnn.deploy.timing import LayerTime, pearson, time_file, time_model
+from lowrank_cnn.deploy.timing import LayerTime, layer_correlation, time_file, time_model
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.clock import measure, torch_threads
@@ -53,9 +53,9 @@ def test_the_network_is_left_as_it_was():
 
 def test_correlation_is_pearsons_over_the_layers_that_multiply():
     layers = [LayerTime("a", "", 1, 2.0), LayerTime("b", "", 2, 4.0), LayerTime("c", "", 3, 6.0)]
-    assert pearson([*layers, LayerTime("relu", "", 0, 99.0)]) == pytest.approx(1)
-    assert pearson(layers[:2]) is None
-    assert pearson([LayerTime("a", "", 5, 1.0)] * 3) is None
+    assert layer_correlation([*layers, LayerTime("relu", "", 0, 99.0)]) == pytest.approx(1)
+    assert layer_correlation(layers[:2]) is None
+    assert layer_correlation([LayerTime("a", "", 5, 1.0)] * 3) is None
 
 
 @pytest.mark.parametrize(

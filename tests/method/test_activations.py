@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from lowrank_cnn.method.activations import (
     image_batches,
@@ -118,6 +119,7 @@ def test_batches_come_with_labels_or_without():
     [
         ([], "no images"),
         (["a"], "are a tensor"),
+        (TensorDataset(torch.zeros(4, 8, 9, 9)), "a Dataset gives single images"),
         (torch.full((2, 8, 5, 5), torch.nan), "not finite"),
         (torch.zeros(2, 3, 9, 9), "does not run on images of"),
     ],

@@ -25,6 +25,9 @@ def halved(channels: int) -> int:
         (nn.ConvTranspose2d(24, 16, 3, stride=2, output_padding=1), 8),
         (nn.BatchNorm2d(24, momentum=0.3), 12),
         (nn.GroupNorm(8, 24), 12),
+        (nn.InstanceNorm2d(24, momentum=0.3, affine=True, track_running_stats=True), 12),
+        (nn.PReLU(24), 12),
+        (nn.PReLU(), 12),
     ],
 )
 def test_only_channels_and_groups_change(layer: nn.Module, leaving: int):

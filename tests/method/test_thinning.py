@@ -308,3 +308,13 @@ def test_networks_of_several_inputs_keep_the_outputs_of_a_dataclass(dtype: torch
         assert made(*example).maps.shape == net(*example).maps.shape
     by_name = dict(zip(("image", "mask"), example, strict=True))
     assert thin(net, width=0.5, input_size=by_name).body.out_channels == 16
+
+
+def test_instance_norms_and_slopes_follow_their_channels():
+    norm = nn.InstanceNorm2d(32, affine=True, track_running_stats=True)
+    net = nn.Sequential(nn.Conv2d(3, 32, 3), norm, nn.PReLU(32, 0.1), nn.Conv2d(32, 8, 3), nn.PReLU())
+    new = thin(net, width=0.5, input_size=(3, 12, 12))
+    assert isinstance(new, nn.Sequential)
+    assert [tuple(part.weight.shape) for part in new] == [(16, 3, 3, 3), (16,), (16,), (8, 16, 3, 3), (1,)]
+    torch.testing.assert_close(new[2].weight, torch.full((16,), 0.1))
+    assert bool(new(torch.randn(2, 3, 12, 12)).isfinite().all())

@@ -148,7 +148,7 @@ def test_damage_is_measured_on_the_output_that_the_recipe_names(way):
 
 
 def test_a_loader_decides_the_batch_and_options_change_the_recipe():
-    pairs = TensorDataset(torch.randn(20, 1, 8, 8), torch.arange(20) % 3)
+    pairs = TensorDataset(torch.randn(20, 1, 8, 8), torch.arange(20, dtype=torch.int32) % 3)
     assert learn(net(), data=DataLoader(pairs, batch_size=5)).record.recipe["batch_size"] == 5
     recipe = learn(net(), batch_size=6, lr=0.01).record.recipe
     assert (recipe["batch_size"], recipe["lr"]) == (6, 0.01)

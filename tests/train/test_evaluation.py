@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lowrank_cnn.data import Data, ResidentSplit, open_data
 from lowrank_cnn.deploy import load
@@ -335,3 +336,20 @@ def test_the_worst_images_are_named(run, data):
     assert found is not None
     assert record.result["details"] == found.to_dict()
     assert all(image.image.startswith("image ") for image in found.worst)
+
+
+def test_a_data_set_of_ones_own_is_evaluated_as_training_counted_it():
+    class Halves(TensorDataset):
+        classes = ("above", "below")
+
+    images = torch.rand(40, 1, 8, 8)
+    images[::2, :, :4] += 1
+    data = Halves(images, torch.arange(40) % 2)
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    told = {"progress": False, "device": "cpu"}
+    record = fit(network, data, Recipe(epochs=1, batch_size=8), **told)
+    unnamed = TensorDataset(images, torch.arange(40, dtype=torch.int32) % 2)
+    for again in (data, DataLoader(data, 7), unnamed):
+        assert evaluate(network, again, **told).loss == pytest.approx(record.result["loss"], rel=1e-5)
+    fresh = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 2))
+    assert evaluate(fresh, data, **told).n == 40

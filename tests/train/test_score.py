@@ -49,6 +49,10 @@ def test_networks_that_do_not_fit_are_told_what_would() -> None:
     check_fits(network, (3, 8, 8), None, CPU)
     with pytest.raises(LowRankError, match="cannot take images of 1x8x8"):
         check_fits(network, (1, 8, 8), 4, CPU)
+    with pytest.raises(LowRankError, match=r"gives 4x6x6 for an image, .* needs a loss of your own"):
+        check_fits(network[0], (3, 8, 8), 4, CPU)
+    with pytest.raises(LowRankError, match=r"cannot take images of 3x8x8: .* missing 1 required"):
+        check_fits(nn.Bilinear(8, 8, 2), (3, 8, 8), 2, CPU)
 
 
 def test_every_module_keeps_its_own_mode() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowrank_cnn.deploy.engines.mnn_process import convert, variable
+from lowrank_cnn.deploy.engines.mnn_process import variable, write_converted
 from lowrank_cnn.deploy.engines.onnx import write_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Runner, as_array, ports_from, read_beside, write_beside
@@ -64,7 +64,7 @@ def write_mnn(folder: Path, stem: str, request: ExportRequest) -> Path:
     onnx, path = write_onnx(folder, stem, replace(request, precision="fp32")), folder / f"{stem}.mnn"
     calls = [request.call.sized(request.axes, sizes) for sizes in request.tried_sizes]
     inputs = [{name: as_array(tensor) for name, tensor in call.tensors.items()} for call in calls]
-    why = convert(onnx, path, inputs, request.outputs, half=request.precision == "fp16")
+    why = write_converted(onnx, path, inputs, request.outputs, half=request.precision == "fp16")
     onnx.unlink()
     if why:
         raise LowRankError(f"the network cannot be written for MNN: {why}.")

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from numpy import ndarray
 
-
 _TYPES = {"uint8": "uint8", "int32": "int"}
 """What MNN calls types; any other array is one of float32."""
 
 
-def convert(
+def write_converted(
     onnx: Path, path: Path, runs: Sequence[Mapping[str, ndarray]], outputs: Sequence[str], *, half: bool
 ) -> str:
     """Write `path` and run it on inputs of the shapes of each of these `runs`; why that fails, or empty."""

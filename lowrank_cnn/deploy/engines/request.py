@@ -129,11 +129,15 @@ class ExportRequest:
         return self.call.replaced(made)
 
     @property
+    def free(self) -> list[str]:
+        """The names of the free axes of all inputs."""
+        return list(dict.fromkeys(word for axes in self.axes.values() for word in axes.values()))
+
+    @property
     def tried_sizes(self) -> list[dict[str, float]]:
         """Lengths of free axes, as `Call.sized` takes them, at which a file has to run; {} is the example."""
-        free = {word for axes in self.axes.values() for word in axes.values()}
-        batches = [{"batch": 1.0}, {"batch": 3.0}] if "batch" in free else []
-        inner = {word: 2.0 if place else 1.5 for place, word in enumerate(sorted(free - {"batch"}))}
+        batches = [{"batch": 1.0}, {"batch": 3.0}] if "batch" in self.free else []
+        inner = {word: 2.0 if place else 1.5 for place, word in enumerate(sorted({*self.free} - {"batch"}))}
         return [{}, *batches, *([inner] if inner else [])]
 
     @cached_property
@@ -147,8 +151,8 @@ class ExportRequest:
         except LowRankError:
             raise
         except Exception as error:  # whatever a forward does that cannot be traced
-            free = dict.fromkeys(word for axes in self.axes.values() for word in axes.values())
-            name = f"{type(self.network).__name__}{' with free ' if free else ''}{' and '.join(free)}"
+            free = f" with free {' and '.join(self.free)}" if self.free else ""
+            name = f"{type(self.network).__name__}{free}"
             raise LowRankError(f"torch.export cannot trace {name}: {first_line(error)}") from error
         for module in program.graph_module.modules():  # lines of source with their paths, which nobody else needs
             for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
@@ -203,9 +207,15 @@ def _plain(network: nn.Module, call: Call) -> nn.Module:
     """The network behind the signature of its forward, its result in containers that torch alone can read."""
     with torch.no_grad():
         result = call.copied().run(network)
-    if isinstance(result, Tensor) or is_flat(result):
+    if (isinstance(result, Tensor) or is_flat(result)) and not _is_hidden(network):
         return network
     return _behind(network, inspect.signature(network.forward), plain_outputs)
+
+
+def _is_hidden(network: nn.Module) -> bool:
+    """Whether a part has a name that torch's graphs use themselves: they would not find one called `meta`."""
+    taken = dir(torch.fx.GraphModule({}, torch.fx.Graph()))
+    return not {*network._modules, *network._parameters, *network._buffers}.isdisjoint(taken)
 
 
 def _with_signature(network: nn.Module, kwargs: Mapping[str, Any]) -> nn.Module:

@@ -121,3 +121,21 @@ def test_a_buffer_called_as_an_operation_does_not_clash(tmp_path: Path):
     x = torch.randn(2, 3, 12, 12)
     fast = optimize(Standardised().eval(), x, compile=False, cache=False, repeats=3)
     assert export(fast, tmp_path / "net.onnx", example_input=x).error < 1e-4
+
+
+class ToldSize(nn.Module):
+    """A transposed conv that is told the size of its output: torch writes no padding that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.ConvTranspose2d(4, 3, 4, 2, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(self.down(x), output_size=x.shape[-2:])
+
+
+def test_what_cannot_be_written_with_free_sizes_is_told_to_fix_them(tmp_path):
+    net, path = ToldSize().eval(), tmp_path / "net.onnx"
+    with pytest.raises(LowRankError, match=r"It may be with a fixed height and width: leave that out of dynamic"):
+        export(net, path, input_size=(3, 8, 8), dynamic=("batch", "height", "width"))
+    assert export(net, path, input_size=(3, 8, 8)).error < 1e-5

@@ -142,6 +142,27 @@ def test_bfloat16_is_kept_and_compared(suffix: str, tmp_path: Path):
         torch.testing.assert_close(load(tmp_path / f"net{suffix}", trusted=True)(x), net(x))
 
 
+class NamedAsGraphs(nn.Module):
+    """Parts with names of attributes that torch's own graph modules have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meta, self.graph = nn.Sequential(nn.Linear(5, 4), nn.ReLU()), nn.Conv2d(3, 4, 3)
+        self.code = nn.Parameter(torch.rand(4))
+
+    def forward(self, image: Tensor, meta: Tensor) -> dict[str, Tensor]:
+        return {"scores": self.graph(image).mean((2, 3)) * self.meta(meta) + self.code}
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_parts_may_have_the_names_of_what_graphs_have(tmp_path: Path, suffix: str):
+    net, example = NamedAsGraphs().eval(), (torch.randn(2, 3, 8, 8), torch.randn(2, 5))
+    export(net, tmp_path / f"net{suffix}", example_input=example)
+    runner = open_engine(tmp_path / f"net{suffix}", trusted=True)
+    given = runner({"image": example[0].numpy(), "meta": example[1].numpy()})
+    torch.testing.assert_close(torch.from_numpy(given["scores"]), net(*example)["scores"].detach())
+
+
 class Keywords(nn.Module):
     """Takes its inputs by any keyword, as wrappers do."""
 
