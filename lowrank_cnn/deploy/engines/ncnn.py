@@ -105,7 +105,7 @@ def write_ncnn(folder: Path, stem: str, request: ExportRequest) -> Path:
     call = first_image(request, "ncnn")
     script, path = folder / "traced.pt", folder / f"{stem}.param"
     network = replace(request, network=_exact_pools(groups_apart(request.network))).positional()
-    trace(network, tuple(call.tensors.values()), type(request.network).__name__).save(str(script))
+    trace(network, tuple(call.tensors.values()), request.name).save(str(script))
     shapes = ",".join(f"[{','.join(map(str, tensor.shape))}]" for tensor in call.tensors.values())
     command = [pnnx.EXEC_PATH, script.name, f"inputshape={shapes}", f"fp16={int(request.precision == 'fp16')}"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)

@@ -83,8 +83,9 @@ def write_onnx(folder: Path, stem: str, request: ExportRequest) -> Path:
                 **names,
             )
         except Exception as error:  # an operator that ONNX lacks, or an opset that torch does not write
-            name = type(request.network).__name__
-            raise LowRankError(f"{name} cannot be written as ONNX: {first_line(_first_cause(error))}.") from error
+            raise LowRankError(
+                f"{request.name} cannot be written as ONNX: {first_line(_first_cause(error))}."
+            ) from error
     found = onnx.model.opset_imports[""]
     if opset is not None and found != opset:
         raise LowRankError(f"torch writes this network for opset {found}, and not for {opset}.")

@@ -43,7 +43,7 @@ def write_script(folder: Path, stem: str, request: ExportRequest) -> Path:
     """Trace the network; the file takes tensors by position, and gives a tensor, or a tuple of several."""
     path = folder / f"{stem}.ts"
     example = tuple(request.traced_call.tensors.values())
-    script = trace(request.positional(), example, type(request.network).__name__)
+    script = trace(request.positional(), example, request.name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates TorchScript
         torch.jit.save(script, str(path), _extra_files={EXTRA: json.dumps(request.metadata)})
