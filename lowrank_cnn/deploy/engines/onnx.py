@@ -8,7 +8,9 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
+from importlib import import_module
 from itertools import chain, count
 from math import prod
 from pathlib import Path
@@ -30,6 +32,8 @@ _DTYPES = {"float": "float32", "double": "float64"}
 _BFLOAT16_OPSET, _FP16_OPSET = 22, 18
 """The first with convs in bfloat16; the last whose average pools ONNX Runtime has in half precision on Arm."""
 _SCOPES = "pkg.torch.onnx.name_scopes"
+_TABLES: dict[Any, Any] = {}
+"""The exporter's operators, by opset."""
 
 
 class OnnxRunner(Runner):
@@ -72,7 +76,7 @@ def write_onnx(folder: Path, stem: str, request: ExportRequest) -> Path:
     # The optimiser folds batch norms of bfloat16 into weights of float32, which no engine takes beside bfloat16.
     half = any(tensor.dtype == torch.bfloat16 for tensor in request.call.tensors.values())
     opset = request.opset or (_BFLOAT16_OPSET if half else _FP16_OPSET if request.precision == "fp16" else None)
-    with _quiet():
+    with _quiet(), _one_table():
         try:
             onnx: Any = torch.onnx.export(
                 _without_global_max_pools(program),
@@ -168,6 +172,35 @@ def node_macs(path: str | Path) -> dict[str, int]:
 def _port(node: Any) -> Port:
     kind = str(node.type).removeprefix("tensor(").removesuffix(")")
     return Port(node.name, tuple(node.shape), _DTYPES.get(kind, kind))
+
+
+@contextmanager
+def _one_table() -> Iterator[None]:
+    """Let torch.onnx build its table of operators once for each opset, and give every export a copy.
+
+    It parses the source of 500 functions for it, at every export: half the time that a small network takes.
+    """
+    table = getattr(import_module("torch.onnx._internal.exporter._registration"), "ONNXRegistry", None)
+    own = vars(table).get("from_torchlib") if table is not None else None
+    if table is None or own is None:  # another version of torch
+        yield
+        return
+
+    build = table.from_torchlib
+
+    def copied(_: type, *args: Any, **options: Any) -> Any:
+        key = (args, *sorted(options.items()))
+        if key not in _TABLES:
+            _TABLES[key] = build(*args, **options)
+        found = copy(_TABLES[key])
+        found.functions = {name: list(known) for name, known in found.functions.items()}
+        return found
+
+    table.from_torchlib = classmethod(copied)
+    try:
+        yield
+    finally:
+        table.from_torchlib = own
 
 
 @contextmanager

@@ -121,3 +121,22 @@ def test_a_buffer_called_as_an_operation_does_not_clash(tmp_path: Path):
     x = torch.randn(2, 3, 12, 12)
     fast = optimize(Standardised().eval(), x, compile=False, cache=False, repeats=3)
     assert export(fast, tmp_path / "net.onnx", example_input=x).error < 1e-4
+
+
+def test_the_exporter_builds_its_table_of_operators_once_and_keeps_its_own_method(tiny, tmp_path, monkeypatch):
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    monkeypatch.setattr("lowrank_cnn.deploy.engines.onnx._TABLES", {})
+    built, own = [], vars(ONNXRegistry)["from_torchlib"]
+
+    def counted(cls, *args, **options):
+        built.append(options)
+        return own.__func__(cls, *args, **options)
+
+    monkeypatch.setattr(ONNXRegistry, "from_torchlib", classmethod(counted))
+    patched = vars(ONNXRegistry)["from_torchlib"]
+    for name in ("a", "b"):
+        export(tiny, tmp_path / f"{name}.onnx", input_size=(3, 12, 12))
+    assert len(built) == 1
+    assert vars(ONNXRegistry)["from_torchlib"] is patched
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
