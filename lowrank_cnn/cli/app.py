@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from lowrank_cnn.cli import CTRL_C, INTERRUPTED
-from lowrank_cnn.cli.output import lasting_output
+from lowrank_cnn.cli.output import lasting_output, plain_warnings
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.version import __version__
 
@@ -152,7 +152,7 @@ def build() -> typer.Typer:
 
 def run(arguments: list[str] | None = None) -> int:
     """Run the command with these arguments, those of the process by default, and return its exit code."""
-    with lasting_output() as lost:
+    with lasting_output() as lost, plain_warnings():
         code = _run(arguments)
     if lost.error is not None and not code:
         return _fail(f"standard output could not be written: {lost.error.strerror}.", code=1)

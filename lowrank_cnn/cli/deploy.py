@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lowrank_cnn.cli.options import MODEL_HELP, Device, Json, Model, Scheme, SourceOptions, Trusted, grouped
+from lowrank_cnn.cli.options import (
+    MODEL_HELP,
+    Device,
+    Inputs,
+    Json,
+    Model,
+    Scheme,
+    SourceOptions,
+    Trusted,
+    grouped,
+)
 from lowrank_cnn.cli.show import console, print_json, print_table, status_line
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
@@ -42,6 +52,7 @@ def time_command(
     models: Annotated[list[str], typer.Argument(help=MODEL_HELP)],
     named: SourceOptions,
     scheme: Annotated[str | None, typer.Option(help="Convert first; compare with the network as it was.")] = None,
+    example: Inputs = None,
     batch: Batch = 1,
     device: Device = "auto",
     threads: Threads = None,
@@ -60,6 +71,7 @@ def time_command(
       lowrank time nin-c3-lr --batch 16
       lowrank time vgg11-gmp-lr --device cpu --threads 1
       lowrank time model.py:make --scheme lr --input 3x32x32 --runtime onnx
+      lowrank time model.py:make --example model.py:inputs
     """
     from lowrank_cnn.cli.source import parse_size
     from lowrank_cnn.deploy.engines import is_engine_file
@@ -70,18 +82,20 @@ def time_command(
     timings = []
     for text in models:
         if is_engine_file(text):
-            if scheme is not None or device not in ("cpu", "auto"):
-                raise LowRankError(f"{text} is timed as it is on the CPU, without --scheme and --device.")
+            if scheme is not None or device not in ("cpu", "auto") or example is not None:
+                told = f"{text} is timed as it is on the CPU, without --scheme, --device and --example."
+                raise LowRankError(told)
             how: dict[str, Any] = {"batch": batch, "threads": threads, "repeats": repeats, "trusted": trusted}
             timings.append(time_file(text, parse_size(named.input_text), **how))
             continue
-        source, size = named.find(text, scheme=scheme)
-        timings.append(time_model(source.network, size, twin=source.dense, **options))
+        source, size, given = named.find_inputs(text, example, scheme=scheme, batch=batch)
+        inputs = given if size is None else size
+        timings.append(time_model(source.network, inputs, twin=source.dense, **options))
     if as_json:
         return print_json({"environment": environment(), "timings": [timing.to_dict() for timing in timings]})
     for timing in timings:
         _print_timing(timing)
-    if any(timing.device == "cpu" and timing.twin is not None for timing in timings):
+    if example is None and any(timing.device == "cpu" and timing.twin is not None for timing in timings):
         _print_cpu_advice(named.words(models[0], scheme=scheme))
     if len(timings) > 2:
         r = correlation([t.macs for t in timings], [t.total.ms for t in timings])
@@ -94,6 +108,7 @@ def plan_command(
     model: Model,
     named: SourceOptions,
     scheme: Scheme = None,
+    example: Inputs = None,
     batch: Batch = 1,
     device: Device = "auto",
     threads: Threads = None,
@@ -122,55 +137,79 @@ def plan_command(
       lowrank plan nin-c3-lr
       lowrank plan model.py:make --scheme lr --input 3x32x32 --batch 16
       lowrank plan nin-c3-lr --engine auto --out engines
+      lowrank plan model.py:make --example model.py:inputs
     """
-    import torch
-
     from lowrank_cnn.deploy import optimize
     from lowrank_cnn.models.twins import dense_twin
     from lowrank_cnn.system.clock import torch_threads
     from lowrank_cnn.train.fabric import resolve_device
 
-    source, size = named.find(model, scheme=scheme)
+    source, size, given = named.find_inputs(model, example, scheme=scheme, batch=batch)
     if engine is not None:
         from lowrank_cnn.cli.engines import plan_engines
 
-        if batch != 1:
-            raise LowRankError("--engine times one image at a time: leave --batch out.")
+        if batch != 1 or size is None:
+            option = "--batch" if size else "--example"
+            raise LowRankError(f"--engine times one image at a time: leave {option} out.")
         return plan_engines(source, size, engine, out, threads, twin=twin, as_json=as_json)
     place = resolve_device(device)
-    network, image = source.network.eval().to(place), torch.randn(batch, *size, device=place)
+    network = source.network.eval().to(place)
+    inputs = inputs_on(place, network, size, given, batch=batch)
     how: dict[str, Any] = {"compile": compile_, "cache": cache, "repeats": repeats, "budget": budget}
     with torch_threads(threads), status_line() as shown:
-        fast = optimize(network, image, say=shown(source.name), **how)
+        fast = optimize(network, inputs, say=shown(source.name), **how)
         held = None
         if twin and (dense := source.dense or dense_twin(network)) is not None:
-            rival = optimize(dense.eval().to(place), image, say=shown("the dense network"), **how)
-            held = _beside(fast, rival, image) | {"macs": _macs(dense, image)}
-    _show_plan(source.name, fast, image, held, macs=_macs(network, image), as_json=as_json)
-    if image.device.type == "cpu" and not as_json:
+            rival = optimize(dense.eval().to(place), inputs, say=shown("the dense network"), **how)
+            held = _beside(fast, rival, inputs, place) | {"macs": _macs(dense, inputs)}
+    _show_plan(source.name, fast, inputs, held, macs=_macs(network, inputs), as_json=as_json)
+    if place == "cpu" and size is not None and not as_json:
         _print_cpu_advice(named.words(model, scheme=scheme))
     return None
 
 
-def _macs(network: torch.nn.Module, image: torch.Tensor) -> int | None:
+def inputs_on(
+    place: str, network: torch.nn.Module, size: tuple[int, ...] | None, given: Any, *, batch: int
+) -> Any:
+    """Inputs on a device: those of --example, or random images in the network's own precision."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    from lowrank_cnn.models.files import dtype_of
+
+    if size is not None:
+        return torch.randn(batch, *size).to(place, dtype_of(network))
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(place), given)
+
+
+def shapes_of(inputs: Any) -> list[Any]:
+    """The shape of an input, or the shapes of several, as JSON holds them."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    shapes = [list(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    return shapes[0] if isinstance(inputs, torch.Tensor) else shapes
+
+
+def _macs(network: torch.nn.Module, inputs: Any) -> int | None:
     """Multiply-accumulates of a whole batch; None for a network that cannot be counted."""
     from lowrank_cnn.method.counting import count
 
     try:
-        return len(image) * count(network, image.shape[1:]).macs
+        return count(network, inputs).macs
     except LowRankError:
         return None
 
 
 def _show_plan(
-    name: str, fast: Any, image: torch.Tensor, held: dict[str, Any] | None, *, macs: int | None, as_json: bool
+    name: str, fast: Any, inputs: Any, held: dict[str, Any] | None, *, macs: int | None, as_json: bool
 ) -> None:
     """Print the measured times, and those of the dense network (`held`), as text or JSON."""
     from lowrank_cnn.system.environment import environment
 
     plans = [found for part in fast.modules() if (found := notes(part).plan) is not None]
     if as_json:
-        where = {"environment": environment(), "model": name, "input": list(image.shape), "macs": macs}
+        where = {"environment": environment(), "model": name, "input": shapes_of(inputs), "macs": macs}
         where |= {} if held is None else {"twin": held}
         return print_json({**where, **fast.report.to_dict(), "plans": [plan.to_dict() for plan in plans]})
     for plan in plans:
@@ -183,11 +222,14 @@ def _show_plan(
     return None
 
 
-def _beside(fast: Any, rival: Any, image: torch.Tensor) -> dict[str, Any]:
+def _beside(fast: Any, rival: Any, inputs: Any, place: str) -> dict[str, Any]:
     """Time both optimised networks in turns: their own times were taken one after the other."""
+    from lowrank_cnn.method.inputs import arguments
     from lowrank_cnn.system.clock import measure
 
-    times = measure({"ours": lambda: fast(image), "rival": lambda: rival(image)}, cuda=image.is_cuda)
+    args, kwargs = arguments(inputs, device=place, dtype=None)
+    runs = {"ours": lambda: fast(*args, **kwargs), "rival": lambda: rival(*args, **kwargs)}
+    times = measure(runs, cuda=place.startswith("cuda"))
     return {"choice": rival.report.choice, "twin_ms": times["rival"].ms, "ms": times["ours"].ms}
 
 
@@ -219,7 +261,8 @@ def _print_timing(timing: Any) -> None:
         )
     )
     threads = "" if timing.device != "cpu" else f", {counted(timing.threads, 'thread')}"
-    title = f"{timing.name}, {'x'.join(map(str, timing.input))}, {timing.runtime} on {timing.device}{threads}"
+    sizes = " and ".join("x".join(map(str, shape)) for shape in (timing.input, *timing.more_inputs))
+    title = f"{timing.name}, {sizes}, {timing.runtime} on {timing.device}{threads}"
     print_table(title, ("layer", "<", "MACs", "ms", "GMAC/s"), rows)
     console.print(f" Median of {counted(timing.total.runs, 'run')}, quartiles {_spread(timing.total)} ms.")
     if timing.correlation is not None:

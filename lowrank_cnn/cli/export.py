@@ -121,12 +121,10 @@ def export_command(
       lowrank export runs/photos -o net.int8.onnx --int8 --calibrate photos
       lowrank export model.py:make net.onnx --example model.py:inputs
     """
-    from lowrank_cnn.cli.user_file import find_example
     from lowrank_cnn.method.counting import count
 
     path, graph = _place(path, out, to, model), graph.for_target(to)
-    inputs = find_example(example) if example else None
-    source, size = (named.source(model), None) if example else named.find(model)
+    source, size, inputs = named.find_inputs(model, example)
     source = source.converted(scheme) if scheme else source
     network = graph.merge(source.network, inputs if size is None else _image_for(source.network, size))
     if graph.int8:

@@ -63,7 +63,7 @@ def count_command(
       lowrank count torchvision:resnet18 --scheme lr
       lowrank count model.py:make --example model.py:inputs
     """
-    from lowrank_cnn.cli.source import find_model, is_ours, parse_size
+    from lowrank_cnn.cli.source import check_axes, find_model, is_ours, parse_size
     from lowrank_cnn.cli.user_file import find_example
     from lowrank_cnn.method.counting import count
 
@@ -71,11 +71,12 @@ def count_command(
     options = {"width": width, "norm": norm, "stride": stride, "num_classes": num_classes}
     if is_ours(model):
         net = _build(model, asked, **options, scheme=scheme)
+        check_axes(asked, net.input_size)
         size = asked or net.input_size
     else:
         source = find_model(model, into=into, scheme=scheme, **options)
-        net, size = source.network, find_example(example) if example else source.size(asked)
-    result = count(net, size, convention=convention)
+        net, size = source.network, () if example else source.size(asked)
+    result = count(net, find_example(example) if example else size, convention=convention)
     if as_json:
         return print_json({"model": model, **result.to_dict()})
     _print_count(model, result)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from lowrank_cnn.cli.convert import export_source
-from lowrank_cnn.cli.deploy import Batch, Budget, Threads, Tries, print_variants
+from lowrank_cnn.cli.deploy import Batch, Budget, Threads, Tries, inputs_on, print_variants, shapes_of
 from lowrank_cnn.cli.options import Device, Inputs, Json, Model, Scheme, SourceOptions, grouped
 from lowrank_cnn.cli.show import console, print_json, status_line
 from lowrank_cnn.system.errors import LowRankError
@@ -44,24 +44,17 @@ def optimize_command(
       lowrank optimize runs/photos -o net.safetensors --batch 16 --compile
       lowrank optimize model.py:make -o net.onnx --example model.py:inputs
     """
-    import torch
-    from torch.utils._pytree import tree_leaves, tree_map_only
-
-    from lowrank_cnn.cli.user_file import find_example
     from lowrank_cnn.deploy import optimize
-    from lowrank_cnn.models.files import dtype_of
     from lowrank_cnn.system.clock import torch_threads
     from lowrank_cnn.system.environment import environment
     from lowrank_cnn.train.fabric import resolve_device
 
     if out.exists() and not overwrite:
         raise LowRankError(f"{out} exists; --overwrite replaces it.")
-    given = find_example(example) if example else None
-    source, size = (named.source(model, scheme=scheme), None) if example else named.find(model, scheme=scheme)
+    source, size, given = named.find_inputs(model, example, scheme=scheme, batch=batch)
     place = resolve_device(device)
     network = source.network.eval().to(place)
-    inputs = torch.randn(batch, *size).to(dtype_of(network)) if size is not None else given
-    inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(place), inputs)
+    inputs = inputs_on(place, network, size, given, batch=batch)
     how: dict[str, Any] = {"compile": compile_, "cache": cache, "repeats": repeats, "budget": budget}
     with torch_threads(threads), status_line() as shown:
         fast = optimize(network, inputs, say=shown(source.name), **how)
@@ -69,8 +62,7 @@ def optimize_command(
             replace(source, network=fast), fast, out, size, example_input=given, overwrite=overwrite
         )
     if as_json:
-        shapes = [list(leaf.shape) for leaf in tree_leaves(inputs)]
-        where = {"environment": environment(), "model": source.name, "input": shapes if example else shapes[0]}
+        where = {"environment": environment(), "model": source.name, "input": shapes_of(inputs)}
         return print_json({**where, **fast.report.to_dict(), **written.to_dict()})
     print_variants(fast.report)
     console.print(f" {written.path}: {si(written.bytes)}B.", markup=False)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from lowrank_cnn.system.errors import LowRankError
+
 if TYPE_CHECKING:
     from lowrank_cnn.cli.source import Source
 
@@ -36,7 +38,7 @@ Into = Annotated[
         rich_help_panel=NETWORK,
     ),
 ]
-Input = Annotated[str | None, typer.Option("--input", help="Image size, as 3x224x224.", rich_help_panel=NETWORK)]
+Input = Annotated[str | None, typer.Option("--input", help="Input size, as 3x224x224.", rich_help_panel=NETWORK)]
 Inputs = Annotated[
     str | None,
     typer.Option(
@@ -199,6 +201,19 @@ class SourceOptions:
 
         source = self.source(model, scheme=scheme)
         return source, source.size(parse_size(self.input_text))
+
+    def find_inputs(
+        self, model: str, example: str | None, *, scheme: str | None = None, batch: int = 1
+    ) -> tuple[Source, tuple[int, ...] | None, Any]:
+        """The network, and the size of its images or (None for that) the inputs that --example names."""
+        from lowrank_cnn.cli.user_file import find_example
+
+        if example is None:
+            return *self.find(model, scheme=scheme), None
+        if self.input_text is not None or batch != 1:
+            option = "--batch" if self.input_text is None else "--input"
+            raise LowRankError(f"--example gives all inputs with their batch: leave {option} out.")
+        return self.source(model, scheme=scheme), None, find_example(example)
 
     def words(self, model: str, *, scheme: str | None = None) -> str:
         """The network and these options, as they are typed in a shell."""

@@ -1,4 +1,4 @@
-"""Standard output that outlives its reader: `lowrank train ... | head -1` trains to the end."""
+"""Standard output that outlives its reader: `lowrank train ... | head -1` trains to the end. Plain warnings."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import errno
 import io
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any, TextIO
+
+from lowrank_cnn.system.errors import LowRankWarning
+from lowrank_cnn.system.processes import first_process
 
 
 class LastingStream:
@@ -60,3 +64,25 @@ def lasting_output() -> Iterator[LastingStream]:
         out.flush()
         err.flush()
         sys.stdout, sys.stderr = before
+
+
+@contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Print our own warnings as one sentence, without the file and line where they arise.
+
+    Each is printed once: a command may open a set again, in the size that the network is for.
+    """
+    told: set[str] = set()
+
+    def show(message: Any, category: type[Warning], *place: Any, **options: Any) -> None:
+        if not issubclass(category, LowRankWarning):
+            usual(message, category, *place, **options)
+        elif first_process() and str(message) not in told:
+            from lowrank_cnn.cli.show import errors  # help and completion do without rich
+
+            told.add(str(message))
+            errors.print(str(message), markup=False, soft_wrap=True)
+
+    with warnings.catch_warnings():
+        usual, warnings.showwarning = warnings.showwarning, show
+        yield

@@ -47,6 +47,7 @@ class Source:
     remark: str = ""
 
     def size(self, asked: Size | None) -> Size:
+        check_axes(asked, self.input_size or asked or ())
         size = asked or self.input_size
         if size is None:
             raise LowRankError(f"{self.name} does not say what images it takes: give --input, like 3x224x224.")
@@ -204,13 +205,26 @@ def _for_classes(source: Source, classes: Sequence[str] | None) -> Source:
 
 
 def parse_size(text: str | None) -> Size | None:
-    """An image size written CHANNELSxHEIGHTxWIDTH."""
+    """An image size written CHANNELSxHEIGHTxWIDTH; series and volumes have fewer and more axes.
+
+    >>> parse_size("1x16000")
+    (1, 16000)
+    """
     if text is None:
         return None
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
-    if not match:
-        raise LowRankError(f"an input size is written CHANNELSxHEIGHTxWIDTH, like 3x224x224, not {text!r}.")
-    return tuple(map(int, match.groups()))
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,3}", text):
+        raise _not_a_size(text)
+    return tuple(map(int, text.split("x")))
+
+
+def check_axes(asked: Size | None, known: Size) -> None:
+    """Refuse a size of other axes than a network is known to take: 224x224 for 3x224x224."""
+    if asked is not None and len(asked) != len(known):
+        raise _not_a_size("x".join(map(str, asked)))
+
+
+def _not_a_size(text: str) -> LowRankError:
+    return LowRankError(f"an input size is written CHANNELSxHEIGHTxWIDTH, like 3x224x224, not {text!r}.")
 
 
 def is_path(text: str) -> bool:

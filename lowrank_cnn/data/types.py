@@ -125,8 +125,9 @@ class Split(Protocol):
 class Data:
     """A named set of images: its classes, what to train on and what to test on.
 
-    `details` are for the record of a run: the share of images held out for testing (`val_split`), and whether
-    images were resized to the network's own size (`sized_by`).
+    `details` are for the record of a run: the share of images held out for testing (`val_split`), whether images
+    were resized to the network's own size (`sized_by`), and of sets with both test and validation images the split
+    that is tested on (`tested_split`) and the others (`unused_splits`).
     """
 
     name: str

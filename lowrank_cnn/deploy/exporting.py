@@ -42,7 +42,7 @@ from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.models.files import Stored, read_weights, write_weights
 from lowrank_cnn.models.hub import resolve
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.files import as_path, replacing
+from lowrank_cnn.system.files import as_path, replacing, why_not_written
 from lowrank_cnn.system.provenance import note, notes
 from lowrank_cnn.train.trained import Trained, load_checkpoint, trained_of
 
@@ -124,7 +124,7 @@ def write_request(path: Path, request: ExportRequest, network: nn.Module) -> Exp
     try:
         folder = Path(tempfile.mkdtemp(prefix=".tmp-", dir=path.parent))
     except OSError as error:
-        raise LowRankError(f"{path} could not be written ({error.strerror or error}).") from error
+        raise LowRankError(why_not_written(path, error)) from error
     try:
         written = write(folder, path.stem, request)
         error = parity(written, request, network)
@@ -133,6 +133,8 @@ def write_request(path: Path, request: ExportRequest, network: nn.Module) -> Exp
             with replacing(path.with_name(file.name)) as temporary:
                 size += file.stat().st_size
                 file.replace(temporary)
+    except OSError as error:
+        raise LowRankError(why_not_written(path, error)) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return Exported(str(path), size, error)

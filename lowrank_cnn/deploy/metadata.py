@@ -30,6 +30,7 @@ from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor, nn
 
 from lowrank_cnn.models.files import Stored
+from lowrank_cnn.models.rebuild import name_of
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note
 from lowrank_cnn.system.version import __version__
@@ -86,6 +87,7 @@ class PreparedNetwork(nn.Module):
         super().__init__()
         self.network, self.prepare, self.layout = trained.network, trained.preprocess, layout
         self.window = trained.input_size[1:]
+        note(self, name=name_of(trained.network))  # refusals speak of the user's network
 
     def forward(self, image: Tensor) -> Any:
         pixels = image.permute(0, 3, 1, 2) if self.layout == "nhwc" else image

@@ -48,7 +48,7 @@ def parity(path: Path, request: ExportRequest, network: nn.Module) -> float:
                 size = ", ".join("x".join(map(str, tensor.shape)) for tensor in call.tensors.values())
                 raise DifferentOutputError(
                     f"for an input of {size}, {name} of the exported network differs from the original by "
-                    f"{error:.1e}: nothing was written."
+                    f"{error:.1e}{_overflow(request.precision, given.get(name))}: nothing was written."
                 )
             worst = max(worst, error)
     return worst
@@ -94,6 +94,12 @@ def _calls(request: ExportRequest, network: nn.Module) -> Iterator[tuple[Call, d
         except LowRankError as why:
             words = " and ".join(sizes)
             raise LowRankError(f"the network has no free {words} (choose with dynamic=): {why}") from why
+
+
+def _overflow(precision: str, given: Any) -> str:
+    """Why a file in half precision gives infinite values or NaN."""
+    overflows = precision == "fp16" and given is not None and not is_finite(torch.from_numpy(given))
+    return ", since its values overflow in half precision" if overflows else ""
 
 
 def _output_error(given: dict[str, Any], name: str, right: Tensor) -> float:

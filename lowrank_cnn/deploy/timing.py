@@ -5,29 +5,21 @@ A network and its twin are run in turns, so that what disturbs the machine for a
 
 from __future__ import annotations
 
-import json
 import tempfile
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.engines import Port, open_engine
-from lowrank_cnn.deploy.engines.onnx import OnnxRunner, node_macs
-from lowrank_cnn.deploy.exporting import export
-from lowrank_cnn.deploy.optimized import Form
+from lowrank_cnn.deploy.timed_runs import FileRunner, TorchRunner
 from lowrank_cnn.method.counting import count
-from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.method.rewriting import copy_with, in_channels_last
+from lowrank_cnn.method.inputs import InputSize, checked_size, is_example
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.models.rebuild import name_of
 from lowrank_cnn.models.twins import dense_twin
-from lowrank_cnn.system.clock import CudaMarks, Marks, Sample, measure, torch_threads
+from lowrank_cnn.system.clock import Sample, measure, torch_threads
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path
 from lowrank_cnn.system.provenance import notes
@@ -48,7 +40,8 @@ class LayerTime:
 class Timing:
     """A network's time for one batch. `correlation` is Pearson's r of MACs and time over its layers.
 
-    `twin` is the dense network that it is compared with, timed in the same turns, where there is one.
+    `twin` is the dense network that it is compared with, timed in the same turns, where there is one. `input` is
+    the shape of the input, and of a network with several that of the first; `more_inputs` are the others.
     """
 
     name: str
@@ -61,6 +54,7 @@ class Timing:
     layers: tuple[LayerTime, ...]
     correlation: float | None
     twin: Timing | None = None
+    more_inputs: tuple[tuple[int, ...], ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """In values that JSON can hold."""
@@ -70,7 +64,7 @@ class Timing:
 @torch.random.fork_rng(devices=[])  # a dense twin draws weights when it is built
 def time_model(
     model: nn.Module,
-    input_size: Sequence[int] | None = None,
+    input_size: InputSize | None = None,
     *,
     batch: int = 1,
     device: str = "cpu",
@@ -81,6 +75,8 @@ def time_model(
 ) -> Timing:
     """Time a network in evaluation (in torch: eager, channels_last), whole and by layer, beside its MACs.
 
+    `input_size` is (channels, height, width), or for other inputs than images an example with a batch of its own:
+    a tensor, a tuple of all inputs, or a dictionary by keyword.
     Our own networks are compared with their family's dense baseline (see `dense_twin`) unless `twin` is given.
     `runtime` is "torch", or "onnx" for ONNX Runtime on the CPU; the time is the median of `repeats` runs.
 
@@ -89,13 +85,13 @@ def time_model(
     """
     from lowrank_cnn.train.fabric import resolve_device
 
-    size = _checked(model, input_size, batch, device, runtime)
+    inputs = _checked(model, input_size, batch, device, runtime)
     device = "cpu" if runtime == "onnx" else resolve_device(device)
     twin = dense_twin(model) if twin is None else twin
     networks = {"network": model} | ({} if twin is None else {"twin": twin})
-    prepare = _FileRunner.of if runtime == "onnx" else _TorchRunner
+    prepare = FileRunner.of if runtime == "onnx" else TorchRunner
     with torch_threads(threads), tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        runners = {key: prepare(net, (batch, *size), device, Path(folder) / key) for key, net in networks.items()}
+        runners = {key: prepare(net, inputs, batch, device, Path(folder) / key) for key, net in networks.items()}
         runs = {key: runner.run for key, runner in runners.items()}
         totals = measure(runs, repeats=repeats, cuda=device.startswith("cuda"))
         timed = {key: _timing(networks[key], runners[key], totals[key], runtime, device) for key in networks}
@@ -119,13 +115,16 @@ def time_file(
     if batch < 1:
         raise LowRankError(f"the batch must be positive, not {batch}.")
     with torch_threads(threads):
-        runner = _FileRunner(path, tuple(input_size) if input_size else None, batch, trusted=trusted)
+        runner = FileRunner(path, tuple(input_size) if input_size else None, batch, trusted=trusted)
         total = measure({"file": runner.run}, repeats=repeats)["file"]
-        macs = runner.shape[0] * sum(runner.macs().values())
-        layers = _layers(runner.layers(), runner.macs(), {}, runner.shape[0])
+        macs = runner.macs()
+        layers = _layers(runner.layers(), macs, {})
         used = torch.get_num_threads()
-    engine = runner.runner.engine
-    return Timing(path.name, runner.shape, engine, "cpu", used, macs, total, layers, layer_correlation(layers))
+    engine, (shape, *more) = runner.runner.engine, runner.shapes
+    r = layer_correlation(layers)
+    return Timing(
+        path.name, shape, engine, "cpu", used, sum(macs.values()), total, layers, r, more_inputs=tuple(more)
+    )
 
 
 def layer_correlation(layers: Sequence[LayerTime]) -> float | None:
@@ -135,11 +134,11 @@ def layer_correlation(layers: Sequence[LayerTime]) -> float | None:
 
 
 def _checked(
-    model: nn.Module, input_size: Sequence[int] | None, batch: int, device: str, runtime: str
-) -> tuple[int, ...]:
+    model: nn.Module, inputs: InputSize | None, batch: int, device: str, runtime: str
+) -> tuple[int, ...] | InputSize:
     check_module(model)
-    size = input_size or notes(model).input_size
-    if size is None:
+    inputs = notes(model).input_size if inputs is None else inputs
+    if inputs is None:
         raise LowRankError("say the size of the images (channels, height, width) that the network takes.")
     if runtime not in ("torch", "onnx"):
         raise LowRankError(f"the runtime is torch or onnx, not {runtime!r}.")
@@ -147,111 +146,24 @@ def _checked(
         raise LowRankError(f"onnxruntime is timed on the CPU, not on {device}.")
     if batch < 1:
         raise LowRankError(f"the batch must be positive, not {batch}.")
-    return tuple(size)
-
-
-class _TorchRunner:
-    """A copy of a network in evaluation and the image it is run on, both in channels_last where they have it."""
-
-    def __init__(self, model: nn.Module, shape: tuple[int, ...], device: str, scratch: Path) -> None:
-        self.network = in_channels_last(copy_with(model).eval().to(device))
-        dtype = next((p.dtype for p in model.parameters()), torch.float32)
-        draw = torch.Generator(device).manual_seed(0)
-        image = torch.randn(shape, generator=draw, device=device, dtype=dtype)
-        (self.image,) = Form("channels_last").laid_out(image)
-        self.shape = shape
-        self.clock = CudaMarks() if device.startswith("cuda") else Marks()
-
-    def run(self) -> object:
-        return self.network(self.image)
-
-    def macs(self) -> dict[str, int]:
-        return {row.name: row.macs for row in count(self.network, self.image.shape[1:]).layers}
-
-    def layers(self, repeats: int = 7) -> dict[str, float]:
-        """Milliseconds of each layer inside whole runs, by hooks: the median of several."""
-        hooks = []
-        for name, module in _timed(self.network):
-            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self.clock.start(name)))
-            hooks.append(module.register_forward_hook(lambda *_, name=name: self.clock.stop(name)))
-        times: dict[str, list[float]] = defaultdict(list)
-        for _ in range(repeats):
-            self.run()
-            for name, ms in self.clock.collect().items():
-                times[name].append(ms)
-        for hook in hooks:
-            hook.remove()
-        return {name: median(taken) for name, taken in times.items()}
-
-
-class _FileRunner:
-    """A network's file in its engine; of an .onnx file, layers are the nodes of the graph."""
-
-    def __init__(self, path: Path, shape: tuple[int, ...] | None, batch: int, *, trusted: bool = False) -> None:
-        self.path, self.threads = path, torch.get_num_threads()
-        self.runner = open_engine(path, threads=self.threads, trusted=trusted)
-        self.arrays = {port.name: _random_array(port, shape, batch) for port in self.runner.inputs}
-        self.shape = tuple(next(iter(self.arrays.values())).shape)
-
-    @classmethod
-    def of(cls, model: nn.Module, shape: tuple[int, ...], device: str, scratch: Path) -> _FileRunner:
-        path = scratch.with_suffix(".onnx")
-        export(model, path, input_size=shape[1:])
-        return cls(path, shape[1:], shape[0])
-
-    def run(self) -> object:
-        return self.runner(self.arrays)
-
-    def macs(self) -> dict[str, int]:
-        return node_macs(self.path) if self.path.suffix == ".onnx" else {}
-
-    def layers(self, repeats: int = 7) -> dict[str, float]:
-        """Milliseconds of each node, from the runtime's own profile: the median of several runs."""
-        if self.path.suffix != ".onnx":
-            return {}
-        times: dict[str, list[float]] = defaultdict(list)
-        with tempfile.TemporaryDirectory() as folder:
-            profiled = OnnxRunner(self.path, threads=self.threads, profile=Path(folder) / "profile")
-            for _ in range(repeats + 1):
-                profiled(self.arrays)
-            events = json.loads(Path(profiled.session.end_profiling()).read_text())
-        for event in events:
-            if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
-                name = event["name"].removesuffix("_kernel_time").removeprefix("fused ")
-                times[name].append(event["dur"] / 1000)
-        return {name: median(taken[1:]) for name, taken in times.items() if taken[1:]}
-
-
-def _random_array(port: Port, size: Sequence[int] | None, batch: int) -> Any:
-    """Random values for an input, its free axes as long as the batch and the image size say."""
-    known = dict(enumerate(size or (), start=1)) | {0: batch}
-    shape = [side if isinstance(side, int) else known.get(axis) for axis, side in enumerate(port.shape)]
-    if None in shape:
-        raise LowRankError(f"say the size of the images: {port.name} of this file is {port}.")
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
-    dtype = getattr(torch, port.array_dtype)
-    return (drawn if dtype.is_floating_point else 255 * drawn.abs().clamp(max=1)).to(dtype).numpy()
-
-
-def _timed(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The smallest modules that compute; a composite counts as one."""
-    for name, module in network.named_modules():
-        whole = isinstance(module, CompositeConv2d)
-        inside = name.rpartition(".")[0]
-        parent = network.get_submodule(inside) if inside else None
-        if (whole or not module._modules) and not isinstance(parent, CompositeConv2d):
-            yield name, module
+    size = checked_size(inputs)
+    if not is_example(inputs):
+        return size
+    if batch != 1:
+        raise LowRankError("an example has a batch of its own: leave the batch out.")
+    return inputs
 
 
 def _timing(
-    model: nn.Module, runner: _TorchRunner | _FileRunner, total: Sample, runtime: str, device: str
+    model: nn.Module, runner: TorchRunner | FileRunner, total: Sample, runtime: str, device: str
 ) -> Timing:
     types = {name: type(module).__name__ for name, module in model.named_modules()}
-    layers = _layers(runner.layers(), runner.macs(), types, runner.shape[0])
-    whole = runner.shape[0] * count(model, runner.shape[1:]).macs
+    layers = _layers(runner.layers(), runner.macs(), types)
+    whole = runner.times * count(model, runner.counted).macs
+    shape, *more = runner.shapes
     return Timing(
         name_of(model),
-        runner.shape,
+        shape,
         runtime,
         device,
         torch.get_num_threads(),
@@ -259,10 +171,9 @@ def _timing(
         total,
         layers,
         layer_correlation(layers),
+        more_inputs=tuple(more),
     )
 
 
-def _layers(
-    times: dict[str, float], macs: dict[str, int], types: dict[str, str], batch: int
-) -> tuple[LayerTime, ...]:
-    return tuple(LayerTime(name, types.get(name, ""), batch * macs.get(name, 0), ms) for name, ms in times.items())
+def _layers(times: dict[str, float], macs: dict[str, int], types: dict[str, str]) -> tuple[LayerTime, ...]:
+    return tuple(LayerTime(name, types.get(name, ""), macs.get(name, 0), ms) for name, ms in times.items())

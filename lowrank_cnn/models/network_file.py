@@ -10,6 +10,8 @@ read alone, so that shapes are known before anything is allocated.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +87,12 @@ def write_network_file(
     tensors = _once(weights) | {_PREPROCESS + name: tensor for name, tensor in preprocess.items()}
     # Copied one by one: tensors may be parts of one memory, which safetensors refuses, or lie on a GPU.
     kept = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
-    safetensors.save_file(kept, str(path), metadata={"format": "pt", _KEY: json.dumps(description)})
+    try:
+        safetensors.save_file(kept, str(path), metadata={"format": "pt", _KEY: json.dumps(description)})
+    except Exception as error:  # its own, with the number of the system's error in the text
+        if not (number := re.search(r"\(os error (\d+)\)", str(error))):
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def _once(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -29,6 +29,10 @@ class LowRankError(ValueError):
         return printable(super().__str__()).replace("\n", "\\n")
 
 
+class LowRankWarning(UserWarning):
+    """One sentence about what the user may not expect. The command line prints it without a place in the code."""
+
+
 class LostDeviceError(LowRankError):
     """A kernel has crashed the device: this process can no longer use it."""
 

@@ -45,7 +45,7 @@ def replacing(path: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise LowRankError(_why_not_written(path, error)) from error
+        raise LowRankError(why_not_written(path, error)) from error
 
 
 def write_atomically(path: Path, payload: bytes) -> None:
@@ -171,7 +171,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _why_not_written(path: Path, error: OSError) -> str:
+def why_not_written(path: Path, error: OSError) -> str:
+    """The sentence for a file that the system does not let us write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             f"the disk is full: {path} could not be written. What was there before is whole; free some space and "

@@ -182,3 +182,49 @@ def test_threads_are_limited_before_torch_is_loaded(monkeypatch: pytest.MonkeyPa
     assert os.environ["OMP_NUM_THREADS"] == "7"
     assert limit_threads(3) == 3
     assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+TWO_INPUTS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.embed = nn.Conv2d(3, 4, 3), nn.Embedding(5, 4)
+
+    def forward(self, image, word):
+        return self.conv(image) + self.embed(word)[:, :, None, None]
+
+def make():
+    return Net()
+
+def series():
+    return nn.Conv1d(2, 4, 3)
+
+def half():
+    return nn.Conv2d(3, 4, 3).half()
+
+def inputs():
+    return {"image": torch.randn(2, 3, 8, 8), "word": torch.tensor([1, 4])}
+"""
+
+
+def test_networks_of_other_inputs_are_timed_and_planned(output_of, tmp_path):
+    own = tmp_path / "two.py"
+    own.write_text(TWO_INPUTS)
+    named = (f"{own}:make", "--example", f"{own}:inputs", "--scheme", "lr", "--repeats", "3")
+    assert "2x3x8x8 and 2, torch" in output_of("time", *named)
+    planned = json.loads(output_of("plan", *named, "--no-cache", "--json"))
+    assert planned["input"] == [[2, 3, 8, 8], [2]]
+    assert planned["twin"]["macs"] == 3 * planned["macs"] == 2 * 36 * 4 * 27
+    (timing,) = json.loads(output_of("time", f"{own}:series", "--input", "2x9", "--json"))["timings"]
+    assert (timing["input"], timing["macs"]) == ([1, 2, 9], 7 * 4 * 6)
+    assert "Fastest" in output_of("plan", f"{own}:half", "--input", "3x8x8", "--no-cache", "--repeats", "3")
+    for more, says in (
+        (["--batch", "2"], "leave --batch out"),
+        (["--input", "3x8x8"], "leave --input out"),
+        (["--engine", "auto"], "leave --example out"),
+    ):
+        with pytest.raises(LowRankError, match=says):
+            output_of("plan", *named, *more)

@@ -89,7 +89,7 @@ ALIKE = {
         {"where": {"--where", "--stage"}, "input_size": {"--input"}, "evaluate": {"--by"}},
     ),
     "count": (lr.count, {"input_size": {"--input", "--example"}}),
-    "plan": (lr.plan, {"example_input": {"--input", "--batch"}}),
+    "plan": (lr.plan, {"example_input": {"--input", "--batch", "--example"}}),
     "optimize": (lr.optimize, {"example_input": {"--input", "--batch", "--example"}}),
     "export": (
         lr.export,

@@ -5,8 +5,12 @@ from __future__ import annotations
 import errno
 import io
 import sys
+import warnings
 
-from lowrank_cnn.cli.output import LastingStream, lasting_output
+import pytest
+
+from lowrank_cnn.cli.output import LastingStream, lasting_output, plain_warnings
+from lowrank_cnn.system.errors import LowRankWarning
 
 
 class Broken(io.StringIO):
@@ -38,3 +42,11 @@ def test_the_streams_are_put_back(capsys):
         print("shown")
     assert (sys.stdout, sys.stderr) == before
     assert capsys.readouterr().out == "shown\n"
+
+
+def test_our_own_warnings_are_printed_once_and_without_a_place(capsys: pytest.CaptureFixture[str]):
+    with plain_warnings():
+        warnings.simplefilter("always")
+        for _ in range(2):
+            warnings.warn("val is not used.", LowRankWarning, stacklevel=1)
+    assert capsys.readouterr().err == "val is not used.\n"

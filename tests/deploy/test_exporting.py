@@ -1,3 +1,4 @@
+import errno
 import json
 import warnings
 from pathlib import Path
@@ -306,3 +307,17 @@ def test_a_network_of_nan_is_not_written(tmp_path, suffix: str):
     with pytest.raises(LowRankError, match="NaN or infinite"):
         export(net, tmp_path / f"net{suffix}", input_size=(3, 8, 8))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("suffix", [".pt2", ".ts"])
+def test_a_full_disk_leaves_the_file_that_was_there(network, tmp_path, monkeypatch, suffix: str):
+    def full(self: Path, _: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / f"net{suffix}"
+    path.write_bytes(b"before")
+    monkeypatch.setattr(Path, "write_bytes", full)  # torch, writing to a path itself, would end the process
+    with pytest.raises(LowRankError, match=rf"the disk is full: .*net\{suffix} could not be written"):
+        export(network, path, input_size=SIZE, overwrite=True)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == b"before"

@@ -90,3 +90,11 @@ def test_the_random_generator_stays_where_it_is(tmp_path):
 )
 def test_networks_of_other_inputs_than_images_are_timed(net: nn.Module, size: tuple[int, ...]):
     assert time_model(nn.Sequential(net), size, repeats=3).total.ms > 0
+
+
+def test_a_network_of_several_inputs_is_timed_on_an_example():
+    net = nn.Bilinear(3, 4, 5)
+    timing = time_model(net, (torch.randn(6, 3), torch.randn(6, 4)), repeats=3)
+    assert (timing.input, timing.more_inputs) == ((6, 3), ((6, 4),))
+    with pytest.raises(LowRankError, match="a batch of its own"):
+        time_model(net, (torch.randn(6, 3), torch.randn(6, 4)), batch=2)

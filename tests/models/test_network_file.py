@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lowrank_cnn.models.network_file import read_header, write_network_file
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.files import replacing
 
 
 def test_weights_keep_their_precision_and_a_shared_tensor_is_written_once(tmp_path: Path):
@@ -46,3 +48,12 @@ def test_what_is_no_tensor_and_no_safetensors_is_refused_in_a_sentence(tmp_path:
     (tmp_path / "b.safetensors").write_bytes(b"nothing")
     with pytest.raises(LowRankError, match="is not a safetensors file"):
         read_header(tmp_path / "b.safetensors")
+
+
+def test_an_error_of_the_system_is_raised_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(LowRankError, match="the disk is full"), replacing(tmp_path / "net.safetensors") as file:
+        write_network_file(file, {"weight": torch.ones(2)}, {}, {})

@@ -66,8 +66,12 @@ class Framing:
 
     @property
     def at_least(self) -> int:
-        """How far a decoder may scale the image down."""
-        return max(self.resize or 0, *(self.size or (0, 0)))
+        """How far a decoder may scale the image down.
+
+        An image that comes to `size` first is decoded for that, as sets that are held in memory are: both show the
+        same pixels, also where `resize` is larger.
+        """
+        return max(self.size) if self.size else self.resize or 0
 
     def __call__(self, image: Image, draws: list[float] | None) -> Image:
         """The window of a decoded image."""

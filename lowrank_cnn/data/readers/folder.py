@@ -64,11 +64,11 @@ def class_folders(folder: Path) -> list[str]:
 
 def training_folder(root: Path) -> Path | None:
     """`train` or `training`, in any case of letters, where it has class folders."""
-    return _named(root, TRAIN_NAMES)
+    return next(iter(_named(root, TRAIN_NAMES)), None)
 
 
-def evaluation_folder(root: Path) -> Path | None:
-    """The first of test, val, ... that has class folders: a test folder of unnamed images does not count."""
+def evaluation_folders(root: Path) -> list[Path]:
+    """Those of test, val, ... that have class folders: a test folder of unnamed images does not count."""
     return _named(root, TEST_NAMES)
 
 
@@ -109,10 +109,11 @@ def open_folder(folder: Path, classes: Sequence[str], problems: Problems, *, oth
     return FolderStore(folder, files, torch.tensor(labels, dtype=torch.int64))
 
 
-def _named(root: Path, names: Sequence[str]) -> Path | None:
+def _named(root: Path, names: Sequence[str]) -> list[Path]:
+    """The folders of these names that have class folders, in the order of the names."""
     by_name = {name.lower(): root / name for name in reversed(class_folders(root))}
     found = (by_name[name] for name in names if name in by_name)
-    return next((folder for folder in found if class_folders(folder)), None)
+    return [folder for folder in found if class_folders(folder)]
 
 
 def image_files(folder: Path, problems: Problems) -> Iterator[str]:

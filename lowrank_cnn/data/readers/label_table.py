@@ -25,38 +25,48 @@ _MOST_BYTES = 2**28
 
 
 class TableRow(NamedTuple):
-    """A line of the table: where the image lies, what it shows, and whether it is to train on."""
+    """A line of the table: where the image lies, what it shows, and the split that it is of."""
 
     path: str
     label: str
-    train: bool
+    split: str
+
+    @property
+    def train(self) -> bool:
+        return self.split in TRAIN_NAMES
 
 
 class LabelTable(NamedTuple):
-    """The images of a table: a store for each split; None if no line is for testing."""
+    """The images of a table: a store for each split; None if no line is for testing.
+
+    `tested` names the split to test on, and then others that could be.
+    """
 
     classes: tuple[str, ...]
     train: FolderStore
     test: FolderStore | None
+    tested: tuple[str, ...]
 
 
 def open_table(path: Path, problems: dict[str, Problems]) -> LabelTable:
     """The images that a CSV file lists: a column path, a column label, and perhaps a column split.
 
     Paths are relative to the file. Classes are the labels, sorted; missing files are problems, and so are files
-    that are to be trained and tested on.
+    that are to be trained and tested on. Of lines for `test` and for `val`, those for `test` are tested on.
     """
     rows = _read(path)
+    splits = tuple(name for name in TEST_NAMES if any(row.split == name for row in rows))
     classes = tuple(sorted({row.label for row in rows}))
     train = _store(path, [row for row in rows if row.train], classes, problems["train"])
     trained = {os.path.normpath(row.path) for row in rows if row.train}
     tested = []
-    for row in (row for row in rows if not row.train):
+    for row in (row for row in rows if row.split in splits[:1]):
         if os.path.normpath(row.path) in trained:
             problems["test"].add("file to train on", row.path)
         else:
             tested.append(row)
-    return LabelTable(classes, train, _store(path, tested, classes, problems["test"]) if tested else None)
+    test = _store(path, tested, classes, problems["test"]) if tested else None
+    return LabelTable(classes, train, test, splits)
 
 
 def read_class_names(path: Path) -> dict[str, str]:
@@ -109,7 +119,7 @@ def _read(path: Path) -> list[TableRow]:
         split = (line[at_split].strip().lower() if at_split is not None else "") or TRAIN_NAMES[0]
         if split not in TRAIN_NAMES + TEST_NAMES:
             raise LowRankError(f"{where} has the split {split!r}: {nearest(split, TRAIN_NAMES + TEST_NAMES)}")
-        rows.append(TableRow(line[at_path].strip(), line[at_label].strip(), split in TRAIN_NAMES))
+        rows.append(TableRow(line[at_path].strip(), line[at_label].strip(), split))
     if not any(row.train for row in rows):
         raise LowRankError(f"{path} lists no image to train on.")
     return rows

@@ -186,10 +186,12 @@ def numbered_classes(labels: Tensor, name: str) -> tuple[str, ...]:
     return tuple(str(label) for label in range(highest + 1))
 
 
-def labelled_split(shards: dict[str, list[Path]]) -> list[Path] | None:
-    """The shards to test on: `test`, or validation where the test labels are withheld (all negative)."""
-    present = [shards[name] for name in _TEST_SPLITS if name in shards]
-    return next((files for files in present if not _withheld(files[0])), None)
+def labelled_splits(shards: dict[str, list[Path]]) -> list[str]:
+    """The splits that can be tested on, the one to take first: `test`, unless its labels are withheld.
+
+    Withheld labels are all negative.
+    """
+    return [name for name in _TEST_SPLITS if name in shards and not _withheld(shards[name][0])]
 
 
 def _withheld(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from lowrank_cnn.data.readers.label_table import open_table, read_class_names, r
 from lowrank_cnn.data.readers.read_options import VAL_SPLIT, ReadOptions
 from lowrank_cnn.data.readers.splits import divided, make_split, rows_of, with_default_size, with_limit
 from lowrank_cnn.data.types import Data, Problems, places_by_name
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, LowRankWarning
 from lowrank_cnn.system.files import as_path
 from lowrank_cnn.system.text import counted, first_few
 
@@ -26,12 +27,16 @@ _TABLES = (".csv", ".tsv")
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """The images of a source before they become splits; None for a split that it lacks."""
+    """The images of a source before they become splits; None for a split that it lacks.
+
+    `tested` names the split to test on (test, val, ...), and then others that could be.
+    """
 
     name: str
     classes: tuple[str, ...]
     train: ImageStore | None
     test: ImageStore | None
+    tested: tuple[str, ...] = ()
     problems: dict[str, Problems] = field(default_factory=lambda: {"train": Problems(), "test": Problems()})
 
 
@@ -45,6 +50,8 @@ def open_source(source: str | Path, options: ReadOptions) -> Data:
     if options.class_names is not None:  # last: classes are matched by the names of their folders
         path = Path(options.class_names)
         found = replace(found, classes=renamed(found.classes, read_class_names(path), path))
+    if len(found.tested) > 1:
+        warnings.warn(_unused_in_words(found, source, options), LowRankWarning, stacklevel=3)
     return _splits(found, options)
 
 
@@ -84,7 +91,8 @@ def _find_shards(path: Path, options: ReadOptions, *, name: str) -> LabelledImag
     problems = {"train": Problems(), "test": Problems()}
     stores: dict[str, Any] = {}
     names: list[str] = []
-    for split, files in (("train", shards.get("train")), ("test", parquet.labelled_split(shards))):
+    tested = tuple(parquet.labelled_splits(shards))
+    for split, files in (("train", shards.get("train")), ("test", shards[tested[0]] if tested else None)):
         stores[split] = None
         if files:
             missing = options.missing
@@ -96,24 +104,26 @@ def _find_shards(path: Path, options: ReadOptions, *, name: str) -> LabelledImag
     if labelled is None:
         raise LowRankError(f"{name} needs shards train-* with labels; it has {', '.join(shards) or 'none'}.")
     classes = tuple(names) or parquet.numbered_classes(labelled.labels, name)
-    return LabelledImages(name, classes, stores["train"], stores["test"], problems)
+    return LabelledImages(name, classes, stores["train"], stores["test"], tested, problems)
 
 
 def _find_images(path: Path) -> LabelledImages:
     """A folder with train and test folders, or one with the classes themselves."""
-    train, test = folder.training_folder(path), folder.evaluation_folder(path)
+    train, tested = folder.training_folder(path), folder.evaluation_folders(path)
+    test = next(iter(tested), None)
     name, problems = path.resolve().name, {"train": Problems(), "test": Problems()}
     if train is None and test is None:
         if not (flat := tuple(folder.flat_classes(path, problems["train"]))):
             raise LowRankError(_no_images(path))
         store = folder.open_folder(path, flat, problems["train"], others=True)
-        return LabelledImages(name, flat, store, None, problems)
+        return LabelledImages(name, flat, store, None, (), problems)
     classes = tuple(folder.class_folders(train or test))  # type: ignore[arg-type]
     stores = {
         split: folder.open_folder(place, classes, problems[split]) if place else None
         for split, place in (("train", train), ("test", test))
     }
-    return LabelledImages(name, classes, stores["train"], stores["test"], problems)
+    names = tuple(place.name for place in tested)
+    return LabelledImages(name, classes, stores["train"], stores["test"], names, problems)
 
 
 def _no_images(path: Path) -> str:
@@ -141,7 +151,7 @@ def _tested_elsewhere(found: LabelledImages, options: ReadOptions) -> LabelledIm
     _check_apart(found, tested)
     problems = other.problems["test" if other.test else "train"]
     store = _matched(tested, other.classes, found.classes, problems)
-    return replace(found, test=store, problems={**found.problems, "test": problems})
+    return replace(found, test=store, tested=other.tested, problems={**found.problems, "test": problems})
 
 
 def _check_apart(found: LabelledImages, tested: ImageStore) -> None:
@@ -176,7 +186,7 @@ def _splits(found: LabelledImages, options: ReadOptions) -> Data:
             f"{found.name} has test images: leave val_split out, or hold images out of the training set "
             "(--set holdout=0.1)."
         )
-    details: dict[str, Any] = {}
+    details = _unused(found)
     train, test, problems = found.train, found.test, found.problems
     train_rows = rows_of(train, len(found.classes), problems["train"], found.name)
     if test is None:
@@ -206,4 +216,20 @@ def _only_tested(found: LabelledImages, options: ReadOptions) -> Data:
     rows = rows_of(store, len(found.classes), found.problems[name], found.name)
     options = with_default_size(store, rows, options)
     tested = make_split(store, rows, found.problems[name], options, which="to test on")
-    return Data(found.name, found.classes, tested.subset(torch.arange(0)), tested)
+    return Data(found.name, found.classes, tested.subset(torch.arange(0)), tested, _unused(found))
+
+
+def _unused_in_words(found: LabelledImages, source: str | Path, options: ReadOptions) -> str:
+    """Which split is tested on and which are not, and how to test on one of these where it is a folder."""
+    tested, *unused = found.tested
+    place = Path(source if options.test is None else options.test, unused[0])
+    hint = f" ({'--data' if options.only_test else '--test'} {place} tests on {unused[0]})"
+    verb = "is" if len(unused) == 1 else "are"
+    told = f"{found.name} is tested on {tested}; {' and '.join(unused)} {verb} not used"
+    return f"{told}{hint if place.is_dir() else ''}."
+
+
+def _unused(found: LabelledImages) -> dict[str, Any]:
+    """For the record: the split that is tested on, where others could have been."""
+    first, *others = found.tested or ("",)
+    return {"tested_split": first, "unused_splits": others} if others else {}

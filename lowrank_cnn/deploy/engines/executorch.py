@@ -82,7 +82,8 @@ def write_executorch(folder: Path, stem: str, request: ExportRequest) -> Path:
         except LowRankError:
             raise
         except Exception as error:  # an operation without a kernel, or a pass that fails
-            raise LowRankError(f"the network cannot be written for ExecuTorch: {first_line(error)}.") from error
+            why = first_line(error).rstrip(":")
+            raise LowRankError(f"{request.name} cannot be written for ExecuTorch: {why}.") from error
     path.write_bytes(content)
     write_beside(path, {**request.metadata, "precision": request.precision})
     return path

@@ -19,6 +19,7 @@ from lowrank_cnn.deploy.candidates import groups_apart
 from lowrank_cnn.deploy.engines.per_image import PerImageRunner, first_image
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import write_beside
+from lowrank_cnn.deploy.engines.torchscript import script_bytes
 from lowrank_cnn.deploy.engines.tracing import trace
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.system.errors import LowRankError, require
@@ -105,7 +106,7 @@ def write_ncnn(folder: Path, stem: str, request: ExportRequest) -> Path:
     call = first_image(request, "ncnn")
     script, path = folder / "traced.pt", folder / f"{stem}.param"
     network = replace(request, network=_exact_pools(groups_apart(request.network))).positional()
-    trace(network, tuple(call.tensors.values()), type(request.network).__name__).save(str(script))
+    script.write_bytes(script_bytes(trace(network, tuple(call.tensors.values()), request.name)))
     shapes = ",".join(f"[{','.join(map(str, tensor.shape))}]" for tensor in call.tensors.values())
     command = [pnnx.EXEC_PATH, script.name, f"inputshape={shapes}", f"fp16={int(request.precision == 'fp16')}"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)

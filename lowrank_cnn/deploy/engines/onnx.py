@@ -83,10 +83,10 @@ def write_onnx(folder: Path, stem: str, request: ExportRequest) -> Path:
                 **names,
             )
         except Exception as error:  # an operator that ONNX lacks, or an opset that torch does not write
-            name, why = type(request.network).__name__, first_line(_first_cause(error))
+            why = first_line(_first_cause(error))
             inner = " and ".join(word for word in request.free if word != "batch")
             fixed = f" It may be with a fixed {inner}: leave that out of dynamic." if inner else ""
-            raise LowRankError(f"{name} cannot be written as ONNX: {why}.{fixed}") from error
+            raise LowRankError(f"{request.name} cannot be written as ONNX: {why}.{fixed}") from error
     found = onnx.model.opset_imports[""]
     if opset is not None and found != opset:
         raise LowRankError(f"torch writes this network for opset {found}, and not for {opset}.")

@@ -15,7 +15,9 @@ from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.models.files import dtype_of
+from lowrank_cnn.models.rebuild import name_of
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.provenance import note
 from lowrank_cnn.system.results import mapped
 
 Precision = Literal["fp32", "fp16"]
@@ -45,6 +47,7 @@ class InHalf(nn.Module):
         whole = copy.deepcopy(network).half()
         single = {part: InSingle(part) for part in whole.modules() if in_single(part)}
         self.network = copy_with(whole, single) if single else whole
+        note(self, name=name_of(network))  # refusals speak of the user's network
 
     def forward(self, *tensors: Tensor) -> Any:
         return _cast(self.network(*_cast(tensors, torch.float32, torch.float16)), torch.float16, torch.float32)

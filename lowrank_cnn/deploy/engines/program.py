@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import warnings
 from functools import partial
@@ -50,13 +51,14 @@ class ProgramRunner(Runner):
 
 def write_program(folder: Path, stem: str, request: ExportRequest) -> Path:
     """Write a .pt2 program that is called as the network is."""
-    path = folder / f"{stem}.pt2"
+    path, content = folder / f"{stem}.pt2", io.BytesIO()
     program = request.program
     program.example_inputs = None  # a file for others does not hold the user's images
     with warnings.catch_warnings():
         # torch warns of channels-last weights, which it writes correctly: the file is compared with the network.
         warnings.filterwarnings("ignore", "No complete tensor found in the group")
-        torch.export.save(program, path, extra_files={EXTRA: json.dumps(request.metadata)})
+        torch.export.save(program, content, extra_files={EXTRA: json.dumps(request.metadata)})
+    path.write_bytes(content.getvalue())  # by itself torch ends the process where a disk is full
     return path
 
 

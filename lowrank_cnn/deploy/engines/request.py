@@ -22,6 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, 
 
 from lowrank_cnn.deploy.engines.outputs import is_flat, plain_outputs
 from lowrank_cnn.deploy.examples import arguments_of
+from lowrank_cnn.models.rebuild import name_of
 from lowrank_cnn.system.compare import random_like
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.text import counted
@@ -118,6 +119,11 @@ class ExportRequest:
     strips: bool = False
     """Of .onnx: 1x3 and 3x1 convs by the operator of `lowrank_strips`."""
 
+    @property
+    def name(self) -> str:
+        """What the user calls the network."""
+        return name_of(self.network)
+
     @cached_property
     def traced_call(self) -> Call:
         """The example with two of every free axis that has one: tracers take one for a constant."""
@@ -152,7 +158,7 @@ class ExportRequest:
             raise
         except Exception as error:  # whatever a forward does that cannot be traced
             free = f" with free {' and '.join(self.free)}" if self.free else ""
-            name = f"{type(self.network).__name__}{free}"
+            name = f"{self.name}{free}"
             raise LowRankError(f"torch.export cannot trace {name}: {first_line(error)}") from error
         for module in program.graph_module.modules():  # lines of source with their paths, which nobody else needs
             for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():

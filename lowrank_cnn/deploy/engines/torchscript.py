@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import warnings
 from pathlib import Path
@@ -43,11 +44,18 @@ def write_script(folder: Path, stem: str, request: ExportRequest) -> Path:
     """Trace the network; the file takes tensors by position, and gives a tensor, or a tuple of several."""
     path = folder / f"{stem}.ts"
     example = tuple(request.traced_call.tensors.values())
-    script = trace(request.positional(), example, type(request.network).__name__)
+    script = trace(request.positional(), example, request.name)
+    path.write_bytes(script_bytes(script, {EXTRA: json.dumps(request.metadata)}))
+    return path
+
+
+def script_bytes(script: Any, extra: dict[str, str] | None = None) -> bytes:
+    """The content of a file. By itself torch ends the process where a disk is full."""
+    content = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates TorchScript
-        torch.jit.save(script, str(path), _extra_files={EXTRA: json.dumps(request.metadata)})
-    return path
+        torch.jit.save(script, content, _extra_files=extra or {})
+    return content.getvalue()
 
 
 def read_script(path: Path) -> tuple[nn.Module, dict[str, str]]:

@@ -94,9 +94,13 @@ def shapes_figure(_name: str, options: FigureOptions) -> list[Spec]:
 
 def timings_figure(_name: str, options: FigureOptions) -> list[Spec]:
     """The paper's layer timings, then those of the records."""
-    return [
-        layers_spec(chart) for chart in reversed(layer_charts(options.records.timings if options.records else []))
-    ]
+    charts = layer_charts(options.records.timings if options.records else [])
+    if options.records is not None and len(charts) == 1:
+        raise LowRankError(
+            "no record among these has times of layers: make one (`lowrank time NET --json > runs/time.json`), or "
+            "leave --runs out for the paper's times alone."
+        )
+    return [layers_spec(chart) for chart in reversed(charts)]
 
 
 def details_figure(name: str, options: FigureOptions) -> list[Spec]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowrank_cnn.data import ResidentSplit, StreamedSplit, open_data
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, LowRankWarning
 
 Photo = Callable[..., bytes]
 WriteFolder = Callable[..., Path]
@@ -39,7 +39,8 @@ def test_test_is_preferred_to_val_where_it_has_classes(
     write_folder(folder, {"test/0001.png": photo(0)})  # as ILSVRC's test images: no classes
     assert len(open_data(folder).test) == 2
     write_folder(folder, {f"test/bee/{n}.png": photo(n) for n in range(5)} | {"test/ant/1.png": photo(1)})
-    assert len(open_data(folder).test) == 6
+    with pytest.warns(LowRankWarning, match="val is not used"):
+        assert len(open_data(folder).test) == 6
 
 
 def test_empty_and_unknown_class_folders_are_named(folder: Path, photo: Photo, write_folder: WriteFolder) -> None:

@@ -81,3 +81,13 @@ def test_names_that_say_nothing_or_one_thing_twice(tmp_path: Path) -> None:
         renamed(("a", "b"), {"a": "x", "b": "x"}, tmp_path)
     with pytest.raises(LowRankError, match="names none of the classes, such as 'a'"):
         renamed(("a", "b"), {"c": "x"}, tmp_path)
+
+
+def test_of_test_and_val_lines_the_test_lines_are_tested_on(tmp_path: Path) -> None:
+    for name in ("x.png", "y.png", "z.png"):
+        (tmp_path / name).touch()
+    (tmp_path / "t.csv").write_text("path,label,split\nx.png,a,train\ny.png,a,val\nz.png,a,test\n")
+    found = open_table(tmp_path / "t.csv", {"train": Problems(), "test": Problems()})
+    assert found.test is not None
+    assert [Path(file).name for file in found.test.files] == ["z.png"]
+    assert found.tested == ("test", "val")

@@ -13,7 +13,7 @@ from PIL import Image
 from lowrank_cnn.data import Problems, ResidentSplit, Split, StreamedSplit, open_data
 from lowrank_cnn.data.readers.parquet import open_shards
 from lowrank_cnn.data.types import generator
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, LowRankWarning
 
 Photo = Callable[..., bytes]
 WriteShards = Callable[..., list[Path]]
@@ -65,6 +65,16 @@ def test_validation_stands_in_where_test_labels_are_withheld(
     data = open_data(tmp_path)
     assert data.test.labels.tolist() == [2]
     assert not data.test.problems
+
+
+def test_validation_shards_beside_test_shards_are_not_used_and_that_is_said(
+    tmp_path: Path, photo: Photo, write_shards: WriteShards
+) -> None:
+    for number, split in enumerate(("train", "validation", "test")):
+        write_shards(tmp_path, split, [[(photo(number), number)]])
+    with pytest.warns(LowRankWarning, match=r"is tested on test; validation is not used\.$"):
+        data = open_data(tmp_path)
+    assert data.test.labels.tolist() == [2]
 
 
 def test_labels_are_class_names_where_the_schema_has_none(

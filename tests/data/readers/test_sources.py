@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lowrank_cnn.data import open_data
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, LowRankWarning
 
 Photo = Callable[..., bytes]
 WriteFolder = Callable[..., Path]
@@ -103,7 +104,7 @@ def test_images_without_classes(tmp_path: Path, photo: Photo, write_folder: Writ
 def test_a_table_of_paths_and_labels(flat: Path) -> None:
     (flat / "labels.csv").write_text(
         "Path,Label,Split\nant/0.png,insect,train\nbee/0.png,insect,\nant/1.png,other,training\n"
-        "bee/1.png,other,test\ngone.png,other,val\n"
+        "bee/1.png,other,test\ngone.png,other,test\n"
     )
     data = open_data(flat / "labels.csv")
     assert (data.name, data.classes) == ("photos/labels.csv", ("insect", "other"))
@@ -170,3 +171,19 @@ def test_images_to_train_on_are_not_tested_on(flat: Path, tmp_path: Path) -> Non
     (tmp_path / "same").symlink_to(flat)
     with pytest.raises(LowRankError, match=r"files with images to test on, .* would be trained on as well"):
         open_data(flat, test=tmp_path / "same")
+
+
+def test_a_validation_folder_beside_a_test_folder_is_not_used_and_that_is_said(
+    tmp_path: Path, photo: Photo, write_folder: WriteFolder
+) -> None:
+    names = ["train/a/0.png", "train/a/1.png", "val/a/2.png", "val/a/3.png", "test/a/4.png"]
+    root = write_folder(tmp_path / "photos", {name: photo(n) for n, name in enumerate(names)})
+    with pytest.warns(LowRankWarning, match=r"photos is tested on test; val is not used \(--test .*photos/val"):
+        data = open_data(root)
+    assert len(data.test) == 1
+    assert data.details == {"tested_split": "test", "unused_splits": ["val"]}
+    with pytest.warns(LowRankWarning, match=r"--data .*photos/val tests on val"):
+        open_data(root, only_test=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(open_data(root, test=root / "val").test) == 2

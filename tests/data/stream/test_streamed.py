@@ -331,3 +331,21 @@ def test_held_out_images_are_never_trained_on(numbered: Path) -> None:
 
 def test_the_decode_rate_is_a_number(shards: Path) -> None:
     assert decode_rate(streamed(shards), 32, 0) > 0
+
+
+@pytest.mark.parametrize("resize", [24, 150])
+def test_a_resize_above_the_image_size_shows_the_pixels_of_a_set_in_memory(
+    tmp_path: Path, photo: Photo, write_folder: WriteFolder, resize: int
+) -> None:
+    files = {
+        f"{split}/a/{n}.jpg": photo(n, size=(300, 400), format="JPEG")
+        for split in ("train", "val")
+        for n in (0, 1)
+    }
+    root = write_folder(tmp_path / "photos", files)
+    seen = []
+    for held in (2**31, 0):
+        split = open_data(root, image_size=16, resident_bytes=held).test
+        how = {"preprocess": None, "augment": Augment(resize=resize, crop=16), "seed": 0, "device": "cpu"}
+        seen.append(next(iter(make_loader(split, batch_size=2, train=False, **how).epoch(0)))[0])
+    assert 255 * (seen[0] - seen[1]).abs().max() < 1.5

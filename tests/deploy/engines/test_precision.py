@@ -70,3 +70,29 @@ def test_what_torch_lacks_in_half_precision_is_refused_in_a_sentence(tmp_path):
     for suffix in (".onnx", ".pt2", ".ts"):
         with pytest.raises(LowRankError, match="not implemented for 'Half'"):
             export(net, tmp_path / f"net{suffix}", input_size=(3, 8, 8), precision="fp16")
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        return y if y.mean() > 0 else -y
+
+
+@pytest.mark.parametrize("suffix", ["onnx", "ts"])
+def test_a_refusal_names_the_network_of_the_user(tmp_path, suffix: str):
+    with pytest.raises(LowRankError, match="cannot trace Reads"):
+        export(Reads(), tmp_path / f"net.{suffix}", input_size=(3, 8, 8), precision="fp16")
+
+
+class Large(nn.Conv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 1e6
+
+
+def test_an_overflow_in_half_precision_is_called_that(tmp_path):
+    with pytest.raises(LowRankError, match="by inf, since its values overflow in half precision: nothing was"):
+        export(Large(3, 4, 3), tmp_path / "net.ts", input_size=(3, 8, 8), precision="fp16")

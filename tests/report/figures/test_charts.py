@@ -37,6 +37,13 @@ def test_the_committed_runs_stand_beside_the_published(tmp_path: Path, text_of):
     assert text_of(ROOT / "docs" / "images" / "nin.svg") == text, "make figures draws it anew"
 
 
+def test_timings_of_records_without_any_are_refused(records: Records, tmp_path: Path):
+    untimed = replace(records, timings=[])
+    with pytest.raises(LowRankError, match="no record among these has times of layers"):
+        draw_figure("timings", tmp_path / "t.svg", FigureOptions(records=untimed))
+    assert not (tmp_path / "t.svg").exists()
+
+
 def test_curves_need_runs(tmp_path: Path):
     for found, says in ((None, "--runs"), (Records(), "no run")):
         with pytest.raises(LowRankError, match=says):
