@@ -20,6 +20,7 @@ from lowrank_cnn.deploy.engines.request import Call
 from lowrank_cnn.deploy.engines.runner import as_array
 from lowrank_cnn.deploy.exporting import export
 from lowrank_cnn.deploy.optimized import Form
+from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.inputs import InputSize, arguments, checked_size, is_example
 from lowrank_cnn.method.layers import CompositeConv2d
@@ -29,10 +30,13 @@ from lowrank_cnn.system.errors import LowRankError, first_line
 
 
 class TorchRunner:
-    """A copy of a network in evaluation and what it is run on, both in channels_last where they have it."""
+    """A copy of a network in evaluation and what it is run on, both in channels_last where they have it.
+
+    Branches of training are folded: nobody runs them afterwards.
+    """
 
     def __init__(self, model: nn.Module, inputs: InputSize, batch: int, device: str, scratch: Path) -> None:
-        self.network = in_channels_last(copy_with(model).eval().to(device))
+        self.network = in_channels_last(copy_with(fold_branches(model)).eval().to(device))
         self.counted, self.times = inputs, 1 if is_example(inputs) else batch  # an example counts with its batch
         if not is_example(inputs):
             dtype = next((p.dtype for p in model.parameters()), torch.float32)

@@ -53,7 +53,7 @@ def test_slow_strips_are_advised_against(monkeypatch):
 def test_it_is_said_why_no_thinner_network_was_measured(monkeypatch):
     clock(monkeypatch, lambda name, m: macs_of(m))
     fixed = net()
-    fixed[1] = nn.InstanceNorm2d(16, affine=True)  # has a weight for each of the 16 channels
+    fixed[1] = nn.RMSNorm([16, 16, 16])  # has a weight for each value of the 16 maps
     verdict = design(fixed, EXAMPLE, macs=0.5).verdict
     assert verdict.startswith("Take low-rank filters.")
     assert "No thinner network was measured: the network cannot be made thinner" in verdict

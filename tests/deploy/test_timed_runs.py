@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.deploy.timed_runs import FileRunner, TorchRunner
+from lowrank_cnn.method.branches import BranchedConv2d
+from lowrank_cnn.method.building import build_conv
 from lowrank_cnn.system.errors import LowRankError
 
 
@@ -36,3 +38,10 @@ def test_an_example_is_run_with_its_own_values_and_batch(kind, by_keyword: bool,
 def test_inputs_that_the_network_does_not_take_are_refused_in_a_sentence(tmp_path: Path):
     with pytest.raises(LowRankError, match="does not run on an input of 2x3x8x8 and 2x3"):
         TorchRunner(TwoInputs(), (INPUTS[0], torch.zeros(2, 3)), 1, "cpu", tmp_path)
+
+
+def test_branches_of_training_are_folded_before_a_network_is_timed(tmp_path: Path):
+    net = nn.Sequential(build_conv(3, 4, 3, "lr(branches)"), nn.ReLU())
+    runner = TorchRunner(net, (3, 8, 8), 2, "cpu", tmp_path)
+    assert set(runner.macs()) <= set(runner.layers(repeats=1)) == {"0", "1"}
+    assert isinstance(net[0], BranchedConv2d)

@@ -123,5 +123,5 @@ def test_the_score_of_a_row_of_outputs_is_that_of_the_first():
     right = network.head(images.flatten(1)).argmax(1) == labels
     assert first.top1 == right.double().mean().item()
     check_fits(network, (3, 2, 2), 2, CPU, output="1")
-    with pytest.raises(LowRankError, match="has 3x2x2 outputs"):
+    with pytest.raises(LowRankError, match="gives 3x2x2 for an image, and not a score for each class"):
         check_fits(network, (3, 2, 2), 2, CPU)
