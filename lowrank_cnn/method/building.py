@@ -156,11 +156,8 @@ def build_conv(
     depths = (in_channels, *(stage.filters for stage in stages[:-1]))
     biases = [bias is True and scheme.name != "cp"] * (len(stages) - 1) + [bool(bias)]
     rows = zip(names, depths, stages, places, biases, strict=True)
-    makers = (first, *[conv_of] * (len(stages) - 1))
-    layers = {
-        name: make(depth, stage, **place, bias=own)
-        for make, (name, depth, stage, place, own) in zip(makers, rows, strict=True)
-    }
+    make = {"basis": first}
+    layers = {name: make.get(name, conv_of)(depth, s, **place, bias=own) for name, depth, s, place, own in rows}
     return FactoredConv2d(OrderedDict(layers), scheme)
 
 
