@@ -87,14 +87,13 @@ def short_run(found: dict[str, Any]) -> str:
 
 def _record(found: Frontier) -> Iterator[str]:
     name = f"{FOLDER}/{found.folder.name}/frontier.json"
-    networks = f"{found.about['family']}{_width(found)} on {found.about['data']['name']}"
     rows = [row for row in found.rows if row.runs]
     if not rows:
-        yield f"**{networks}, learning rates tried on held-out images**\n\n"
+        yield f"**{found.title}, learning rates tried on held-out images**\n\n"
         yield from _tries(found)
         yield source(name, *found.environments)
         return
-    yield f"**{networks}, {found.images:,} test images**\n\n"
+    yield f"**{found.title}, {found.images:,} test images**\n\n"
     columns = ["design", "MACs", "parameters", "ms", "of dense", "top-1 %", "runs", "s a run"]
     yield markdown(columns, [_line(found, row) for row in sorted(rows, key=_order)])
     batches = sorted({row.timing.batch for row in rows if row.timing})
@@ -117,12 +116,6 @@ def _questions(found: Frontier) -> Iterator[str]:
         asked = "One more question has" if early == 1 else f"{early} more questions have"
         asked = asked if judged else "The questions asked before the runs have"
         yield f"\n{asked} too few runs for a verdict.\n"
-
-
-def _width(found: Frontier) -> str:
-    """The width of the dense network where it is not the family's own."""
-    base = found.about["network"]["base"]
-    return f" (width {base:g})" if base != 1 else ""
 
 
 def _tries(found: Frontier) -> Iterator[str]:

@@ -15,6 +15,7 @@ from tables import form, frontier, gpu_models
 from tables.form import ROOT, markdown, record
 
 from lowrank_cnn.frontier.answering import BETTER, YES, control_of, read_questions
+from lowrank_cnn.frontier.designs import DENSE_BRANCHES
 from lowrank_cnn.frontier.record import DENSE_NAME, RECORD, DesignRow, Frontier, load_frontier
 
 DENSE, LOW_RANK, THIN = "dense", "low-rank", "thin dense"
@@ -25,9 +26,10 @@ TIMED = {"lowrank:vgg11-gmp/lr": "`vgg11-gmp`", "torchvision:resnet18/lr": "torc
 LEAST_RUNS = 4
 """A network of a frontier is shown if it was trained so often."""
 NOTE = """
-Thin dense: the same network with fewer filters, as fast as the low-rank one. Bold: better than thin dense of equal
-time by the margin that was written down before the runs. A batch of 256 images on one NVIDIA H200 in bf16, each
-network in its fastest form.
+Thin dense: the same network with fewer filters, as fast as the low-rank one, and trained in the same way. Bold:
+better than thin dense of equal time by the margin that was written down before the runs. Branches: small convs
+that stand beside each layer in training, and are folded into it afterwards. Teacher: all networks learn from a
+trained dense one as well. A batch of 256 images on one NVIDIA H200 in bf16, each network in its fastest form.
 """
 SPEED = """
 Speed alone, at 224 x 224 pixels: inference, and a training step where it was measured.
@@ -39,15 +41,26 @@ Sources = dict[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Trio:
-    """Three networks of one frontier: dense, the low-rank one that does best against thin dense, and that one."""
+    """Networks of one frontier, all trained in one way: the low-rank one that does best against thin dense, that
+    one, and the dense network if it was trained in that way."""
 
     found: Frontier
     rows: dict[str, DesignRow]
 
     @property
-    def title(self) -> str:
+    def network(self) -> str:
         about = self.found.about
         return f"`{about['family']}` on {about['data']['name']}, {about['recipe']['crop']} px"
+
+    @property
+    def training(self) -> str:
+        ways = {"branches": self.rows[LOW_RANK].branched, "a teacher": bool(self.found.about["teacher"])}
+        told = " and ".join(way for way, taken in ways.items() if taken)
+        return f", with {told}" if told else ""
+
+    @property
+    def title(self) -> str:
+        return self.network + self.training
 
     @property
     def gap(self) -> float:
@@ -67,6 +80,8 @@ class Trio:
         return self.found.ms(self.rows[kind]) or 0.0
 
     def cell(self, kind: str) -> str:
+        if kind not in self.rows:
+            return "not trained"
         text = f"{self.top1(kind):.1f}% in {self.ms(kind):.2f} ms"
         text = f"**{text}**" if kind == LOW_RANK and self.is_better else text
         return f"`{self.rows[kind].name}`: {text}" if kind == LOW_RANK else text
@@ -89,15 +104,18 @@ def headline() -> str:
 
 
 def trios() -> list[Trio]:
-    """Those of all frontiers, the largest gain over thin dense first."""
+    """Those of all frontiers, by network; the largest gain over thin dense first."""
     folders = [path.parent for path in sorted((form.RESULTS / frontier.FOLDER).glob(f"*/{RECORD}"))]
-    found = [trio for folder in folders if (trio := _trio(load_frontier(folder)))]
-    return sorted(found, key=lambda trio: -trio.gap)
+    records = [load_frontier(folder) for folder in folders]
+    found = [trio for one in records for branched in (False, True) if (trio := _trio(one, branched))]
+    best = {trio.network: max(other.gap for other in found if other.network == trio.network) for trio in found}
+    return sorted(found, key=lambda trio: (-best[trio.network], trio.network, -trio.gap))
 
 
-def _trio(found: Frontier) -> Trio | None:
-    rows = [row for row in found.rows if len(row.runs) >= LEAST_RUNS and row.timing]
-    dense = next((row for row in rows if row.name == DENSE_NAME), None)
+def _trio(found: Frontier, branched: bool) -> Trio | None:
+    """The networks that trained with branches, or those without."""
+    rows = [row for row in found.rows if row.branched is branched and len(row.runs) >= LEAST_RUNS and row.timing]
+    dense = next((row for row in rows if row.name in (DENSE_NAME, DENSE_BRANCHES.name)), None)
     within = 1 - read_questions()["timing"]["tolerance"]
     pairs = [
         (row, rival)
@@ -105,10 +123,10 @@ def _trio(found: Frontier) -> Trio | None:
         if not row.dense and row.timing and (rival := control_of(found, row, within)) in rows
         if rival is not dense
     ]
-    if dense is None or not pairs:
+    if not pairs:
         return None
     best, rival = max(pairs, key=lambda pair: _mean(found, pair[0]) - _mean(found, pair[1]))
-    return Trio(found, {DENSE: dense, LOW_RANK: best, THIN: rival})
+    return Trio(found, ({DENSE: dense} if dense else {}) | {LOW_RANK: best, THIN: rival})
 
 
 def _mean(found: Frontier, row: DesignRow) -> float:
@@ -170,20 +188,21 @@ def draw(path: Path) -> None:
     vl_convert = importlib.import_module("vl_convert")
     config = {"font": "system-ui, sans-serif", "axis": {"labelFontSize": 12, "titleFontSize": 13}}
     config |= {"title": {"fontSize": 14}, "background": "white", "view": {"stroke": "#ccc"}}
-    chart = {"concat": [_chart(trio) for trio in trios()], "columns": 2, "config": config}
+    chart = {"concat": [_chart(trio) for trio in trios()], "columns": 3, "config": config}
     path.write_text(vl_convert.vegalite_to_svg(chart))
 
 
 def _chart(trio: Trio) -> dict[str, Any]:
     values = [
-        {"name": trio.rows[kind].name, "kind": kind, "ms": trio.ms(kind), "top1": trio.top1(kind)} for kind in KEYS
+        {"name": row.name, "kind": kind, "ms": trio.ms(kind), "top1": trio.top1(kind)}
+        for kind, row in trio.rows.items()
     ]
-    start, *ends = values
+    start, *ends = values if DENSE in trio.rows else [{}]
     arrows = [{"ms": start["ms"], "top1": start["top1"], "ms2": end["ms"], "top2": end["top1"]} for end in ends]
     tops, longest = [value["top1"] for value in values], max(value["ms"] for value in values)
     times, shares = [0, 1.15 * longest], [min(tops) - 1, max(tops) + 1]  # so that a tenth of a point looks small
     x = {"field": "ms", "type": "quantitative", "title": "milliseconds for 256 images", "scale": {"domain": times}}
-    x["axis"] = {"tickCount": 6}
+    x["axis"] = {"tickCount": 4}
     y = {"field": "top1", "type": "quantitative", "title": "top-1, %", "scale": {"domain": shares}}
     y["axis"] = {"titlePadding": 14}  # fonts of a browser are wider than the one that is measured here
     kinds = list(KEYS)
@@ -202,7 +221,8 @@ def _chart(trio: Trio) -> dict[str, Any]:
         *({"data": {"values": [value]}, "mark": {"type": "text", "fontSize": 12, **places[value["kind"]]},
            "encoding": {"x": x, "y": y, "text": {"field": "name"}}} for value in values),
     ]  # fmt: skip
-    return {"title": trio.title.replace("`", ""), "width": 330, "height": 220, "layer": layers}
+    title = [trio.network.replace("`", ""), *([trio.training.removeprefix(", ")] if trio.training else [])]
+    return {"title": title, "width": 240, "height": 190, "layer": layers}
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def _show(found: Frontier, as_json: bool, *, keep: bool = True) -> None:
         return print_json({**told, "rows": rows, "answers": found.answers})
     columns = ("design", "MACs", "params", "ms", "of dense", "top-1 %", "n", "s a run")
     lines = [_line(found, row) for row in sorted(found.rows, key=lambda row: row.macs)]
-    print_table(f"{found.about['family']} on {found.about['data']['name']}", columns, lines)
+    print_table(found.title, columns, lines)
     if answers:
         columns = ("design", "<question", "<control", "time", "gap", "99% interval", "p", "<verdict")
         print_table("Questions asked before the runs", columns, [_answer_line(one) for one in answers])

@@ -139,6 +139,14 @@ class Frontier:
     """Verdicts on the questions, as `statistics` finds them."""
 
     @property
+    def title(self) -> str:
+        """The network, its width where it is not the family's own, the images, and who taught."""
+        width, teacher = self.about["network"]["base"], self.about["teacher"]
+        wide = f" (width {width:g})" if width != 1 else ""
+        taught = f", taught by {teacher}" if teacher else ""
+        return f"{self.about['family']}{wide} on {self.about['data']['name']}{taught}"
+
+    @property
     def bytes_per_run(self) -> int:
         return ceil_div(self.images, 8)
 

@@ -34,7 +34,7 @@ def test_one_command_writes_a_record_and_a_picture(tmp_path: Path):
         assert row.runs[0].seconds > 0
     before = (tmp_path / "frontier.json").stat()
     again = run("airbench", "--out", tmp_path)
-    assert "airbench on digits" in again
+    assert "airbench (width 0.25) on digits" in again
     assert "lr" in again
     assert (tmp_path / "frontier.json").stat().st_mtime_ns == before.st_mtime_ns  # to look at it changes nothing
 

@@ -17,7 +17,8 @@ def empty_frontier(folder: Path, family: str) -> Frontier:
     """A record of runs on CIFAR-10 without any runs, where the tables look for it."""
     place = folder / "frontier" / "cifar10"
     place.mkdir(parents=True)
-    about: dict[str, Any] = {**dict.fromkeys(("recipe", "precision", "device"), ""), "network": {"base": 1.0}}
+    about: dict[str, Any] = dict.fromkeys(("recipe", "precision", "device", "teacher"), "")
+    about["network"] = {"base": 1.0}
     found = Frontier(place, {**about, "family": family, "data": {"name": "cifar10"}}, 1000)
     found.environments.append(ENVIRONMENT)
     return found
@@ -181,6 +182,24 @@ def test_the_first_screen_takes_three_networks_of_a_frontier(
     row = ["90.0% in 2.00 ms", f"`lr`: {low_rank}", "88.0% in 1.10 ms", "4"]
     assert cells(text, "`nin` on cifar10, 32 px")[1:] == row
     assert "`lr-join`" not in text  # no thin network takes as long
+
+
+def test_the_first_screen_keeps_each_way_to_train_apart(blocks: ModuleType, put: Put, tmp_path: Path):
+    found = empty_frontier(tmp_path, "nin")
+    found.about |= {"recipe": {"crop": 32}, "teacher": "dense"}
+    schemes = {"dense": 900, "lr": 890, "dense@0.5": 880, "lr(branches)": 910, "dense(branches)@0.5": 905}
+    for name, correct in schemes.items():
+        scheme, _, width = name.partition("@")
+        design = {"name": name, "scheme": scheme, "width": float(width or 1), "matched": ""}
+        ms = 2.0 if name == "dense" else 1.0
+        runs = [SeedRun(seed, correct, 0, "", 3.0, 4.0, 1.0, 1.0, 0) for seed in range(1, 5)]
+        found.rows.append(DesignRow(design, 10**9, 10**5, DesignTime(ms, ms, ms, 2.0, 256, "folded"), runs=runs))
+    found.save()
+    text = blocks.TABLES["headline"]()
+    expected = ["90.0% in 2.00 ms", "`lr`: 89.0% in 1.00 ms", "88.0% in 1.00 ms", "4"]
+    assert cells(text, "`nin` on cifar10, 32 px, with a teacher")[1:] == expected
+    branched = ["not trained", "`lr(branches)`: 91.0% in 1.00 ms", "90.5% in 1.00 ms", "4"]
+    assert cells(text, "`nin` on cifar10, 32 px, with branches and a teacher")[1:] == branched
 
 
 def test_learned_shapes_are_shown_by_falling_accuracy_with_what_was_decided(blocks: ModuleType, put: Put):

@@ -31,7 +31,7 @@ def make_frontier(tmp_path: Path) -> Callable[..., Frontier]:
     """A record of designs by name, each with a share of right answers, a time and a number of runs."""
 
     def make(rows: dict[str, tuple[float, float, int]], family: str = "airbench") -> Frontier:
-        about = {"family": family, "network": {}, "recipe": {}, "data": {"name": "cifar10"}}
+        about = {"family": family, "network": {"base": 1.0}, "recipe": {}, "data": {"name": "cifar10"}}
         about |= {"precision": "fp32", "device": "cpu", "teacher": None}
         found = Frontier(tmp_path / "frontier", about, IMAGES)
         found.folder.mkdir()

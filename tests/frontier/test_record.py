@@ -88,3 +88,10 @@ def test_a_recipe_without_fields_that_came_later_is_the_same(make_frontier: Call
     assert open_frontier(found.folder, {**found.about, "recipe": whole}, found.images).rows == found.rows
     with pytest.raises(LowRankError, match="another recipe"):
         open_frontier(found.folder, {**found.about, "recipe": {**whole, "quantize": "int8"}}, found.images)
+
+
+def test_a_title_says_the_width_and_who_taught(make_frontier: Callable[..., Frontier]):
+    found = make_frontier({"dense": (0.9, 1.0, 1)})
+    assert found.title == "airbench on cifar10"
+    found.about |= {"network": {"base": 0.25}, "teacher": "dense@1.5"}
+    assert found.title == "airbench (width 0.25) on cifar10, taught by dense@1.5"

@@ -22,7 +22,7 @@ def draw_frontier(found: Frontier, out: str | Path) -> Path:
     runs = sorted({len(row.runs) for row in found.rows if row.runs})
     count = f"{runs[0]} to {runs[-1]} runs" if len(runs) > 1 else counted(runs[0], "run")
     title = {
-        "text": f"{found.about['family']} on {found.about['data']['name']}",
+        "text": found.title,
         "subtitle": f"Mean of {count} with its 95% interval over seeds; dashed: the Pareto front",
     }
     return save_charts(

@@ -11,7 +11,8 @@ from lowrank_cnn.system.errors import LowRankError
 
 def frontier(folder: Path, designs: dict[str, tuple[float, float, int]]) -> Frontier:
     """Designs by name, each with a share of right answers, a time and a number of runs."""
-    found = Frontier(folder, {"family": "airbench", "data": {"name": "cifar10"}}, 1000)
+    about = {"family": "airbench", "network": {"base": 1.0}, "data": {"name": "cifar10"}, "teacher": None}
+    found = Frontier(folder, about, 1000)
     for name, (share, ms, runs) in designs.items():
         scheme = "dense" if name.startswith("dense") else "lr"
         timing = DesignTime(ms, ms, ms, 1.0, 256, "folded")
