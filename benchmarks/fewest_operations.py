@@ -42,7 +42,7 @@ from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.frontier.answering import read_questions
 from lowrank_cnn.frontier.designs import Builder, Design, find_design, find_family
 from lowrank_cnn.frontier.tracing import BudgetSpent
-from lowrank_cnn.frontier.training import free_memory
+from lowrank_cnn.frontier.training import release_memory
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.statistics import mean_interval
 from lowrank_cnn.system.text import text_table
@@ -102,7 +102,7 @@ class OperationBench:
         assert record.right is not None
         row = kept_answers(record.right)
         seconds = recipe.epochs * len(data.train) / record.result["images_per_second"] if self.alone else None
-        free_memory()
+        release_memory()
         return {**row, "seconds": seconds}
 
     def petaflop(self, text: str) -> float:

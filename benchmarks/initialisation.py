@@ -42,7 +42,7 @@ from benchmarks.run_book import (
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.frontier.answering import read_questions
 from lowrank_cnn.frontier.tracing import BudgetSpent
-from lowrank_cnn.frontier.training import free_memory
+from lowrank_cnn.frontier.training import release_memory
 from lowrank_cnn.method.init import INITIALISATIONS
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.text import text_table
@@ -87,7 +87,7 @@ class InitBench:
         record = fit(network, data, recipe, seed=seed, device=self.device, progress=False, compile=False)
         assert record.right is not None
         row = kept_answers(record.right)
-        free_memory()
+        release_memory()
         return {**row, "diverged": row["top1"] <= CHANCE / len(data.classes)}
 
 

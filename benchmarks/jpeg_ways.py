@@ -14,7 +14,7 @@ import torch
 
 from lowrank_cnn.data import open_data
 from lowrank_cnn.data.augment import scaled
-from lowrank_cnn.data.images.decode import crop_at, decode_image, resize_shorter
+from lowrank_cnn.data.images.decode import crop_at, decode_image, scale_shorter
 from lowrank_cnn.data.images.framing import Framing, frame_image
 from lowrank_cnn.data.stream.gpu_decode import Decoder as GpuDecoder
 from lowrank_cnn.data.stream.gpu_decode import find_decoder
@@ -45,7 +45,7 @@ def photographs(folder: Path, n: int) -> dict[str, list[bytes]]:
     return {
         "upscaled": [jpeg(image) for image in upscaled],
         "mosaic": [jpeg(image) for image in mosaics],
-        "shrunk": [jpeg(resize_shorter(image, 256)) for image in mosaics],
+        "shrunk": [jpeg(scale_shorter(image, 256)) for image in mosaics],
     }
 
 
@@ -84,7 +84,7 @@ def ways() -> Iterator[tuple[str, Decoder]]:
 
 def whole_then_crop(data: bytes) -> bytes:
     """Every pixel scaled, the window cropped from them: what framing did before it scaled the window alone."""
-    image = resize_shorter(decode_image(data, channels=3, at_least=256), 256)
+    image = scale_shorter(decode_image(data, channels=3, at_least=256), 256)
     top, left = FRAMING.corner(image.height, image.width, DRAWS)
     return crop_at(image, top, left, 224, 224, fill=(0, 0, 0)).tobytes()
 

@@ -52,7 +52,7 @@ from benchmarks.stripes import rows_share, stripes
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.deploy.optimizing import optimize
 from lowrank_cnn.frontier.tracing import BudgetSpent
-from lowrank_cnn.frontier.training import free_memory
+from lowrank_cnn.frontier.training import release_memory
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
@@ -181,7 +181,7 @@ class ShapeBench:
             **({"scheme": str(self.fixed(FIXED[way], macs))} if way in FIXED else {}),
             **({"rows": rows_share(shapes)} if shapes and self.data.name == "stripes" else {}),
         }
-        free_memory()
+        release_memory()
         return row
 
     def built(self, key: Key) -> tuple[nn.Module, LearnedShapes | None]:

@@ -182,7 +182,7 @@ def inputs_on(
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(place), given)
 
 
-def shapes_of(inputs: Any) -> list[Any]:
+def input_shapes(inputs: Any) -> list[Any]:
     """The shape of an input, or the shapes of several, as JSON holds them."""
     import torch
     from torch.utils._pytree import tree_leaves
@@ -209,7 +209,7 @@ def _show_plan(
 
     plans = [found for part in fast.modules() if (found := notes(part).plan) is not None]
     if as_json:
-        where = {"environment": environment(), "model": name, "input": shapes_of(inputs), "macs": macs}
+        where = {"environment": environment(), "model": name, "input": input_shapes(inputs), "macs": macs}
         where |= {} if held is None else {"twin": held}
         return print_json({**where, **fast.report.to_dict(), "plans": [plan.to_dict() for plan in plans]})
     for plan in plans:

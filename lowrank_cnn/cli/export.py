@@ -231,10 +231,10 @@ def _images_of(calibrate: str) -> torch.Tensor:
 def _print_usage(path: Path, name: str, **about: Any) -> None:
     """Write the card beside the file, and print how to run it."""
     from lowrank_cnn.deploy.engines import open_engine
-    from lowrank_cnn.deploy.engines.cards import write_card
+    from lowrank_cnn.deploy.engines.cards import write_export_card
     from lowrank_cnn.deploy.engines.targets import usage
 
-    card = write_card(path, name, **about)
+    card = write_export_card(path, name, **about)
     console.print(f" {card} says what it takes. To run it:", markup=False)
     runner = open_engine(path, trusted=True)
     for line in usage(runner, path, precision=about["precision"]).splitlines():

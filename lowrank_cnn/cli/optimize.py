@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from lowrank_cnn.cli.convert import export_source
-from lowrank_cnn.cli.deploy import Batch, Budget, Threads, Tries, inputs_on, print_variants, shapes_of
+from lowrank_cnn.cli.deploy import Batch, Budget, Threads, Tries, input_shapes, inputs_on, print_variants
 from lowrank_cnn.cli.options import Device, Inputs, Json, Model, Scheme, SourceOptions, grouped
 from lowrank_cnn.cli.show import console, print_json, status_line
 from lowrank_cnn.system.errors import LowRankError
@@ -62,7 +62,7 @@ def optimize_command(
             replace(source, network=fast), fast, out, size, example_input=given, overwrite=overwrite
         )
     if as_json:
-        where = {"environment": environment(), "model": source.name, "input": shapes_of(inputs)}
+        where = {"environment": environment(), "model": source.name, "input": input_shapes(inputs)}
         return print_json({**where, **fast.report.to_dict(), **written.to_dict()})
     print_variants(fast.report)
     console.print(f" {written.path}: {si(written.bytes)}B.", markup=False)

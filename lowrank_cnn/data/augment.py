@@ -78,7 +78,7 @@ class Moves:
         return Moves(*(getattr(self, field.name)[index] for field in fields(self)))
 
     def to(self, device: torch.device) -> Moves:
-        return Moves(*(send(getattr(self, field.name), device) for field in fields(self)))
+        return Moves(*(send_to_device(getattr(self, field.name), device) for field in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class ByteScale:
         return ((images.float() - self.mean) / self.std).to(self.dtype)
 
 
-def send(tensor: Tensor, device: torch.device) -> Tensor:
+def send_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the device, through pinned memory to a GPU, so that Python does not wait for it."""
     pinned = tensor.pin_memory() if device.type == "cuda" else tensor
     return pinned.to(device, non_blocking=True)

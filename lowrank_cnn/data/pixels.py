@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowrank_cnn.data.augment import send
+from lowrank_cnn.data.augment import send_to_device
 from lowrank_cnn.data.preprocess import Preprocess, Standardize
 from lowrank_cnn.data.types import generator
 from lowrank_cnn.system.errors import LowRankError
@@ -53,14 +53,16 @@ class PixelAugment:
     def __call__(self, images: Tensor, preprocess: Standardize, *keys: int | str) -> Tensor:
         """The batch varied; `keys` decide the draws. Images come and go as the preprocessing leaves them."""
         draw, device = generator("pixels", *keys), images.device
-        mean, std = (send(t.cpu(), device)[:, None, None] / 255 for t in (preprocess.mean, preprocess.std))
+        mean, std = (
+            send_to_device(t.cpu(), device)[:, None, None] / 255 for t in (preprocess.mean, preprocess.std)
+        )
         pixels = images.float() * std + mean
         if self.zoom < 1:
-            pixels = _warp(pixels, send(_zooms(len(images), self.zoom, draw), device))
+            pixels = _warp(pixels, send_to_device(_zooms(len(images), self.zoom, draw), device))
         if self.jitter:
             for operation in (_brightness, _contrast, _saturation):
                 strength = (torch.rand(len(images), generator=draw) * 2 - 1) * self.jitter
-                pixels = operation(pixels, send(strength, device))
+                pixels = operation(pixels, send_to_device(strength, device))
         if self.auto != "none":
             pixels = _automatic(pixels, self.auto, draw)
         varied = (pixels - mean) / std
@@ -81,8 +83,8 @@ def _automatic(pixels: Tensor, kind: str, draw: torch.Generator) -> Tensor:
         for number, operation in enumerate(OPERATIONS.values()):
             members = (chosen == number).nonzero()[:, 0]
             if len(members):
-                places = send(members, pixels.device)
-                changed = operation(pixels[places], send(strength[members], pixels.device))
+                places = send_to_device(members, pixels.device)
+                changed = operation(pixels[places], send_to_device(strength[members], pixels.device))
                 pixels = pixels.index_copy(0, places, changed.clamp(0, 1))
     return pixels
 

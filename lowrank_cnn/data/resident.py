@@ -23,7 +23,7 @@ from lowrank_cnn.data.augment import (
     draw_moves,
     resize_shorter,
     scaled,
-    send,
+    send_to_device,
 )
 from lowrank_cnn.data.fingerprint import fingerprint_of_subset, fingerprint_of_tensors
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, to_unit
@@ -48,7 +48,7 @@ class Decoded:
     describe: Callable[[int], str] = "image {}".format
 
     def __post_init__(self) -> None:
-        check_images(self.images)
+        check_uint8_images(self.images)
         check_labels(self.labels)
         if len(self.images) != len(self.labels):
             raise LowRankError(
@@ -61,7 +61,7 @@ def _as_tensor(value: Any) -> Any:
     return torch.as_tensor(value) if hasattr(value, "__array_interface__") else value
 
 
-def check_images(images: object) -> None:
+def check_uint8_images(images: object) -> None:
     """Refuse what is not a tensor of uint8 [n, C, H, W]."""
     if not isinstance(images, Tensor):
         raise LowRankError(
@@ -106,7 +106,7 @@ class ResidentSplit:
         (2, (3, 8, 8))
         """
         images, labels = _as_tensor(images), _as_tensor(labels)
-        check_images(images)
+        check_uint8_images(images)
         check_labels(labels)
         decoded = Decoded(images, labels.long(), problems or Problems())
         channels, height, width = images.shape[1:]
@@ -250,7 +250,7 @@ class ResidentLoader:
             turned = alternating(order, images=len(order), seed=self.seed, epoch=epoch)
             moves = replace(moves, mirror=turned)
         mine = self._mine(start)
-        rows, moves = send(order[mine], self.device), moves[mine].to(self.device)
+        rows, moves = send_to_device(order[mine], self.device), moves[mine].to(self.device)
         options = {"window": self._window, "cutout": self.augment.cutout, "scale": self._scale}
         local = self.batch_size // self.world
         for first in range(0, len(rows), self._chunk(local)):

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, decode_image, read_header, resize_shorter
+from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, decode_image, image_header, scale_shorter
 from lowrank_cnn.data.readers.image_store import ImageStore
 from lowrank_cnn.data.readers.read_options import ReadOptions
 from lowrank_cnn.data.readers.sources import open_source
@@ -98,11 +98,11 @@ def shrink(
 
 def shrunk(data: bytes, channels: int, side: int, quality: int) -> bytes:
     """The image at this shorter side as a JPEG; a JPEG that is no larger stays as it is."""
-    look = read_header(data)
+    look = image_header(data)
     if data.startswith(_JPEG) and min(look.height, look.width) <= side:
         return data
     image = decode_image(data, channels=channels, at_least=side)
-    image = resize_shorter(image, side) if min(image.size) > side else image
+    image = scale_shorter(image, side) if min(image.size) > side else image
     out = io.BytesIO()
     image.save(out, "JPEG", quality=quality)
     return out.getvalue()

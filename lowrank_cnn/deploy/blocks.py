@@ -132,7 +132,7 @@ def in_blocks(
         for pattern in find_patterns(captured)
         if not isinstance(captured.root.get_submodule(pattern.name), FLAT)
     ]
-    blocks = [block_of(captured, pattern) for pattern in patterns]
+    blocks = [pattern_block(captured, pattern) for pattern in patterns]
     made = dict(zip([pattern.name for pattern in patterns], blocks, strict=True))
     network = rewritten(
         captured, patterns, lambda p: BlockAsGiven(made[p.name].layer, made[p.name].epilogue).eval()
@@ -154,7 +154,7 @@ def max_pool(x: Tensor, pool: nn.MaxPool2d) -> Tensor:
     return torch.maximum(rows[..., ::2], rows[..., 1::2])
 
 
-def block_of(captured: NetworkGraph, pattern: Pattern) -> Block:
+def pattern_block(captured: NetworkGraph, pattern: Pattern) -> Block:
     """The layer of a pattern, and what follows it."""
     layer = captured.root.get_submodule(pattern.name)
     adds = pattern.add is not None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, Epilogue, block_of
+from lowrank_cnn.deploy.blocks import Block, BlockAsGiven, Epilogue, pattern_block
 from lowrank_cnn.deploy.chains import InexactError, merge_chain
 from lowrank_cnn.deploy.fused_block import FusedBlock
 from lowrank_cnn.deploy.matrix import MatrixConv2d
@@ -77,7 +77,7 @@ def groups_apart(model: nn.Module) -> nn.Module:
     made: dict[str, nn.Module] = {}
     patterns = []
     for pattern in find_patterns(captured):
-        block = block_of(captured, pattern)
+        block = pattern_block(captured, pattern)
         *front, last = _stages(block.layer)
         convs = _split(last) if isinstance(last, CompositeConv2d) and len(last.weights) > 1 else []
         if convs:

@@ -42,7 +42,7 @@ class MatrixConv2d(nn.Module):
 
     def __init__(self, layer: nn.Module, epilogue: Epilogue | None = None) -> None:
         super().__init__()
-        parts = parts_of(layer)
+        parts = weight_parts(layer)
         if parts is None:
             raise ValueError("not a convolution of stride one whose output is as large as its input")
         weights, steps = parts
@@ -58,14 +58,14 @@ class MatrixConv2d(nn.Module):
 
     @staticmethod
     def takes(layer: nn.Module) -> bool:
-        return parts_of(layer) is not None
+        return weight_parts(layer) is not None
 
     def plain(self) -> nn.Module:
         """The layer that it was made of, with what follows it: for programs that have products of their own."""
         matrices = [self.get_buffer(f"matrix{index}") for index in range(len(self.taps))]
         shapes = [tuple(weight.shape) for weight in weights_of(self.shape_of)]
         made = _unstacked(matrices, shapes) if self.thin else _gathered(matrices, self.taps, shapes)
-        return filled(self.shape_of, made, self.get_buffer("bias").flatten(), self.epilogue)
+        return filled_layer(self.shape_of, made, self.get_buffer("bias").flatten(), self.epilogue)
 
     @torch.no_grad()
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -119,7 +119,7 @@ Products = list[tuple[list[_Tap], Tensor]]
 """Matrices, and the taps that each stands for."""
 
 
-def parts_of(layer: nn.Module) -> tuple[list[Tensor], list[tuple[list[int], list[int]]]] | None:
+def weight_parts(layer: nn.Module) -> tuple[list[Tensor], list[tuple[list[int], list[int]]]] | None:
     """Each group's weight, and how far each of its rows and columns looks; None for a layer of another kind."""
     if isinstance(layer, CompositeConv2d):
         weights, sides, groups = list(layer.weights), list(layer.group_padding), layer.channel_groups
@@ -199,7 +199,7 @@ def skeleton(layer: nn.Module) -> nn.Module:
     return copy.deepcopy(layer).to("meta")
 
 
-def filled(shape: nn.Module, weights: list[Tensor], bias: Tensor, epilogue: Epilogue) -> nn.Module:
+def filled_layer(shape: nn.Module, weights: list[Tensor], bias: Tensor, epilogue: Epilogue) -> nn.Module:
     """A layer made again out of its skeleton, and what follows it."""
     layer = copy.deepcopy(shape).to_empty(device=bias.device).to(bias.dtype)
     with torch.no_grad():

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.deploy.blocks import BlockAsGiven, Epilogue, is_halving
-from lowrank_cnn.deploy.matrix import parts_of
-from lowrank_cnn.kernels.strips import available, packed, strips
+from lowrank_cnn.deploy.matrix import weight_parts
+from lowrank_cnn.kernels.strips import available, packed_strips, strips
 
 _ACROSS = ([0], [-1, 0, 1])
 _DOWN = ([-1, 0, 1], [0])
@@ -25,7 +25,7 @@ class StripConv2d(nn.Module):
         super().__init__()
         if not self.takes(layer):
             raise ValueError("not a convolution of stride one with 1x3 and 3x1 filters alone")
-        weights, looks = parts_of(layer) or ([], [])
+        weights, looks = weight_parts(layer) or ([], [])
         self.layer, self.epilogue = layer, epilogue or Epilogue()
         self.filters, self.across = [len(weight) for weight in weights], [look == _ACROSS for look in looks]
         self.relu = self.epilogue.activation == "relu" and not self.epilogue.adds
@@ -35,11 +35,11 @@ class StripConv2d(nn.Module):
         bias = layer.bias if isinstance(layer.bias, Tensor) else weights[0].new_zeros(sum(self.filters))
         self.register_buffer("bias", bias.detach().clone(), persistent=False)
         for index, weight in enumerate(weights):
-            self.register_buffer(f"packed{index}", packed(weight), persistent=False)
+            self.register_buffer(f"packed{index}", packed_strips(weight), persistent=False)
 
     @staticmethod
     def takes(layer: nn.Module) -> bool:
-        parts = parts_of(layer)
+        parts = weight_parts(layer)
         if parts is None or not all(look in (_ACROSS, _DOWN) for look in parts[1]):
             return False
         return parts[0][0].device.type == "cpu" and available(parts[0][0].dtype)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowrank_cnn.deploy.blocks import Epilogue
-from lowrank_cnn.deploy.matrix import filled, parts_of, skeleton
+from lowrank_cnn.deploy.matrix import filled_layer, skeleton, weight_parts
 
 STEP, PRODUCTS = 4, 6
 FEWEST = 32
@@ -51,7 +51,7 @@ class WinogradConv2d(nn.Module):
         super().__init__()
         if not self.takes(layer):
             raise ValueError("not a convolution of stride one with three taps along an axis")
-        parts = parts_of(layer)
+        parts = weight_parts(layer)
         assert parts is not None
         self.epilogue, self.filters = epilogue or Epilogue(), sum(len(weight) for weight in parts[0])
         self.groups: list[_Group] = []
@@ -68,7 +68,7 @@ class WinogradConv2d(nn.Module):
 
     @staticmethod
     def takes(layer: nn.Module) -> bool:
-        parts = parts_of(layer)
+        parts = weight_parts(layer)
         if parts is None or parts[0][0].shape[1] < FEWEST:
             return False
         axes = [_axis(looks) for looks in parts[1]]
@@ -77,7 +77,7 @@ class WinogradConv2d(nn.Module):
     def plain(self) -> nn.Module:
         """The layer that it was made of, with what follows it: for programs that filter in ways of their own."""
         made = [_taps(self.get_buffer(f"matrices{index}"), group.axis) for index, group in enumerate(self.groups)]
-        return filled(self.shape_of, made, self.get_buffer("bias"), self.epilogue)
+        return filled_layer(self.shape_of, made, self.get_buffer("bias"), self.epilogue)
 
     @torch.no_grad()
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -54,7 +54,7 @@ class DesignTrainer:
         record = fit(network, self.data, recipe, seed=seed, teacher=self.teacher, **self._how)
         assert record.right is not None
         outcome = TrainedDesign(record, record.right, time.monotonic() - began)
-        free_memory()
+        release_memory()
         return outcome
 
     def train_teacher(self, design: Design, folder: Path) -> Record:
@@ -150,7 +150,7 @@ class RunMaker:
         return self.teachers / ("teacher-held-out" if held_out else "teacher")
 
 
-def free_memory() -> None:
+def release_memory() -> None:
     """Let go of what a run held on the device: graphs keep their memory until they are collected."""
     gc.collect()
     if torch.cuda.is_available():

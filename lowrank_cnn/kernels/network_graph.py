@@ -72,7 +72,7 @@ class NetworkGraph:
             for node in calls
             if times[id(self.module(node))] == 1
             and id(self.module(node)) not in inside
-            and not any(within(name, str(node.target)) for name in read)
+            and not any(is_part_of(name, str(node.target)) for name in read)
         }
 
     def _parts(self, node: fx.Node) -> Iterator[nn.Module]:
@@ -105,7 +105,7 @@ def capture(root: nn.Module, *example: Any, by_example: bool = False) -> Network
     raise CaptureError(f"its forward cannot be traced ({reason})")
 
 
-def within(name: str, parent: str) -> bool:
+def is_part_of(name: str, parent: str) -> bool:
     """Whether a dotted name is that of a module or of one of its parts."""
     return name == parent or name.startswith(f"{parent}.")
 

@@ -52,7 +52,7 @@ def library() -> ModuleType:
     return package
 
 
-def packed(weight: Tensor) -> Tensor:
+def packed_strips(weight: Tensor) -> Tensor:
     """The weight of a group, [filters, channels, 1, 3] or [filters, channels, 3, 1], as the operator takes it."""
     filters, channels = weight.shape[:2]
     step = STEPS[weight.dtype]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
-from lowrank_cnn.kernels.network_graph import NetworkGraph, capture, layer_kind, within
+from lowrank_cnn.kernels.network_graph import NetworkGraph, capture, is_part_of, layer_kind
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.selection import parameter_uses
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d
@@ -115,7 +115,7 @@ class _Walk:
         called = {str(node.target) for node in self.captured.graph.nodes if node.op == "call_module"}
         return any(
             (isinstance(module, ShapedConv2d | GatedLinear) or layer_kind(module) is not None)
-            and not any(within(name, one) for one in called)
+            and not any(is_part_of(name, one) for one in called)
             for name, module in self.captured.root.named_modules()
         )
 

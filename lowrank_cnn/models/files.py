@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.models.network_file import NetworkFile, read_header, write_network_file
-from lowrank_cnn.models.rebuild import describe, rebuild
+from lowrank_cnn.models.rebuild import rebuild, rebuild_options
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.history import TrainingCard
 from lowrank_cnn.system.provenance import note, notes
@@ -40,7 +40,7 @@ class Stored:
 
 def write_weights(path: Path, stored: Stored) -> None:
     """Write a network that `read_weights` can build again, each tensor in its own precision; refuse any other."""
-    description = describe(stored.network)
+    description = rebuild_options(stored.network)
     _check_description(stored.network, description)
     size = stored.input_size
     about = {"input": list(size) if size else None, "card": stored.card, "optimized": stored.optimized}

@@ -21,7 +21,7 @@ from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.system.version import __version__
 
 
-def describe(model: nn.Module) -> dict[str, Any]:
+def rebuild_options(model: nn.Module) -> dict[str, Any]:
     """The options of one of our networks (None for another), and what was rewritten in it."""
     return {
         "version": __version__,
@@ -60,7 +60,7 @@ def with_classes(network: nn.Module, classes: int) -> nn.Module:
 
 def _built_for(network: nn.Module, classes: int) -> nn.Module:
     """One of our networks built again, with fresh weights."""
-    description = describe(network)
+    description = rebuild_options(network)
     if isinstance(config := description["model"], dict):
         config["num_classes"] = classes
     return rebuild(description)
@@ -83,7 +83,7 @@ def name_of(model: nn.Module) -> str:
 
 def run_entry(model: nn.Module) -> dict[str, Any]:
     """What the record of a run says about its network: a name for people, and what `rebuild` needs."""
-    found, name = describe(model), name_of(model)
+    found, name = rebuild_options(model), name_of(model)
     config, changed = found["model"], found["conversion"]["changed"]
     if not changed:
         return config or {"name": name, "class": found["class"]}

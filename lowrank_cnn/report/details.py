@@ -99,7 +99,7 @@ def _wrong(value: object) -> WrongAnswer | None:
     return WrongAnswer(image, true, predicted, share(row.get("probability")), number(row.get("loss")), picture)
 
 
-def add_up(details: Sequence[AnswerDetails]) -> AnswerDetails:
+def pool_answers(details: Sequence[AnswerDetails]) -> AnswerDetails:
     """The answers of several runs together; those of other classes or bins than the first run's are left out."""
     first = details[0]
     alike = [one for one in details if _shape(one) == _shape(first)]

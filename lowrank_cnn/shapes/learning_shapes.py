@@ -44,7 +44,7 @@ from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.fitting import fit, recipe_for
 from lowrank_cnn.train.inputs import augmentation, input_size
 from lowrank_cnn.train.opening import open_for
-from lowrank_cnn.train.optimizers import flags_restored, freeze
+from lowrank_cnn.train.optimizers import flags_restored, freeze_parameters
 from lowrank_cnn.train.outputs import class_scores
 from lowrank_cnn.train.progress import Lines, Progress
 from lowrank_cnn.train.recipe import Recipe
@@ -189,7 +189,7 @@ def _check_final(record: Record, schedule: ShapeSchedule) -> None:
 def _shaped(model: nn.Module, scheme: Scheme, size: tuple[int, ...], where: Where, recipe: Recipe) -> nn.Module:
     """The network that learns. Layers that the recipe freezes keep their filters."""
     with flags_restored(model):
-        freeze(model, recipe.freeze)
+        freeze_parameters(model, recipe.freeze)
         for _, first in list(weight_layers(model))[: int(recipe.whiten_first)]:
             first.requires_grad_(False)  # the filters that whiten are not trained
         shaped = shape_network(model, scheme, size, where=where)

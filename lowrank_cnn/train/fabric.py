@@ -125,7 +125,7 @@ def batch_norm_over_all(fabric: Fabric, network: nn.Module, say: Callable[[str],
             network.set_submodule(name, norm.train(network.training))
 
 
-def add_up(fabric: Fabric, tensor: Tensor) -> Tensor:
+def sum_over_processes(fabric: Fabric, tensor: Tensor) -> Tensor:
     """The sum of a tensor over all processes."""
     return fabric.all_reduce(tensor.clone(), reduce_op="sum")  # type: ignore[return-value]
 

@@ -22,7 +22,7 @@ from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.determinism import changed_conditions, conditions, keep_threads, repeatable, seed_generators
 from lowrank_cnn.train.directory import RunDirectory, recipe_changes
 from lowrank_cnn.train.execution import Compile
-from lowrank_cnn.train.fabric import add_up, batch_norm_over_all, launch
+from lowrank_cnn.train.fabric import batch_norm_over_all, launch, sum_over_processes
 from lowrank_cnn.train.failure import told_out_of_memory
 from lowrank_cnn.train.fake_int8 import ranges_of, trained_in_int8
 from lowrank_cnn.train.inputs import augmentation, input_size
@@ -176,7 +176,7 @@ def _train(job: Job, saved: Checkpoint | None, *, log: Sequence[str], checkpoint
         classes = None if job.extras.loss else len(job.data.classes)
         check_fits(model, inputs.size, classes, fabric.device, output=recipe.output)
         if recipe.whiten_first:
-            whiten_first_layer(model, inputs.train, add_up=partial(add_up, fabric))
+            whiten_first_layer(model, inputs.train, add_up=partial(sum_over_processes, fabric))
         told = [*dropout_remarks(model, recipe, inputs.size), *rounding_remarks(model, recipe, inputs.size)]
         for sentence in [*step_remarks(len(inputs.train), recipe), *told]:
             shown.say(sentence)

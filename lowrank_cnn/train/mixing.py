@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowrank_cnn.data.augment import send
+from lowrank_cnn.data.augment import send_to_device
 from lowrank_cnn.data.types import generator
 from lowrank_cnn.system.errors import require
 
@@ -25,7 +25,7 @@ class Mixer:
     def __call__(self, images: Tensor, labels: Tensor, epoch: int, batch: int) -> tuple[Tensor, Tensor]:
         """The blended images, and for each the probabilities of the classes."""
         draw = generator("mix", self.seed, epoch, batch, self.rank)
-        order = send(torch.randperm(len(images), generator=draw), images.device)
+        order = send_to_device(torch.randperm(len(images), generator=draw), images.device)
         use_cutmix = self.cutmix > 0 and (self.mixup == 0 or float(torch.rand((), generator=draw)) < 0.5)
         share = _beta(self.cutmix if use_cutmix else self.mixup, draw)
         if use_cutmix:

@@ -123,7 +123,7 @@ BACKBONE = "backbone"
 """In place of a pattern: everything before the last layer."""
 
 
-def freeze(network: nn.Module, patterns: str) -> list[nn.Module]:
+def freeze_parameters(network: nn.Module, patterns: str) -> list[nn.Module]:
     """Freeze the parameters whose names match (`features.*, stem.*`); return the modules with no other parameters.
 
     `backbone` stands for everything before the last layer. Batch norms among these modules are to stay in

@@ -14,7 +14,7 @@ from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.checkpoint import Checkpoint
 from lowrank_cnn.train.determinism import conditions, generator_states, restore_generators
 from lowrank_cnn.train.directory import RunDirectory
-from lowrank_cnn.train.fabric import add_up, gather_objects, gather_tensors
+from lowrank_cnn.train.fabric import gather_objects, gather_tensors, sum_over_processes
 from lowrank_cnn.train.inputs import Inputs
 from lowrank_cnn.train.record import Record
 from lowrank_cnn.train.schedule import LevelOff
@@ -162,7 +162,7 @@ class RunState:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Everything that changes during training, gathered over all processes."""
-        shared = self._random_states() | {"tally.sums": add_up(self.fabric, self.step.sums)}
+        shared = self._random_states() | {"tally.sums": sum_over_processes(self.fabric, self.step.sums)}
         return self.step.tensors() | shared
 
     def _random_states(self) -> dict[str, Tensor]:

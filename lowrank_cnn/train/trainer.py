@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.execution import StepBuilder
-from lowrank_cnn.train.fabric import add_up, agree_on, copy_from_first
+from lowrank_cnn.train.fabric import agree_on, copy_from_first, sum_over_processes
 from lowrank_cnn.train.failure import (
     Interrupted,
     NotFiniteError,
@@ -33,7 +33,7 @@ from lowrank_cnn.train.failure import (
 )
 from lowrank_cnn.train.inputs import Inputs
 from lowrank_cnn.train.objective import Objective
-from lowrank_cnn.train.optimizers import freeze, in_evaluation
+from lowrank_cnn.train.optimizers import freeze_parameters, in_evaluation
 from lowrank_cnn.train.progress import Progress
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.record import Epoch, Record
@@ -77,7 +77,7 @@ class Trainer:
         self.fabric, self.network, self.inputs, self.builder = fabric, network, inputs, builder
         self.recipe, self.record, self.directory = recipe, record, directory
         self.checkpoint_every, self.callbacks = checkpoint_every, callbacks
-        self.frozen = [*in_evaluation(network), *freeze(network, recipe.freeze)]
+        self.frozen = [*in_evaluation(network), *freeze_parameters(network, recipe.freeze)]
         forward = next(iter(builder.forwards.values()))
         options = {"objective": objective, "scaled": record.precision == "fp16", "ranges": ranges}
         self.step = TrainingStep(network, forward, fabric.backward, recipe, fabric.device, **options)
@@ -231,7 +231,7 @@ class Trainer:
             loader.epoch(0),
             device=self.fabric.device,
             forward=averaged_views(forward, self.recipe),
-            add_up=partial(add_up, self.fabric),
+            add_up=partial(sum_over_processes, self.fabric),
             classes=data.classes if details else (),
             split=data.test if alone else None,  # only a process alone sees the images in their order
         )
@@ -245,7 +245,7 @@ class Trainer:
             self.state.save()
 
     def _tally(self) -> Tally:
-        return self.step.read_tally(partial(add_up, self.fabric))
+        return self.step.read_tally(partial(sum_over_processes, self.fabric))
 
     def _check_finite(self, tally: Tally) -> None:
         """If an update was refused or has spoilt the weights, run that batch again and name the layer."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowrank_cnn.kernels import strips as module
-from lowrank_cnn.kernels.strips import available, is_installed, packed, strips
+from lowrank_cnn.kernels.strips import available, is_installed, packed_strips, strips
 from lowrank_cnn.system.errors import MissingExtra
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 3e-2}
@@ -54,7 +54,7 @@ def expected(x: Tensor, weights: list[Tensor], bias: Tensor, relu: bool) -> Tens
 
 
 def found(x: Tensor, weights: list[Tensor], bias: Tensor, relu: bool, pool: bool = False) -> Tensor:
-    made = [packed(weight) for weight in weights]
+    made = [packed_strips(weight) for weight in weights]
     return strips(x, made, bias, [len(weight) for weight in weights], [True, False], relu, pool)
 
 
@@ -101,7 +101,7 @@ def test_nan_is_not_rectified(dtype: torch.dtype):
 def test_torch_can_trace_and_compile_it(dtype: torch.dtype):
     x, weights, bias = case(1, 16, 8, 8, 8, dtype=dtype)
     for relu, pool in itertools.product((False, True), repeat=2):
-        arguments = (x, [packed(weight) for weight in weights], bias, [8, 9], [True, False], relu, pool)
+        arguments = (x, [packed_strips(weight) for weight in weights], bias, [8, 9], [True, False], relu, pool)
         assert set(torch.library.opcheck(torch.ops.lowrank.strips.default, arguments).values()) == {"SUCCESS"}
 
 
@@ -109,7 +109,7 @@ def test_arrays_of_other_shapes_are_refused(dtype: torch.dtype):
     x, weights, bias = case(1, 16, 8, 8, 8, dtype=dtype)
     with pytest.raises(ValueError, match="packed has another size"):
         found(x[:, :15], weights, bias, relu=False)
-    other = packed(weights[0]).to(torch.float16 if dtype == torch.float32 else torch.float32)
+    other = packed_strips(weights[0]).to(torch.float16 if dtype == torch.float32 else torch.float32)
     with pytest.raises(ValueError, match="differ in type"):
         strips(x, [other], bias[:8], [8], [True], False, False)
     with pytest.raises(ValueError, match="differ in size"):
@@ -122,6 +122,6 @@ def test_without_the_package_one_sentence_says_how_to_get_it(monkeypatch):
     try:
         assert not available(torch.float32)
         with pytest.raises(MissingExtra, match=r"pip install \./native"):
-            packed(torch.randn(4, 4, 1, 3))
+            packed_strips(torch.randn(4, 4, 1, 3))
     finally:
         module.library.cache_clear()

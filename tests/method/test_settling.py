@@ -12,7 +12,7 @@ from lowrank_cnn.method.scheme import parse_scheme
 from lowrank_cnn.method.settling import LearnedShapes, has_learned, load_shapes, settle
 from lowrank_cnn.method.shape_choice import ShapeChooser
 from lowrank_cnn.method.shape_network import mac_costs, shape_network
-from lowrank_cnn.models.rebuild import describe, rebuild
+from lowrank_cnn.models.rebuild import rebuild, rebuild_options
 from lowrank_cnn.models.twins import dense_cost
 from lowrank_cnn.system.provenance import forget
 
@@ -45,7 +45,7 @@ def test_it_computes_the_same_within_the_budget(name, side, norm, scheme):
     torch.testing.assert_close(plain(x), shaped(x), rtol=1e-4, atol=1e-4)
     assert lr.count(plain, size).macs <= 0.5 * lr.count(net, size).macs
     assert dense_cost(plain, size) == (lr.count(net, size).macs, lr.count(net, size).params)
-    again = rebuild(describe(plain))
+    again = rebuild(rebuild_options(plain))
     again.load_state_dict(plain.state_dict())
     assert torch.equal(again.eval()(x), plain(x))
 

@@ -11,7 +11,7 @@ from torch import nn
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.decomposing import decompose
 from lowrank_cnn.models import create_model
-from lowrank_cnn.models.rebuild import describe, entry_description, rebuild, run_entry, with_classes
+from lowrank_cnn.models.rebuild import entry_description, rebuild, rebuild_options, run_entry, with_classes
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note
 
@@ -79,7 +79,7 @@ def test_a_config_of_another_library_is_not_taken_for_ours():
     net = own()
     net.config = {"name": "nin", "hidden": object()}
     assert run_entry(net) == {"name": "Sequential", "class": "Sequential"}
-    assert describe(net)["model"] is None
+    assert rebuild_options(net)["model"] is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowrank_cnn.data import ResidentSplit
-from lowrank_cnn.report.details import LARGEST_THUMBNAIL, add_up, read_details
+from lowrank_cnn.report.details import LARGEST_THUMBNAIL, pool_answers, read_details
 from lowrank_cnn.train.details import DetailsCollector, EvaluationDetails
 
 PICTURE = "data:image/png;base64,iVBORw0KGgo="
@@ -34,7 +34,7 @@ def test_the_details_of_a_record_are_those_of_the_evaluation():
 
 def test_runs_are_added_up_as_one_evaluation_of_all_their_images():
     both = [read_details(evaluated(seed).to_dict()) for seed in (0, 1)]
-    total = add_up([one for one in both if one])
+    total = pool_answers([one for one in both if one])
     confusion = evaluated(0).confusion + evaluated(1).confusion
     assert total.confusion == tuple(map(tuple, confusion.tolist()))
     assert sum(n for n, _ in total.per_class) == 400
@@ -48,7 +48,7 @@ def test_runs_of_other_classes_are_not_added():
     one, other = read_details(evaluated(0).to_dict()), read_details({"per_class": [{"class": "x", "n": 9}]})
     assert one is not None
     assert other is not None
-    assert add_up([one, other]).per_class == one.per_class
+    assert pool_answers([one, other]).per_class == one.per_class
 
 
 @pytest.mark.parametrize(
@@ -81,4 +81,4 @@ def test_whatever_a_record_holds_is_read(classes, confusion, pairs, worst, calib
     assert read_details({"per_class": classes, **known}) is None or isinstance(classes, list)
     found = read_details({"per_class": [{"class": "a", "n": 3, "accuracy": 0.5}], **known})
     assert found is not None
-    assert add_up([found, found]).per_class == ((6, 3.0),)
+    assert pool_answers([found, found]).per_class == ((6, 3.0),)

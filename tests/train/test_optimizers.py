@@ -12,7 +12,7 @@ from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Recipe, fit
-from lowrank_cnn.train.optimizers import Optimizer, freeze, layer_factors, orthogonal
+from lowrank_cnn.train.optimizers import Optimizer, freeze_parameters, layer_factors, orthogonal
 
 
 def net() -> nn.Sequential:
@@ -136,16 +136,16 @@ def test_the_backbone_is_all_but_the_last_layer() -> None:
     for name, last in (("nin-c3-lr", "features.classes"), ("resnet18", "classes"), ("vgg11-gmp", "head.fc8")):
         with torch.device("meta"):
             network = create_model(name, width=0.1)
-        freeze(network, "backbone")
+        freeze_parameters(network, "backbone")
         trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
         assert trained == {f"{last}.weight", f"{last}.bias"}
 
 
 def test_what_cannot_be_frozen_or_trained(driver) -> None:
     with pytest.raises(LowRankError, match=r"freeze='\*' leaves nothing to train: freeze=backbone"):
-        freeze(net(), "*")
+        freeze_parameters(net(), "*")
     with pytest.raises(LowRankError, match=r"freeze='stem.\*' matches no parameter.*such as 0.weight"):
-        freeze(net(), "stem.*")
+        freeze_parameters(net(), "stem.*")
     network = driver.tiny_net().requires_grad_(False)
     with pytest.raises(LowRankError, match="all weights of the network are frozen"):
         fit(network, driver.tiny_data(), driver.PLAIN, progress=False, device="cpu")
@@ -153,9 +153,9 @@ def test_what_cannot_be_frozen_or_trained(driver) -> None:
 
 def test_a_norm_without_weights_is_frozen_with_the_backbone() -> None:
     network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, affine=False), nn.Flatten(), nn.Linear(4, 2))
-    assert network[1] in freeze(network, "backbone")
-    assert network[1] in freeze(network, "0.*, 1.*")
-    assert network[1] not in freeze(network, "0.*")
+    assert network[1] in freeze_parameters(network, "backbone")
+    assert network[1] in freeze_parameters(network, "0.*, 1.*")
+    assert network[1] not in freeze_parameters(network, "0.*")
 
 
 def test_a_later_run_trains_what_an_earlier_one_froze(driver) -> None:

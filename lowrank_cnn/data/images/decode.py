@@ -41,7 +41,7 @@ class ImageHeader:
     grey: bool
 
 
-def read_header(data: bytes) -> ImageHeader:
+def image_header(data: bytes) -> ImageHeader:
     """Read the header alone."""
     image = open_image(data)
     height, width = (image.width, image.height) if orientation(image) in _TURNED else (image.height, image.width)
@@ -62,7 +62,7 @@ def decode_image(data: bytes, *, channels: int, at_least: int | None = None) -> 
         raise BadImageError(_reason(error)) from error
 
 
-def resize_shorter(image: Image, side: int) -> Image:
+def scale_shorter(image: Image, side: int) -> Image:
     """The image at the scale where its shorter side has this length."""
     pillow = require("PIL.Image", extra="data", purpose="resizing images")
     height, width = scaled(image.height, image.width, side)
@@ -82,7 +82,7 @@ def resize_window(image: Image, side: int, top: int, left: int, height: int, wid
     return image.resize((width, height), pillow.Resampling.BILINEAR, box=box, reducing_gap=3.0)
 
 
-def fit(image: Image, height: int, width: int) -> Image:
+def cover_and_crop(image: Image, height: int, width: int) -> Image:
     """Scaled to cover the size, then its centre: the image itself where it has the size already."""
     if image.size == (width, height):
         return image

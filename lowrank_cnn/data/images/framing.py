@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from lowrank_cnn.data.augment import scaled
 from lowrank_cnn.data.images.decode import (
     BadImageError,
+    cover_and_crop,
     crop_at,
     decode_image,
-    fit,
     open_image,
     orientation,
-    resize_shorter,
     resize_window,
+    scale_shorter,
 )
 from lowrank_cnn.system.errors import require
 
@@ -76,13 +76,13 @@ class Framing:
     def __call__(self, image: Image, draws: list[float] | None) -> Image:
         """The window of a decoded image."""
         if self.size:
-            image = fit(image, *self.size)
+            image = cover_and_crop(image, *self.size)
         top, left = self.corner(*scaled(image.height, image.width, self.resize), draws)
         height, width = self.window
         if self.resize and not self.pad:
             image = resize_window(image, self.resize, top, left, height, width)
         else:
-            image = resize_shorter(image, self.resize) if self.resize else image
+            image = scale_shorter(image, self.resize) if self.resize else image
             image = crop_at(image, top, left, height, width, fill=self.fill)
         if self.mirrored(draws):
             pillow = require("PIL.Image", extra="data", purpose="mirroring images")

@@ -50,7 +50,7 @@ def open_archive(path: Path, *, md5: str = ARCHIVE_MD5) -> Data:
     return _data(path, content)
 
 
-def open_folder(path: Path, *, content_sums: Mapping[str, str] = CONTENT, md5: str = ARCHIVE_MD5) -> Data:
+def open_cifar_folder(path: Path, *, content_sums: Mapping[str, str] = CONTENT, md5: str = ARCHIVE_MD5) -> Data:
     """The set from a folder that holds the archive or its files; the files are checked by their content."""
     place = _place(path)
     if place is None:

@@ -16,9 +16,9 @@ from lowrank_cnn.data.images.decode import (
     UNDECODABLE,
     BadImageError,
     ImageHeader,
+    cover_and_crop,
     decode_image,
-    fit,
-    read_header,
+    image_header,
     stack,
 )
 from lowrank_cnn.data.readers.decoded_cache import DecodedRows, decoded_once
@@ -66,7 +66,7 @@ class Chunks(Dataset):
                 continue
             if image.size != (width, height) and not self.any_size:
                 found.append((OTHER_SIZE, f"{self.store.where(row)}: {image.height}x{image.width}"))
-            pixels.append(fit(image, height, width).tobytes())
+            pixels.append(cover_and_crop(image, height, width).tobytes())
         images = stack(pixels, height, width, channels)
         return images.permute(0, 3, 1, 2).contiguous(), good, found
 
@@ -132,7 +132,7 @@ def read_headers(store: ImageStore, rows: Tensor) -> list[ImageHeader]:
     headers: list[ImageHeader] = []
     for index in sample_rows(len(rows), _SAMPLED_HEADERS).tolist():
         try:
-            headers.append(read_header(store.read(int(rows[index]))))
+            headers.append(image_header(store.read(int(rows[index]))))
         except BadImageError:
             continue
     return headers
@@ -148,7 +148,7 @@ def first_readable(store: ImageStore, rows: Tensor, which: str) -> ImageHeader:
         try:
             data = store.read(row)
             decode_image(data, channels=3)
-            return read_header(data)
+            return image_header(data)
         except BadImageError as error:
             first = first or f"{store.where(row)}: {error}"
     raise LowRankError(f"none of the {counted(len(rows), 'image')} {which} can be read; the first is {first}.")

@@ -29,7 +29,7 @@ def is_repository(source: str) -> bool:
     return _REPOSITORY.fullmatch(source) is not None
 
 
-def fetch(repository: str) -> Path:
+def download_shards(repository: str) -> Path:
     """The local folder of the set's shards, downloaded where they are not cached yet.
 
     Its progress is shown by huggingface_hub. A mistyped local path is not looked up on the Hub.

@@ -16,7 +16,7 @@ from lowrank_cnn.data.readers.digits import open_digits
 from lowrank_cnn.data.readers.image_store import UNKNOWN_CLASS, ImageStore
 from lowrank_cnn.data.readers.label_table import open_table, read_class_names, renamed
 from lowrank_cnn.data.readers.read_options import VAL_SPLIT, ReadOptions
-from lowrank_cnn.data.readers.splits import divided, make_split, rows_of, with_default_size, with_limit
+from lowrank_cnn.data.readers.splits import class_rows, divided, make_split, with_default_size, with_limit
 from lowrank_cnn.data.types import Data, Problems, places_by_name
 from lowrank_cnn.system.errors import LowRankError, LowRankWarning
 from lowrank_cnn.system.files import as_path
@@ -71,7 +71,7 @@ def _find(source: str | Path, options: ReadOptions) -> Data | LabelledImages:
     if path.is_file():
         return cifar_binary.open_archive(path)
     if isinstance(source, str) and hub.is_repository(source):
-        return _find_shards(hub.fetch(source), options, name=source)
+        return _find_shards(hub.download_shards(source), options, name=source)
     raise LowRankError(
         f"{source} is no data: give digits, a folder of images (CLASS/* or train/CLASS/*) or of parquet shards, a "
         f".csv of paths and labels, {cifar_binary.ARCHIVE}, or a Hub repository as owner/name."
@@ -80,7 +80,7 @@ def _find(source: str | Path, options: ReadOptions) -> Data | LabelledImages:
 
 def _find_in_folder(path: Path, options: ReadOptions) -> Data | LabelledImages:
     if cifar_binary.is_inside(path):
-        return cifar_binary.open_folder(path)
+        return cifar_binary.open_cifar_folder(path)
     if parquet.find_shards(path):
         return _find_shards(path, options, name=path.resolve().name)
     return _find_images(path)
@@ -188,7 +188,7 @@ def _splits(found: LabelledImages, options: ReadOptions) -> Data:
         )
     details = _unused(found)
     train, test, problems = found.train, found.test, found.problems
-    train_rows = rows_of(train, len(found.classes), problems["train"], found.name)
+    train_rows = class_rows(train, len(found.classes), problems["train"], found.name)
     if test is None:
         share = options.val_split or VAL_SPLIT
         limit = {} if options.limit is None else {"limit": options.limit}
@@ -198,7 +198,7 @@ def _splits(found: LabelledImages, options: ReadOptions) -> Data:
         untrained = set(train.labels[test_rows].tolist()) - set(train.labels[train_rows].tolist())
         problems["train"].add_all(("untrained class", found.classes[label]) for label in sorted(untrained))
     else:
-        test_rows = rows_of(test, len(found.classes), problems["test"], found.name)
+        test_rows = class_rows(test, len(found.classes), problems["test"], found.name)
     sized = with_default_size(train, train_rows, options)
     if sized is not options:
         details["sized_by"] = "network"
@@ -213,7 +213,7 @@ def _only_tested(found: LabelledImages, options: ReadOptions) -> Data:
     name = "test" if found.test is not None else "train"
     store = found.test if found.test is not None else found.train
     assert store is not None
-    rows = rows_of(store, len(found.classes), found.problems[name], found.name)
+    rows = class_rows(store, len(found.classes), found.problems[name], found.name)
     options = with_default_size(store, rows, options)
     tested = make_split(store, rows, found.problems[name], options, which="to test on")
     return Data(found.name, found.classes, tested.subset(torch.arange(0)), tested, _unused(found))

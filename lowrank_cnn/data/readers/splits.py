@@ -35,7 +35,7 @@ def make_split(
         problems.refuse()
     if options.limit is not None:
         rows = rows[stratified(store.labels[rows], options.limit, seed=0)]
-    size, channels = survey(store, rows, options, channels, which)
+    size, channels = survey_images(store, rows, options, channels, which)
     if size is None or len(rows) * size[0] * size[1] * size[2] > options.resident_bytes:
         return StreamedSplit(store, rows, size, channels, problems, options.bad)
     decode = partial(
@@ -51,7 +51,7 @@ def make_split(
     return ResidentSplit(decode, size, partial(fingerprint_of_rows, store, rows))
 
 
-def survey(
+def survey_images(
     store: ImageStore, rows: Tensor, options: ReadOptions, channels: int | None, which: str
 ) -> tuple[Size | None, int]:
     """The common size or None, and the number of channels: 1 only if all sampled images are grey."""
@@ -87,7 +87,7 @@ def divided(store: ImageStore, rows: Tensor, share: float, *, seed: int, name: s
     return rows[rest], rows[chosen]
 
 
-def rows_of(store: ImageStore, classes: int, problems: Problems, name: str) -> Tensor:
+def class_rows(store: ImageStore, classes: int, problems: Problems, name: str) -> Tensor:
     """The rows whose label names a class; refuses a store without any, or without an image that can be read."""
     rows = labelled_rows(store, classes, problems)
     if not len(rows):

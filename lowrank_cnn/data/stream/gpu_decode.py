@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowrank_cnn.data.augment import send
+from lowrank_cnn.data.augment import send_to_device
 from lowrank_cnn.data.images.decode import stack
 from lowrank_cnn.data.images.framing import LARGEST, Framing, ScaledCrop
 from lowrank_cnn.data.stream.parts import TOO_MANY, BatchPart, EpochParts, trouble_of
@@ -64,7 +64,7 @@ def decode_parts(
 ) -> BatchPart:
     """The parts of a batch as one, its images on the device: decoded, scaled, cut out and mirrored there."""
     jpegs = [jpeg for part in read if part.encoded for jpeg in part.encoded.jpegs()]
-    decoded = iter(cut_out(jpegs, parts.framing.window, decode))
+    decoded = iter(decode_windows(jpegs, parts.framing.window, decode))
     found, failure = trouble_of(read)
     rows: list[tuple[Tensor, int]] = []
     for number, part in enumerate(read):
@@ -90,7 +90,7 @@ def _planes(images: Tensor, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def cut_out(jpegs: list[Jpeg], size: tuple[int, int], decode: Decoder) -> list[Tensor | None]:
+def decode_windows(jpegs: list[Jpeg], size: tuple[int, int], decode: Decoder) -> list[Tensor | None]:
     """The window [3, h, w] of every JPEG; None for those that are refused."""
     found: list[Tensor | None] = []
     for first, end in pairwise(_bounds([window.pixels for _, window in jpegs])):
@@ -121,7 +121,7 @@ def _cut_out_at_once(jpegs: list[Jpeg], size: tuple[int, int], decode: Decoder) 
         return [None] * len(jpegs)
     scale(images, windows)
     cut = torch.stack([_cut(image, windows[index].corner, size) for index, image in images.items()])
-    mirrored = send(torch.tensor([windows[index].mirrored for index in images]), cut.device)
+    mirrored = send_to_device(torch.tensor([windows[index].mirrored for index in images]), cut.device)
     rows = dict(zip(images, torch.where(mirrored[:, None, None, None], cut.flip(3), cut), strict=True))
     return [rows.get(index) for index in range(len(jpegs))]
 

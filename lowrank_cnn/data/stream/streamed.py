@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lowrank_cnn.data.augment import Augment, cut_out, draw_moves, send
-from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, decode_image, fit, stack
+from lowrank_cnn.data.augment import Augment, cut_out, draw_moves, send_to_device
+from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, cover_and_crop, decode_image, stack
 from lowrank_cnn.data.images.framing import Framing
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, to_unit
 from lowrank_cnn.data.readers.decoding import sample_rows
@@ -79,7 +79,7 @@ class StreamedSplit:
 
     def _decode(self, row: int) -> Tensor:
         image = decode_image(self.store.read(row), channels=self.channels)
-        image = fit(image, *self.size[1:]) if self.size else image
+        image = cover_and_crop(image, *self.size[1:]) if self.size else image
         return stack([image.tobytes()], image.height, image.width, self.channels)[0].permute(2, 0, 1)
 
 
@@ -149,7 +149,7 @@ class StreamedLoader:
                 yield trouble, ()
                 continue
             images = self._finish(self._send([part.images for part in read]), epoch, batch)
-            yield trouble, (images, send(labels, self.device))
+            yield trouble, (images, send_to_device(labels, self.device))
 
     def _training_parts(self, epoch: int) -> EpochParts:
         """The parts that this process reads in an epoch: its lanes, divided among its workers."""

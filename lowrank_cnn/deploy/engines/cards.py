@@ -12,7 +12,7 @@ from lowrank_cnn.system.files import write_atomically
 from lowrank_cnn.system.text import si
 
 
-def write_card(
+def write_export_card(
     path: Path, name: str, *, macs: int, error: float | None, precision: str, accuracy: str = ""
 ) -> Path:
     """Write FILE.md beside a file that was exported just now."""

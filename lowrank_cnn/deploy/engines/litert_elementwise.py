@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lowrank_cnn.deploy.engines.litert_file import LitertTensor, constant
-from lowrank_cnn.deploy.engines.litert_graph import CHANNELS_LAST, OnnxNode, Translation, activation_of
+from lowrank_cnn.deploy.engines.litert_graph import CHANNELS_LAST, OnnxNode, Translation, litert_activation
 
 Translator = Callable[[Translation, OnnxNode], None]
 
@@ -47,7 +47,7 @@ def _same(values: Translation, node: OnnxNode) -> None:
 
 
 def _clip(values: Translation, node: OnnxNode) -> None:
-    known = activation_of(node, values.constants)
+    known = litert_activation(node, values.constants)
     if known is not None:
         return _unary(known)(values, node)
     tensor, _ = values.stored(node.inputs[0])

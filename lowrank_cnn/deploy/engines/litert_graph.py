@@ -125,7 +125,7 @@ def with_activations(
     makers: dict[str, int] = {}
     kept: list[OnnxNode] = []
     for node in nodes:
-        activation = activation_of(node, constants)
+        activation = litert_activation(node, constants)
         place = makers.get(node.inputs[0]) if node.inputs else None
         if activation and place is not None and uses[node.inputs[0]] == 1 and kept[place].activation == "NONE":
             kept[place] = replace(kept[place], outputs=node.outputs, activation=activation)
@@ -136,7 +136,7 @@ def with_activations(
     return kept
 
 
-def activation_of(node: OnnxNode, constants: dict[str, ndarray]) -> str | None:
+def litert_activation(node: OnnxNode, constants: dict[str, ndarray]) -> str | None:
     """The name in LiteRT's schema of an activation that may be part of another operation."""
     if node.kind == "Relu":
         return "RELU"

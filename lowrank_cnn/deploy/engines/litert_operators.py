@@ -20,7 +20,7 @@ from lowrank_cnn.deploy.engines.litert_windows import (
     conv,
     crop,
     fill,
-    max_pool,
+    litert_max_pool,
 )
 
 
@@ -229,7 +229,7 @@ OPERATORS: dict[str, Translator] = {
     "GlobalMaxPool": _reduce("REDUCE_MAX"),
     "InstanceNormalization": _instance_norm,
     "MatMul": _matmul,
-    "MaxPool": max_pool,
+    "MaxPool": litert_max_pool,
     "Pad": _pad,
     "ReduceMax": _reduce("REDUCE_MAX"),
     "ReduceMean": _reduce("MEAN"),

@@ -82,7 +82,7 @@ def conv(values: Translation, node: OnnxNode) -> None:
     values.last[node.outputs[0]] = values.graph.add(kind, parts, shape, **options)
 
 
-def max_pool(values: Translation, node: OnnxNode) -> None:
+def litert_max_pool(values: Translation, node: OnnxNode) -> None:
     """A max-pool: behind a ReLU it is padded with zeros, else with the lowest value."""
     if any(step != 1 for step in node.attributes.get("dilations", ())) or len(node.outputs) > 1:
         raise node.refused("has dilations or gives places")

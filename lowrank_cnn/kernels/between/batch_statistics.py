@@ -90,7 +90,7 @@ def keep_running(
 
 
 @triton.jit
-def merge(
+def merge_shares(
     means, squares,  # [shares, TOTAL] float32
     mean, rstd,  # [TOTAL] float32, written
     running_mean, running_var,  # [TOTAL], updated
@@ -130,7 +130,7 @@ def track(
     pixels, momentum, eps,
     TOTAL: tl.constexpr, RUNNING: tl.constexpr, TRACKED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The last step of `merge` for a known mean and variance."""
+    """The last step of `merge_shares` for a known mean and variance."""
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     inside = lane < TOTAL
     centre = tl.load(mean + lane, mask=inside, other=0.0)
@@ -151,7 +151,7 @@ class Sharing(NamedTuple):
     count: int
 
 
-def share_out(pixels: int, channels: int, device: torch.device, values: int | None = None) -> Sharing:
+def split_sum(pixels: int, channels: int, device: torch.device, values: int | None = None) -> Sharing:
     """Divide a sum over pixels. A kernel that needs many registers per value takes fewer `values` per round."""
     values, lanes = values or VALUES, lanes_of(channels)
     block = values // lanes
@@ -178,7 +178,7 @@ def batch_norm_statistics(
     gradient of the normalised result accounts for the statistics being functions of the input.
     """
     channels, pixels = x.shape[1], x.numel() // x.shape[1]
-    share = share_out(pixels, channels, x.device)
+    share = split_sum(pixels, channels, x.device)
     parts = torch.empty((2, share.count, channels), device=x.device, dtype=torch.float32)
     statistics[(share.count, ceil_div(channels, share.lanes))](
         pixels_last(x), parts[0], parts[1], pixels,
@@ -186,7 +186,7 @@ def batch_norm_statistics(
     )  # fmt: skip
     mean, rstd = (torch.empty(channels, device=x.device, dtype=torch.float32) for _ in range(2))
     updated, flags = _running(running_mean, running_var, tracked, mean)
-    merge[(ceil_div(channels, MERGED),)](
+    merge_shares[(ceil_div(channels, MERGED),)](
         parts[0], parts[1], mean, rstd, *updated, pixels, share.block * share.rounds, share.count, momentum, eps,
         TOTAL=channels, **flags, SHARES=power_above(share.count), LANES=MERGED, num_warps=4,
     )  # fmt: skip

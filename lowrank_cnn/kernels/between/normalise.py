@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_cnn.kernels.between.affine import activated, affine, of_channels, times_slope
-from lowrank_cnn.kernels.between.batch_statistics import VALUES, share_out
+from lowrank_cnn.kernels.between.batch_statistics import VALUES, split_sum
 from lowrank_cnn.kernels.gpu import on_its_device
 from lowrank_cnn.kernels.problem import empty_maps, pixels_last
 from lowrank_cnn.kernels.tiles import lanes_of
@@ -198,7 +198,7 @@ def batch_norm_activation_backward(
     pixels = x.numel() // channels
     dx, sums, kept = _gradients(x, second, residual)
     store = kept.numel() > 0
-    share = share_out(pixels, channels, x.device, VALUES // 2 if store else VALUES)
+    share = split_sum(pixels, channels, x.device, VALUES // 2 if store else VALUES)
     tiles = ceil_div(channels, share.lanes)
     g, source, scales = pixels_last(grad), pixels_last(x), affine(mean, rstd, weight, bias)
     before = kept.permute(0, 2, 3, 1) if store else kept

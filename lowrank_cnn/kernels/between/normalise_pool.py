@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowrank_cnn.kernels.between.affine import affine, of_channels
-from lowrank_cnn.kernels.between.batch_statistics import share_out
+from lowrank_cnn.kernels.between.batch_statistics import split_sum
 from lowrank_cnn.kernels.between.pool import PoolGeometry, pool_geometry, won_from
 from lowrank_cnn.kernels.gpu import on_its_device
 from lowrank_cnn.kernels.problem import empty_maps, pixels_last
@@ -206,7 +206,7 @@ def batch_norm_relu_pool_backward(
     pool = pool_geometry(x.shape, kernel, stride, padding, ceil)
     channels = x.shape[1]
     g, results = pixels_last(grad), grad.numel() // channels
-    share = share_out(results, channels, x.device)
+    share = split_sum(results, channels, x.device)
     tiles = ceil_div(channels, share.lanes)
     parts = torch.empty((2, share.count, channels), device=x.device, dtype=torch.float32)
     pooled_sums[(share.count, tiles)](

@@ -63,16 +63,16 @@ def block_of(columns, ROWS: tl.constexpr, HALVINGS: tl.constexpr):
 
 
 @triton.jit
-def groups_of(row, TOTAL: tl.constexpr, HALVINGS: tl.constexpr):
+def first_channels(row, TOTAL: tl.constexpr, HALVINGS: tl.constexpr):
     """The pixel of each row, and its first channel."""
     groups: tl.constexpr = (TOTAL + (1 << HALVINGS) - 1) >> HALVINGS
     return (row // groups)[:, None], (row % groups << HALVINGS)[:, None]
 
 
 @triton.jit
-def place_of(row, rows, aside, TOTAL: tl.constexpr, HALVINGS: tl.constexpr):
+def offsets_aside(row, rows, aside, TOTAL: tl.constexpr, HALVINGS: tl.constexpr):
     """Offsets of the blocks `aside` channels away from the rows, and which of their values exist."""
-    pixel, first = groups_of(row, TOTAL, HALVINGS)
+    pixel, first = first_channels(row, TOTAL, HALVINGS)
     lane = first + aside + tl.arange(0, 1 << HALVINGS)[None, :]
     return pixel * TOTAL + lane, (row < rows)[:, None] & (lane >= 0) & (lane < TOTAL)
 
@@ -91,7 +91,7 @@ def channels_about(
     count: tl.constexpr = BEFORE + (1 << HALVINGS) + AFTER
     values = ()
     for i in tl.static_range((spare + count + (1 << HALVINGS) - 1) >> HALVINGS):
-        place, keep = place_of(row, rows, (i << HALVINGS) - BEFORE - spare, TOTAL, HALVINGS)
+        place, keep = offsets_aside(row, rows, (i << HALVINGS) - BEFORE - spare, TOTAL, HALVINGS)
         values = values + values_of(tl.load(x + place, mask=keep, other=0.0), ROWS, HALVINGS)
     return values[spare : spare + count]
 
@@ -156,7 +156,7 @@ def response_norm(
     out = ()
     for i in tl.static_range(len(below)):
         out = out + (near[BEFORE + i] * powers(below[i], beta, ROOTS)[0],)
-    place, keep = place_of(row, rows, 0, TOTAL, HALVINGS)
+    place, keep = offsets_aside(row, rows, 0, TOTAL, HALVINGS)
     tl.store(y + place, block_of(out, ROWS, HALVINGS).to(y.dtype.element_ty), mask=keep)
 
 
@@ -182,14 +182,14 @@ def response_norm_gradient(
         own = own + (g[i] * power,)
         part = own[i] * (near[BEFORE + i] * inverse)
         if BARE:  # without k, windows beyond the borders may hold only zeros: mask their 0/0
-            lane = groups_of(row, TOTAL, HALVINGS)[1] + i - AFTER
+            lane = first_channels(row, TOTAL, HALVINGS)[1] + i - AFTER
             part = tl.where((lane >= 0) & (lane < TOTAL), part, 0.0)
         shared = shared + (part,)
     shared = window_sums(shared, BEFORE + 1 + AFTER)
     out = ()
     for i in tl.static_range(len(shared)):
         out = out + (own[AFTER + i] - 2 * scale * beta * (near[BEFORE + AFTER + i] * shared[i]),)
-    place, keep = place_of(row, rows, 0, TOTAL, HALVINGS)
+    place, keep = offsets_aside(row, rows, 0, TOTAL, HALVINGS)
     tl.store(dx + place, block_of(out, ROWS, HALVINGS).to(dx.dtype.element_ty), mask=keep)
 
 

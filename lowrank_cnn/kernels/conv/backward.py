@@ -1,10 +1,10 @@
 """Gradients of the composite convolution in plain Triton: three kernels, run one after the other.
 
 1. `undo_pool` or `undo_relu` takes the gradient back through pool and ReLU, and sums the bias gradient on the way.
-2. `input_gradient` is an implicit matrix product like `tiled`: a program computes one box of input pixels for one
-   tile of input channels, and all groups and taps add into one accumulator.
-3. `weight_gradient` is a product over pixels: a program computes filters x channels of one tap over a share of the
-   boxes, and the shares are added in float32 by atomics.
+2. `input_gradient_kernel` is an implicit matrix product like `tiled`: a program computes one box of input pixels
+   for one tile of input channels, and all groups and taps add into one accumulator.
+3. `weight_gradient_kernel` is a product over pixels: a program computes filters x channels of one tap over a share
+   of the boxes, and the shares are added in float32 by atomics.
 
 Maps are [N, H, W, C] in memory. Boxes are fetched by the tensor memory accelerator, which fills zeros outside.
 """
@@ -114,7 +114,7 @@ def undo_relu(
 
 
 @triton.jit
-def input_gradient(
+def input_gradient_kernel(
     g,  # descriptor of the gradient [N, H', W', filters]
     w,  # descriptor of [taps * CHANNELS of all groups, filters], as `pack.pack_turned` lays it
     dx,  # descriptor of the input's gradient [N, H, W, CHANNELS]
@@ -147,7 +147,7 @@ def input_gradient(
 
 
 @triton.jit
-def weight_gradient(
+def weight_gradient_kernel(
     g,  # descriptor of the gradient [N, H', W', filters]
     x,  # descriptor of the input [N, H, W, CHANNELS]
     dw,  # [taps * filters of all groups, CHANNELS] float32, added to
@@ -251,7 +251,7 @@ def write_input_gradient(
     depth = min(tile.depth, power_above(packed.shape[1]))
     filters = min(tile.filters, power_above(problem.channels))
     tiles = ceil_div(problem.channels, filters)
-    start(input_gradient, (tiles * counts[0] * counts[1] * counts[2],))(
+    start(input_gradient_kernel, (tiles * counts[0] * counts[1] * counts[2],))(
         TensorDescriptor.from_tensor(g, [images, rows, columns, depth]),
         TensorDescriptor.from_tensor(packed, [filters, depth]),
         TensorDescriptor.from_tensor(dx, [images, rows, columns, filters]),
@@ -277,7 +277,7 @@ def launch_weight_gradient(
     splits = shares(tiles, boxes, programs)
     total = sum(group.taps * group.filters for group in problem.groups)
     dw = torch.zeros((total, problem.channels), device=g.device)
-    start(weight_gradient, (tiles * splits,))(
+    start(weight_gradient_kernel, (tiles * splits,))(
         TensorDescriptor.from_tensor(g, [images, rows, columns, filters]),
         TensorDescriptor.from_tensor(pixels, [images, rows, columns, depth]),
         dw, counts[1], counts[2], GROUPS=tuple(map(tuple, groups)), TILES=tiles,

@@ -59,7 +59,7 @@ def compute_gradients(
         return None, dw, db
     if problem.stride != (1, 1) and stride_parity.unsupported(problem) is None:
         g, db = backward.launch_undo(problem, g, seen, programs, need_bias=need_bias)
-        dx = stride_parity.input_gradient(problem, g, weights, _write_parity) if need_input else None
+        dx = stride_parity.strided_input_gradient(problem, g, weights, _write_parity) if need_input else None
         return dx, stride_parity.weight_gradients(problem, g, pixels, weight_gradient), db
     if fold.folded(problem) is not None:
         return _unfolded_gradients(problem, grad, x, weights, seen, need_input=need_input, need_bias=need_bias)

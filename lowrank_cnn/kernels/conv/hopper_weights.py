@@ -157,7 +157,7 @@ def all_but(LEFT: gl.constexpr, acc0, acc1, acc2, acc3, acc4, TAPS: gl.constexpr
 
 
 @gluon.jit
-def add_up(
+def add_share(
     dw,  # [channels, width] float32, added to
     acc, channels, filters, width,
 ):  # fmt: skip
@@ -172,15 +172,15 @@ def add_up(
 def add_all(target, tap, inside, acc0, acc1, acc2, acc3, acc4, TAPS: gl.constexpr):
     """Add all taps to the sums of the other shares; they are `tap` values apart."""
     channels, filters, width = inside
-    add_up(target, acc0, channels, filters, width)
+    add_share(target, acc0, channels, filters, width)
     if TAPS > 1:
-        add_up(target + tap, acc1, channels, filters, width)
+        add_share(target + tap, acc1, channels, filters, width)
     if TAPS > 2:
-        add_up(target + 2 * tap, acc2, channels, filters, width)
+        add_share(target + 2 * tap, acc2, channels, filters, width)
     if TAPS > 3:
-        add_up(target + 3 * tap, acc3, channels, filters, width)
+        add_share(target + 3 * tap, acc3, channels, filters, width)
     if TAPS > 4:
-        add_up(target + 4 * tap, acc4, channels, filters, width)
+        add_share(target + 4 * tap, acc4, channels, filters, width)
 
 
 @gluon.jit

@@ -64,7 +64,7 @@ def pixels_of(pixels: Tensor, conv: ParityConv, stride: Pair) -> Tensor:
     return pixels[:, conv.parity[0] :: stride[0], conv.parity[1] :: stride[1]]
 
 
-def input_gradient(
+def strided_input_gradient(
     problem: Problem,
     g: Tensor,
     weights: Sequence[Tensor],

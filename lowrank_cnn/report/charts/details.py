@@ -9,7 +9,7 @@ from lowrank_cnn.report.charts.colours import kind_colours
 from lowrank_cnn.report.charts.vega import Spec, filled, template
 from lowrank_cnn.report.comparing import is_twin
 from lowrank_cnn.report.datasets import trained_label
-from lowrank_cnn.report.details import AnswerDetails, add_up
+from lowrank_cnn.report.details import AnswerDetails, pool_answers
 from lowrank_cnn.report.records import NetworkResult
 from lowrank_cnn.system.text import counted, percent
 
@@ -30,7 +30,7 @@ def details_charts(results: Sequence[NetworkResult]) -> list[dict[str, Any]]:
             trained = trained_label(result.data, result.recipe)
             colours = kind_colours(dense=is_twin(result))
             about = {"network": result.label, "trained": trained, "runs": len(details), "colours": colours}
-            found.append(about | _plain(add_up(details)))
+            found.append(about | _plain(pool_answers(details)))
     return found
 
 

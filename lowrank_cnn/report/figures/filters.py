@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.report.figures.options import FigureOptions
-from lowrank_cnn.report.figures.style import COLUMN, headline, image_axes, new_figure
+from lowrank_cnn.report.figures.style import COLUMN, image_axes, new_figure, title_over
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import TIMES, counted
 
@@ -39,7 +39,7 @@ def draw_filters(_name: str, options: FigureOptions) -> Figure:
     banks = filter_banks(first_conv(network))
     mosaics = [mosaic(bank.weight[:MOST_FILTERS]) for bank in banks]
     figure = new_figure(COLUMN, 0.8 + min(4.0, COLUMN / len(banks)))
-    headline(figure, f"First layer of {label}")
+    title_over(figure, f"First layer of {label}")
     for place, (bank, image) in enumerate(zip(banks, mosaics, strict=True)):
         axes = figure.add_subplot(1, len(banks), place + 1)
         axes.imshow(image, interpolation="nearest")

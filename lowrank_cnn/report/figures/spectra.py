@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.report.figures.options import FigureOptions, network_name
-from lowrank_cnn.report.figures.style import COLUMN, CYCLE, INK, ORANGE, headline, new_figure
+from lowrank_cnn.report.figures.style import COLUMN, CYCLE, INK, ORANGE, new_figure, title_over
 from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError, require
 from lowrank_cnn.system.text import TIMES
@@ -32,7 +32,7 @@ def draw_spectra(_name: str, options: FigureOptions) -> Figure:
     label, network = options.network("nin")
     layers = dense_layers(network)
     figure = new_figure(COLUMN, max(3.8, 1.8 + 0.22 * len(layers)))
-    headline(figure, f"Singular values of the dense filters of {label}")
+    title_over(figure, f"Singular values of the dense filters of {label}")
     space, channels = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
     _draw_space(space, layers)
     _draw_channels(channels, layers)
@@ -69,7 +69,7 @@ def spatial_energy(weight: Tensor) -> Tensor:
     return (energy / energy.sum(dim=1, keepdim=True).clamp_min(1e-300)).mean(dim=0)
 
 
-def channel_energy(weight: Tensor) -> Tensor:
+def singular_energy(weight: Tensor) -> Tensor:
     """The share of energy in the first n singular values of the filters as rows, for n = 1, 2, ..."""
     energy = torch.linalg.svdvals(weight.flatten(1).double()) ** 2
     return energy.cumsum(0) / energy.sum()
@@ -97,11 +97,11 @@ def _draw_space(axes: Axes, layers: dict[str, Tensor]) -> None:
 
 def _draw_channels(axes: Axes, layers: dict[str, Tensor]) -> None:
     for place, (name, weight) in enumerate(layers.items()):
-        held = channel_energy(weight)
+        held = singular_energy(weight)
         ranks = [(n + 1) / len(held) for n in range(len(held))]
         look = _look(name, place, len(layers))
         axes.plot(ranks, held.numpy(), linewidth=1.6, **look)
-        chance = channel_energy(_random_like(weight))
+        chance = singular_energy(_random_like(weight))
         axes.plot(ranks, chance.numpy(), linewidth=1.0, color=look["color"], linestyle=":")
     axes.plot([], [], linewidth=1.0, color=INK, linestyle=":", label="random filters")
     axes.set_title("Over channels: filters as rows", fontsize=9)

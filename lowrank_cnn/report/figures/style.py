@@ -92,7 +92,7 @@ def save(figure: Figure, out: Path) -> Path:
     return out
 
 
-def headline(figure: Figure, title: str) -> None:
+def title_over(figure: Figure, title: str) -> None:
     """A title over several panels, where a single one would have its own."""
     figure.suptitle(title, x=0.015, ha="left", fontsize=10, fontweight="bold")
 

@@ -12,11 +12,11 @@ from PIL import Image
 from lowrank_cnn.data.images.decode import (
     BadImageError,
     ImageHeader,
+    cover_and_crop,
     crop_at,
     decode_image,
-    fit,
-    read_header,
-    resize_shorter,
+    image_header,
+    scale_shorter,
     stack,
 )
 
@@ -66,8 +66,8 @@ def test_palette_with_transparent_bytes() -> None:
 
 
 def test_what_a_header_tells(photo: Callable[..., bytes]) -> None:
-    assert read_header(photo(0, size=(12, 10))) == ImageHeader(12, 10, grey=False)
-    assert read_header(photo(0, size=(5, 7), mode="L", format="JPEG")) == ImageHeader(5, 7, grey=True)
+    assert image_header(photo(0, size=(12, 10))) == ImageHeader(12, 10, grey=False)
+    assert image_header(photo(0, size=(5, 7), mode="L", format="JPEG")) == ImageHeader(5, 7, grey=True)
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])
@@ -124,17 +124,17 @@ def test_other_files_are_not_images(data: bytes) -> None:
 
 def test_resizing_and_fitting() -> None:
     image = Image.new("RGB", (50, 30), (9, 8, 7))
-    assert resize_shorter(image, 15).size == (25, 15)
-    assert resize_shorter(image, 30) is image
-    assert fit(image, 20, 20).size == (20, 20)
-    assert fit(image, 30, 50) is image
-    assert (np.asarray(fit(image, 64, 10)) == [9, 8, 7]).all()
+    assert scale_shorter(image, 15).size == (25, 15)
+    assert scale_shorter(image, 30) is image
+    assert cover_and_crop(image, 20, 20).size == (20, 20)
+    assert cover_and_crop(image, 30, 50) is image
+    assert (np.asarray(cover_and_crop(image, 64, 10)) == [9, 8, 7]).all()
 
 
 def test_fitting_keeps_the_centre() -> None:
     image = Image.new("L", (30, 10))
     image.paste(255, (10, 0, 20, 10))
-    assert np.asarray(fit(image, 10, 10)).min() == 255
+    assert np.asarray(cover_and_crop(image, 10, 10)).min() == 255
 
 
 def test_windows_beyond_the_image_are_filled() -> None:
@@ -190,7 +190,7 @@ def turned(how: int, format: str = "JPEG") -> bytes:
 @pytest.mark.parametrize("how", [1, 3, 6, 8])
 def test_a_photograph_is_upright_however_the_camera_was_held(how: int, format: str) -> None:
     data = turned(how, format)
-    assert read_header(data) == ImageHeader(20, 40, grey=False)
+    assert image_header(data) == ImageHeader(20, 40, grey=False)
     values = np.asarray(decode_image(data, channels=1)).astype(int)
     assert values.shape == (20, 40)
     assert values[:8].min() > 200

@@ -10,7 +10,7 @@ import pytest
 
 from lowrank_cnn.data import ResidentSplit, open_data
 from lowrank_cnn.data.readers import cifar_binary
-from lowrank_cnn.data.readers.cifar_binary import content_sum, open_archive, open_folder
+from lowrank_cnn.data.readers.cifar_binary import content_sum, open_archive, open_cifar_folder
 from lowrank_cnn.system.errors import LowRankError
 
 NAMES = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")
@@ -68,7 +68,7 @@ def test_extracted_files_are_checked_by_content(tmp_path: Path, files: dict[str,
     for name, content in files.items():
         (inner / name).write_bytes(content)
     for place in (tmp_path, inner):
-        assert len(open_folder(place, content_sums=sums(files)).train) == 20
+        assert len(open_cifar_folder(place, content_sums=sums(files)).train) == 20
         with pytest.raises(LowRankError, match=r"train files .* do not hold the images of CIFAR-10"):
             open_data(place)
     (inner / NAMES[2]).unlink()

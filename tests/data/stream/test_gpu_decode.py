@@ -17,7 +17,7 @@ from torch import Tensor
 from lowrank_cnn.data import Augment, StreamedLoader, StreamedSplit, make_loader, open_data
 from lowrank_cnn.data.images.framing import ScaledCrop, plain_jpeg_size
 from lowrank_cnn.data.stream import gpu_decode, streamed
-from lowrank_cnn.data.stream.gpu_decode import cut_out, decode_each, find_decoder
+from lowrank_cnn.data.stream.gpu_decode import decode_each, decode_windows, find_decoder
 from lowrank_cnn.system.errors import LowRankError, MissingExtra
 
 WriteShards = Callable[..., list[Path]]
@@ -250,7 +250,7 @@ def test_one_refused_image_does_not_fail_the_others() -> None:
     assert [n for n, image in enumerate(found) if image is None] == [2, 7, 8]
     assert decode_each([], decoder) == []
     other = ScaledCrop((16, 17), (16, 17), (0, 0), False)  # what the header said is not what came
-    assert cut_out([(jpegs[0], other)], (14, 14), decoder) == [None]
+    assert decode_windows([(jpegs[0], other)], (14, 14), decoder) == [None]
 
 
 @pytest.mark.parametrize("augment", [Augment(crop=14, pad=2), Augment(crop=14)])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lowrank_cnn.deploy.engines.litert_file import LitertTensor
-from lowrank_cnn.deploy.engines.litert_graph import OnnxNode, Translation, activation_of, with_activations
+from lowrank_cnn.deploy.engines.litert_graph import OnnxNode, Translation, litert_activation, with_activations
 
 CONSTANTS = {name: np.array(value, np.float32) for name, value in (("zero", 0), ("two", 2), ("six", 6))}
 
@@ -50,7 +50,7 @@ def test_constants_are_transposed_at_once():
     ],
 )
 def test_activations_that_join_others(given: OnnxNode, found: str | None):
-    assert activation_of(given, CONSTANTS) == found
+    assert litert_activation(given, CONSTANTS) == found
 
 
 def test_an_activation_joins_what_it_alone_reads():

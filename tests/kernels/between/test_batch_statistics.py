@@ -42,7 +42,7 @@ def test_many_shares_and_turns(monkeypatch):
     # A GPU has many multiprocessors to share pixels out to before any takes a second turn.
     x = maps((3, 40, 13, 11) if DEVICE == "cpu" else (61, 40, 53, 51))
     pixels = x.numel() // 40
-    _, block, rounds, shares = ours.share_out(pixels, 40, x.device)
+    _, block, rounds, shares = ours.split_sum(pixels, 40, x.device)
     assert rounds > 1
     assert shares > 1
     assert pixels % (block * rounds) != 0

@@ -127,7 +127,7 @@ def test_many_shares_and_turns(monkeypatch):
         monkeypatch.setattr(module, "VALUES", 512)
     size = (3, 40, 13, 11) if DEVICE == "cpu" else (61, 40, 53, 51)
     x, residual, (weight, bias) = maps(size).requires_grad_(), maps(size, seed=2).requires_grad_(), affine(40)
-    assert batch_statistics.share_out(x.numel() // 40, 40, x.device)[2] > 1
+    assert batch_statistics.split_sum(x.numel() // 40, 40, x.device)[2] > 1
     tensors = (x, weight, bias, residual)
     wide = doubled(*tensors)
     y, right = ours(*tensors, "relu"), exact(*wide, "relu")

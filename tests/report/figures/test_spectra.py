@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lowrank_cnn.models import create_model
-from lowrank_cnn.report.figures.spectra import channel_energy, dense_layers, spatial_energy
+from lowrank_cnn.report.figures.spectra import dense_layers, singular_energy, spatial_energy
 
 
 def test_trained_filters_are_of_lower_rank_than_random_ones():
@@ -14,4 +14,4 @@ def test_trained_filters_are_of_lower_rank_than_random_ones():
 def test_spectra_know_a_rank_one_filter():
     rank_one = torch.einsum("dch,dcw->dchw", torch.randn(4, 3, 3), torch.randn(4, 3, 3))
     assert spatial_energy(rank_one)[0] == pytest.approx(1.0)
-    assert channel_energy(rank_one[:1].expand(5, -1, -1, -1))[0] == pytest.approx(1.0)
+    assert singular_energy(rank_one[:1].expand(5, -1, -1, -1))[0] == pytest.approx(1.0)
