@@ -18,6 +18,10 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("fuzz", derandomize=False, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
+# The bits of a sum depend on the number of threads: pytest without `make`, and what tests start, have one as well.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
