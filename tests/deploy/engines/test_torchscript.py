@@ -51,6 +51,6 @@ class WithOwnGradient(nn.Module):
 
 
 def test_a_network_with_a_gradient_of_its_own_is_refused_in_a_sentence(tmp_path: Path):
-    with pytest.raises(LowRankError, match="TorchScript cannot hold the network: .*'Doubled'"):
+    with pytest.raises(LowRankError, match=r"TorchScript cannot hold the network: .*'Doubled'"):
         export(WithOwnGradient(), tmp_path / "own.ts", input_size=(3, 8, 8))
     assert not list(tmp_path.iterdir())
