@@ -16,7 +16,6 @@ the saving in multiply-accumulates is kept. A file is written whole or not at al
 
 from __future__ import annotations
 
-import copy
 import importlib
 import shutil
 import tempfile
@@ -38,6 +37,7 @@ from lowrank_cnn.deploy.optimized import Optimized
 from lowrank_cnn.deploy.optimizing import reoptimize
 from lowrank_cnn.deploy.parity import parity
 from lowrank_cnn.deploy.runtime import EngineModel
+from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.models.files import Stored, read_weights, write_weights
 from lowrank_cnn.models.hub import resolve
@@ -154,7 +154,7 @@ def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = Fal
     """
     path = resolve(path)
     if path.is_dir() or (path.suffix in ("", ".json", ".safetensors") and path.with_suffix(".json").is_file()):
-        trained = load_checkpoint(path, network=copy.deepcopy(into))
+        trained = load_checkpoint(path, network=None if into is None else copy_with(into))
         note(trained.network, input_size=trained.input_size)
         return trained.network.eval()
     if not path.is_file():
