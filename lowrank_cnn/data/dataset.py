@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -51,7 +52,10 @@ class AsGiven:
 
 @dataclass(frozen=True, eq=False)
 class DatasetSplit:
-    """A Dataset whose items are (input, target), batched as its DataLoader would, or by torch's default."""
+    """A Dataset whose items are (input, target), batched as its DataLoader would, or by torch's default.
+
+    An input is a tensor; or a tuple or dictionary of them, for networks that take several.
+    """
 
     dataset: Dataset
     collate: Callable[[list[Any]], Any] | None = None
@@ -62,24 +66,46 @@ class DatasetSplit:
     """How many classes there are, where targets are class numbers; None for another task."""
 
     @property
-    def size(self) -> Size:
-        """The shape of one input, which must be a tensor [C, H, W]."""
+    def size(self) -> Size | None:
+        """The shape of one input, a tensor [C, H, W]; None where there are several inputs."""
         if not len(self):
             raise LowRankError("the data set has no items.")
         first = self.dataset[0]
         pair = isinstance(first, tuple | list) and (len(first) == 2 or (self.collate is not None and first))
         shape = tuple(getattr(first[0], "shape", ())) if pair else ()
+        plain = len(shape) == 3 and len(first) == 2  # the user's collation is then not called for this
+        if not plain and self._inputs(first) is not None:
+            return None
         if len(shape) != 3:
             raise LowRankError(
-                "an item of the data set is (image, target) with a tensor [C, H, W] as image, not "
-                f"{in_short(first)}: a transform such as ToTensor makes one of a picture, and other inputs need a "
-                "training loop of your own."
+                "an item of the data set is (image, target) with a tensor [C, H, W] as image, or with a tuple or "
+                f"dictionary of tensors, not {in_short(first)}: a transform such as ToTensor makes a tensor of a "
+                "picture, and other inputs need a training loop of your own."
             )
         return shape  # type: ignore[return-value]
 
     @property
+    def example(self) -> Any:
+        """The inputs of the first item as a batch: a tuple, or a dictionary by keyword; None for one image."""
+        return None if self.size else self._inputs(self.dataset[0])
+
+    def _inputs(self, item: Any) -> Any:
+        """Several inputs of a batch of one item; None where it has no tuple or dictionary of tensors."""
+        if self.collate is None and not (isinstance(item, tuple | list) and len(item) == 2):
+            return None
+        try:
+            batch = (self.collate or stacked)([item])
+            found = batch[0]
+        except Exception:  # the batches that are trained on tell more
+            return None
+        parts = found.values() if isinstance(found, dict) else found if isinstance(found, tuple | list) else ()
+        if isinstance(batch, str) or not parts or not all(isinstance(part, Tensor) for part in parts):
+            return None
+        return found if isinstance(found, dict) else tuple(found)
+
+    @property
     def channels(self) -> int:
-        return self.size[0]
+        return self.size[0] if self.size else 0
 
     @property
     def labels(self) -> Tensor:
@@ -93,10 +119,11 @@ class DatasetSplit:
         The first item is checked here, and the class numbers of a batch when it is read. A collation of the user's
         own may make such batches of other items.
         """
-        found = replace(self, classes=classes)
-        if self.size and self.collate is None:
+        found, size = replace(self, classes=classes), self.size
+        if self.collate is None:
             image, target = self.dataset[0]
-            _check_image(image)
+            if size:
+                _check_image(image)
             _check_target(target)
         check_labels(found.labels)
         return found
@@ -200,8 +227,9 @@ def stacked(items: list[Any]) -> Any:
 
     An error would come out of a worker process with the whole traceback in its text.
     """
-    shapes = sorted({tuple(getattr(image, "shape", ())) for image, _ in items})
-    if len(shapes) > 1:
+    parts = zip(*(tree_leaves(image) for image, _ in items), strict=False)
+    each = (sorted({tuple(getattr(image, "shape", ())) for image in part}) for part in parts)
+    if shapes := next((found for found in each if len(found) > 1), []):
         one, other = ("x".join(map(str, shape)) for shape in shapes[:2])
         return (
             f"the data set has images of {one} and of {other}, which make no batch: bring all to one size and "
@@ -330,4 +358,6 @@ def _summary(item: Any) -> Any:
         return tuple(item.shape), str(item.dtype), float(item.double().sum())
     if isinstance(item, tuple | list):
         return [_summary(part) for part in item]
+    if isinstance(item, dict):
+        return {key: _summary(part) for key, part in item.items()}
     return f"{item!r:.80}"

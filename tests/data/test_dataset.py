@@ -277,7 +277,12 @@ def test_class_numbers_may_be_of_any_whole_type(kind: torch.dtype) -> None:
         (lambda i: (IMAGE, i % 2 if i else -100), "its class number|an image of class number -100"),
         (lambda i: (IMAGE.expand(3 if i == 5 else 1, 8, 8), 0), "images of 1x8x8 and of 3x8x8"),
         (lambda i: (IMAGE, i % 2, "a.png"), r"not \(Tensor \[1, 8, 8\], int, str\)"),
-        (lambda i: ({"image": IMAGE}, 0), r"not \(dict, int\): .* a training loop of your own"),
+        (lambda i: ({"image": IMAGE}, 0), "cannot take inputs of 1x8x8: .* keyword argument 'image'"),
+        (lambda i: ({"image": IMAGE, "name": "a"}, 0), r"not \(dict, int\): .* a training loop of your own"),
+        (
+            lambda i: ((IMAGE, torch.rand(2 + (i == 5))), 0),
+            "images of 2 and of 3, which make no batch|cannot take",
+        ),
         (lambda i: (IMAGE, torch.eye(2)[i % 2]), r"take the argmax\(\) of one-hot"),
         (lambda i: (IMAGE.expand(1, 8, 8).permute(1, 2, 0), 0), "Channels come first"),
         (lambda i: (IMAGE * (torch.nan if i == 5 else 1), 0), "an image of epoch 1, batch . has NaN"),
