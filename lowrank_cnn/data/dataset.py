@@ -16,7 +16,9 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
     default_collate,
 )
 
@@ -155,7 +157,12 @@ class DatasetSplit:
         return len(self.dataset)  # type: ignore[arg-type]
 
     def subset(self, index: Tensor) -> DatasetSplit:
-        return replace(self, dataset=Subset(self.dataset, index.tolist()), own_loader=None)
+        if self.own_loader is not None:
+            raise LowRankError(
+                "images cannot be held out where a DataLoader has a sampler of its own, which chooses them: set "
+                "holdout=0, or give a Dataset."
+            )
+        return replace(self, dataset=Subset(self.dataset, index.tolist()))
 
     def describe(self, index: int) -> str:
         return f"item {index}"
@@ -187,7 +194,7 @@ class DatasetLoader:
     ) -> None:
         self.split, self.batch_size, self.seed, self.train = split, batch_size, seed, train
         self.device, self.workers = torch.device(device), workers or split.workers
-        self.own = split.own_loader if train else None
+        self.own = split.own_loader
         if world > 1:
             raise LowRankError("a data set of your own is trained on by one process; use open_data for several.")
         self._batches = check_batches(len(split), batch_size=batch_size, rank=rank, world=world, train=train)
@@ -281,7 +288,7 @@ def data_of(train: Any, test: Any) -> Data:
 
     Class names are those that the data set has (`classes`), if any.
     """
-    to_train, to_test = _split(train), _split(train if test is None else test)
+    to_train, to_test = _split(train), _tested(train if test is None else test)
     names = named_classes(to_train.dataset)
     name = type(to_train.dataset).__name__
     details = {"prepared_by": "user", **({"tested_on": "training images"} if test is None else {})}
@@ -318,9 +325,36 @@ def _split(part: Any) -> DatasetSplit:
         return DatasetSplit(dataset)
     if part.batch_sampler is None:
         raise LowRankError("the DataLoader makes no batches (batch_size=None): give it a batch_size.")
-    plain = isinstance(part.sampler, RandomSampler | SequentialSampler) and part.batch_size is not None
     collate = None if part.collate_fn is default_collate else part.collate_fn
-    return DatasetSplit(dataset, collate, part.num_workers, None if plain else part)
+    if isinstance(part.sampler, SubsetRandomSampler) and part.batch_size is not None:
+        dataset = Subset(dataset, sorted(part.sampler.indices))
+        return DatasetSplit(dataset, collate, part.num_workers)
+    return DatasetSplit(dataset, collate, part.num_workers, None if _takes_all(part) else part)
+
+
+def _takes_all(loader: DataLoader) -> bool:
+    """Whether the batches of an epoch have each item once, in any order."""
+    sampler = loader.sampler
+    drawn = isinstance(sampler, RandomSampler) and not sampler.replacement
+    whole = drawn and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    return loader.batch_size is not None and (whole or isinstance(sampler, SequentialSampler))
+
+
+def _tested(part: Any) -> DatasetSplit:
+    """The split to test on: each item that a sampler of the user's own gives, once, in the order of the data set.
+
+    How often an item is drawn by weights says nothing of what there is to test on.
+    """
+    split = _split(part)
+    if (loader := split.own_loader) is None:
+        return split
+    if isinstance(loader.sampler, WeightedRandomSampler):
+        chosen = loader.sampler.weights.nonzero()[:, 0].tolist()
+    else:
+        with torch.random.fork_rng(devices=[]):
+            batches = loader.batch_sampler if loader.batch_size is None else [loader.sampler]
+            chosen = sorted({int(index) for batch in batches or () for index in batch})
+    return replace(split, dataset=Subset(split.dataset, chosen), own_loader=None)
 
 
 def _check_image(image: Any) -> None:

@@ -76,6 +76,12 @@ class Extras:
             return
         if not callable(self.loss):
             raise LowRankError(f"a loss is a function of outputs and targets, not {self.loss!r:.60}.")
+        learned = self.loss.named_parameters() if isinstance(self.loss, nn.Module) else ()
+        if name := next((name for name, parameter in learned if parameter.requires_grad), ""):
+            raise LowRankError(
+                f"the loss has parameters ({name}), and fit trains those of the network: make them a part of the "
+                "network, or freeze them by loss.requires_grad_(False)."
+            )
         if self.teacher is not None:
             raise LowRankError("a loss of your own takes the place of the teacher's: ask the teacher within it.")
         if recipe.class_weights != "none":
