@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowrank_cnn.cli.show import console, print_json, print_table, status_line
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, LowRankWarning
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,7 +69,10 @@ def _cells(time: Sample | None) -> tuple[str, str]:
 
 
 def _thin_rival(source: Source, size: tuple[int, ...]) -> nn.Module | None:
-    """The dense network, thinned to the MACs of this one; None where there is none."""
+    """The dense network, thinned to about the MACs of this one; None where there is none.
+
+    Narrow networks are rounded to fewer channels at a time: in sixteens they would stay as they are.
+    """
     from lowrank_cnn.method.counting import count
     from lowrank_cnn.method.thinning import thin
     from lowrank_cnn.models.twins import dense_twin
@@ -78,6 +82,10 @@ def _thin_rival(source: Source, size: tuple[int, ...]) -> nn.Module | None:
         return None
     try:
         share = count(source.network, size).macs / count(dense, size).macs
-        return thin(dense.eval(), macs=share, input_size=size).eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LowRankWarning)
+            thinner = [thin(dense.eval(), macs=share, input_size=size, multiple=n).eval() for n in (16, 8, 4)]
+        costs = [count(one, size).macs / count(dense, size).macs / share for one in thinner]
+        return next((one for one, cost in zip(thinner, costs, strict=True) if 0.8 < cost < 1.2), None)
     except LowRankError:  # a network that cannot be thinned has no such rival
         return None

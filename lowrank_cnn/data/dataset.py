@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -15,7 +16,9 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
     default_collate,
 )
 
@@ -51,7 +54,10 @@ class AsGiven:
 
 @dataclass(frozen=True, eq=False)
 class DatasetSplit:
-    """A Dataset whose items are (input, target), batched as its DataLoader would, or by torch's default."""
+    """A Dataset whose items are (input, target), batched as its DataLoader would, or by torch's default.
+
+    An input is a tensor; or a tuple or dictionary of them, for networks that take several.
+    """
 
     dataset: Dataset
     collate: Callable[[list[Any]], Any] | None = None
@@ -62,24 +68,46 @@ class DatasetSplit:
     """How many classes there are, where targets are class numbers; None for another task."""
 
     @property
-    def size(self) -> Size:
-        """The shape of one input, which must be a tensor [C, H, W]."""
+    def size(self) -> Size | None:
+        """The shape of one input, a tensor [C, H, W]; None where there are several inputs."""
         if not len(self):
             raise LowRankError("the data set has no items.")
         first = self.dataset[0]
         pair = isinstance(first, tuple | list) and (len(first) == 2 or (self.collate is not None and first))
         shape = tuple(getattr(first[0], "shape", ())) if pair else ()
+        plain = len(shape) == 3 and len(first) == 2  # the user's collation is then not called for this
+        if not plain and self._inputs(first) is not None:
+            return None
         if len(shape) != 3:
             raise LowRankError(
-                "an item of the data set is (image, target) with a tensor [C, H, W] as image, not "
-                f"{in_short(first)}: a transform such as ToTensor makes one of a picture, and other inputs need a "
-                "training loop of your own."
+                "an item of the data set is (image, target) with a tensor [C, H, W] as image, or with a tuple or "
+                f"dictionary of tensors, not {in_short(first)}: a transform such as ToTensor makes a tensor of a "
+                "picture, and other inputs need a training loop of your own."
             )
         return shape  # type: ignore[return-value]
 
     @property
+    def example(self) -> Any:
+        """The inputs of the first item as a batch: a tuple, or a dictionary by keyword; None for one image."""
+        return None if self.size else self._inputs(self.dataset[0])
+
+    def _inputs(self, item: Any) -> Any:
+        """Several inputs of a batch of one item; None where it has no tuple or dictionary of tensors."""
+        if self.collate is None and not (isinstance(item, tuple | list) and len(item) == 2):
+            return None
+        try:
+            batch = (self.collate or stacked)([item])
+            found = batch[0]
+        except Exception:  # the batches that are trained on tell more
+            return None
+        parts = found.values() if isinstance(found, dict) else found if isinstance(found, tuple | list) else ()
+        if isinstance(batch, str) or not parts or not all(isinstance(part, Tensor) for part in parts):
+            return None
+        return found if isinstance(found, dict) else tuple(found)
+
+    @property
     def channels(self) -> int:
-        return self.size[0]
+        return self.size[0] if self.size else 0
 
     @property
     def labels(self) -> Tensor:
@@ -93,10 +121,11 @@ class DatasetSplit:
         The first item is checked here, and the class numbers of a batch when it is read. A collation of the user's
         own may make such batches of other items.
         """
-        found = replace(self, classes=classes)
-        if self.size and self.collate is None:
+        found, size = replace(self, classes=classes), self.size
+        if self.collate is None:
             image, target = self.dataset[0]
-            _check_image(image)
+            if size:
+                _check_image(image)
             _check_target(target)
         check_labels(found.labels)
         return found
@@ -128,7 +157,12 @@ class DatasetSplit:
         return len(self.dataset)  # type: ignore[arg-type]
 
     def subset(self, index: Tensor) -> DatasetSplit:
-        return replace(self, dataset=Subset(self.dataset, index.tolist()), own_loader=None)
+        if self.own_loader is not None:
+            raise LowRankError(
+                "images cannot be held out where a DataLoader has a sampler of its own, which chooses them: set "
+                "holdout=0, or give a Dataset."
+            )
+        return replace(self, dataset=Subset(self.dataset, index.tolist()))
 
     def describe(self, index: int) -> str:
         return f"item {index}"
@@ -160,7 +194,7 @@ class DatasetLoader:
     ) -> None:
         self.split, self.batch_size, self.seed, self.train = split, batch_size, seed, train
         self.device, self.workers = torch.device(device), workers or split.workers
-        self.own = split.own_loader if train else None
+        self.own = split.own_loader
         if world > 1:
             raise LowRankError("a data set of your own is trained on by one process; use open_data for several.")
         self._batches = check_batches(len(split), batch_size=batch_size, rank=rank, world=world, train=train)
@@ -200,8 +234,9 @@ def stacked(items: list[Any]) -> Any:
 
     An error would come out of a worker process with the whole traceback in its text.
     """
-    shapes = sorted({tuple(getattr(image, "shape", ())) for image, _ in items})
-    if len(shapes) > 1:
+    parts = zip(*(tree_leaves(image) for image, _ in items), strict=False)
+    each = (sorted({tuple(getattr(image, "shape", ())) for image in part}) for part in parts)
+    if shapes := next((found for found in each if len(found) > 1), []):
         one, other = ("x".join(map(str, shape)) for shape in shapes[:2])
         return (
             f"the data set has images of {one} and of {other}, which make no batch: bring all to one size and "
@@ -253,7 +288,7 @@ def data_of(train: Any, test: Any) -> Data:
 
     Class names are those that the data set has (`classes`), if any.
     """
-    to_train, to_test = _split(train), _split(train if test is None else test)
+    to_train, to_test = _split(train), _tested(train if test is None else test)
     names = named_classes(to_train.dataset)
     name = type(to_train.dataset).__name__
     details = {"prepared_by": "user", **({"tested_on": "training images"} if test is None else {})}
@@ -290,9 +325,36 @@ def _split(part: Any) -> DatasetSplit:
         return DatasetSplit(dataset)
     if part.batch_sampler is None:
         raise LowRankError("the DataLoader makes no batches (batch_size=None): give it a batch_size.")
-    plain = isinstance(part.sampler, RandomSampler | SequentialSampler) and part.batch_size is not None
     collate = None if part.collate_fn is default_collate else part.collate_fn
-    return DatasetSplit(dataset, collate, part.num_workers, None if plain else part)
+    if isinstance(part.sampler, SubsetRandomSampler) and part.batch_size is not None:
+        dataset = Subset(dataset, sorted(part.sampler.indices))
+        return DatasetSplit(dataset, collate, part.num_workers)
+    return DatasetSplit(dataset, collate, part.num_workers, None if _takes_all(part) else part)
+
+
+def _takes_all(loader: DataLoader) -> bool:
+    """Whether the batches of an epoch have each item once, in any order."""
+    sampler = loader.sampler
+    drawn = isinstance(sampler, RandomSampler) and not sampler.replacement
+    whole = drawn and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    return loader.batch_size is not None and (whole or isinstance(sampler, SequentialSampler))
+
+
+def _tested(part: Any) -> DatasetSplit:
+    """The split to test on: each item that a sampler of the user's own gives, once, in the order of the data set.
+
+    How often an item is drawn by weights says nothing of what there is to test on.
+    """
+    split = _split(part)
+    if (loader := split.own_loader) is None:
+        return split
+    if isinstance(loader.sampler, WeightedRandomSampler):
+        chosen = loader.sampler.weights.nonzero()[:, 0].tolist()
+    else:
+        with torch.random.fork_rng(devices=[]):
+            batches = loader.batch_sampler if loader.batch_size is None else [loader.sampler]
+            chosen = sorted({int(index) for batch in batches or () for index in batch})
+    return replace(split, dataset=Subset(split.dataset, chosen), own_loader=None)
 
 
 def _check_image(image: Any) -> None:
@@ -330,4 +392,6 @@ def _summary(item: Any) -> Any:
         return tuple(item.shape), str(item.dtype), float(item.double().sum())
     if isinstance(item, tuple | list):
         return [_summary(part) for part in item]
+    if isinstance(item, dict):
+        return {key: _summary(part) for key, part in item.items()}
     return f"{item!r:.80}"

@@ -16,7 +16,6 @@ the saving in multiply-accumulates is kept. A file is written whole or not at al
 
 from __future__ import annotations
 
-import copy
 import importlib
 import shutil
 import tempfile
@@ -38,7 +37,8 @@ from lowrank_cnn.deploy.optimized import Optimized
 from lowrank_cnn.deploy.optimizing import reoptimize
 from lowrank_cnn.deploy.parity import parity
 from lowrank_cnn.deploy.runtime import EngineModel
-from lowrank_cnn.method.selection import check_module
+from lowrank_cnn.method.rewriting import copy_with
+from lowrank_cnn.method.selection import check_module, check_values
 from lowrank_cnn.models.files import Stored, read_weights, write_weights
 from lowrank_cnn.models.hub import resolve
 from lowrank_cnn.system.errors import LowRankError
@@ -154,8 +154,8 @@ def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = Fal
     """
     path = resolve(path)
     if path.is_dir() or (path.suffix in ("", ".json", ".safetensors") and path.with_suffix(".json").is_file()):
-        trained = load_checkpoint(path, network=copy.deepcopy(into))
-        note(trained.network, input_size=trained.input_size)
+        trained = load_checkpoint(path, network=None if into is None else copy_with(into))
+        note(trained.network, input_size=trained.input_size or None)
         return trained.network.eval()
     if not path.is_file():
         raise LowRankError(f"there is no file {path}.")
@@ -185,6 +185,7 @@ def stored_of(model: nn.Module | Trained, input_size: Sequence[int] | None) -> S
     if isinstance(model, Trained):
         return model.stored(input_size)
     check_module(model)
+    check_values(model)
     size = input_size or notes(model).input_size
     stored = Stored(model, tuple(size) if size else None)
     if (carried := notes(model).training_card) is None:

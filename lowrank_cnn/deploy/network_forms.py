@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -10,7 +11,7 @@ from lowrank_cnn.deploy.layer_forms import LOW_RANK, THINNER, LayerAdvice
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.thinning import thin
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, LowRankWarning
 
 MIXED = "mixed"
 _MULTIPLE = 8
@@ -65,7 +66,9 @@ def _thinner(model: nn.Module, size: tuple[int, ...], share: float) -> nn.Module
     """A thinner network of at most this share: `thin` gives the nearest, which may lie above."""
     allowed = share * count(model, size).macs
     for part in (1.0, 0.9, 0.7, 0.5, 0.3):
-        found = thin(model, macs=part * share, input_size=size, multiple=_MULTIPLE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LowRankWarning)  # whether the MACs will do is decided here
+            found = thin(model, macs=part * share, input_size=size, multiple=_MULTIPLE)
         if count(found, size).macs <= allowed:
             return found
     raise LowRankError(f"no thinner network has {share:.3f} of the MACs.")

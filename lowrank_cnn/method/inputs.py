@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,38 @@ def arguments(
         return ((), dict(moved)) if isinstance(moved, Mapping) else (moved, {})
     image = torch.empty(1, *checked_size(inputs), device=device, dtype=dtype)
     return (image if image.is_meta else image.normal_(),), {}
+
+
+def call(network: Callable[..., Any], inputs: Any) -> Any:
+    """What a network gives for a batch: one tensor, several by position, or a dictionary of them by keyword."""
+    if isinstance(inputs, Mapping):
+        return network(**inputs)
+    return network(*inputs) if isinstance(inputs, tuple | list) else network(inputs)
+
+
+def blank(inputs: InputSize, device: torch.device | str, *, batch: int = 1) -> Any:
+    """A batch of black images of a size; of an example, its own values again and again."""
+    if not is_example(inputs):
+        return torch.zeros(batch, *checked_size(inputs), device=device)
+    return tree_map(lambda t: torch.cat([t.to(device)] * batch) if isinstance(t, Tensor) else t, inputs)
+
+
+def batch_length(inputs: Any) -> int:
+    """The number of items in a batch of one input or several."""
+    return next(len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+
+
+def in_words(inputs: InputSize) -> str:
+    """A size, or the sizes of the inputs of an example.
+
+    >>> in_words((3, 32, 32))
+    'images of 3x32x32'
+    >>> in_words((torch.zeros(1, 3, 8, 8), torch.zeros(1, 5)))
+    'inputs of 3x8x8 and 5'
+    """
+    tensors = [leaf.shape[1:] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    sizes = ["x".join(map(str, size)) or "one number" for size in tensors or [checked_size(inputs)]]
+    return f"{'inputs' if tensors else 'images'} of {' and '.join(sizes)}"
 
 
 def known_inputs(model: nn.Module, inputs: InputSize | None) -> InputSize:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 
 import torch
 from torch import nn
@@ -34,6 +34,38 @@ def held_by_functions(model: nn.Module) -> set[int]:
     return held
 
 
+def call_own_modules(new: nn.Module, copies: Mapping[int, object]) -> None:
+    """Let functions in attributes of a copied network call its modules, and not those of the original.
+
+    `copies` are the parts of the copy by the ids of their originals, as `copy.deepcopy` notes them.
+    """
+    for module in new.modules():
+        for name, value in list(vars(module).items()):
+            if name not in _OWN and isinstance(value, FunctionType):
+                vars(module)[name] = _with_own_modules(value, copies)
+
+
+def _with_own_modules(function: FunctionType, copies: Mapping[int, object]) -> FunctionType:
+    def own(value: object) -> object:
+        return copies.get(id(value), value) if isinstance(value, nn.Module) else value
+
+    cells = [CellType(own(cell.cell_contents)) if _filled(cell) else cell for cell in function.__closure__ or ()]
+    defaults = tuple(map(own, function.__defaults__ or ()))
+    closure = tuple(cells) if function.__closure__ else None
+    new = FunctionType(function.__code__, function.__globals__, function.__name__, defaults or None, closure)
+    named = function.__kwdefaults__
+    new.__kwdefaults__ = {name: own(value) for name, value in named.items()} if named else named
+    new.__dict__.update(function.__dict__)
+    found = [*map(id, _kept(new))] != [*map(id, _kept(function))]
+    return new if found else function
+
+
+def _kept(function: FunctionType) -> list[object]:
+    """What a function refers to by its closure and its defaults."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+    return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
 def _modules_behind(value: object, seen: set[int], *, inside: bool = False) -> Iterator[nn.Module]:
     """Modules reached through a function; a deep copy follows those that a container holds directly."""
     if id(value) in seen:
@@ -43,9 +75,7 @@ def _modules_behind(value: object, seen: set[int], *, inside: bool = False) -> I
         if inside:
             yield value
     elif isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
-        kept = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        for item in kept:
+        for item in _kept(value):
             yield from _modules_behind(item, seen, inside=True)
     elif isinstance(value, MethodType):
         if isinstance(value.__self__, nn.Module):

@@ -17,6 +17,7 @@ from lowrank_cnn.method.channel import FactoredLayer, build_factored, is_torch_l
 from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.init import followed_by_relu, init_
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.method.references import call_own_modules
 from lowrank_cnn.method.scheme import Scheme
 from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, exact_layer, shaped_layer
 from lowrank_cnn.system.errors import LowRankError, first_line
@@ -69,15 +70,18 @@ def copy_with(model: nn.Module, replaced: Mapping[Any, Any] = MappingProxyType({
     """A deep copy with some modules or tensors replaced, wherever and however often they are referred to.
 
     A weight that a hook computes from others (pruning, the older weight norm) is copied without its gradients:
-    torch copies no other tensor that was computed, and the hook computes it anew in every call.
+    torch copies no other tensor that was computed, and the hook computes it anew in every call. Functions kept in
+    attributes (`self.block = lambda x: conv(x)`) call the parts of the copy.
     """
     memo: dict[int, object] = {id(old): new for old, new in replaced.items()}
     computed = (v for part in model.modules() for v in vars(part).values() if isinstance(v, Tensor))
     memo |= {id(tensor): tensor.detach().clone() for tensor in computed if not tensor.is_leaf}
     try:
-        return copy.deepcopy(model, memo)
+        new = copy.deepcopy(model, memo)
     except (RuntimeError, TypeError) as error:
         raise LowRankError(f"the model cannot be copied: {first_line(error)}.") from error
+    call_own_modules(new, memo)
+    return new
 
 
 def replacement(conv: nn.Conv2d, scheme: Scheme) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
 
 import torch
 from torch import nn
@@ -104,6 +105,16 @@ def check_module(model: object) -> None:
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
             raise LowRankError(
                 f"{name or 'the model'} is lazy: run the model once, so that it knows its channels."
+            )
+
+
+def check_values(model: nn.Module) -> None:
+    """Refuse a network of which a part is on the meta device, as one that was built there and loaded in part."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise LowRankError(
+                f"{name} is on the meta device and has no values: load the weights first, or make some by "
+                'model.to_empty(device="cpu") and lr.init_(model).'
             )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.method.channel_order import Route, free_routes
+from lowrank_cnn.method.inputs import InputSize, checked_size
 from lowrank_cnn.method.layers import weights_of
 from lowrank_cnn.method.rewriting import (
     Change,
@@ -107,11 +108,11 @@ def has_learned(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def settle(network: nn.Module, input_size: Sequence[int] | None = None) -> nn.Module:
+def settle(network: nn.Module, input_size: InputSize | None = None) -> nn.Module:
     """A copy of plain convs and composites that computes the same; a network without masks is returned itself."""
     if not has_learned(network):
         return network
-    size = input_size or notes(network).input_size
+    size = notes(network).input_size if input_size is None else checked_size(input_size)
     if size is None:
         raise LowRankError("give the size of the images (channels, height, width) that the network takes.")
     routes = free_routes(network, size)

@@ -14,6 +14,7 @@ need no special rules.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
@@ -30,10 +31,12 @@ from lowrank_cnn.method.resizing import CONVS, LAYERS, NORMS, PendingLayer, take
 from lowrank_cnn.method.rewriting import copy_with, is_channels_last
 from lowrank_cnn.method.selection import check_rewritable
 from lowrank_cnn.system.autograd import upstream
-from lowrank_cnn.system.errors import LowRankError, first_line, nearest
+from lowrank_cnn.system.errors import LowRankError, LowRankWarning, first_line, nearest
 from lowrank_cnn.system.results import mapped, tensors_of
 
 _STEPS = 14
+_FAR = 0.2
+"""Users are told where the MACs miss what they asked for by more than this share of it."""
 
 
 def thin(
@@ -57,7 +60,7 @@ def thin(
       dictionary of them by keyword.
     - `multiple`: channels are rounded to multiples of this, which kernels of every engine run fast. A layer with
       fewer channels than this keeps them. With a large one, narrow layers stay as they are and wide ones have to
-      pay for it by `macs`: a `width` divides better.
+      pay for it by `macs`: a `width` divides better. A warning says where the MACs are far from `macs`.
     - `layers`: the widths of some layers, by name or by the name of a module around them, in place of `width`:
       {"head": 1.0} leaves a head as wide as it is.
 
@@ -81,7 +84,20 @@ def thin(
     target = float(share) * count(model, input_size).macs if width is None else 0
     new = _fresh(plan.at(float(share)) if width is not None else plan.nearest(target), model)
     _check_runs(new, input_size)
+    _tell_if_far(count(new, input_size).macs / count(model, input_size).macs, width, macs, multiple)
     return new
+
+
+def _tell_if_far(kept: float, width: float | None, macs: float | None, multiple: int) -> None:
+    """Warn where narrow layers cannot be what was asked for: a rival that is not thin proves nothing."""
+    small = "; a smaller multiple comes nearer" if multiple > 1 else ""
+    if macs is not None and abs(kept / macs - 1) > _FAR:
+        told = f"thin was asked for {macs:.2f} of the MACs, and comes to {kept:.2f}"
+    elif width is not None and width < 1 and kept == 1:
+        told = f"thin was asked for {width:.2f} of the channels, and makes no layer thinner"
+    else:
+        return
+    warnings.warn(f"{told}, in multiples of {multiple} channels{small}.", LowRankWarning, stacklevel=3)
 
 
 def _own_widths(model: nn.Module, layers: Mapping[str, float]) -> dict[nn.Module, float]:

@@ -9,6 +9,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from lowrank_cnn.method.converting import rows_of
 from lowrank_cnn.method.counting import LayerCount, count
+from lowrank_cnn.method.inputs import InputSize
 from lowrank_cnn.method.rewriting import Change, changes_of, low_rank_layers
 from lowrank_cnn.models.families import build_network
 from lowrank_cnn.models.network import Network
@@ -37,7 +38,7 @@ def dense_twin(model: nn.Module) -> Network | None:
     return build_network(**{**config, "name": dense, "scheme": None})
 
 
-def dense_cost(model: nn.Module, input_size: Sequence[int]) -> tuple[int, int] | None:
+def dense_cost(model: nn.Module, input_size: InputSize) -> tuple[int, int] | None:
     """Multiply-accumulates and parameters of a network before it was converted; its own where it never was.
 
     None if it has low-rank layers that no recorded conversion made: what they replaced is unknown.

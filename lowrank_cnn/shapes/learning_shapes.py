@@ -27,6 +27,7 @@ from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.channel_order import free_routes
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.init import weight_layers
+from lowrank_cnn.method.inputs import checked_size, is_example
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.method.selection import Where, check_rewritable
@@ -134,7 +135,10 @@ def learn_shapes(
     data = open_for(model, data, recipe)
     if options.get("loss") is None:
         data = for_classes(data)
-    size = input_size(data.test, augmentation(recipe))
+    inputs = input_size(data.test, augmentation(recipe))
+    if is_example(inputs):
+        raise LowRankError("learn_shapes takes networks of one image, and this one has several inputs.")
+    size = checked_size(inputs)
     shaped = _shaped(model, scheme, size, where, recipe)
     asked = {budget.kind: budget.share, "by": by, "shapes": str(scheme)}
     plan = ShapeBudget(asked, directory, device, batch)

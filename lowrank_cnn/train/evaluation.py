@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from lowrank_cnn.data import Data, Loader, Preprocess, make_loader, open_data
 from lowrank_cnn.data.dataset import for_classes, is_dataset
 from lowrank_cnn.data.image_progress import ImageProgress
 from lowrank_cnn.data.types import places_by_name
+from lowrank_cnn.method.inputs import call
+from lowrank_cnn.method.selection import check_values
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import counted, first_few
 from lowrank_cnn.train.checkpoint import CheckpointStore, DamagedCheckpointError, read_state
@@ -74,6 +77,7 @@ def evaluate(
     _check_size(trained, data)
     data.check_labels(only_test=True)  # the training images need not be decoded
     place = torch.device(resolve_device(device))
+    check_values(trained.network)
     network = trained.network.to(place)
     size = input_size(data.test, trained.augment)
     check_fits(network, size, len(trained.classes), place, output=trained.recipe.output)
@@ -93,7 +97,7 @@ def evaluate(
             network,
             batches,
             device=place,
-            forward=averaged_views(network, trained.recipe),
+            forward=averaged_views(partial(call, network), trained.recipe),
             classes=trained.classes,
             split=data.test,
         )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.method.inputs import call
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.memory import is_out_of_memory
 from lowrank_cnn.system.text import counted
@@ -54,7 +55,7 @@ class Interrupted(KeyboardInterrupt):
         return 128 + self.signal
 
 
-def first_not_finite(network: nn.Module, images: Tensor) -> str:
+def first_not_finite(network: nn.Module, images: Any) -> str:
     """Name the first layer, in the order of the forward pass, whose weights or output are not finite."""
     found: list[str] = []
 
@@ -69,7 +70,7 @@ def first_not_finite(network: nn.Module, images: Tensor) -> str:
     hooks = [module.register_forward_hook(partial(look, name)) for name, module in network.named_modules() if name]
     try:
         with torch.no_grad():
-            network(images)
+            call(network, images)
     finally:
         for handle in hooks:
             handle.remove()

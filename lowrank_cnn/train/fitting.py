@@ -14,6 +14,7 @@ from torch import nn
 from lowrank_cnn.data.dataset import AsGiven, for_classes, loader_batch
 from lowrank_cnn.data.types import Decode
 from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.selection import check_values
 from lowrank_cnn.method.settling import settle
 from lowrank_cnn.models.twins import dense_cost
 from lowrank_cnn.system.errors import LowRankError
@@ -88,7 +89,8 @@ def fit(
 
     - `data`: what `open_data` gives, or a path that it takes; or a Dataset or DataLoader of your own whose items
       are (image, target), or a pair of them to train and test on. Your own data is taken as it is: the recipe's
-      preprocessing and crops are not applied. A DataLoader's batch size replaces the recipe's.
+      preprocessing and crops are not applied. A DataLoader's batch size replaces the recipe's. In the place of the
+      image, a tuple or a dictionary of tensors holds the inputs of a network that takes several.
     - `loss`: a function of the outputs and targets of a batch in place of cross-entropy, for any other task.
     - `callbacks`: functions called after each epoch with its figures and the network; True ends the run.
     - `teacher`: a trained network whose answers count beside the labels (`distill_weight` of the recipe).
@@ -115,6 +117,7 @@ def fit(
     if not isinstance(model, nn.Module):
         hint = "give its .network" if hasattr(model, "network") else "create_model makes one from a name"
         raise LowRankError(f"fit trains an nn.Module, not a {type(model).__name__}: {hint}.")
+    check_values(model)
     names = ((log,) if isinstance(log, str) else tuple(log)) + (("tensorboard",) if tensorboard else ())
     check_loggers(names)
     if not checkpoint_every >= 0:  # a NaN is refused too

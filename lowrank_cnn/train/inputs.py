@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,8 +25,10 @@ from lowrank_cnn.data.dataset import AsGiven, DatasetSplit
 from lowrank_cnn.data.pixels import PixelAugment
 from lowrank_cnn.data.stream.streamed import frame
 from lowrank_cnn.data.types import Decode, Split
+from lowrank_cnn.method.inputs import InputSize, checked_size, is_example
 from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.results import tensors_of
 from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.mixing import Mixer
 from lowrank_cnn.train.recipe import Recipe
@@ -52,7 +55,7 @@ class Inputs:
     test: Loader
     preprocess: Preprocess
     watched: str
-    size: tuple[int, int, int]
+    size: InputSize
     vary: Vary
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Any]]:
@@ -82,7 +85,10 @@ def make_inputs(
     kept = data.holdout(held_out(recipe, len(data.train)), HOLDOUT_SEED) if recipe.holdout else data
     _check_batch(recipe, len(kept.train), len(data.train))
     size = input_size(data.test, augmentation(recipe))
-    _check_window(recipe, size, cropped=not isinstance(data.train, DatasetSplit))
+    if is_example(size):
+        _check_several(recipe)
+    else:
+        _check_window(recipe, size, cropped=not isinstance(data.train, DatasetSplit))
     preprocess = preprocess_from_dict(saved) if saved else preprocessing(kept.train, recipe, device)
     augment = augmentation(recipe)
 
@@ -153,9 +159,19 @@ def _check_batch(recipe: Recipe, images: int, all_images: int) -> None:
     )
 
 
-def _check_window(recipe: Recipe, size: tuple[int, int, int], *, cropped: bool) -> None:
+def _check_several(recipe: Recipe) -> None:
+    """Refuse what is done to images where a network takes several inputs: nothing says which of them is one."""
+    unused = {"mixup": 0, "cutmix": 0, "whiten_first": False, "test_mirror": False, "test_shift": 0}
+    for name, value in {**unused, "accumulate": 1, "quantize": "none"}.items():
+        if getattr(recipe, name) != value:
+            raise LowRankError(
+                f"{name} is for networks of one image, and this one has several inputs: leave it out."
+            )
+
+
+def _check_window(recipe: Recipe, size: InputSize, *, cropped: bool) -> None:
     """Refuse settings that leave nothing to see of images of this size; the user's own data is not cropped."""
-    _, height, width = size
+    _, height, width = checked_size(size)
     limits = {"test_shift": min(height, width)}
     limits |= {"cutout": 2 * max(height, width), "pad": max(height, width) + 1} if cropped else {}
     for field, limit in limits.items():
@@ -194,14 +210,16 @@ def evaluation_batch(split: Split, augment: Augment, world: int = 1) -> int:
 
     All batches are nearly equal in size, since kernels are chosen for each batch size.
     """
-    _, height, width = input_size(split, augment)
-    most = max(1, EVALUATION_PIXELS // (height * width) // world)
+    size = input_size(split, augment)
+    sizes = [tensor.shape for tensor in tensors_of(size)] if is_example(size) else [checked_size(size)]
+    pixels = max(prod(one[1:]) for one in sizes)
+    most = max(1, EVALUATION_PIXELS // pixels // world)
     batches = ceil_div(len(split), most * world)
     return max(1, ceil_div(len(split), max(1, batches) * world)) * world
 
 
-def input_size(split: Split, augment: Augment) -> tuple[int, int, int]:
-    """The size of the network's input in evaluation (channels, height, width)."""
+def input_size(split: Split, augment: Augment) -> InputSize:
+    """The size of the network's input in evaluation (channels, height, width); of several inputs an example."""
     if isinstance(split, DatasetSplit):
-        return split.size
+        return split.size or split.example
     return split.channels, *frame(split.size and split.size[1:], augment, train=False, fill=()).window

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from lowrank_cnn.data import Data
+from lowrank_cnn.data.dataset import DatasetSplit
 from lowrank_cnn.data.types import Decode
+from lowrank_cnn.method.inputs import InputSize, checked_size, is_example
 from lowrank_cnn.method.rewriting import in_channels_last
 from lowrank_cnn.models.rebuild import run_entry
 from lowrank_cnn.system.errors import LowRankError
@@ -74,6 +76,12 @@ class Extras:
             return
         if not callable(self.loss):
             raise LowRankError(f"a loss is a function of outputs and targets, not {self.loss!r:.60}.")
+        learned = self.loss.named_parameters() if isinstance(self.loss, nn.Module) else ()
+        if name := next((name for name, parameter in learned if parameter.requires_grad), ""):
+            raise LowRankError(
+                f"the loss has parameters ({name}), and fit trains those of the network: make them a part of the "
+                "network, or freeze them by loss.requires_grad_(False)."
+            )
         if self.teacher is not None:
             raise LowRankError("a loss of your own takes the place of the teacher's: ask the teacher within it.")
         if recipe.class_weights != "none":
@@ -162,7 +170,7 @@ class Job:
             saved=checkpoint.part("preprocess") if checkpoint else None,
         )
 
-    def step_builder(self, size: tuple[int, int, int], checkpoint: Checkpoint | None) -> StepBuilder:
+    def step_builder(self, size: InputSize, checkpoint: Checkpoint | None) -> StepBuilder:
         """The ways to run the model in training, with its stages recomputed or compiled as the options say."""
         placed = self.laid_out(size)
         if self.options.recompute and placed is self.model:
@@ -191,8 +199,9 @@ class Job:
 
     @property
     def graphs(self) -> bool:
-        """Whether steps may be recorded as CUDA graphs: by one process, on a CUDA device, by our own loss."""
-        alone = self.fabric.device.type == "cuda" and self.fabric.world_size == 1
+        """Whether steps may be CUDA graphs: by one process, on a CUDA device, of one input, by our own loss."""
+        several = isinstance(self.data.test, DatasetSplit) and self.data.test.example is not None
+        alone = self.fabric.device.type == "cuda" and self.fabric.world_size == 1 and not several
         return self.options.cuda_graphs and alone and self.extras.loss is None
 
     def objective(self, inputs: Inputs) -> Objective:
@@ -202,11 +211,14 @@ class Job:
         if recipe.class_weights == "balanced":
             weights = class_balance(self.data.train, len(self.data.classes)).to(device)
         if self.extras.teacher is not None:
+            if is_example(inputs.size):
+                raise LowRankError("a teacher takes one image, and this network has several inputs: leave it out.")
             given, autocast = self.extras.teacher, self.fabric.autocast
-            teacher = make_teacher(given, self.data, inputs.preprocess, device, autocast, inputs.size)
+            size = checked_size(inputs.size)
+            teacher = make_teacher(given, self.data, inputs.preprocess, device, autocast, size)
         return Objective(recipe, class_weights=weights, loss=self.extras.loss, teacher=teacher)
 
-    def laid_out(self, size: tuple[int, int, int]) -> nn.Module:
+    def laid_out(self, size: InputSize) -> nn.Module:
         """The model in channels_last, with its layers fused where that is possible and faster."""
         in_channels_last(self.model)
         if self.recipe.dropout is not None:
@@ -224,7 +236,7 @@ class Job:
         gains = self.graphs and not repeatable and not apart
         running = self.model
         if gains:
-            running = fused_to_train(running, size, self.shown.say, recompute=self.options.recompute)
+            running = fused_to_train(running, checked_size(size), self.shown.say, recompute=self.options.recompute)
         torch.backends.cudnn.benchmark = not repeatable  # not before: a few images need no search
         return running
 

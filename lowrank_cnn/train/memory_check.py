@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.data.resident import holds_bytes
+from lowrank_cnn.method.inputs import InputSize, blank, call, checked_size, in_words, is_example
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.inputs import augmentation
 from lowrank_cnn.train.recipe import Recipe
@@ -19,9 +19,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
 
-def check_memory(
-    network: nn.Module, data: Data, recipe: Recipe, size: Sequence[int], device: torch.device
-) -> None:
+def check_memory(network: nn.Module, data: Data, recipe: Recipe, size: InputSize, device: torch.device) -> None:
     """Refuse a run that cannot fit, with the size of its images and what would make it fit."""
     free = free_memory(device)
     if free is None:
@@ -31,9 +29,8 @@ def check_memory(
     maps = map_bytes(network, size) * max(1, recipe.batch_size // recipe.accumulate)
     if images + maps <= free:
         return
-    side = "x".join(map(str, size[1:]))
     raise LowRankError(
-        f"images of {side} take about {(images + maps) / 2**30:.1f} GiB ({images / 2**30:.1f} for the set, "
+        f"{in_words(size)} take about {(images + maps) / 2**30:.1f} GiB ({images / 2**30:.1f} for the set, "
         f"{maps / 2**30:.1f} for a batch of {recipe.batch_size}), and {free / 2**30:.1f} GiB are free: bring them "
         "to a smaller size (--image-size 64), use a smaller --batch-size, or --set accumulate=4."
     )
@@ -48,7 +45,7 @@ def held_bytes(split: ResidentSplit, recipe: Recipe, device: torch.device) -> in
 
 
 @torch.no_grad()
-def map_bytes(network: nn.Module, size: Sequence[int]) -> int:
+def map_bytes(network: nn.Module, size: InputSize) -> int:
     """Bytes of the maps of one image that the backward pass needs, measured on a smaller image and scaled up.
 
     Every layer's output counts once. Maps grow with the area of the image, weights do not.
@@ -60,7 +57,8 @@ def map_bytes(network: nn.Module, size: Sequence[int]) -> int:
         if isinstance(output, Tensor):
             total += output.numel() * 4
 
-    height, width = size[1:]
+    several = is_example(size)
+    channels, height, width = (0, 0, 0) if several else checked_size(size)
     shrink = max(1, min(height, width) // 128)
     layers = [module for module in network.modules() if not list(module.children())]
     hooks = [layer.register_forward_hook(add) for layer in layers]
@@ -68,7 +66,7 @@ def map_bytes(network: nn.Module, size: Sequence[int]) -> int:
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     try:
         with buffers_as_they_were(network):
-            network.eval()(torch.zeros(1, size[0], height // shrink, width // shrink, device=device))
+            call(network.eval(), blank(size if several else (channels, height // shrink, width // shrink), device))
     except Exception:  # a network for one size: the check that follows says what is wrong, if anything
         return 0
     finally:

@@ -14,6 +14,7 @@ from torch import nn
 from lowrank_cnn.data import Data, open_data
 from lowrank_cnn.data.dataset import data_of, in_short, is_dataset
 from lowrank_cnn.data.readers.splits import LARGE_SIDE
+from lowrank_cnn.method.inputs import InputSize
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
@@ -42,6 +43,10 @@ def open_for(network: nn.Module, data: Any, recipe: Recipe, *, classes: Sequence
             f"not {in_short(data)}: TensorDataset(images, labels) makes a Dataset of tensors."
         )
     opened = data_of(train, test)
+    if (opened.train.size is None) != (opened.test.size is None):
+        raise LowRankError(
+            "the data sets to train and to test on differ: one has several inputs, the other images."
+        )
     size = input_size(opened.test, augmentation(recipe))
     names = opened.classes or classes or range(_outputs(network, size, recipe))
     return replace(opened, classes=tuple(map(str, names)))
@@ -93,7 +98,7 @@ def _is_large(size: tuple[int, int, int] | None) -> bool:
     return size is None or min(size[1:]) > LARGE_SIDE
 
 
-def _outputs(network: nn.Module, size: tuple[int, int, int], recipe: Recipe) -> int:
+def _outputs(network: nn.Module, size: InputSize, recipe: Recipe) -> int:
     """The number of class scores; of a network that does not run here, the channels of its last layer."""
     with contextlib.suppress(LowRankError):
         scores = class_scores(outputs_here(network, size), recipe.output)

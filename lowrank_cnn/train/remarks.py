@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from lowrank_cnn.data import Data
 from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.method.channel_order import why_fixed
+from lowrank_cnn.method.inputs import InputSize, blank, call, is_example
 from lowrank_cnn.method.settling import has_learned
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.system.autograd import upstream
@@ -78,7 +78,7 @@ def step_remarks(batches: int, recipe: Recipe) -> list[str]:
     return [f"This run has {counted(steps, 'step')}, {each}: a smaller --batch-size or more --epochs gives more."]
 
 
-def dropout_remarks(model: nn.Module, recipe: Recipe, size: Sequence[int]) -> list[str]:
+def dropout_remarks(model: nn.Module, recipe: Recipe, size: InputSize) -> list[str]:
     """A warning where dropout stands before batch norm: evaluation then uses statistics that do not fit."""
     found = dropout_before_batch_norm(model, size, rate=recipe.dropout)
     if not found:
@@ -92,7 +92,7 @@ def dropout_remarks(model: nn.Module, recipe: Recipe, size: Sequence[int]) -> li
 
 
 def dropout_before_batch_norm(
-    model: nn.Module, size: Sequence[int], *, rate: float | None = None
+    model: nn.Module, size: InputSize, *, rate: float | None = None
 ) -> list[tuple[str, str]]:
     """Names of each dropout whose output reaches a batch norm, and of the first norm it reaches.
 
@@ -123,15 +123,17 @@ def dropout_before_batch_norm(
             hook.remove()
 
 
-def _runs_in_training(model: nn.Module, size: Sequence[int]) -> bool:
+def _runs_in_training(model: nn.Module, size: InputSize) -> bool:
     """Run two images as in training, and leave the model and the random generators as they were."""
     modes = {module: module.training for module in model.modules()}
     device = next(model.parameters()).device
     drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])
     try:
         with drawing, buffers_as_they_were(model), torch.enable_grad():
-            model.train()(torch.rand(2, *size, device=device, requires_grad=True))
-    except (RuntimeError, ValueError):  # training says what is wrong with a network that cannot run
+            # Noise: black images would make batch norms divide by nothing.
+            images = blank(size, device, batch=2)
+            call(model.train(), images if is_example(size) else torch.rand_like(images, requires_grad=True))
+    except (RuntimeError, TypeError, ValueError):  # training says what is wrong with a network that cannot run
         return False
     finally:
         for module, training in modes.items():
@@ -147,7 +149,7 @@ def _first_reached(inputs: list[tuple[Any, str]], outputs: dict[Any, str]) -> li
     return list(found.items())
 
 
-def rounding_remarks(model: nn.Module, recipe: Recipe, size: Sequence[int]) -> list[str]:
+def rounding_remarks(model: nn.Module, recipe: Recipe, size: InputSize) -> list[str]:
     """A warning where training with int8 layers does not see an average pool, which is called as a function."""
     if recipe.quantize == "none":
         return []
@@ -156,7 +158,7 @@ def rounding_remarks(model: nn.Module, recipe: Recipe, size: Sequence[int]) -> l
     hooks = [pool.register_forward_hook(lambda pool, *_: by_module.append(pool)) for pool in pools]
     try:
         with evaluating(model), torch.no_grad(), calls:
-            model(torch.zeros(2, *size, device=next(model.parameters()).device))
+            call(model, blank(size, next(model.parameters()).device, batch=2))
     except (RuntimeError, ValueError):  # training says what is wrong with a network that cannot run
         return []
     finally:

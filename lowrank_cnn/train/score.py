@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from lowrank_cnn.data import Data, Split
 from lowrank_cnn.method.activations import evaluating
+from lowrank_cnn.method.inputs import InputSize, batch_length, blank, call, checked_size, in_words, is_example
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.memory import is_out_of_memory
 from lowrank_cnn.system.text import counted
@@ -77,10 +79,11 @@ def score_by_loss(
     with evaluating(network):
         for images, targets in batches:
             outputs = forward(images)
-            total += float(loss(outputs, targets)) * len(images)
+            n_images = batch_length(images)
+            total += float(loss(outputs, targets)) * n_images
             found = hits(outputs, targets)
             answered = answered and found is not None
-            right, n = right + int(found or 0), n + len(images)
+            right, n = right + int(found or 0), n + n_images
     return LossEvaluation(total / max(n, 1), n, right / max(n, 1) if answered else None)
 
 
@@ -94,7 +97,7 @@ def check_classes(data: Data) -> None:
         )
 
 
-def check_outputs(network: nn.Module, size: Sequence[int], classes: int, *, output: str | None = None) -> None:
+def check_outputs(network: nn.Module, size: InputSize, classes: int, *, output: str | None = None) -> None:
     """Refuse a network of other than one output per class, before any image is decoded.
 
     What fails here may still work on the device that trains: `check_fits` decides there.
@@ -105,7 +108,7 @@ def check_outputs(network: nn.Module, size: Sequence[int], classes: int, *, outp
 
 
 @torch.no_grad()
-def outputs_here(network: nn.Module, size: Sequence[int]) -> Any:
+def outputs_here(network: nn.Module, size: InputSize) -> Any:
     """What a network gives for one image where it is now; None if it fails here.
 
     A network whose weights are made by its first forward is not run: they depend on the seed.
@@ -116,7 +119,7 @@ def outputs_here(network: nn.Module, size: Sequence[int]) -> Any:
     device = weights[0].device if weights else torch.device("cpu")
     try:
         with evaluating(network):
-            return network(torch.zeros(1, *size, device=device))
+            return call(network, blank(size, device))
     except Exception:
         return None
 
@@ -124,7 +127,7 @@ def outputs_here(network: nn.Module, size: Sequence[int]) -> Any:
 @torch.no_grad()
 def check_fits(
     network: nn.Module,
-    size: Sequence[int],
+    size: InputSize,
     classes: int | None,
     device: torch.device,
     *,
@@ -136,13 +139,14 @@ def check_fits(
     """
     try:
         with evaluating(network):
-            outputs = network(torch.zeros(1, *size, device=device))
+            outputs = call(network, blank(size, device))
     except Exception as error:  # a forward may fail in any way of its own
         if is_out_of_memory(error):
             raise
-        shape = "x".join(map(str, size))
-        first = " Channels come first, as in 3x32x32." if size[0] > 3 >= size[-1] else ""
-        raise LowRankError(f"the network cannot take images of {shape}: {first_line(error)}.{first}") from error
+        one = checked_size(size)
+        wrong = not is_example(size) and one[0] > 3 >= one[-1]
+        first = " Channels come first, as in 3x32x32." if wrong else ""
+        raise LowRankError(f"the network cannot take {in_words(size)}: {first_line(error)}.{first}") from error
     if classes is not None:
         _check_scores(outputs, classes, output)
 
@@ -181,7 +185,7 @@ def score(
     collector = DetailsCollector(classes, device) if classes else None
     with evaluating(network):
         for images, labels in batches:
-            logits = class_scores((forward or network)(images)).float()
+            logits = class_scores((forward or partial(call, network))(images)).float()
             sums += _count(logits, labels)
             if collector:
                 collector.add(logits, labels)

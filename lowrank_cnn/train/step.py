@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.kernels.mode import for_graphs
+from lowrank_cnn.method.inputs import batch_length, call
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.determinism import generator_states, restore_generators
 from lowrank_cnn.train.objective import Objective, hits
@@ -50,7 +51,7 @@ class TrainingStep:
     def __init__(
         self,
         network: nn.Module,
-        forward: Callable[[Tensor], Any],
+        forward: Callable[..., Any],
         backward: Callable[[Tensor], None],
         recipe: Recipe,
         device: torch.device,
@@ -73,17 +74,17 @@ class TrainingStep:
         self.blend = torch.ones((), device=device)
         self.ranges = {f"{_INT8}{name}": state for name, state in ranges.items()}
 
-    def __call__(self, images: Tensor, targets: Any) -> None:
+    def __call__(self, images: Any, targets: Any) -> None:
         self.optimizer.zero_grad()
         parts = self.recipe.accumulate
         shown = torch.zeros_like(self.halted)
         for some, wanted in _parts(images, targets, parts):
-            outputs = self.forward(some)
+            outputs = call(self.forward, some)
             loss, told = self.objective(outputs, wanted, some)
             loss = loss / parts
             self.backward(loss * self.scaler.scale if self.scaler else loss)
             shown += told / parts
-            self._count(outputs, wanted, told, len(some))
+            self._count(outputs, wanted, told, batch_length(some))
         self._update(shown)
         self.sums[3] += 1 - self.halted
 
@@ -188,7 +189,7 @@ def is_optional(name: str) -> bool:
     return name.startswith((_SCALE, _INT8))
 
 
-def _parts(images: Tensor, targets: Any, parts: int) -> Iterator[tuple[Tensor, Any]]:
+def _parts(images: Any, targets: Any, parts: int) -> Iterator[tuple[Any, Any]]:
     """A batch in equal parts, for gradients that are added up."""
     if parts == 1:
         yield images, targets

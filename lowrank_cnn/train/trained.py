@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowrank_cnn.data import Augment, Preprocess, preprocess_from_dict
+from lowrank_cnn.data.dataset import AsGiven
 from lowrank_cnn.data.stream.streamed import frame
 from lowrank_cnn.method.settling import has_learned, settle
 from lowrank_cnn.models import create_model
@@ -60,14 +61,16 @@ class Trained:
 
     @property
     def input_size(self) -> tuple[int, int, int]:
-        """The size of the network's input (channels, height, width)."""
+        """The size of the network's input (channels, height, width); empty where it takes several inputs."""
+        if not self.image and isinstance(self.preprocess, AsGiven):
+            return ()  # type: ignore[return-value]
         return self.channels, *frame(self.image[1:] or None, self.augment, train=False, fill=()).window  # type: ignore[arg-type]
 
     @property
     def augment(self) -> Augment:
         """How an image becomes the network's input; a network trained on many sizes scales every image."""
         augment = augmentation(self.recipe)
-        return augment if self.image else augment.for_any_size()
+        return augment if self.image or isinstance(self.preprocess, AsGiven) else augment.for_any_size()
 
     def stored(self, input_size: Sequence[int] | None = None) -> Stored:
         """What a file keeps of it; `input_size` is of other images than it was trained on."""

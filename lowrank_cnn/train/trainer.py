@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from lowrank_cnn.method.inputs import call
+from lowrank_cnn.system.results import tensors_of
 from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.execution import StepBuilder
 from lowrank_cnn.train.fabric import agree_on, copy_from_first, sum_over_processes
@@ -221,7 +223,7 @@ class Trainer:
     def _evaluate(self, loader: Any, *, details: bool = False) -> Evaluation | LossEvaluation:
         def forward(images: Tensor) -> Any:
             with self.fabric.autocast():
-                return self.network(images)
+                return call(self.network, images)
 
         if own := self.step.objective.own:
             return score_by_loss(self.network, loader.epoch(0), own, forward=forward)
@@ -255,7 +257,7 @@ class Trainer:
         images, _ = next(iter(self.inputs.batches(epoch, batch)))
         self.state.save_epoch_end()
         place = f"epoch {epoch + 1}, batch {batch + 1}"
-        if not all_finite([images]):
+        if not all_finite(tensors_of(images)):
             raise NotFiniteError(f"an image of {place} has NaN or infinity in it: leave such images out.")
         with self.fabric.autocast():
             where = first_not_finite(self.network, images)

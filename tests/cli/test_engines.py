@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from lowrank_cnn.cli.engines import _thin_rival
+from lowrank_cnn.cli.source import Source
+from lowrank_cnn.method.counting import count
+from lowrank_cnn.models import create_model
+
 
 def test_one_engine_is_timed_and_written(output_of, tmp_path):
     out = tmp_path / "files"
@@ -15,3 +22,12 @@ def test_one_engine_is_timed_and_written(output_of, tmp_path):
     assert "A thinner dense network of the same MACs takes" in found["verdict"]
     assert found["path"] == str(out / "net.ts")
     assert (out / "net.ts").is_file()
+
+
+def test_the_thin_rival_of_a_narrow_network_has_its_macs():
+    """Rounded to sixteens, the thin dense network has 0.83 of the dense MACs in place of 0.38."""
+    size = (3, 32, 32)
+    network = create_model("nin-c3-lr", width=0.1).eval()
+    rival = _thin_rival(Source("nin-c3-lr", network, size), size)
+    assert rival is not None
+    assert count(rival, size).macs == pytest.approx(count(network, size).macs, rel=0.2)

@@ -16,6 +16,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
@@ -25,6 +26,7 @@ from torch.utils.data import (
 from lowrank_cnn.data.dataset import AsGiven, data_of, listed_labels, named_classes
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Recipe, fit
+from lowrank_cnn.train.evaluation import evaluate
 from lowrank_cnn.train.predicting import predict
 from lowrank_cnn.train.trained import load_checkpoint
 
@@ -277,7 +279,12 @@ def test_class_numbers_may_be_of_any_whole_type(kind: torch.dtype) -> None:
         (lambda i: (IMAGE, i % 2 if i else -100), "its class number|an image of class number -100"),
         (lambda i: (IMAGE.expand(3 if i == 5 else 1, 8, 8), 0), "images of 1x8x8 and of 3x8x8"),
         (lambda i: (IMAGE, i % 2, "a.png"), r"not \(Tensor \[1, 8, 8\], int, str\)"),
-        (lambda i: ({"image": IMAGE}, 0), r"not \(dict, int\): .* a training loop of your own"),
+        (lambda i: ({"image": IMAGE}, 0), "cannot take inputs of 1x8x8: .* keyword argument 'image'"),
+        (lambda i: ({"image": IMAGE, "name": "a"}, 0), r"not \(dict, int\): .* a training loop of your own"),
+        (
+            lambda i: ((IMAGE, torch.rand(2 + (i == 5))), 0),
+            "images of 2 and of 3, which make no batch|cannot take",
+        ),
         (lambda i: (IMAGE, torch.eye(2)[i % 2]), r"take the argmax\(\) of one-hot"),
         (lambda i: (IMAGE.expand(1, 8, 8).permute(1, 2, 0), 0), "Channels come first"),
         (lambda i: (IMAGE * (torch.nan if i == 5 else 1), 0), "an image of epoch 1, batch . has NaN"),
@@ -354,3 +361,74 @@ def test_parts_know_the_names_of_their_set_and_come_as_a_list() -> None:
     assert not named_classes(numbered)
     numbered.classes = torch.tensor([3, 5])  # type: ignore[assignment]
     assert named_classes(numbered) == [3, 5]
+
+
+def test_a_subset_sampler_decides_what_is_tested_on() -> None:
+    """The usual split of one data set by two samplers: nothing is trained and tested on."""
+    seen: list[int] = []
+
+    class Noted(Halves):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            seen.append(index)
+            return super().__getitem__(index)
+
+    train, test = (
+        DataLoader(Noted(), 8, sampler=SubsetRandomSampler(part)) for part in (range(32), range(32, 40))
+    )
+    record = fit(classifier(), (train, test), RECIPE, **QUIET)
+    assert (record.result["n"], record.data["train"], record.data["test"]) == (8, 32, 8)
+    assert evaluate(classifier(), test, **QUIET).n == 8
+    seen.clear()
+    fit(classifier(), train, dataclasses.replace(RECIPE, holdout=8), **QUIET)
+    assert set(seen) == set(range(32))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "tested"),
+    [
+        (WeightedRandomSampler([1.0, 0.0] * 20, 8), 20),
+        (BatchSampler(range(12), 8, drop_last=False), 12),
+        (RandomSampler(range(40), num_samples=6), 6),
+        (RandomSampler(range(40)), 40),
+    ],
+)
+def test_a_test_set_is_what_its_sampler_gives(sampler: Any, tested: int) -> None:
+    given = (
+        {"batch_sampler": sampler} if isinstance(sampler, BatchSampler) else {"sampler": sampler, "batch_size": 8}
+    )
+    drawn = torch.random.get_rng_state()
+    assert len(data_of(Halves(), DataLoader(Halves(), **given)).test) == tested
+    assert torch.equal(drawn, torch.random.get_rng_state())
+
+
+def test_a_sampler_that_draws_some_images_draws_as_many_to_train_on() -> None:
+    met = []
+
+    def collate(items: list) -> Any:
+        met.append(len(items))
+        return default_collate(items)
+
+    sampler = RandomSampler(Halves(), num_samples=16)
+    loader = DataLoader(Halves(), 8, sampler=sampler, collate_fn=collate)
+    fit(classifier(), (loader, Halves(8)), RECIPE, epochs=1, **QUIET)
+    assert met == [8, 8]
+
+
+def test_nothing_is_held_out_of_what_a_sampler_draws() -> None:
+    loader = DataLoader(Halves(), 8, sampler=WeightedRandomSampler([1.0, 0.0] * 20, 16))
+    with pytest.raises(LowRankError, match="cannot be held out where a DataLoader has a sampler of its own"):
+        fit(classifier(), loader, dataclasses.replace(RECIPE, holdout=8), **QUIET)
+
+
+def test_a_loss_that_would_have_to_learn_is_refused() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2))
+
+        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(outputs * self.scale, targets)
+
+    with pytest.raises(LowRankError, match=r"the loss has parameters \(scale\)"):
+        fit(classifier(), Halves(), RECIPE, loss=Scaled(), **QUIET)
+    fit(classifier(), Halves(), RECIPE, loss=Scaled().requires_grad_(False), **QUIET)

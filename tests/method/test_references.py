@@ -1,9 +1,11 @@
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.deploy.exporting import export, load
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.decomposing import decompose
 from lowrank_cnn.system.errors import LowRankError
@@ -91,3 +93,33 @@ def test_a_network_that_calls_the_original_by_another_way_is_refused():
     with pytest.raises(LowRankError, match="still calls the original of conv"):
         convert(ByGlobal(), "lr", input_size=(4, 9, 9))
     assert notes(convert(ByGlobal(), "lr", where="other", input_size=(4, 9, 9))).conversion.changed
+
+
+class ByFunction(nn.Module):
+    """Its second conv is called by a function in an attribute, as a closure or by a default."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        ways = {
+            "closure": (lambda conv: lambda x: conv(x))(self.second),
+            "default": lambda x, conv=self.second: conv(x),
+            "keyword": lambda x, *, conv=self.second: conv(x),
+        }
+        self.run = ways[way]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize("way", ["closure", "default", "keyword"])
+def test_functions_of_a_copy_call_its_own_layers(way: str, tmp_path: Path):
+    """The copy's layer would neither learn nor be what its file is loaded into."""
+    net, x = ByFunction(way), torch.randn(1, 3, 8, 8)
+    new = convert(net, "lr-join", where="first", allow_costlier=True)
+    new(x).sum().backward()
+    assert new.second.weight.grad is not None
+    assert net.second.weight.grad is None
+    export(net, tmp_path / "net.safetensors")
+    loaded = load(tmp_path / "net.safetensors", into=ByFunction(way))
+    torch.testing.assert_close(loaded(x), net(x))

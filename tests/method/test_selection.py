@@ -1,13 +1,20 @@
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
+from lowrank_cnn.deploy.exporting import export
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.decomposing import decompose
 from lowrank_cnn.method.selection import stages
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.train import fit
+from lowrank_cnn.train.evaluation import evaluate
 
 
 def small() -> nn.Sequential:
@@ -62,3 +69,19 @@ def test_complex_convs_stay():
     for rewrite in (convert, decompose):
         with pytest.raises(LowRankError, match="0: its weights are complex"):
             rewrite(net, "lr-join")
+
+
+@pytest.mark.parametrize("use", ["export", "fit", "evaluate"])
+def test_a_network_that_was_loaded_in_part_is_refused_in_a_sentence(use: str, tmp_path: Path):
+    """A model built on the meta device, into which a file without its last layer was loaded."""
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+    net.load_state_dict(nn.Sequential(nn.Conv2d(3, 8, 3)).state_dict(), assign=True, strict=False)
+    items = TensorDataset(torch.rand(8, 3, 8, 8), torch.arange(8) % 2)
+    uses: dict[str, Any] = {
+        "export": lambda: export(net, tmp_path / "net.safetensors"),
+        "fit": lambda: fit(net, items, "modern", epochs=1, batch_size=4, progress=False),
+        "evaluate": lambda: evaluate(net, items, progress=False),
+    }
+    with pytest.raises(LowRankError, match=r"3\.weight is on the meta device and has no values"):
+        uses[use]()

@@ -1,5 +1,6 @@
 """Thinner dense networks: every layer fits its neighbours, and the cost is what was asked for."""
 
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.thinning import thin
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, LowRankWarning
 
 SIZE = (3, 32, 32)
 
@@ -318,3 +319,16 @@ def test_instance_norms_and_slopes_follow_their_channels():
     assert [tuple(part.weight.shape) for part in new] == [(16, 3, 3, 3), (16,), (16,), (8, 16, 3, 3), (1,)]
     torch.testing.assert_close(new[2].weight, torch.full((16,), 0.1))
     assert bool(new(torch.randn(2, 3, 12, 12)).isfinite().all())
+
+
+def test_a_width_that_narrow_layers_cannot_have_is_told():
+    """Sixteen channels in multiples of sixteen stay sixteen: such a rival of low-rank networks is not thin."""
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.LazyLinear(2))
+    net(torch.zeros(1, 3, 8, 8))
+    with pytest.warns(LowRankWarning, match=r"asked for 0.50 of the MACs, and comes to 1.00, in multiples of 16"):
+        thin(net, macs=0.5, input_size=(3, 8, 8))
+    with pytest.warns(LowRankWarning, match="makes no layer thinner"):
+        thin(net, width=0.5, input_size=(3, 8, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        thin(net, macs=0.5, input_size=(3, 8, 8), multiple=1)

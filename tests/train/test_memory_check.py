@@ -40,7 +40,7 @@ def test_maps_are_counted_and_scaled_to_large_images() -> None:
 def test_what_cannot_fit_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_check, "free_memory", lambda _: 2**20)
     recipe = Recipe(batch_size=16, epochs=1)
-    sentence = r"images of 64x64 take about .* GiB are free: .*--image-size 64"
+    sentence = r"images of 3x64x64 take about .* GiB are free: .*--image-size 64"
     with pytest.raises(LowRankError, match=sentence):
         fit(net(), photographs(16, 64), recipe, progress=False, device="cpu")
     # Before the images are prepared, which takes memory itself.

@@ -54,7 +54,10 @@ def script_bytes(script: Any, extra: dict[str, str] | None = None) -> bytes:
     content = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates TorchScript
-        torch.jit.save(script, content, _extra_files=extra or {})
+        try:
+            torch.jit.save(script, content, _extra_files=extra or {})
+        except RuntimeError as error:  # a torch.autograd.Function of the user's own, say
+            raise LowRankError(f"TorchScript cannot hold the network: {first_line(error)}.") from error
     return content.getvalue()
 
 

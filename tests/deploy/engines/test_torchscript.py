@@ -33,3 +33,24 @@ def test_files_of_others_are_refused_in_a_sentence(tmp_path: Path):
     torch.jit.trace(nn.Conv2d(3, 4, 3), torch.zeros(1, *SIZE)).save(str(tmp_path / "plain.ts"))
     with pytest.raises(LowRankError, match="does not name its inputs"):
         ScriptRunner(tmp_path / "plain.ts")
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad
+
+
+class WithOwnGradient(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Doubled.apply(x)
+
+
+def test_a_network_with_a_gradient_of_its_own_is_refused_in_a_sentence(tmp_path: Path):
+    with pytest.raises(LowRankError, match=r"TorchScript cannot hold the network: .*'Doubled'"):
+        export(WithOwnGradient(), tmp_path / "own.ts", input_size=(3, 8, 8))
+    assert not list(tmp_path.iterdir())
