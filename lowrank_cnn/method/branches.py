@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lowrank_cnn.method.geometry import Sides
-from lowrank_cnn.method.layers import CompositeConv2d, conv_of, dense_weight, weights_of
+from lowrank_cnn.method.layers import CompositeConv2d, conv_of, dense_weight, mask_weights, weights_of
 from lowrank_cnn.method.spec import Composite, Pair
 from lowrank_cnn.system.errors import LowRankError
 
@@ -115,7 +115,8 @@ class BranchedConv2d(nn.Module):
     def folded_weights(self) -> tuple[list[Tensor], Tensor]:
         """The weights and bias of the single composite that equals all branches in evaluation."""
         strips = self.strips
-        strips.mask_weights()
+        for pruned in (strips.weights, self.point):
+            mask_weights(pruned)
         scale, bias = _affine(self.strips_norm)
         point_scale, point_bias = _affine(self.point_norm)
         centre = self.point.weight[:, :, 0, 0] * point_scale[:, None]

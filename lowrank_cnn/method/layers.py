@@ -101,7 +101,7 @@ class CompositeConv2d(nn.Module):
         """Run the fused kernels if they support the call, else torch's convolutions, which tracers also see."""
         if isinstance(x, fx.Proxy):  # without a shape to check, and for tools that know torch's operations
             return self._by_torch(x)
-        self.mask_weights()
+        mask_weights(self.weights)  # a plain list in training for int8
         return self.with_weights(x, list(self.weights), self.bias)
 
     @torch.jit.unused
@@ -111,14 +111,6 @@ class CompositeConv2d(nn.Module):
         if self._fusible(x) is not None:
             return self._convs(x, weights, bias)
         return composite_conv2d(x, weights, bias, stride=self.stride, padding=self.group_padding)
-
-    @torch.jit.unused
-    def mask_weights(self) -> None:
-        """Apply the masks of torch.nn.utils.prune: its hooks never run, as nobody calls a list of parameters."""
-        hooks = getattr(self.weights, "_forward_pre_hooks", {})  # int8 training puts a plain list in its place
-        for hook in hooks.values():
-            if isinstance(hook, BasePruningMethod):
-                hook(self.weights, ())
 
     def _by_torch(self, x: Tensor) -> Tensor:
         """With torch's operations alone, which TorchScript and fx follow."""
@@ -245,6 +237,13 @@ class CompositeConv2d(nn.Module):
                 f"filters that span {reach[0]}x{reach[1]} do not fit an input of {sizes[0]}x{sizes[1]} "
                 f"padded to {padded[0]}x{padded[1]}."
             )
+
+
+def mask_weights(holder: nn.Module | list[Tensor]) -> None:
+    """Apply the masks of torch.nn.utils.prune, whose hooks run only where somebody calls the module itself."""
+    for hook in getattr(holder, "_forward_pre_hooks", {}).values():
+        if isinstance(hook, BasePruningMethod):
+            hook(holder, ())
 
 
 def conv_of(in_channels: int, composite: Composite, *, padding: Padding = "same", **options: Any) -> nn.Module:

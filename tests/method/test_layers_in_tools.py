@@ -150,6 +150,7 @@ def test_pruned_filters_stay_pruned_in_training():
 def test_pruned_filters_with_branches_are_folded_as_they_are_now():
     layer = build_conv(4, 8, 3, "lr(branches)")
     prune.l1_unstructured(layer.strips.weights, "0", amount=0.5)
+    prune.l1_unstructured(layer.point, "weight", amount=0.5)
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
     x = torch.randn(2, 4, 6, 6)
     layer(x).square().mean().backward()
