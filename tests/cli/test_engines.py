@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from lowrank_cnn.system.errors import LowRankError
+
 
 def test_one_engine_is_timed_and_written(output_of, tmp_path):
     out = tmp_path / "files"
@@ -15,3 +19,27 @@ def test_one_engine_is_timed_and_written(output_of, tmp_path):
     assert "A thinner dense network of the same MACs takes" in found["verdict"]
     assert found["path"] == str(out / "net.ts")
     assert (out / "net.ts").is_file()
+
+
+ONE_INPUT = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU())
+
+def inputs():
+    return torch.randn(1, 2, 9)
+
+def several():
+    return torch.randn(2, 2, 9)
+"""
+
+
+def test_an_example_of_one_input_names_its_size(output_of, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(ONE_INPUT)
+    named = ("plan", f"{own}:make", "--engine", "torchscript", "--json", "--example")
+    assert json.loads(output_of(*named, f"{own}:inputs"))["input"] == [1, 2, 9]
+    with pytest.raises(LowRankError, match="with a batch of 1, or leave --engine out"):
+        output_of(*named, f"{own}:several")
