@@ -238,7 +238,7 @@ def _unused_in_words(found: LabelledImages, source: str | Path, options: ReadOpt
 def _unlabelled_in_words(found: LabelledImages) -> str:
     """Which folders of test images have no classes, and what is tested on instead."""
     verb = "has" if len(found.unlabelled) == 1 else "have"
-    instead = f"{found.tested[0]} is" if found.tested else "some of the other images are"
+    instead = f"{found.tested[0]} is" if found.tested else "other images are"
     return (
         f"{' and '.join(found.unlabelled)} of {found.name} {verb} no class folders: {instead} tested on instead."
     )
