@@ -33,7 +33,7 @@ from lowrank_cnn.models import create_model, list_models
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import get_recipe
 from lowrank_cnn.train.evaluation import load_checkpoint
-from lowrank_cnn.train.inputs import augmentation, input_size, preprocessing
+from lowrank_cnn.train.inputs import augmentation, image_size, preprocessing
 from lowrank_cnn.train.recipe import Recipe
 
 DEAD = 1e-4
@@ -181,7 +181,7 @@ def batches_of(data: Data, recipe: Recipe, preprocess: Preprocess, device: str) 
 def fresh(name: str, norm: str | None, data: Data, arguments: argparse.Namespace) -> dict[str, Any]:
     """A network as initialised, once for every seed."""
     recipe = get_recipe(arguments.recipe)
-    channels, height, _ = input_size(data.test, augmentation(recipe))
+    channels, height, _ = image_size(data.test, augmentation(recipe))
     options = {"num_classes": len(data.classes), "in_channels": channels, "image_size": height, "dropout": 0.0}
     options["stride"] = 1 if name.startswith("googlenet") and height < 224 else None
     preprocess = preprocessing(data.train, recipe)

@@ -47,7 +47,7 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.statistics import mean_interval
 from lowrank_cnn.system.text import text_table
 from lowrank_cnn.train import Recipe, fit, get_recipe
-from lowrank_cnn.train.inputs import augmentation, input_size
+from lowrank_cnn.train.inputs import augmentation, image_size
 from lowrank_cnn.train.recipe import changed
 from lowrank_cnn.train.settings import parse_settings
 from lowrank_cnn.train.side_by_side import WorkerPool
@@ -178,7 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
     names = ("network", "width", "limit", "target", "known")
     about = {name: getattr(options, name) for name in names} | {"recipe": recipe.to_dict(), "data": data.name}
     book = RunBook(options.out, KIND, about, options.budget)
-    size = input_size(data.test, augmentation(recipe))
+    size = image_size(data.test, augmentation(recipe))
     builder = Builder(find_family(options.network), size, len(data.classes), recipe.norm, options.width)
     bench = OperationBench(builder, recipe, data, held_out, options.device, options.processes == 1)
     train_all(bench, book, options)

@@ -66,7 +66,7 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Recipe, fit, get_recipe
 from lowrank_cnn.train.fabric import resolve_device
 from lowrank_cnn.train.failure import NotFiniteError
-from lowrank_cnn.train.inputs import augmentation, input_size
+from lowrank_cnn.train.inputs import augmentation, image_size
 from lowrank_cnn.train.record import Record
 from lowrank_cnn.train.settings import parse_settings
 from lowrank_cnn.train.side_by_side import WorkerPool
@@ -138,7 +138,7 @@ class ShapeBench:
     ) -> None:
         self.data, self.held_out, self.options, self.book = data, held_out, options, book
         self.recipe = replace(recipe, evaluate_every=recipe.epochs)  # the test images are used once, at the end
-        self.size = input_size(data.test, augmentation(recipe))
+        self.size = image_size(data.test, augmentation(recipe))
         self.how: dict[str, Any] = {"progress": False, "device": options.device, "compile": False}
 
     def __call__(self, key: Key) -> Row:

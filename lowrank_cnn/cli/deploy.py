@@ -148,10 +148,9 @@ def plan_command(
     if engine is not None:
         from lowrank_cnn.cli.engines import plan_engines
 
-        if batch != 1 or size is None:
-            option = "--batch" if size else "--example"
-            raise LowRankError(f"--engine times one image at a time: leave {option} out.")
-        return plan_engines(source, size, engine, out, threads, twin=twin, as_json=as_json)
+        if batch != 1:
+            raise LowRankError("--engine times one image at a time: leave --batch out.")
+        return plan_engines(source, size or _size_of_one(given), engine, out, threads, twin=twin, as_json=as_json)
     place = resolve_device(device)
     network = source.network.eval().to(place)
     inputs = inputs_on(place, network, size, given, batch=batch)
@@ -166,6 +165,18 @@ def plan_command(
     if place == "cpu" and size is not None and not as_json:
         _print_cpu_advice(named.words(model, scheme=scheme))
     return None
+
+
+def _size_of_one(given: Any) -> tuple[int, ...]:
+    """The size of the one input that --example gives to an engine."""
+    import torch
+
+    if isinstance(given, torch.Tensor) and given.is_floating_point() and given.dim() > 1 and len(given) == 1:
+        return tuple(given.shape[1:])
+    raise LowRankError(
+        "--engine times one input at a time: let --example give one tensor, in floating point and with a batch of "
+        "1, or leave --engine out."
+    )
 
 
 def inputs_on(

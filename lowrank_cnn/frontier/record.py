@@ -276,11 +276,20 @@ def open_frontier(folder: Path, about: dict[str, Any], images: int) -> Frontier:
         folder.mkdir(parents=True, exist_ok=True)
         return Frontier(folder, about, images)
     found = load_frontier(folder)
-    before, now = (_comparable(one) for one in (found.about, json.loads(json.dumps(about))))
-    differ = [key for key in ABOUT if before[key] != now[key]]
-    if differ:
-        raise LowRankError(f"{folder} holds a frontier with another {' and '.join(differ)}: choose another --out.")
+    before, now = (_facts(one) for one in (found.about, json.loads(json.dumps(about))))
+    for what in before | now:
+        then, wanted = ("none" if one.get(what) is None else one[what] for one in (before, now))
+        if then != wanted:
+            raise LowRankError(
+                f"{folder} holds a frontier whose {what} is {then}, not {wanted}: choose another --out."
+            )
     return found
+
+
+def _facts(about: dict[str, Any]) -> dict[str, Any]:
+    """What all runs share, each fact by its name."""
+    nested = {key: value if isinstance(value, dict) else {"": value} for key, value in _comparable(about).items()}
+    return {f"{key} {field}".strip(): value for key, fields in nested.items() for field, value in fields.items()}
 
 
 def _comparable(about: dict[str, Any]) -> dict[str, Any]:

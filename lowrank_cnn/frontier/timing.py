@@ -71,7 +71,7 @@ def width_of_time(measured: dict[float, float], target: float) -> float:
     """
     points = sorted((log(width), log(ms)) for width, ms in measured.items())
     if len(points) == 1:
-        return max(STEP, round(exp(points[0][0] + (log(target) - points[0][1]) / 2) / STEP) * STEP)
+        points.append((points[0][0] + 1, points[0][1] + 2))  # time grows with the square of the width
     pairs = list(pairwise(points))
     low, high = next((pair for pair in pairs if pair[1][1] >= log(target)), pairs[-1])
     slope = max((high[1] - low[1]) / (high[0] - low[0]), 0.1)  # a flat stretch would lead anywhere

@@ -16,6 +16,7 @@ import torch
 from lowrank_cnn.data import Data
 from lowrank_cnn.frontier.designs import (
     DENSE,
+    SHAPES,
     Builder,
     Design,
     at_width,
@@ -35,7 +36,7 @@ from lowrank_cnn.system.lock import locked
 from lowrank_cnn.system.text import duration
 from lowrank_cnn.train import get_recipe
 from lowrank_cnn.train.fabric import resolve_device, resolve_precision
-from lowrank_cnn.train.inputs import augmentation, input_size
+from lowrank_cnn.train.inputs import augmentation, image_size
 from lowrank_cnn.train.side_by_side import WorkerPool
 
 TUNING_SEED = 1000
@@ -62,7 +63,7 @@ def trace_frontier(
     kind, plan = find_family(family), plan or FrontierPlan()
     resolved = get_recipe(recipe or kind.recipe, **(settings or {}))
     place = resolve_device(device)
-    size = input_size(data.test, augmentation(resolved))
+    size = image_size(data.test, augmentation(resolved))
     builder = Builder(kind, size, len(data.classes), resolved.norm, plan.base)
     about = {
         "family": family,
@@ -122,6 +123,8 @@ class Tracer:
     def add(self, design: Design) -> DesignRow:
         """A design in the record, counted and timed; one that is there already stays as it is."""
         row = self.found.row(design.name)
+        if row is not None and design.scheme.startswith(SHAPES):
+            self._check_shapes(design, row)
         if row is None:
             cost = self.builder.count(design)
             row = DesignRow(design.to_dict(), cost.macs, cost.params)
@@ -136,6 +139,15 @@ class Tracer:
             ms = self.found.ms(row)  # as in the table: by its turns with the dense network
             self.say(f"{design.name}: {ms:.3f} ms, {row.macs / 1e6:.1f} M MACs ({row.timing.choice})")
         return row
+
+    def _check_shapes(self, design: Design, row: DesignRow) -> None:
+        """Refuse another file of learned shapes under the name of one that is in the record."""
+        cost = self.builder.count(design)
+        if (cost.macs, cost.params) != (row.macs, row.params):
+            file = design.scheme.removeprefix(SHAPES)
+            raise LowRankError(
+                f"{file} has other shapes than {design.name} of this record: rename its folder, which names it."
+            )
 
     @property
     def clock(self) -> DesignClock:
@@ -159,6 +171,9 @@ class Tracer:
         dense, own = self.found.row(DENSE.name), self.found.row(design.name)
         assert dense is not None
         assert own is not None
+        if self.plan.widen and design.scheme.startswith(SHAPES):
+            self.say(f"{design.name} has the widths that were learned, and is not widened.")
+            return
         if "macs" in self.plan.widen:
             self.add(at_width(design, width_of_macs(self.builder, design, dense.macs), "macs of dense"))
         if "time" in self.plan.widen and dense.timing and own.timing:

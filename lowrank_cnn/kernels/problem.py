@@ -204,7 +204,8 @@ def pose(
         for shape, (rows, columns) in zip(shapes, padding, strict=True)
     }
     if len(sizes) != 1:
-        raise LowRankError(f"all filter groups must give one output size, not {sorted(sizes)}.")
+        found = " and ".join(f"{rows}x{columns}" for rows, columns in sorted(sizes))
+        raise LowRankError(f"all filter groups must give one output size, not {found}.")
     out_height, out_width = sizes.pop()
     groups = tuple(
         TapGroup(shape[2], shape[3], shape[0], rows[0], columns[0])

@@ -2,8 +2,9 @@
 
 A strip sees its pixels along one axis alone. In training a 1x1 conv over the same input and, where shapes allow,
 the identity stand beside it, each with a batch norm of its own, and their outputs are added, as RepVGG does for
-squares (Ding et al. 2021). In evaluation all of them are one linear map, whose weights lie within the strip: the
-branches cost nothing to run. `merge` puts that one layer in their place.
+squares (Ding et al. 2021). The 1x1 conv has the channel groups of the strip. In evaluation all of them are one
+linear map, whose weights lie within the strip: the branches cost nothing to run. `merge` puts that one layer in
+their place.
 
 State dict of `BranchedConv2d` (stable): `strips`, `point`, and their norms `strips_norm`, `point_norm` and
 `identity_norm`.
@@ -17,9 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from lowrank_cnn.kernels import composite_conv2d
 from lowrank_cnn.method.geometry import Sides
-from lowrank_cnn.method.layers import CompositeConv2d, conv_of, dense_weight, weights_of
+from lowrank_cnn.method.layers import CompositeConv2d, conv_of, dense_weight, mask_weights, weights_of
 from lowrank_cnn.method.spec import Composite, Pair
 from lowrank_cnn.system.errors import LowRankError
 
@@ -44,25 +44,24 @@ class BranchedConv2d(nn.Module):
         strips.bias = None  # the norms have biases
         self.strips = strips
         self.strips_norm = nn.BatchNorm2d(filters)
-        self.point = nn.Conv2d(channels, filters, 1, stride=strips.stride, bias=False)
+        groups = strips.channel_groups
+        self.point = nn.Conv2d(channels, filters, 1, stride=strips.stride, groups=groups, bias=False)
         self.point_norm = nn.BatchNorm2d(filters)
         same = channels == filters and strips.stride == (1, 1)
         self.identity_norm = nn.BatchNorm2d(filters) if same else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
-            return self._by_branch(x)
+            return self._by_branch(input)
         else:  # noqa: RET505  TorchScript leaves out what it cannot compile in an `else` alone
-            return self._dispatched(x)
+            return self._dispatched(input)
 
     @torch.jit.unused
     def _dispatched(self, x: Tensor) -> Tensor:
         """Run the branches in training, and for a symbolic trace, whose tools know torch's operations."""
         if self.training or isinstance(x, fx.Proxy):
             return self._by_branch(x)
-        weights, bias = self.folded_weights()
-        sides = self.strips.group_padding
-        return composite_conv2d(x, weights, bias, stride=self.strips.stride, padding=sides)
+        return self.strips.with_weights(x, *self.folded_weights())
 
     def _by_branch(self, x: Tensor) -> Tensor:
         y = self.strips_norm(self.strips(x)) + self.point_norm(self.point(x))
@@ -107,7 +106,7 @@ class BranchedConv2d(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weight of the equivalent dense conv, with gradients."""
-        return dense_weight(self.folded_weights()[0], self.strips.composite)
+        return dense_weight(self.folded_weights()[0], self.strips.composite, self.strips.channel_groups)
 
     @property
     def bias(self) -> Tensor:
@@ -115,31 +114,33 @@ class BranchedConv2d(nn.Module):
 
     def folded_weights(self) -> tuple[list[Tensor], Tensor]:
         """The weights and bias of the single composite that equals all branches in evaluation."""
+        strips = self.strips
+        for pruned in (strips.weights, self.point):
+            mask_weights(pruned)
         scale, bias = _affine(self.strips_norm)
-        weights = [
-            weight * part.view(-1, 1, 1, 1)
-            for weight, part in zip(self.strips.weights, self.strips.by_group(scale), strict=True)
-        ]
         point_scale, point_bias = _affine(self.point_norm)
         centre = self.point.weight[:, :, 0, 0] * point_scale[:, None]
         bias = bias + point_bias
         if self.identity_norm is not None:
             identity_scale, identity_bias = _affine(self.identity_norm)
-            centre, bias = centre + torch.diag(identity_scale), bias + identity_bias
-        first, folded = 0, []
-        for weight in weights:
-            taps = torch.zeros_like(weight)
-            taps[:, :, weight.shape[2] // 2, weight.shape[3] // 2] = centre[first : first + len(weight)]
-            folded.append(weight + taps)
-            first += len(weight)
-        return folded, bias
+            own = torch.eye(centre.shape[1], dtype=scale.dtype, device=scale.device)
+            own = own.repeat(strips.channel_groups, 1)  # each channel is one of its channel group
+            centre, bias = centre + own * identity_scale[:, None], bias + identity_bias
+        folded = []
+        parts = zip(strips.weights, strips.by_group(scale), strips.by_group(centre), strict=True)
+        for weight, factor, middle in parts:
+            taps = torch.zeros_like(weight, dtype=middle.dtype)
+            taps[:, :, weight.shape[2] // 2, weight.shape[3] // 2] = middle
+            folded.append((weight * factor.view(-1, 1, 1, 1) + taps).to(weight))
+        return folded, bias.to(strips.weights[0])
 
     @torch.no_grad()
     def folded(self) -> nn.Module:
         """The composite, or the conv of one shape, that runs in place of the branches, with a bias."""
         strips = self.strips
-        layer = conv_of(strips.in_channels, strips.composite, stride=strips.stride, padding=strips.padding)
-        layer = layer.to(strips.weights[0])
+        options = {"stride": strips.stride, "padding": strips.padding, "dilation": strips.dilation}
+        options |= {"channel_groups": strips.channel_groups, "padding_mode": strips.padding_mode}
+        layer = conv_of(strips.in_channels, strips.composite, **options).to(strips.weights[0])
         weights, bias = self.folded_weights()
         for target, value in zip((*weights_of(layer), layer.bias), (*weights, bias), strict=True):
             target.copy_(value)  # type: ignore[union-attr, operator]
@@ -147,19 +148,20 @@ class BranchedConv2d(nn.Module):
 
 
 def _affine(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
-    """A batch norm in evaluation as scale and shift."""
+    """A batch norm in evaluation as scale and shift; in float32 at least, as torch computes norms."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
-    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
-    return scale, norm.bias - norm.running_mean * scale
+    wide = torch.promote_types(norm.weight.dtype, torch.float32)
+    scale = norm.weight.to(wide) * torch.rsqrt(norm.running_var.to(wide) + norm.eps)
+    return scale, norm.bias.to(wide) - norm.running_mean.to(wide) * scale
 
 
 def unbranchable(layer: CompositeConv2d) -> str:
     """The reason why branches cannot be folded into a composite; empty if they can."""
-    if layer.channel_groups > 1 or layer.dilation != (1, 1) or layer.padding_mode != "zeros":
-        return "it has channel groups, dilation or padding other than zeros"
-    height, width = layer.composite.kernel
-    centred = ((height // 2, height // 2), (width // 2, width // 2))
+    if layer.shuffle:
+        return "it shuffles its channel groups"
+    steps = zip(layer.composite.kernel, layer.dilation, strict=True)
+    centred = tuple((step * (size // 2),) * 2 for size, step in steps)
     if any(g.height % 2 == 0 or g.width % 2 == 0 for g in layer.composite.groups) or layer.padding != centred:
         return "its filters have no centre on the pixel that they are for"
     return ""

@@ -99,36 +99,36 @@ class CompositeConv2d(nn.Module):
     @torch.jit.unused
     def _dispatched(self, x: Tensor) -> Tensor:
         """Run the fused kernels if they support the call, else torch's convolutions, which tracers also see."""
-        if isinstance(
-            x, fx.Proxy
-        ):  # a symbolic trace has no shape to check, and its tools know torch's operations
+        if isinstance(x, fx.Proxy):  # without a shape to check, and for tools that know torch's operations
             return self._by_torch(x)
-        self._mask_weights()
+        mask_weights(self.weights)  # a plain list in training for int8
+        return self.with_weights(x, list(self.weights), self.bias)
+
+    @torch.jit.unused
+    def with_weights(self, x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Tensor:
+        """Run the layer with other weights, of the same shapes, and another bias."""
         self._check_input(x)
         if self._fusible(x) is not None:
-            return self._by_torch(x)
-        return composite_conv2d(x, list(self.weights), self.bias, stride=self.stride, padding=self.group_padding)
-
-    def _mask_weights(self) -> None:
-        """Apply the masks of torch.nn.utils.prune: its hooks never run, as nobody calls a list of parameters."""
-        hooks = getattr(self.weights, "_forward_pre_hooks", {})  # int8 training puts a plain list in its place
-        for hook in hooks.values():
-            if isinstance(hook, BasePruningMethod):
-                hook(self.weights, ())
+            return self._convs(x, weights, bias)
+        return composite_conv2d(x, weights, bias, stride=self.stride, padding=self.group_padding)
 
     def _by_torch(self, x: Tensor) -> Tensor:
-        """One convolution per filter group, concatenated; written so that TorchScript and fx follow it."""
+        """With torch's operations alone, which TorchScript and fx follow."""
+        weights = [weight for weight in self.weights]  # noqa: C416  TorchScript makes no list() of parameters
+        return self._convs(x, weights, self.bias)
+
+    def _convs(self, x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Tensor:
+        """One convolution per filter group, concatenated."""
         if self.padding_mode != "zeros":
             x = pad_on_sides(x, self.padding, self.padding_mode)
         parts: list[Tensor] = []
         start = 0
-        for index, weight in enumerate(self.weights):
-            size = self._sizes[index]
-            bias = self.bias
-            if bias is not None:
-                bias = self._by_channel_group(bias)[:, start : start + size].flatten()
+        for index, weight in enumerate(weights):
+            size, own = self._sizes[index], bias
+            if own is not None:
+                own = self._by_channel_group(own)[:, start : start + size].flatten()
             sides = self._sides[index]
-            parts.append(conv_on_sides(x, weight, bias, sides, self.stride, self.dilation, self.channel_groups))
+            parts.append(conv_on_sides(x, weight, own, sides, self.stride, self.dilation, self.channel_groups))
             start += size
         return interleaved(parts, self.channel_groups, -3, self.shuffle)
 
@@ -161,9 +161,14 @@ class CompositeConv2d(nn.Module):
         )
 
     def by_group(self, values: Tensor) -> list[Tensor]:
-        """Values per output channel, such as a bias, split by filter group."""
-        parts = [group.filters // self.channel_groups for group in self.composite.groups]
-        return [part.flatten() for part in self._by_channel_group(values).split(parts, dim=1)]
+        """Values, or rows of them, per output channel, such as a bias, split by filter group."""
+        groups = self.channel_groups
+        grouped = (
+            values.unflatten(0, (-1, groups)).transpose(0, 1)
+            if self.shuffle
+            else values.unflatten(0, (groups, -1))
+        )
+        return [part.flatten(0, 1) for part in grouped.split(self._sizes, dim=1)]
 
     def explain(self, x: Tensor) -> str:
         """Whether such an input runs through a fused GPU kernel or torch's own convs, and why, in one line."""
@@ -232,6 +237,13 @@ class CompositeConv2d(nn.Module):
                 f"filters that span {reach[0]}x{reach[1]} do not fit an input of {sizes[0]}x{sizes[1]} "
                 f"padded to {padded[0]}x{padded[1]}."
             )
+
+
+def mask_weights(holder: nn.Module | list[Tensor]) -> None:
+    """Apply the masks of torch.nn.utils.prune, whose hooks run only where somebody calls the module itself."""
+    for hook in getattr(holder, "_forward_pre_hooks", {}).values():
+        if isinstance(hook, BasePruningMethod):
+            hook(holder, ())
 
 
 def conv_of(in_channels: int, composite: Composite, *, padding: Padding = "same", **options: Any) -> nn.Module:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.converting import rows_of
 from lowrank_cnn.method.counting import LayerCount, count
 from lowrank_cnn.method.inputs import InputSize
@@ -46,6 +48,7 @@ def dense_cost(model: nn.Module, input_size: InputSize) -> tuple[int, int] | Non
     changed = changes_of(model)
     if low_rank_layers(model).keys() - {change.name for change in changed}:
         return None
+    model = fold_branches(model)  # as it is counted
     cost = count(model, input_size)
     macs, params = cost.macs, cost.params
     for change in changed:
@@ -62,16 +65,26 @@ def dense_cost(model: nn.Module, input_size: InputSize) -> tuple[int, int] | Non
 
 
 def _macs_before(model: nn.Module, change: Change, rows: Sequence[LayerCount]) -> int:
-    """The last stage of a replacement has the bias and gives the pixels of the conv that it replaced.
+    """The last stage of a replacement gives the pixels of the conv that it replaced.
 
     A transposed conv works on the pixels of its input, as the first stage of its replacement does.
     """
     transposed = isinstance(model.get_submodule(rows[0].name), _ConvTransposeNd)
     worked = rows[0] if transposed else rows[-1]
     pixels = worked.macs // (worked.params - _biases(model, worked))
-    # As many biases as the dense layer had filters, of which some may have been removed since.
-    filters = int(change.before.rpartition(",")[2]) if _biases(model, rows[-1]) else 0
-    return pixels * (change.params_before - filters)
+    return pixels * (change.params_before - _biases_before(model, change, rows[-1]))
+
+
+def _biases_before(model: nn.Module, change: Change, last: LayerCount) -> int:
+    """The biases of a layer that was replaced: as many as it had filters, of which some may be gone, or none.
+
+    Folding branches or a norm adds a bias. So a conv of several taps is known by its parameters: a filter without
+    a bias has as many for each tap.
+    """
+    kernel, _, filters = change.before.rpartition(",")
+    taps = prod(map(int, kernel.split("x"))) if kernel.replace("x", "").isdecimal() else 1
+    has_bias = change.params_before // int(filters) % taps if taps > 1 else _biases(model, last)
+    return int(filters) if has_bias else 0
 
 
 def _biases(model: nn.Module, row: LayerCount) -> int:

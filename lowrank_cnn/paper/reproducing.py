@@ -28,7 +28,7 @@ from lowrank_cnn.system.text import counted
 from lowrank_cnn.train import Record, fit, get_recipe, load_record
 from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.failure import NotFiniteError
-from lowrank_cnn.train.inputs import augmentation, input_size
+from lowrank_cnn.train.inputs import augmentation, image_size
 from lowrank_cnn.train.recipe import Recipe, differences, in_words
 from lowrank_cnn.train.trained import load_checkpoint
 
@@ -116,7 +116,7 @@ class ExperimentBench:
         return create_model(task.line.network, num_classes=len(self.data.classes), in_channels=channels, **options)
 
     def input_size(self, recipe: Recipe) -> tuple[int, int, int]:
-        return input_size(self.data.test, augmentation(recipe))
+        return image_size(self.data.test, augmentation(recipe))
 
     def train(self, task: TrainingTask) -> None:
         """Finish the run of a task, unless another process is at it; one that diverges is said."""

@@ -27,7 +27,6 @@ from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.channel_order import free_routes
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.init import weight_layers
-from lowrank_cnn.method.inputs import checked_size, is_example
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.method.selection import Where, check_rewritable
@@ -43,7 +42,7 @@ from lowrank_cnn.system.processes import first_process
 from lowrank_cnn.train.determinism import generator_states, restore_generators
 from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.fitting import fit, recipe_for
-from lowrank_cnn.train.inputs import augmentation, input_size
+from lowrank_cnn.train.inputs import augmentation, image_size
 from lowrank_cnn.train.opening import open_for
 from lowrank_cnn.train.optimizers import flags_restored, freeze_parameters
 from lowrank_cnn.train.outputs import class_scores
@@ -135,10 +134,7 @@ def learn_shapes(
     data = open_for(model, data, recipe)
     if options.get("loss") is None:
         data = for_classes(data)
-    inputs = input_size(data.test, augmentation(recipe))
-    if is_example(inputs):
-        raise LowRankError("learn_shapes takes networks of one image, and this one has several inputs.")
-    size = checked_size(inputs)
+    size = image_size(data.test, augmentation(recipe))
     shaped = _shaped(model, scheme, size, where, recipe)
     asked = {budget.kind: budget.share, "by": by, "shapes": str(scheme)}
     plan = ShapeBudget(asked, directory, device, batch)

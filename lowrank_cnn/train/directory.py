@@ -20,6 +20,8 @@ FIXED = ("batch_size", "holdout", "preprocess", "zca_epsilon", "resize", "crop",
 FIXED += ("lookahead", "whiten_first", "alternate_mirror", "optimizer", "freeze")
 """Fields that cannot change in mid-run: the order of the data and the saved state depend on them."""
 IMAGES = "images with the digest"
+CLASSES = "number of classes"
+_LAYER, _CLASS = "layer ", "class number "
 RECIPE, RECORD = "recipe.json", "record.json"
 _MOST_LETTERS = 60
 
@@ -128,19 +130,29 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             f"the images of {before['data']['name']} are not those that this run was started with: their names, "
             "sizes or contents have changed. Bring the old ones back, or start a new run in another --out."
         )
-    differing = [what for what in differing if what != IMAGES or len(differing) == 1]
-    if "network" in differing:  # its options then differ as well, and say nothing more
-        differing = [what for what in differing if not what.startswith("network's")]
-    if differing:
-        started = " and ".join(f"the {what} {_short(then.get(what))}" for what in differing)
-        offered = " and ".join(_short(wanted.get(what)) for what in differing)
+    if differing := _telling(differing):
+        started = " and ".join(f"the {what} {_short(_value(then, what))}" for what in differing)
+        offered = " and ".join(_short(_value(wanted, what)) for what in differing)
         raise _other_run(started, offered)
+
+
+def _telling(differing: list[str]) -> list[str]:
+    """Without what follows from other differences, and with the first of all layers and of all classes."""
+    implied = (IMAGES,) if len(differing) > 1 else ()
+    implied += ("network's ", _LAYER) if "network" in differing else ()
+    implied += (_CLASS,) if CLASSES in differing else ()
+    told: dict[str, str] = {}
+    for what in differing:
+        many = next((kind for kind in (_LAYER, _CLASS) if what.startswith(kind)), what)
+        if not what.startswith(implied):
+            told.setdefault(many, what)
+    return list(told.values())
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What the two differ in. Runs of older versions have no digest of their images, and are not judged by it."""
     then, wanted = _identity(before), _identity(now)
-    found = [what for what in then | wanted if then.get(what) != wanted.get(what)]
+    found = [what for what in then | wanted if _value(then, what) != _value(wanted, what)]
     known = then[IMAGES] is not None and wanted[IMAGES] is not None
     return [what for what in found if what != IMAGES or known]
 
@@ -148,13 +160,17 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
     """The identity of a run: each fact by the words that name it."""
     model, data = about["model"], about["data"]
-    ours = entry_description(model)["model"] is not None
-    named = ("name", "base", "class")  # the name of another network may change with its file
+    found = entry_description(model)
+    ours = found["model"] is not None
+    apart = ("name", "base", "class", "config", "conversion")  # another network's name may change with its file
+    options = {field: value for field, value in {**model, **(found["model"] or {})}.items() if field not in apart}
     return {
         "network": model["name"] if ours else model.get("class", model["name"]),
-        **{f"network's {field}": value for field, value in model.items() if field not in named},
+        **{f"network's {field}": value for field, value in options.items()},
+        **{f"{_LAYER}{row['name']} as": row["scheme"] for row in found["conversion"]["changed"]},
         "data set": data["name"],
-        "classes": list(data["classes"]),
+        CLASSES: len(data["classes"]),
+        **{f"{_CLASS}{number} as": name for number, name in enumerate(data["classes"])},
         "number of training images": data["train"],
         "number of test images": data["test"],
         "image size": "x".join(map(str, data["image"])) or "varying",
@@ -163,13 +179,20 @@ def _identity(about: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _value(identity: Mapping[str, Any], what: str) -> Any:
+    """A fact; a layer that was not rewritten is dense."""
+    return identity.get(what, "dense" if what.startswith(_LAYER) else None)
+
+
 def _other_run(started: str, offered: str) -> LowRankError:
     hint = "leave that as it was, or start a new run in another --out"
     return LowRankError(f"this run was started with {started}, and cannot go on with {offered}: {hint}.")
 
 
 def _short(value: object) -> str:
-    text = str(value)
+    """A value in a sentence, not in Python."""
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    text = "none" if value is None or not text else text
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
 
 
@@ -180,5 +203,5 @@ def recipe_changes(saved: dict[str, Any], recipe: Recipe) -> dict[str, tuple[Any
     for field in FIXED:
         if field in changes:
             then, after = changes[field]
-            raise _other_run(f"{field}={then}", str(after))
+            raise _other_run(f"{field}={_short(then)}", _short(after))
     return changes

@@ -220,6 +220,14 @@ def evaluation_batch(split: Split, augment: Augment, world: int = 1) -> int:
 
 def input_size(split: Split, augment: Augment) -> InputSize:
     """The size of the network's input in evaluation (channels, height, width); of several inputs an example."""
-    if isinstance(split, DatasetSplit):
-        return split.size or split.example
-    return split.channels, *frame(split.size and split.size[1:], augment, train=False, fill=()).window
+    example = split.example if isinstance(split, DatasetSplit) else None
+    return image_size(split, augment) if example is None else example
+
+
+def image_size(split: Split, augment: Augment) -> tuple[int, int, int]:
+    """The same for networks of one image; data with several inputs is refused."""
+    if not isinstance(split, DatasetSplit):
+        return split.channels, *frame(split.size and split.size[1:], augment, train=False, fill=()).window
+    if split.size is None:
+        raise LowRankError("this is for networks of one image, and an item of the data has several inputs.")
+    return split.size

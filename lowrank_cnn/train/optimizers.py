@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.method.branches import BranchedConv2d
+from lowrank_cnn.method.building import FactoredConv2d
+from lowrank_cnn.method.channel import FactoredLayer
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.recipe import Recipe
 
@@ -33,10 +37,11 @@ class Optimizer:
         skip: Tensor,
         *,
         fast: Collection[str] = (),
+        whole: Collection[str] = (),
     ) -> None:
-        """`fast` names the parameters that learn by `bias_rate` times the rate."""
+        """`fast` names the parameters that learn by `bias_rate` times the rate; `whole` is for `layer_of`."""
         self.named, self.recipe = named, recipe
-        groups = parameter_groups(named, recipe, device, fast=fast)
+        groups = parameter_groups(named, recipe, device, fast=fast, whole=whole)
         self.rates = [(group["lr"], group.pop("factor")) for group in groups]
         self.rules = _rules(groups, recipe, skip)
         for rule in self.rules:
@@ -76,13 +81,18 @@ _CHECKPOINT_NAMES = {
 
 
 def parameter_groups(
-    named: dict[str, nn.Parameter], recipe: Recipe, device: torch.device, *, fast: Collection[str] = ()
+    named: dict[str, nn.Parameter],
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    fast: Collection[str] = (),
+    whole: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Parameters of one weight decay and one share of the learning rate together; frozen ones are left out.
 
     What learns faster decays by less at that rate, so that each step takes as much of it as of the weights.
     """
-    factors = layer_factors(named, recipe.layer_decay)
+    factors = layer_factors(named, recipe.layer_decay, whole)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named.items():
         if parameter.requires_grad:
@@ -98,25 +108,36 @@ def parameter_groups(
     ]
 
 
-def layer_factors(names: Iterable[str], decay: float) -> dict[str, float]:
+def layer_factors(names: Iterable[str], decay: float, whole: Collection[str] = ()) -> dict[str, float]:
     """The share of the learning rate that each parameter gets: all of it in the last layer, less before.
 
     >>> layer_factors(["0.weight", "0.bias", "1.weight"], 0.5)
     {'0.weight': 0.5, '0.bias': 0.5, '1.weight': 1.0}
     """
-    layers = {name: layer_of(name) for name in names}
+    layers = {name: layer_of(name, whole) for name in names}
     order = {layer: number for number, layer in enumerate(dict.fromkeys(layers.values()))}
     return {name: decay ** (len(order) - 1 - order[layer]) for name, layer in layers.items()}
 
 
-def layer_of(name: str) -> str:
+def layer_of(name: str, whole: Collection[str] = ()) -> str:
     """The module that a parameter belongs to; one of a list, as the filter groups of a composite, to the list's.
 
-    >>> layer_of("conv1.weight"), layer_of("conv1.weights.0")
-    ('conv1', 'conv1')
+    What lies within a module of `whole` belongs to that one.
+
+    >>> layer_of("conv1.weight"), layer_of("conv1.weights.0"), layer_of("conv2.join.weight", {"conv2"})
+    ('conv1', 'conv1', 'conv2')
     """
     owner, _, own = name.rpartition(".")
+    outer = next((place for place in ("", *accumulate(name.split("."), "{}.{}".format)) if place in whole), None)
+    if outer is not None:
+        return outer
     return owner.rpartition(".")[0] if own.isdecimal() else owner
+
+
+def whole_layers(network: nn.Module) -> set[str]:
+    """The modules that stand for one dense layer: chains, such as a basis and its join, and branches."""
+    kinds = BranchedConv2d | FactoredConv2d | FactoredLayer
+    return {name for name, module in network.named_modules() if isinstance(module, kinds)}
 
 
 BACKBONE = "backbone"
@@ -135,8 +156,9 @@ def freeze_parameters(network: nn.Module, patterns: str) -> list[nn.Module]:
     matched = {name for name in every for pattern in wanted if fnmatch(name, pattern)}
     weights = [name for name, parameter in network.named_parameters() if parameter.ndim > 1]
     if BACKBONE in wanted and weights:
-        last = layer_of(weights[-1])
-        matched |= {name for name in every if layer_of(name) != last}
+        whole = whole_layers(network)
+        last = layer_of(weights[-1], whole)
+        matched |= {name for name in every if layer_of(name, whole) != last}
     if wanted and matched.isdisjoint(names):
         known = ", ".join(names[:3])
         raise LowRankError(f"freeze={patterns!r} matches no parameter of the network, such as {known}.")

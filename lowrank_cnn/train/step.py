@@ -22,7 +22,7 @@ from lowrank_cnn.method.inputs import batch_length, call
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.determinism import generator_states, restore_generators
 from lowrank_cnn.train.objective import Objective, hits
-from lowrank_cnn.train.optimizers import Optimizer
+from lowrank_cnn.train.optimizers import Optimizer, whole_layers
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.short_runs import decay_at, look_ahead, norm_biases
 
@@ -67,7 +67,8 @@ class TrainingStep:
         self.sums = torch.zeros(4, device=device)
         self.parameters = dict(network.named_parameters())
         fast = norm_biases(network) if recipe.bias_rate != 1 else set()
-        self.optimizer = Optimizer(self.parameters, recipe, device, self.skipped, fast=fast)
+        whole = whole_layers(network)
+        self.optimizer = Optimizer(self.parameters, recipe, device, self.skipped, fast=fast, whole=whole)
         self.weights = {name: t.detach() for name, t in network.state_dict().items()}
         averaging = recipe.ema or recipe.lookahead
         self.averages = {name: t.clone() for name, t in self.weights.items()} if averaging else {}

@@ -224,7 +224,7 @@ def test_networks_of_other_inputs_are_timed_and_planned(output_of, tmp_path):
     for more, says in (
         (["--batch", "2"], "leave --batch out"),
         (["--input", "3x8x8"], "leave --input out"),
-        (["--engine", "auto"], "leave --example out"),
+        (["--engine", "auto"], "let --example give one tensor"),
     ):
         with pytest.raises(LowRankError, match=says):
             output_of("plan", *named, *more)

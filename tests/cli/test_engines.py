@@ -10,6 +10,7 @@ from lowrank_cnn.cli.engines import _thin_rival
 from lowrank_cnn.cli.source import Source
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.models import create_model
+from lowrank_cnn.system.errors import LowRankError
 
 
 def test_one_engine_is_timed_and_written(output_of, tmp_path):
@@ -31,3 +32,27 @@ def test_the_thin_rival_of_a_narrow_network_has_its_macs():
     rival = _thin_rival(Source("nin-c3-lr", network, size), size)
     assert rival is not None
     assert count(rival, size).macs == pytest.approx(count(network, size).macs, rel=0.2)
+
+
+ONE_INPUT = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU())
+
+def inputs():
+    return torch.randn(1, 2, 9)
+
+def several():
+    return torch.randn(2, 2, 9)
+"""
+
+
+def test_an_example_of_one_input_names_its_size(output_of, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(ONE_INPUT)
+    named = ("plan", f"{own}:make", "--engine", "torchscript", "--json", "--example")
+    assert json.loads(output_of(*named, f"{own}:inputs"))["input"] == [1, 2, 9]
+    with pytest.raises(LowRankError, match="with a batch of 1, or leave --engine out"):
+        output_of(*named, f"{own}:several")

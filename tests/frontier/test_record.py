@@ -62,8 +62,20 @@ def test_seconds_are_those_of_runs_that_had_the_device_alone(make_frontier: Call
 def test_a_folder_of_another_frontier_is_refused(make_frontier: Callable[..., Frontier]):
     found = make_frontier(TWO)
     assert open_frontier(found.folder, found.about, found.images) == found
-    with pytest.raises(LowRankError, match="another family and recipe"):
+    with pytest.raises(
+        LowRankError, match=r"a frontier whose family is airbench, not nin: choose another --out\.$"
+    ):
         open_frontier(found.folder, {**found.about, "family": "nin", "recipe": {"lr": 1}}, found.images)
+
+
+def test_a_refusal_names_the_setting_that_differs(make_frontier: Callable[..., Frontier]):
+    found = make_frontier(TWO)
+    for change, says in (
+        ({"teacher": "dense"}, "whose teacher is none, not dense: choose"),
+        ({"data": {**found.about["data"], "name": "photos"}}, "whose data name is cifar10, not photos: choose"),
+    ):
+        with pytest.raises(LowRankError, match=says):
+            open_frontier(found.folder, {**found.about, **change}, found.images)
 
 
 def test_what_is_no_record_is_refused(make_frontier: Callable[..., Frontier]):
@@ -86,7 +98,7 @@ def test_a_recipe_without_fields_that_came_later_is_the_same(make_frontier: Call
     found.about["recipe"] = {name: value for name, value in whole.items() if name not in ("quantize", "output")}
     found.save()
     assert open_frontier(found.folder, {**found.about, "recipe": whole}, found.images).rows == found.rows
-    with pytest.raises(LowRankError, match="another recipe"):
+    with pytest.raises(LowRankError, match="whose recipe quantize is none, not int8: choose"):
         open_frontier(found.folder, {**found.about, "recipe": {**whole, "quantize": "int8"}}, found.images)
 
 

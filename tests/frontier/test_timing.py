@@ -36,7 +36,12 @@ def test_a_design_is_timed_beside_the_dense_network_of_its_family():
 
 @pytest.mark.parametrize(
     ("measured", "target", "width"),
-    [({1.0: 4.0, 0.5: 1.0}, 2.25, 0.75), ({1.0: 4.0}, 1.0, 0.5), ({1.0: 4.0, 0.5: 1.0}, 16.0, 2.0)],
+    [
+        ({1.0: 4.0, 0.5: 1.0}, 2.25, 0.75),
+        ({1.0: 4.0}, 1.0, 0.5),
+        ({1.0: 4.0, 0.5: 1.0}, 16.0, 2.0),
+        ({1.0: 0.05}, 1.0, 4.0),  # the widest there is
+    ],
 )
 def test_a_width_is_found_by_time(measured: dict, target: float, width: float):
     assert width_of_time(measured, target) == width

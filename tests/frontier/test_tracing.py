@@ -152,6 +152,27 @@ def test_a_design_is_widened_to_the_dense_networks_cost(tmp_path: Path, squares:
     assert timed.ratio == pytest.approx(1.0, rel=0.05)
 
 
+def learned(folder: Path, shapes: str) -> str:
+    folder.mkdir(parents=True)
+    (folder / "shapes.json").write_text(f'{{"learned_shapes": {{"features.conv1_1": "exact({shapes})"}}}}')
+    return f"shapes:{folder / 'shapes.json'}"
+
+
+def test_learned_shapes_are_not_widened_and_keep_their_name(tmp_path: Path, squares: Data, made_up: list):
+    first, other = learned(tmp_path / "a/run", "5x1=16, 1x5=32"), learned(tmp_path / "b/run", "3x1=16, 1x3=32")
+    said: list[str] = []
+    how = {"settings": SMALL, "device": "cpu", "say": said.append}
+
+    def trace(design: str) -> list[str]:
+        plan = FrontierPlan((design,), widen=("macs", "time"), match=(), seeds=0, base=0.25)
+        return [row.name for row in trace_frontier("nin", squares, tmp_path / "out", plan, **how).rows]
+
+    assert trace(first) == trace(first) == ["dense", "learned-run"]
+    assert "learned-run has the widths that were learned, and is not widened." in said
+    with pytest.raises(LowRankError, match=r"b/run/shapes.json has other shapes than learned-run of this record"):
+        trace(other)
+
+
 def test_a_design_with_runs_keeps_its_rate(tmp_path: Path, squares: Data, made_up: list):
     how = {"settings": SMALL, "device": "cpu", "say": quiet}
     trace_frontier("airbench", squares, tmp_path, FrontierPlan(match=(), seeds=1, batch=0), **how)
@@ -201,7 +222,7 @@ def test_a_teacher_is_trained_first_and_teaches_dense_networks_too(tmp_path: Pat
     assert later is not network
     for name, value in later.state_dict().items():  # the teacher of the first runs
         assert torch.equal(value, network.state_dict()[name]), name
-    with pytest.raises(LowRankError, match="another teacher"):
+    with pytest.raises(LowRankError, match=r"whose teacher is dense@0\.5, not none"):
         trace_frontier("airbench", squares, tmp_path, FrontierPlan(batch=0, base=0.25), **how)
 
 
@@ -227,7 +248,7 @@ def test_nothing_is_begun_once_the_time_is_over(tmp_path: Path, squares: Data, m
 def test_another_recipe_is_refused_in_the_same_folder(tmp_path: Path, squares: Data, made_up: list):
     plan = FrontierPlan(match=(), seeds=0, batch=0)
     trace_frontier("airbench", squares, tmp_path, plan, settings=SMALL, device="cpu", say=quiet)
-    with pytest.raises(LowRankError, match="another recipe"):
+    with pytest.raises(LowRankError, match=r"whose recipe lr is 1\.5, not 3\.0"):
         trace_frontier("airbench", squares, tmp_path, plan, settings={**SMALL, "lr": 3}, device="cpu", say=quiet)
 
 

@@ -68,7 +68,7 @@ def test_a_pool_goes_first_only_where_the_order_of_values_is_kept():
     [
         ({"pool": "mean"}, "pool is None"),
         ({"padding": SIDES[:1]}, "2 filter groups need as many paddings"),
-        ({"padding": [SIDES[0], SIDES[0]]}, "one output size"),
+        ({"padding": [SIDES[0], SIDES[0]]}, r"one output size, not \d+x\d+ and \d+x\d+\."),
     ],
 )
 def test_what_cannot_be_posed(options, why):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,50 @@ def test_folded_branches_are_the_sum_of_the_branches(channels: int, groups: list
         assert layer.identity_norm is None
     torch.testing.assert_close(layer(x), by_branch, rtol=0, atol=1e-12)
     torch.testing.assert_close(layer.folded()(x), by_branch, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("scheme", ["lr(branches)", "dense(branches)", "lr-join(branches)"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"groups": 2},
+        {"groups": 4, "stride": 2},
+        {"padding": 2, "dilation": 2},
+        {"padding_mode": "reflect"},
+        {"groups": 2, "padding": (1, 2), "dilation": (1, 2), "padding_mode": "circular"},
+    ],
+    ids=str,
+)
+def test_layers_with_channel_groups_dilation_or_other_padding_have_branches_too(scheme: str, options: dict):
+    """As the convs of ResNeXt: shown by float64, branch by branch."""
+    dense = nn.Sequential(nn.Conv2d(8, 8, 3, **{"padding": 1, **options}))
+    network = unsettled(lr.convert(dense, scheme))
+    layer = next(module for module in network.modules() if isinstance(module, BranchedConv2d))
+    x = torch.randn(2, 8, 9, 8, dtype=torch.float64)
+    by_branch = layer.strips_norm(layer.strips(x)) + layer.point_norm(layer.point(x))
+    if "stride" in options:
+        assert layer.identity_norm is None
+    else:
+        by_branch = by_branch + layer.identity_norm(x)
+    assert layer.point.groups == options.get("groups", 1)
+    torch.testing.assert_close(layer(x), by_branch, rtol=0, atol=1e-12)
+    torch.testing.assert_close(layer.folded()(x), by_branch, rtol=0, atol=1e-12)
+    note(network, input_size=(8, 9, 8))
+    torch.testing.assert_close(lr.merge(network)(x), network(x), rtol=0, atol=1e-12)
+    form = {name: getattr(layer, name) for name in ("stride", "dilation", "groups")}
+    if layer.padding_mode == "zeros":
+        sides = tuple(before for before, _ in layer.padding)
+        y = nn.functional.conv2d(x, layer.weight, layer.bias, padding=sides, **form)
+        torch.testing.assert_close(y, by_branch, rtol=0, atol=1e-12)
+
+
+def test_branches_of_half_precision_are_folded_in_float32():
+    layer = unsettled(BranchedConv2d(CompositeConv2d(6, [(3, 1, 3), (1, 3, 3)]))).bfloat16()
+    weights, bias = layer.folded_weights()
+    exact, exact_bias = copy.deepcopy(layer).double().folded_weights()
+    for found, right in zip((*weights, bias), (*exact, exact_bias), strict=True):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.double(), right, rtol=2**-8, atol=1e-6)  # rounded once
 
 
 STRIPS = "lr(branches)"
@@ -101,6 +146,8 @@ def test_a_layer_that_could_not_be_folded_exactly_trains_without_branches():
     assert isinstance(lr.build_conv(4, 4, 3, "dense(branches)", padding=0), nn.Conv2d)
     with pytest.raises(LowRankError, match="no centre"):
         BranchedConv2d(CompositeConv2d(4, [(2, 1, 2), (1, 2, 2)]))
+    with pytest.raises(LowRankError, match="shuffles"):
+        BranchedConv2d(CompositeConv2d(4, [(3, 1, 2), (1, 3, 2)], channel_groups=2, shuffle=True))
 
 
 def test_a_join_and_branches_look_like_one_dense_conv_to_tools():

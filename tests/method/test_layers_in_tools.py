@@ -10,12 +10,14 @@ from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
 from torch.nn import functional as F
 from torch.nn.utils import prune
 
+from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.building import FactoredConv2d, build_conv
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.models import create_model, list_models
 
 SCHEMES = ["lr", "lr-join", "separable", "mixture", "mixture(kx1=3, 1xk=3, kxk=2, join)"]
+BRANCHED = ["lr(branches)", "lr-join(branches)", "dense(branches)"]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 
@@ -40,7 +42,7 @@ def image() -> torch.Tensor:
     return torch.randn(2, 16, 16, 17, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, *BRANCHED])
 @pytest.mark.parametrize("tool", ["script", "symbolic_trace", "compile", "trace", "export"])
 def test_a_converted_network_passes_through(scheme: str, tool: str, image: torch.Tensor):
     torch.manual_seed(0)
@@ -65,7 +67,7 @@ def test_a_scripted_layer_trains_and_takes_an_image_without_its_batch(scheme: st
     assert all(p.grad is not None for p in layer.parameters())
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, *BRANCHED])
 def test_fx_quantisation_reaches_the_filters(scheme: str, image: torch.Tensor):
     torch.manual_seed(0)
     engine = torch.backends.quantized.engine
@@ -118,15 +120,15 @@ def test_a_layer_shows_the_conv_that_it_stands_for(scheme: str, groups: int):
     assert all(p.grad is not None for p in layer.parameters())
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, *BRANCHED])
 def test_the_input_may_be_given_by_name(scheme: str):
-    layer = build_conv(4, 8, 3, scheme)
+    layer = build_conv(4, 8, 3, scheme).eval()
     x = torch.randn(1, 4, 6, 6)
     torch.testing.assert_close(layer(input=x), layer(x))
-    assert isinstance(layer, CompositeConv2d | FactoredConv2d)
+    assert isinstance(layer, CompositeConv2d | FactoredConv2d | BranchedConv2d)
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, "channel", "cp"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, *BRANCHED, "channel", "cp"])
 def test_a_layer_shows_its_padding(scheme: str):
     layer = build_conv(4, 8, (3, 5), scheme, padding=(1, 2), padding_mode="reflect")
     assert (layer.padding, layer.padding_mode) == (((1, 1), (2, 2)), "reflect")
@@ -143,3 +145,15 @@ def test_pruned_filters_stay_pruned_in_training():
     layer(torch.randn(2, 4, 6, 6))
     assert torch.equal(layer.weights[0] == 0, before == 0)
     assert not torch.equal(layer.weights[0], before)
+
+
+def test_pruned_filters_with_branches_are_folded_as_they_are_now():
+    layer = build_conv(4, 8, 3, "lr(branches)")
+    prune.l1_unstructured(layer.strips.weights, "0", amount=0.5)
+    prune.l1_unstructured(layer.point, "weight", amount=0.5)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    x = torch.randn(2, 4, 6, 6)
+    layer(x).square().mean().backward()
+    optimizer.step()
+    found = layer.eval()(x)
+    torch.testing.assert_close(found, layer._by_branch(x))

@@ -31,9 +31,10 @@ def cost(model: nn.Module) -> tuple[int, int]:
 
 
 SCHEMES = ["lr", "lr-join(m=3)", "separable(m=4)", "mixture(kx1, 1xk, kxk, join)", "lr(5x1, 1x5)"]
+BRANCHED = ["lr(branches)", "lr-join(m=3, branches)", "mixture(kx1=3, 1xk=3, kxk=2, branches)"]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, *BRANCHED])
 def test_a_converted_network_knows_what_it_cost_before(scheme: str):
     dense = Odd()
     converted = convert(dense, scheme)
@@ -43,9 +44,10 @@ def test_a_converted_network_knows_what_it_cost_before(scheme: str):
     assert dense_cost(in_steps, SIZE) == cost(dense)
 
 
-@pytest.mark.parametrize("scheme", ["lr", "lr-join"])
-def test_a_network_that_is_one_conv(scheme: str):
-    conv = nn.Conv2d(3, 8, 3)
+@pytest.mark.parametrize("scheme", ["lr", "lr-join", "lr(branches)", "dense(branches)"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_network_that_is_one_conv(scheme: str, bias: bool):
+    conv = nn.Conv2d(3, 8, 3, padding=1, bias=bias)
     assert dense_cost(convert(conv, scheme), SIZE) == cost(conv)
 
 

@@ -8,11 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.models import create_model
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Recipe, fit
 from lowrank_cnn.train.optimizers import Optimizer, freeze_parameters, layer_factors, orthogonal
+from lowrank_cnn.train.step import TrainingStep
+
+CPU = torch.device("cpu")
 
 
 def net() -> nn.Sequential:
@@ -187,3 +191,27 @@ def test_a_composite_is_one_layer() -> None:
     first = {factors[name] for name in factors if name.startswith("features.conv1_1.")}
     layers = [m for m in network.modules() if isinstance(m, nn.Conv2d | CompositeConv2d)]
     assert first == {0.5 ** (len(layers) - 1)}
+
+
+@pytest.mark.parametrize("scheme", ["lr", "lr(branches)", "lr-join", "lr-join(branches)", "separable", "cp"])
+def test_a_rewritten_layer_has_the_depth_of_the_dense_one(scheme: str) -> None:
+    """Branches, filter groups and the layers of a chain learn at one rate, that of the layer they stand for."""
+    dense = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 2))
+    step = TrainingStep(convert(dense, scheme), dense, torch.Tensor.backward, Recipe(layer_decay=0.5), CPU)
+    step.optimizer.set_rate(1.0)
+    rates = {
+        id(parameter): float(group["lr"])
+        for rule in step.optimizer.rules
+        for group in rule.param_groups
+        for parameter in group["params"]
+    }
+    found = {(name.partition(".")[0], rates[id(value)]) for name, value in step.parameters.items()}
+    assert found == {("0", 0.25), ("1", 0.5), ("2", 1.0)}
+
+
+@pytest.mark.parametrize("scheme", ["lr-join", "lr(branches)"])
+def test_the_last_layer_is_spared_as_a_whole(scheme: str) -> None:
+    network = convert(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)), scheme)
+    freeze_parameters(network, "backbone")
+    trained = {(name.partition(".")[0], value.requires_grad) for name, value in network.named_parameters()}
+    assert trained == {("0", False), ("1", True)}

@@ -118,7 +118,7 @@ def test_teachers_rounding_and_learned_shapes_are_refused():
         fit(Both(), Pair(), RECIPE, teacher=Both(), **QUIET)
     with pytest.raises(LowRankError, match="quantize is for networks of one image"):
         fit(Both(), Pair(), RECIPE, quantize="int8", **QUIET)
-    with pytest.raises(LowRankError, match="learn_shapes takes networks of one image"):
+    with pytest.raises(LowRankError, match="this is for networks of one image"):
         learn_shapes(Both(), Pair(), RECIPE, macs=0.5, **QUIET)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -220,6 +221,28 @@ def test_going_on_with_another_network_names_what_differs():
         match=r"^this run .* with the network's width 1.0, and cannot go on with 0.5: leave .* another --out\.$",
     ):
         check_same_run(before, now)
+
+
+def converted(schemes: dict[str, str]) -> dict[str, object]:
+    rows = [{"name": name, "scheme": scheme} for name, scheme in schemes.items()]
+    return {"name": "Net+lr", "base": "Net", "config": None, "class": "Net", "conversion": {"changed": rows}}
+
+
+def test_refusals_to_go_on_speak_of_layers_and_classes_in_a_sentence():
+    data = {"name": "tiny", "classes": ["cat", "dog"], "train": 4, "test": 2, "image": [1, 8, 8]}
+    before = {"model": converted({"a": "lr", "b": "lr"}), "data": data, "seed": 0}
+    finer, fewer = (converted(schemes) for schemes in ({"a": "lr(branches)", "b": "separable"}, {"a": "lr"}))
+    cases = (
+        ({"model": finer}, "the layer a as lr, and cannot go on with lr(branches)"),
+        ({"model": fewer}, "the layer b as lr, and cannot go on with dense"),
+        ({"data": {**data, "classes": ["cat", "owl"]}}, "the class number 1 as dog, and cannot go on with owl"),
+        ({"data": {**data, "classes": ["cat"]}}, "the number of classes 2, and cannot go on with 1"),
+    )
+    check_same_run(before, before)
+    for change, says in cases:
+        whole = f"this run was started with {says}: leave that as it was, or start a new run in another --out."
+        with pytest.raises(LowRankError, match=f"^{re.escape(whole)}$"):
+            check_same_run(before, {**before, **change})
 
 
 def test_a_file_of_the_user_may_be_renamed_between_the_parts_of_a_run():

@@ -72,6 +72,12 @@ def evaluation_folders(root: Path) -> list[Path]:
     return _named(root, TEST_NAMES)
 
 
+def unlabelled_folders(root: Path) -> list[str]:
+    """Names of those of test, val, ... that hold images and no class folders."""
+    named = [root / name for name in class_folders(root) if name.lower() in TEST_NAMES]
+    return [folder.name for folder in named if not class_folders(folder) and holds_images(folder)]
+
+
 def flat_classes(root: Path, problems: Problems) -> list[str]:
     """The class folders of a root without train and test folders: those with images in them.
 

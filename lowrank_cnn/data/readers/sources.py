@@ -29,7 +29,8 @@ _TABLES = (".csv", ".tsv")
 class LabelledImages:
     """The images of a source before they become splits; None for a split that it lacks.
 
-    `tested` names the split to test on (test, val, ...), and then others that could be.
+    `tested` names the split to test on (test, val, ...), and then others that could be; `unlabelled` those whose
+    images have no class folders.
     """
 
     name: str
@@ -37,6 +38,7 @@ class LabelledImages:
     train: ImageStore | None
     test: ImageStore | None
     tested: tuple[str, ...] = ()
+    unlabelled: tuple[str, ...] = field(default=(), kw_only=True)
     problems: dict[str, Problems] = field(default_factory=lambda: {"train": Problems(), "test": Problems()})
 
 
@@ -52,6 +54,8 @@ def open_source(source: str | Path, options: ReadOptions) -> Data:
         found = replace(found, classes=renamed(found.classes, read_class_names(path), path))
     if len(found.tested) > 1:
         warnings.warn(_unused_in_words(found, source, options), LowRankWarning, stacklevel=3)
+    if found.unlabelled:
+        warnings.warn(_unlabelled_in_words(found), LowRankWarning, stacklevel=3)
     return _splits(found, options)
 
 
@@ -123,7 +127,8 @@ def _find_images(path: Path) -> LabelledImages:
         for split, place in (("train", train), ("test", test))
     }
     names = tuple(place.name for place in tested)
-    return LabelledImages(name, classes, stores["train"], stores["test"], names, problems)
+    unlabelled = tuple(folder.unlabelled_folders(path))
+    return LabelledImages(name, classes, stores["train"], stores["test"], names, problems, unlabelled=unlabelled)
 
 
 def _no_images(path: Path) -> str:
@@ -151,7 +156,8 @@ def _tested_elsewhere(found: LabelledImages, options: ReadOptions) -> LabelledIm
     _check_apart(found, tested)
     problems = other.problems["test" if other.test else "train"]
     store = _matched(tested, other.classes, found.classes, problems)
-    return replace(found, test=store, tested=other.tested, problems={**found.problems, "test": problems})
+    chosen = {"test": store, "tested": other.tested, "unlabelled": other.unlabelled}
+    return replace(found, **chosen, problems={**found.problems, "test": problems})
 
 
 def _check_apart(found: LabelledImages, tested: ImageStore) -> None:
@@ -227,6 +233,15 @@ def _unused_in_words(found: LabelledImages, source: str | Path, options: ReadOpt
     verb = "is" if len(unused) == 1 else "are"
     told = f"{found.name} is tested on {tested}; {' and '.join(unused)} {verb} not used"
     return f"{told}{hint if place.is_dir() else ''}."
+
+
+def _unlabelled_in_words(found: LabelledImages) -> str:
+    """Which folders of test images have no classes, and what is tested on instead."""
+    verb = "has" if len(found.unlabelled) == 1 else "have"
+    instead = f"{found.tested[0]} is" if found.tested else "other images are"
+    return (
+        f"{' and '.join(found.unlabelled)} of {found.name} {verb} no class folders: {instead} tested on instead."
+    )
 
 
 def _unused(found: LabelledImages) -> dict[str, Any]:

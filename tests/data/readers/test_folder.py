@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,10 +38,22 @@ def test_test_is_preferred_to_val_where_it_has_classes(
     folder: Path, photo: Photo, write_folder: WriteFolder
 ) -> None:
     write_folder(folder, {"test/0001.png": photo(0)})  # as ILSVRC's test images: no classes
-    assert len(open_data(folder).test) == 2
+    with pytest.warns(LowRankWarning, match=r"^test of own has no class folders: val is tested on instead\.$"):
+        assert len(open_data(folder).test) == 2
     write_folder(folder, {f"test/bee/{n}.png": photo(n) for n in range(5)} | {"test/ant/1.png": photo(1)})
     with pytest.warns(LowRankWarning, match="val is not used"):
         assert len(open_data(folder).test) == 6
+
+
+def test_a_test_folder_without_classes_and_no_other_is_told(
+    folder: Path, photo: Photo, write_folder: WriteFolder
+) -> None:
+    shutil.rmtree(folder / "val")
+    (folder / "eval").mkdir()  # empty: there is nothing to pass over
+    write_folder(folder, {"test/0001.png": photo(0), "valid/0002.png": photo(1)})
+    told = r"^test and valid of own have no class folders: other images are tested on instead\.$"
+    with pytest.warns(LowRankWarning, match=told):
+        assert len(open_data(folder, val_split=0.5).test) == 4
 
 
 def test_empty_and_unknown_class_folders_are_named(folder: Path, photo: Photo, write_folder: WriteFolder) -> None:
