@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowrank_cnn.data import Data, make_loader
-from lowrank_cnn.data.dataset import for_classes
+from lowrank_cnn.data.own_data import for_classes
 from lowrank_cnn.data.types import generator
 from lowrank_cnn.method.budget import Budget
 from lowrank_cnn.method.channel_order import free_routes

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lowrank_cnn.data import Data, Loader, Preprocess, make_loader, open_data
-from lowrank_cnn.data.dataset import for_classes, is_dataset
 from lowrank_cnn.data.image_progress import ImageProgress
+from lowrank_cnn.data.own_data import for_classes, is_dataset
 from lowrank_cnn.data.types import places_by_name
 from lowrank_cnn.method.inputs import call
 from lowrank_cnn.method.selection import check_values

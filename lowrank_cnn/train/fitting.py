@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from lowrank_cnn.data.dataset import AsGiven, for_classes, loader_batch
+from lowrank_cnn.data.dataset import AsGiven
+from lowrank_cnn.data.own_data import for_classes, loader_batch
 from lowrank_cnn.data.types import Decode
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.selection import check_values

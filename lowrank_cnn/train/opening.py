@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from lowrank_cnn.data import Data, open_data
-from lowrank_cnn.data.dataset import data_of, in_short, is_dataset
+from lowrank_cnn.data.dataset import in_short
+from lowrank_cnn.data.own_data import data_of, is_dataset
 from lowrank_cnn.data.readers.splits import LARGE_SIDE
 from lowrank_cnn.method.inputs import InputSize
 from lowrank_cnn.method.layers import CompositeConv2d

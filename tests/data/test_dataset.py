@@ -16,17 +16,16 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Subset,
-    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
     random_split,
 )
 
-from lowrank_cnn.data.dataset import AsGiven, data_of, listed_labels, named_classes
+from lowrank_cnn.data.dataset import AsGiven, listed_labels
+from lowrank_cnn.data.own_data import data_of, named_classes
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Recipe, fit
-from lowrank_cnn.train.evaluation import evaluate
 from lowrank_cnn.train.predicting import predict
 from lowrank_cnn.train.trained import load_checkpoint
 
@@ -361,63 +360,6 @@ def test_parts_know_the_names_of_their_set_and_come_as_a_list() -> None:
     assert not named_classes(numbered)
     numbered.classes = torch.tensor([3, 5])  # type: ignore[assignment]
     assert named_classes(numbered) == [3, 5]
-
-
-def test_a_subset_sampler_decides_what_is_tested_on() -> None:
-    """The usual split of one data set by two samplers: nothing is trained and tested on."""
-    seen: list[int] = []
-
-    class Noted(Halves):
-        def __getitem__(self, index: int) -> tuple[Tensor, int]:
-            seen.append(index)
-            return super().__getitem__(index)
-
-    train, test = (
-        DataLoader(Noted(), 8, sampler=SubsetRandomSampler(part)) for part in (range(32), range(32, 40))
-    )
-    record = fit(classifier(), (train, test), RECIPE, **QUIET)
-    assert (record.result["n"], record.data["train"], record.data["test"]) == (8, 32, 8)
-    assert evaluate(classifier(), test, **QUIET).n == 8
-    seen.clear()
-    fit(classifier(), train, dataclasses.replace(RECIPE, holdout=8), **QUIET)
-    assert set(seen) == set(range(32))
-
-
-@pytest.mark.parametrize(
-    ("sampler", "tested"),
-    [
-        (WeightedRandomSampler([1.0, 0.0] * 20, 8), 20),
-        (BatchSampler(range(12), 8, drop_last=False), 12),
-        (RandomSampler(range(40), num_samples=6), 6),
-        (RandomSampler(range(40)), 40),
-    ],
-)
-def test_a_test_set_is_what_its_sampler_gives(sampler: Any, tested: int) -> None:
-    given = (
-        {"batch_sampler": sampler} if isinstance(sampler, BatchSampler) else {"sampler": sampler, "batch_size": 8}
-    )
-    drawn = torch.random.get_rng_state()
-    assert len(data_of(Halves(), DataLoader(Halves(), **given)).test) == tested
-    assert torch.equal(drawn, torch.random.get_rng_state())
-
-
-def test_a_sampler_that_draws_some_images_draws_as_many_to_train_on() -> None:
-    met = []
-
-    def collate(items: list) -> Any:
-        met.append(len(items))
-        return default_collate(items)
-
-    sampler = RandomSampler(Halves(), num_samples=16)
-    loader = DataLoader(Halves(), 8, sampler=sampler, collate_fn=collate)
-    fit(classifier(), (loader, Halves(8)), RECIPE, epochs=1, **QUIET)
-    assert met == [8, 8]
-
-
-def test_nothing_is_held_out_of_what_a_sampler_draws() -> None:
-    loader = DataLoader(Halves(), 8, sampler=WeightedRandomSampler([1.0, 0.0] * 20, 16))
-    with pytest.raises(LowRankError, match="cannot be held out where a DataLoader has a sampler of its own"):
-        fit(classifier(), loader, dataclasses.replace(RECIPE, holdout=8), **QUIET)
 
 
 def test_a_loss_that_would_have_to_learn_is_refused() -> None:

@@ -1,0 +1,123 @@
+"""What the samplers of the user's DataLoaders choose is what is trained and tested on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from lowrank_cnn.data.own_data import data_of
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.train import Recipe, fit
+from lowrank_cnn.train.evaluation import evaluate
+
+RECIPE = Recipe(name="own", batch_size=8, epochs=3, lr=0.1)
+QUIET = {"progress": False, "device": "cpu"}
+
+
+class Halves(Dataset):
+    """Dark (0) or bright (1) images."""
+
+    def __init__(self, n: int = 40) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((1, 8, 8), float(index % 2)), index % 2
+
+
+def classifier() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+
+
+class ForEver(Sampler):
+    """Goes through the items again and again; the number of an epoch's items is told, or is not."""
+
+    def __iter__(self) -> Iterator[int]:
+        return cycle(range(6))
+
+
+class SixAtATime(ForEver):
+    def __len__(self) -> int:
+        return 6
+
+
+def test_a_subset_sampler_decides_what_is_tested_on() -> None:
+    """The usual split of one data set by two samplers: nothing is trained and tested on."""
+    seen: list[int] = []
+
+    class Noted(Halves):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            seen.append(index)
+            return super().__getitem__(index)
+
+    train, test = (
+        DataLoader(Noted(), 8, sampler=SubsetRandomSampler(part)) for part in (range(32), range(32, 40))
+    )
+    record = fit(classifier(), (train, test), RECIPE, **QUIET)
+    assert (record.result["n"], record.data["train"], record.data["test"]) == (8, 32, 8)
+    assert evaluate(classifier(), test, **QUIET).n == 8
+    seen.clear()
+    fit(classifier(), train, dataclasses.replace(RECIPE, holdout=8), **QUIET)
+    assert set(seen) == set(range(32))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "tested"),
+    [
+        (WeightedRandomSampler([1.0, 0.0] * 20, 8), 20),
+        (BatchSampler(range(12), 8, drop_last=False), 12),
+        (RandomSampler(range(40), num_samples=6), 6),
+        (RandomSampler(range(40)), 40),
+    ],
+)
+def test_a_test_set_is_what_its_sampler_gives(sampler: Any, tested: int) -> None:
+    given = (
+        {"batch_sampler": sampler} if isinstance(sampler, BatchSampler) else {"sampler": sampler, "batch_size": 8}
+    )
+    drawn = torch.random.get_rng_state()
+    assert len(data_of(Halves(), DataLoader(Halves(), **given)).test) == tested
+    assert torch.equal(drawn, torch.random.get_rng_state())
+
+
+def test_a_sampler_that_draws_some_images_draws_as_many_to_train_on() -> None:
+    met = []
+
+    def collate(items: list) -> Any:
+        met.append(len(items))
+        return default_collate(items)
+
+    sampler = RandomSampler(Halves(), num_samples=16)
+    loader = DataLoader(Halves(), 8, sampler=sampler, collate_fn=collate)
+    fit(classifier(), (loader, Halves(8)), RECIPE, epochs=1, **QUIET)
+    assert met == [8, 8]
+
+
+def test_nothing_is_held_out_of_what_a_sampler_draws() -> None:
+    loader = DataLoader(Halves(), 8, sampler=WeightedRandomSampler([1.0, 0.0] * 20, 16))
+    with pytest.raises(LowRankError, match="cannot be held out where a DataLoader has a sampler of its own"):
+        fit(classifier(), loader, dataclasses.replace(RECIPE, holdout=8), **QUIET)
+
+
+def test_a_sampler_without_an_end_tells_how_long_an_epoch_is() -> None:
+    assert len(data_of(Halves(), DataLoader(Halves(), 2, sampler=SixAtATime())).test) == 6
+    for endless in ({"sampler": ForEver()}, {"batch_sampler": BatchSampler(ForEver(), 2, drop_last=False)}):
+        with pytest.raises(LowRankError, match="does not say how long an epoch is"):
+            data_of(Halves(), DataLoader(Halves(), **endless))
