@@ -79,6 +79,7 @@ def test_several_processes_train_a_converted_network(kind: str):
 @pytest.mark.parametrize("scheme", ["lr", "lr-join", "separable"])
 def test_torch_compile_gives_the_same_outputs_and_gradients(plain_loop, scheme: str):
     """Traced by Dynamo and AOTAutograd; that Inductor makes kernels of it is torch's own business."""
+    torch.compiler.reset()  # torch compiles a class, such as Sequential, so many times in a process and no more
     torch.manual_seed(0)
     network = lr.convert(plain_loop.make(), scheme).double()
     images, labels = torch.randn(4, 1, 28, 28, dtype=torch.float64), torch.tensor([1, 2, 3, 4])

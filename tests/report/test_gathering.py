@@ -231,9 +231,12 @@ def test_four_thousand_records_take_no_more_than_linear_time():
                 for i in range(count)
             )
         )
-        begun = time.process_time()
-        gather(records)
-        return time.process_time() - begun
+        found = []
+        for _ in range(3):  # the least: what else the machine does only adds
+            begun = time.process_time()
+            gather(records)
+            found.append(time.process_time() - begun)
+        return min(found)
 
     seconds(200)
     assert seconds(4000) < 10 * max(seconds(1000), 0.02)
