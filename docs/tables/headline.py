@@ -197,8 +197,12 @@ def _chart(trio: Trio) -> dict[str, Any]:
         {"name": row.name, "kind": kind, "ms": trio.ms(kind), "top1": trio.top1(kind)}
         for kind, row in trio.rows.items()
     ]
-    start, *ends = values if DENSE in trio.rows else [{}]
-    arrows = [{"ms": start["ms"], "top1": start["top1"], "ms2": end["ms"], "top2": end["top1"]} for end in ends]
+    arrows = [
+        {"ms": start["ms"], "top1": start["top1"], "ms2": end["ms"], "top2": end["top1"]}
+        for start in values
+        for end in values
+        if start["kind"] == DENSE != end["kind"]
+    ]
     tops, longest = [value["top1"] for value in values], max(value["ms"] for value in values)
     times, shares = [0, 1.15 * longest], [min(tops) - 1, max(tops) + 1]  # so that a tenth of a point looks small
     x = {"field": "ms", "type": "quantitative", "title": "milliseconds for 256 images", "scale": {"domain": times}}

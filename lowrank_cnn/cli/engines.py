@@ -81,11 +81,14 @@ def _thin_rival(source: Source, size: tuple[int, ...]) -> nn.Module | None:
     if dense is None:
         return None
     try:
-        share = count(source.network, size).macs / count(dense, size).macs
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", LowRankWarning)
-            thinner = [thin(dense.eval(), macs=share, input_size=size, multiple=n).eval() for n in (16, 8, 4)]
-        costs = [count(one, size).macs / count(dense, size).macs / share for one in thinner]
-        return next((one for one, cost in zip(thinner, costs, strict=True) if 0.8 < cost < 1.2), None)
+        macs = count(source.network, size).macs
+        share = macs / count(dense, size).macs
+        for multiple in (16, 8, 4):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", LowRankWarning)
+                thinner = thin(dense.eval(), macs=share, input_size=size, multiple=multiple).eval()
+            if 0.8 < count(thinner, size).macs / macs < 1.2:
+                return thinner
     except LowRankError:  # a network that cannot be thinned has no such rival
-        return None
+        pass
+    return None

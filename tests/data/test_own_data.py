@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
     default_collate,
 )
@@ -30,17 +30,10 @@ RECIPE = Recipe(name="own", batch_size=8, epochs=3, lr=0.1)
 QUIET = {"progress": False, "device": "cpu"}
 
 
-class Halves(Dataset):
-    """Dark (0) or bright (1) images."""
-
-    def __init__(self, n: int = 40) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.full((1, 8, 8), float(index % 2)), index % 2
+def items(count: int = 40, kind: type[TensorDataset] = TensorDataset) -> TensorDataset:
+    """Dark (0) and bright (1) images in turns."""
+    labels = torch.arange(count) % 2
+    return kind(labels.float().view(-1, 1, 1, 1).repeat(1, 1, 8, 8), labels)
 
 
 def classifier() -> nn.Sequential:
@@ -63,13 +56,13 @@ def test_a_subset_sampler_decides_what_is_tested_on() -> None:
     """The usual split of one data set by two samplers: nothing is trained and tested on."""
     seen: list[int] = []
 
-    class Noted(Halves):
-        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    class Noted(TensorDataset):
+        def __getitem__(self, index: int) -> tuple[Tensor, ...]:
             seen.append(index)
             return super().__getitem__(index)
 
     train, test = (
-        DataLoader(Noted(), 8, sampler=SubsetRandomSampler(part)) for part in (range(32), range(32, 40))
+        DataLoader(items(kind=Noted), 8, sampler=SubsetRandomSampler(part)) for part in (range(32), range(32, 40))
     )
     record = fit(classifier(), (train, test), RECIPE, **QUIET)
     assert (record.result["n"], record.data["train"], record.data["test"]) == (8, 32, 8)
@@ -93,7 +86,7 @@ def test_a_test_set_is_what_its_sampler_gives(sampler: Any, tested: int) -> None
         {"batch_sampler": sampler} if isinstance(sampler, BatchSampler) else {"sampler": sampler, "batch_size": 8}
     )
     drawn = torch.random.get_rng_state()
-    assert len(data_of(Halves(), DataLoader(Halves(), **given)).test) == tested
+    assert len(data_of(items(), DataLoader(items(), **given)).test) == tested
     assert torch.equal(drawn, torch.random.get_rng_state())
 
 
@@ -104,20 +97,20 @@ def test_a_sampler_that_draws_some_images_draws_as_many_to_train_on() -> None:
         met.append(len(items))
         return default_collate(items)
 
-    sampler = RandomSampler(Halves(), num_samples=16)
-    loader = DataLoader(Halves(), 8, sampler=sampler, collate_fn=collate)
-    fit(classifier(), (loader, Halves(8)), RECIPE, epochs=1, **QUIET)
+    sampler = RandomSampler(items(), num_samples=16)
+    loader = DataLoader(items(), 8, sampler=sampler, collate_fn=collate)
+    fit(classifier(), (loader, items(8)), RECIPE, epochs=1, **QUIET)
     assert met == [8, 8]
 
 
 def test_nothing_is_held_out_of_what_a_sampler_draws() -> None:
-    loader = DataLoader(Halves(), 8, sampler=WeightedRandomSampler([1.0, 0.0] * 20, 16))
+    loader = DataLoader(items(), 8, sampler=WeightedRandomSampler([1.0, 0.0] * 20, 16))
     with pytest.raises(LowRankError, match="cannot be held out where a DataLoader has a sampler of its own"):
         fit(classifier(), loader, dataclasses.replace(RECIPE, holdout=8), **QUIET)
 
 
 def test_a_sampler_without_an_end_tells_how_long_an_epoch_is() -> None:
-    assert len(data_of(Halves(), DataLoader(Halves(), 2, sampler=SixAtATime())).test) == 6
+    assert len(data_of(items(), DataLoader(items(), 2, sampler=SixAtATime())).test) == 6
     for endless in ({"sampler": ForEver()}, {"batch_sampler": BatchSampler(ForEver(), 2, drop_last=False)}):
         with pytest.raises(LowRankError, match="does not say how long an epoch is"):
-            data_of(Halves(), DataLoader(Halves(), **endless))
+            data_of(items(), DataLoader(items(), **endless))
