@@ -63,9 +63,13 @@ def find_family(name: str) -> Family:
     return FAMILIES[name]
 
 
+SMALL_SQUARES = "mixture(3x3)"
+"""Every larger filter becomes a 3x3: still a dense network, and the cheapest rival of long strips."""
+
+
 def is_dense(scheme: str) -> bool:
-    """Whether a scheme leaves all filters as large as they are; `dense(branches)` does."""
-    return scheme.partition("(")[0] == "dense"
+    """Whether all filters are squares over all channels; those of `dense(branches)` are."""
+    return scheme == SMALL_SQUARES or scheme.partition("(")[0] == "dense"
 
 
 def is_branched(scheme: str) -> bool:
@@ -83,6 +87,7 @@ class Design:
     - `multiple`: every layer has a multiple of this many filters.
     - `last`: the last stage has this many times the filters of the dense network.
     - `matched`: what its width was chosen by: "macs" or "time", and of which design.
+    - `layers`: layers with widths of their own, by name.
     """
 
     name: str
@@ -93,6 +98,7 @@ class Design:
     last: float = 1.0
     matched: str = ""
     multiple: int = MULTIPLE
+    layers: tuple[tuple[str, float], ...] = ()
 
     @property
     def dense(self) -> bool:
@@ -112,7 +118,15 @@ DENSE_64S_BRANCHES = Design("dense-64s-branches", "dense(branches)", multiple=CO
 """The rivals of designs with branches: branches help squares too (Ding et al. 2021)."""
 CONTROLS = {
     design.name: design
-    for design in (DENSE, DENSE_64S, DENSE_BRANCHES, DENSE_64S_BRANCHES, Design("dense-2x", last=2.0))
+    for design in (
+        DENSE,
+        DENSE_64S,
+        Design("dense-32s", multiple=32),
+        Design("dense-3x3", SMALL_SQUARES),
+        DENSE_BRANCHES,
+        DENSE_64S_BRANCHES,
+        Design("dense-2x", last=2.0),
+    )
 }
 """Dense networks: thin ones are these at a width."""
 CANDIDATES: dict[str, Design] = {
@@ -158,7 +172,8 @@ CANDIDATES: dict[str, Design] = {
 def find_design(text: str) -> Design:
     """A design by the name of a candidate, or by a scheme; `@0.75` behind it sets the width.
 
-    `shapes:RUN/shapes.json` is a network with the shapes that a run has learned.
+    `dense@0.75/conv2=0.5` sets the width of a layer as well. `shapes:RUN/shapes.json` is a network with the shapes
+    that a run has learned.
 
     >>> find_design("lr-late@1.5").width
     1.5
@@ -167,6 +182,7 @@ def find_design(text: str) -> Design:
         path = Path(text.removeprefix(SHAPES))
         load_shapes(path)  # refused at once where it cannot be read
         return Design(f"{LEARNED}-{path.parent.name or path.stem}", text)
+    text, *parts = text.split("/")
     name, _, width = text.partition("@")
     found = (CONTROLS | CANDIDATES).get(name)
     if found is None:
@@ -176,13 +192,18 @@ def find_design(text: str) -> Design:
             raise LowRankError(
                 f"{name!r} is neither a design nor a scheme; {nearest(name, CANDIDATES)}"
             ) from error
-    if not width:
+    found = at_width(found, _width(width)) if width else found
+    if not parts:
         return found
+    layers = tuple((layer, _width(share)) for layer, _, share in (part.partition("=") for part in parts))
+    return replace(found, name="/".join([text, *parts]), layers=layers)
+
+
+def _width(text: str) -> float:
     try:
-        number = float(width)
+        return float(text)
     except ValueError as error:
-        raise LowRankError(f"a width is a number, as in {name}@0.75, not {width!r}.") from error
-    return at_width(found, number)
+        raise LowRankError(f"a width is a number, as in dense@0.75/conv2=0.5, not {text!r}.") from error
 
 
 def control_for(scheme: str, *, in_64s: bool = False) -> Design:
@@ -219,10 +240,11 @@ class Builder:
         """The network with fresh weights, by torch's generator as it stands."""
         dense = create_model(self.family.network, **self._options())
         network: nn.Module = dense
-        if design.width != 1 or design.last != 1:
+        if design.width != 1 or design.last != 1 or design.layers:
             own = dict.fromkeys(self.family.kept, 1.0)
             if design.last != 1:
                 own |= dict.fromkeys(last_stage(dense, self.size), design.last * design.width)
+            own |= dict(design.layers)
             network = thin(dense, width=design.width, input_size=self.size, multiple=design.multiple, layers=own)
         if design.scheme.startswith(SHAPES):
             if design.width != 1:

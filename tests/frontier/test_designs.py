@@ -135,3 +135,16 @@ def test_learned_shapes_are_a_design(tmp_path, monkeypatch: pytest.MonkeyPatch):
         builder(at_width(design, 0.5))
     with pytest.raises(LowRankError, match="cannot be read"):
         find_design("shapes:nowhere.json")
+
+
+def test_a_rival_can_have_3x3_filters_or_layers_with_widths_of_their_own():
+    builder = Builder(FAMILIES["nin"], (3, 32, 32), 10)
+    small, own = find_design("dense-3x3"), builder(find_design("dense-32s/features.conv2_1=0.5"))
+    dense = builder.count(Design("dense"))
+    saved = 16 * (3 * 192 * 32**2 + 96 * 192 * 16**2)  # 16 of 25 taps in the first two convs
+    assert small.dense
+    assert builder.count(small).macs == dense.macs - saved
+    assert own.get_submodule("features.conv2_1").out_channels == 96
+    assert own.get_submodule("features.conv3_1").out_channels == 192
+    with pytest.raises(LowRankError, match="a width is a number"):
+        find_design("dense/features.conv2_1=half")
