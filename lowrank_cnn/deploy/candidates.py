@@ -78,12 +78,19 @@ def groups_apart(model: nn.Module) -> nn.Module:
     patterns = []
     for pattern in find_patterns(captured):
         block = pattern_block(captured, pattern)
-        *front, last = _stages(block.layer)
-        convs = _split(last) if isinstance(last, CompositeConv2d) and len(last.weights) > 1 else []
-        if convs:
-            made[pattern.name] = Staged(front, GroupsApart(convs, block.epilogue)).eval()
+        stages = [_apart(layer) for layer in _stages(block.layer)]
+        if any(len(convs) > 1 for convs in stages):
+            *front, last = stages
+            before = [GroupsApart(convs, Epilogue()) for convs in front]
+            made[pattern.name] = Staged(before, GroupsApart(last, block.epilogue)).eval()
             patterns.append(pattern)
     return rewritten(captured, patterns, lambda pattern: made[pattern.name]).eval() if patterns else model
+
+
+def _apart(layer: nn.Module) -> list[nn.Module]:
+    """The convs of a layer's groups: their biases are then constants, which not every engine can split."""
+    composite = isinstance(layer, CompositeConv2d) and len(layer.weights) > 1
+    return (_split(layer) if composite else []) or [layer]
 
 
 def in_layers(model: nn.Module) -> nn.Module:

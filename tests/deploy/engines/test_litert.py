@@ -20,6 +20,8 @@ from lowrank_cnn.system.errors import LowRankError
 
 pytest.importorskip("ai_edge_litert")
 
+LOW_RANK = [("nin-c3-lr", (3, 32, 32)), ("resnet18-lr", (3, 40, 40)), ("vgg11-gmp-lr-join", (3, 32, 32))]
+
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_file_gives_what_the_network_gives(precision: str, check_target):
@@ -28,7 +30,7 @@ def test_a_file_gives_what_the_network_gives(precision: str, check_target):
     assert not path.with_name("net.tflite.json").exists()  # the file itself names its inputs
 
 
-@pytest.mark.parametrize(("name", "size"), [("nin-c3-lr", (3, 32, 32)), ("resnet18-lr", (3, 40, 40))])
+@pytest.mark.parametrize(("name", "size"), LOW_RANK)
 def test_low_rank_networks_run_as_they_do_in_float64(name: str, size: tuple[int, ...], tmp_path: Path):
     torch.manual_seed(0)
     net = create_model(name, width=0.125, num_classes=7).eval()
