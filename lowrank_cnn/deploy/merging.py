@@ -25,7 +25,14 @@ from lowrank_cnn.deploy.chains import InexactError, merge_chain
 from lowrank_cnn.deploy.examples import Example, by_position, example_for, in_signature, unchanged
 from lowrank_cnn.deploy.folding import FoldedLinear, channel_axis, fold, fold_error
 from lowrank_cnn.kernels.active_norm import split_active_norms
-from lowrank_cnn.kernels.network_graph import CaptureError, NetworkGraph, capture, captures, layer_kind
+from lowrank_cnn.kernels.network_graph import (
+    CaptureError,
+    NetworkGraph,
+    capture,
+    captures,
+    first_input,
+    layer_kind,
+)
 from lowrank_cnn.kernels.patterns import NORMS, Pattern, find_patterns
 from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.building import FactoredConv2d
@@ -272,7 +279,8 @@ def _dimensions(model: nn.Module, example: tuple[Any, ...]) -> dict[str, set[int
     seen: dict[str, set[int]] = {}
     hooks = [
         part.register_forward_pre_hook(
-            lambda _, inputs, name=name: seen.setdefault(name, set()).add(inputs[0].dim())
+            lambda _, args, kwargs, name=name: seen.setdefault(name, set()).add(first_input(args, kwargs).dim()),
+            with_kwargs=True,
         )
         for name, part in model.named_modules()
         if type(part) in NORMS

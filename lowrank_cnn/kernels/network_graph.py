@@ -184,6 +184,11 @@ def _check_hooks(root: nn.Module) -> None:
         raise CaptureError("hooks are registered on the network as a whole")
 
 
+def first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a layer reads, by position or by keyword (`conv(input=x)`); for hooks registered `with_kwargs`."""
+    return next(iter((*args, *kwargs.values())))
+
+
 def is_part_of(name: str, parent: str) -> bool:
     """Whether a dotted name is that of a module or of one of its parts."""
     return name == parent or name.startswith(f"{parent}.")

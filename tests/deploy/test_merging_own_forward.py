@@ -5,7 +5,10 @@ import torch
 from random_values import shaken
 from torch import nn
 
+import lowrank_cnn as lr
 from lowrank_cnn.deploy.merging import merge
+from lowrank_cnn.method.scheme import parse_scheme
+from lowrank_cnn.method.shape_network import shape_network
 from lowrank_cnn.system.provenance import notes
 
 
@@ -162,3 +165,38 @@ def test_of_a_network_with_options_the_pairs_that_hold_for_every_call_are_folded
     for size, options in ((8, {}), (8, {"raw": True}), (6, {}), (3, {})):
         x = torch.randn(2, 4, size, size)
         torch.testing.assert_close(merged(x, **options), net(x, **options), rtol=1e-4, atol=1e-5)
+
+
+class ByKeyword(nn.Module):
+    """Calls its layers by the names of their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.norm(input=self.conv(input=x)))
+        return self.head(input=y.mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda net, x: lr.merge(net, example_input=x),
+        lambda net, x: lr.optimize(net, x, compile=False, cache=False, repeats=3),
+        lambda net, x: lr.decompose(net, "lr-join", images=x),
+        lambda net, x: shape_network(net, parse_scheme("learned(kx1, kxk)"), (3, 8, 8)),
+    ],
+)
+def test_layers_called_by_keyword_are_layers_like_others(run):
+    net, x = shaken(ByKeyword()).eval(), torch.randn(2, 3, 8, 8)
+    made = run(net, x)
+    assert made(x).shape == (2, 4)
+    assert not getattr(made, "report", None) or not made.report.failed
+    if notes(made).merging:
+        assert isinstance(made.norm, nn.Identity)
+        torch.testing.assert_close(made(x), net(x), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_called_by_keyword_are_advised_on():
+    assert str(lr.design(shaken(ByKeyword()).eval(), torch.randn(2, 3, 8, 8), macs=0.5, repeats=3))
