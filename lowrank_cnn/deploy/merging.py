@@ -30,7 +30,9 @@ from lowrank_cnn.kernels.network_graph import (
     NetworkGraph,
     capture,
     captures,
+    deciding_attributes,
     first_input,
+    is_part_of,
     layer_kind,
 )
 from lowrank_cnn.kernels.patterns import NORMS, Pattern, find_patterns
@@ -66,8 +68,9 @@ def merge(
       of the size that its first layer suggests.
 
     The result is right for every call, whichever optional inputs it gives: a norm that some calls skip stays.
-    Branches that train beside strips (`method.branches`) are folded too. Nothing is merged in a network that no
-    example is known for, that cannot be traced, or that would differ.
+    Where the path depends on attributes (`self.norms[self.domain]`), folds are for their present values, and the
+    rows of `notes(network).merging` name these. Branches that train beside strips (`method.branches`) are folded
+    too. Nothing is merged in a network that no example is known for, that cannot be traced, or that would differ.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
     >>> merge(net)[1]
@@ -104,6 +107,7 @@ def _merged_network(model: nn.Module, chains: bool | None, norms: bool, example_
     changed = bool(replaced) or model is not original
     if changed and (reason := objection(merged, original, *example)):
         return _left_alone(original, f"merged, {reason}", norms=norms)
+    report = _for_present_values(report, deciding_attributes(copy_with(model), *example))
     told = {row.name for row in report}
     rest = (
         Merging(name, (kind,), reason=_NOT_FED if name in seen else _NOT_RUN)
@@ -218,6 +222,21 @@ class _Folds:
         if self.chains is None and not count(dense, size).macs < count(chain, size).macs:
             return None, ""
         return dense, ""
+
+
+def _for_present_values(report: list[Merging], attributes: Mapping[str, Any]) -> list[Merging]:
+    """The rows, in which a fold around which attributes decide names these: it holds for their present values."""
+
+    def told(row: Merging) -> Merging:
+        homes = {name: name.rpartition(".")[0] for name in attributes}
+        near = [name for name, home in homes.items() if not home or is_part_of(row.name, home)]
+        if row.error is None or not near:
+            return row
+        values = " and ".join(f"{name} = {attributes[name]!r}" for name in near)
+        note = f"the forward looks at attributes: this holds while {values}"
+        return replace(row, reason="; ".join(filter(None, (row.reason, note))))
+
+    return [told(row) for row in report]
 
 
 def _check(model: nn.Module) -> None:

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
+from functools import partial
 from inspect import Parameter, signature
 from itertools import product
 from types import MappingProxyType
@@ -155,6 +157,73 @@ def captures(root: nn.Module) -> list[NetworkGraph]:
     except Exception as error:  # a forward may fail on symbolic values in any way
         raise _cannot_trace(error) from error
     return graphs
+
+
+def deciding_attributes(root: nn.Module, *example: Any) -> dict[str, Any]:
+    """The flags, numbers and strings (`self.domain`) that a forward tests or looks up by, and their values.
+
+    A graph holds for these values alone. `root` is changed: pass a copy of the user's network.
+    """
+    asked: dict[str, Any] = {}
+    tracer = _Tracer()
+    for name, module in root.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            module.__class__ = _watching(type(module))
+        whole = name and tracer.is_leaf_module(module, name)
+        for key, value in list(vars(module).items()):
+            if type(value) in _WATCHED and key != "training" and not key.startswith("_") and not whole:
+                label = f"{name}.{key}" if name else key
+                watch = partial(asked.setdefault, label, value)
+                module.__dict__[key] = _WATCHED[type(value)].watched(value, watch)
+    with suppress(CaptureError):
+        capture(root, *example)
+    return asked
+
+
+class _Watched:
+    """A number or a string that reports when it is tested, compared, or used to look something up."""
+
+    watch: Callable[[], object]
+
+    @classmethod
+    def watched(cls, value: Any, watch: Callable[[], object]) -> Any:
+        made: Any = cls(value)  # type: ignore[call-arg]
+        made.watch = watch
+        return made
+
+
+class _WatchedNumber(_Watched, int):
+    pass
+
+
+class _WatchedText(_Watched, str):
+    pass
+
+
+def _watching(kind: type) -> type:
+    """The class of a list that notes lookups: a list asks a number for nothing that the number could report."""
+
+    def lookup(self: Any, key: Any) -> Any:
+        if isinstance(key, _Watched):
+            key.watch()
+        return kind.__getitem__(self, key)  # type: ignore[attr-defined]
+
+    return type(kind.__name__, (kind,), {"__getitem__": lookup, "__module__": kind.__module__})
+
+
+def _reporting(kind: type, name: str) -> Any:
+    def method(self: Any, *args: Any) -> Any:
+        self.watch()
+        return getattr(kind, name)(self, *args)
+
+    return method
+
+
+_WATCHED: dict[type, type[_Watched]] = {bool: _WatchedNumber, int: _WatchedNumber, str: _WatchedText}
+for _kind, _class in ((int, _WatchedNumber), (str, _WatchedText)):
+    for _name in ("bool", "eq", "ne", "lt", "le", "gt", "ge", "hash", "format"):
+        if hasattr(_kind, f"__{_name}__"):
+            setattr(_class, f"__{_name}__", _reporting(_kind, f"__{_name}__"))
 
 
 def _optional_inputs(root: nn.Module) -> dict[str, Any]:

@@ -200,3 +200,41 @@ def test_layers_called_by_keyword_are_layers_like_others(run):
 
 def test_layers_called_by_keyword_are_advised_on():
     assert str(lr.design(shaken(ByKeyword()).eval(), torch.randn(2, 3, 8, 8), macs=0.5, repeats=3))
+
+
+class LooksAtAttributes(nn.Module):
+    """Its norm depends on a number, a flag or a string that is set from outside."""
+
+    def __init__(self, choose) -> None:
+        super().__init__()
+        self.conv, self.norms = nn.Conv2d(3, 4, 3), nn.ModuleList([nn.BatchNorm2d(4), nn.BatchNorm2d(4)])
+        self.named = nn.ModuleDict({"day": nn.BatchNorm2d(4)})
+        self.domain, self.normed, self.time, self.channels = 0, True, "day", 4
+        self.choose = choose
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        return self.choose(self, y).flatten(2).view(-1, self.channels, 36)
+
+
+@pytest.mark.parametrize(
+    ("choose", "says"),
+    [
+        (lambda net, y: net.norms[net.domain](y), "domain = 0"),
+        (lambda net, y: net.norms[0](y) if net.normed else y, "normed = True"),
+        (lambda net, y: net.norms[1](y) if net.time == "day" else y, "time = 'day'"),
+        (lambda net, y: net.named[net.time](y), "time = 'day'"),
+        (lambda net, y: net.norms[0](y), ""),
+    ],
+)
+def test_a_fold_names_the_attributes_that_it_depends_on(choose, says: str):
+    net, x = shaken(LooksAtAttributes(choose)).eval(), torch.randn(2, 3, 8, 8)
+    inner = nn.Sequential(net, nn.Flatten()).eval()
+    for model, prefix in ((net, ""), (inner, "0.")):
+        merged = merge(model, example_input=x)
+        (row,) = [row for row in notes(merged).merging if row.error is not None]
+        wanted = f"the forward looks at attributes: this holds while {prefix}{says}" if says else ""
+        assert row.reason == wanted
+        torch.testing.assert_close(merged(x), model(x), rtol=1e-4, atol=1e-4)
+    assert type(net.domain) is int
+    assert type(merged[0].domain) is int
