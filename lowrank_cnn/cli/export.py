@@ -151,9 +151,13 @@ def _print_merging(rows: Any, macs: dict[str, int]) -> None:
     console.print(
         f" {counted(folded, 'layer')} merged; {si(macs['before'])} MACs before, {si(macs['after'])} after."
     )
-    for reason in dict.fromkeys(row.reason for row in rows if row.reason):
-        names = ", ".join(row.name for row in rows if row.reason == reason)
-        console.print(f" Not merged ({reason}): {names}.", markup=False)
+    said: dict[str, list[str]] = {}
+    for row in rows:
+        if row.reason:
+            label = "Not merged" if row.error is None else "Noted"
+            said.setdefault(f"{label} ({row.reason})", []).append(row.name)
+    for what, names in said.items():
+        console.print(f" {what}: {', '.join(names)}.", markup=False)
 
 
 def _place(path: Path | None, out: Path | None, to: str | None, model: str) -> Path:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lowrank_cnn.kernels.activation import activate, is_monotone
-from lowrank_cnn.kernels.network_graph import NetworkGraph, capture, layer_kind
+from lowrank_cnn.kernels.network_graph import InputKind, NetworkGraph, capture, kind_of, layer_kind
 from lowrank_cnn.kernels.patterns import Pattern, find_patterns, rewritten
 from lowrank_cnn.method.rewriting import copy_with
 
@@ -97,36 +97,35 @@ class BlockAsGiven(nn.Module):
         return str(self.epilogue)
 
 
-class ForSizes(nn.Module):
-    """A rewritten network for inputs of the sizes that it was captured for.
+class ForCalls(nn.Module):
+    """A rewritten network for calls of the kind that it was captured for; the original takes all others.
 
-    The original takes all others, and calls with options.
+    Calls by keyword go to the original too.
     """
 
-    def __init__(self, rewritten: nn.Module, original: nn.Module, sizes: tuple[tuple[int, ...], ...]) -> None:
+    def __init__(self, rewritten: nn.Module, original: nn.Module, calls: tuple[InputKind | None, ...]) -> None:
         super().__init__()
-        self.rewritten, self.original, self.sizes = rewritten, original, sizes
+        self.rewritten, self.original, self.calls = rewritten, original, calls
 
     def forward(self, *inputs: Any, **options: Any) -> object:
-        sizes = tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in inputs)
-        fits = sizes == self.sizes and not options
-        return self.rewritten(*inputs) if fits else self.original(*inputs, **options)
+        fits = len(inputs) == len(self.calls) and not options
+        if fits and all(_fits(x, kind) for x, kind in zip(inputs, self.calls, strict=True)):
+            return self.rewritten(*inputs)
+        return self.original(*inputs, **options)
 
 
-def in_blocks(
-    model: nn.Module, *inputs: Any, by_example: bool = False
-) -> tuple[fx.GraphModule, list[Block], NetworkGraph]:
+def _fits(x: Any, kind: InputKind | None) -> bool:
+    return isinstance(x, Tensor) and (kind is None or kind_of(x) == kind)
+
+
+def in_blocks(model: nn.Module, *inputs: Any) -> tuple[fx.GraphModule, list[Block], NetworkGraph]:
     """A copy of a network as a graph in which each block is one module, under the name of its layer.
 
-    With `by_example`, it holds for the sizes of these inputs alone, with options at their defaults. Raises
-    `CaptureError` where the network cannot be captured.
+    It holds for calls like that with these inputs (`NetworkGraph.calls`). Raises `CaptureError` where the network
+    cannot be captured.
     """
     copied = copy_with(model)
-    copied = nn.Sequential(copied).eval() if layer_kind(model) else copied
-    captured = capture(copied, *inputs, by_example=by_example)
-    given = [node for node in captured.graph.nodes if node.op == "placeholder"]
-    if any(node.users for node in given[len(inputs) :]):  # an option that the example leaves at its default
-        captured = capture(copied, *inputs, by_example=True)
+    captured = capture(nn.Sequential(copied).eval() if layer_kind(model) else copied, *inputs)
     patterns = [
         pattern
         for pattern in find_patterns(captured)
@@ -141,8 +140,8 @@ def in_blocks(
 
 
 def as_network(network: nn.Module, captured: NetworkGraph, original: nn.Module) -> nn.Module:
-    """A network for every input: the rewritten one, and the original for sizes that it was not captured for."""
-    return network if captured.sizes is None else ForSizes(network, original, captured.sizes).eval()
+    """A network for every call: the rewritten one, and the original for calls that it was not captured for."""
+    return network if captured.calls is None else ForCalls(network, original, captured.calls).eval()
 
 
 def max_pool(x: Tensor, pool: nn.MaxPool2d) -> Tensor:

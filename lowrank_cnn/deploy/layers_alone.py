@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lowrank_cnn.kernels.cuda_graph import captured
-from lowrank_cnn.kernels.network_graph import layer_kind
+from lowrank_cnn.kernels.network_graph import first_input, layer_kind
 from lowrank_cnn.system.clock import measure
 
 Call = tuple[nn.Module, Tensor]
@@ -34,14 +34,14 @@ def layer_calls(network: nn.Module, *inputs: Any) -> list[Call]:
     shared: dict[Any, Tensor] = {}
     calls: list[Call] = []
 
-    def note_call(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
-        x = given[0]
+    def note_call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = first_input(args, kwargs)
         kind = (x.shape, x.dtype, x.stride())
         if kind not in shared:
             shared[kind] = torch.zeros_like(x)
         calls.append((layer, shared[kind]))
 
-    hooks = [layer.register_forward_pre_hook(note_call) for layer in _outermost(network)]
+    hooks = [layer.register_forward_pre_hook(note_call, with_kwargs=True) for layer in _outermost(network)]
     try:
         with torch.no_grad():
             network(*inputs)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,16 @@ from lowrank_cnn.deploy.chains import InexactError, merge_chain
 from lowrank_cnn.deploy.examples import Example, by_position, example_for, in_signature, unchanged
 from lowrank_cnn.deploy.folding import FoldedLinear, channel_axis, fold, fold_error
 from lowrank_cnn.kernels.active_norm import split_active_norms
-from lowrank_cnn.kernels.network_graph import CaptureError, NetworkGraph, capture, layer_kind
+from lowrank_cnn.kernels.network_graph import (
+    CaptureError,
+    NetworkGraph,
+    capture,
+    captures,
+    deciding_attributes,
+    first_input,
+    is_part_of,
+    layer_kind,
+)
 from lowrank_cnn.kernels.patterns import NORMS, Pattern, find_patterns
 from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.building import FactoredConv2d
@@ -38,6 +47,7 @@ from lowrank_cnn.system.history import Merging
 from lowrank_cnn.system.provenance import note, notes
 
 _KINDS = ("conv", "own conv", "transposed conv", "linear", "composite", "chain")
+_ELSEWHERE = "what its forward does depends on the size of its input, or on options"
 _NOT_FED, _NOT_RUN = "no layer is seen to feed it, and it alone", "it does not run in evaluation"
 
 
@@ -57,8 +67,10 @@ def merge(
       result is compared with the original on it. Without one, an input of the network's known size is made, or
       of the size that its first layer suggests.
 
-    Branches that train beside strips (`method.branches`) are folded too. Nothing is merged in a network that no
-    example is known for, that cannot be traced, or that would differ.
+    The result is right for every call, whichever optional inputs it gives: a norm that some calls skip stays.
+    Where the path depends on attributes (`self.norms[self.domain]`), folds are for their present values, and the
+    rows of `notes(network).merging` name these. Branches that train beside strips (`method.branches`) are folded
+    too. Nothing is merged in a network that no example is known for, that cannot be traced, or that would differ.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
     >>> merge(net)[1]
@@ -95,6 +107,7 @@ def _merged_network(model: nn.Module, chains: bool | None, norms: bool, example_
     changed = bool(replaced) or model is not original
     if changed and (reason := objection(merged, original, *example)):
         return _left_alone(original, f"merged, {reason}", norms=norms)
+    report = _for_present_values(report, deciding_attributes(copy_with(model), *example))
     told = {row.name for row in report}
     rest = (
         Merging(name, (kind,), reason=_NOT_FED if name in seen else _NOT_RUN)
@@ -115,6 +128,7 @@ class _Folds:
     chains: bool | None
     norms: bool
     given: bool
+    known: dict[str, Any] = field(default_factory=dict)
 
     def all(self) -> tuple[dict[nn.Module, nn.Module], list[Merging]]:
         """The replacement of each replaced module, and a row about every layer that changes or cannot."""
@@ -150,21 +164,31 @@ class _Folds:
         return ""
 
     def _elsewhere(self, layer: str, norm: str) -> str:
-        """Why another size or another option might lead past a norm; empty where that is excluded.
+        """Why another kind of call might lead past a norm; empty where that is excluded.
 
-        A graph of one size shows one path. The module that holds both must show the pair for every size by itself.
+        A graph of one kind of call shows one path. The outermost module around both whose graph is known for every
+        call must show the pair in each of its calls.
         """
-        if self.captured.sizes is None:
+        if self.captured.calls is None:
             return ""
-        parent = ".".join(a for a, _ in itertools.takewhile(lambda p: p[0] == p[1], _paired(layer, norm)))
-        try:
-            own = capture(copy_with(self.model.get_submodule(parent))) if parent else None
-        except CaptureError:
-            own = None
-        found = [] if own is None else find_patterns(own, norms=True, kinds=_KINDS)
-        pairs = [(pattern.name, str(pattern.norm.target)) for pattern in found if pattern.norm is not None]
-        there = tuple(name.removeprefix(f"{parent}.") for name in (layer, norm))
-        return "" if there in pairs else "what its forward does depends on the size of its input, or on options"
+        shared = [a for a, _ in itertools.takewhile(lambda p: p[0] == p[1], _paired(layer, norm))]
+        for depth in range(len(shared) + 1):
+            parent = ".".join(shared[:depth])
+            there = tuple(name.removeprefix(f"{parent}.") for name in (layer, norm))
+            if graphs := self._graphs(parent):
+                fits = all(there in pairs or not called.intersection(there) for pairs, called in graphs)
+                return "" if fits else _ELSEWHERE
+        return _ELSEWHERE
+
+    def _graphs(self, name: str) -> list[tuple[set[tuple[str, str]], set[str]]]:
+        """For each kind of call of a module its pairs of layer and norm, and all it calls; none where unknown."""
+        if name not in self.known:
+            try:
+                graphs = captures(copy_with(self.model.get_submodule(name)))
+            except CaptureError:
+                graphs = []
+            self.known[name] = [(_pairs(graph), graph.called()) for graph in graphs]
+        return self.known[name]
 
     def _merged(
         self, name: str, layer: nn.Module, norm: nn.Module | None, norm_name: str
@@ -198,6 +222,21 @@ class _Folds:
         if self.chains is None and not count(dense, size).macs < count(chain, size).macs:
             return None, ""
         return dense, ""
+
+
+def _for_present_values(report: list[Merging], attributes: Mapping[str, Any]) -> list[Merging]:
+    """The rows, in which a fold around which attributes decide names these: it holds for their present values."""
+
+    def told(row: Merging) -> Merging:
+        homes = {name: name.rpartition(".")[0] for name in attributes}
+        near = [name for name, home in homes.items() if not home or is_part_of(row.name, home)]
+        if row.error is None or not near:
+            return row
+        values = " and ".join(f"{name} = {attributes[name]!r}" for name in near)
+        note = f"the forward looks at attributes: this holds while {values}"
+        return replace(row, reason="; ".join(filter(None, (row.reason, note))))
+
+    return [told(row) for row in report]
 
 
 def _check(model: nn.Module) -> None:
@@ -240,6 +279,11 @@ def _left_alone(model: nn.Module, reason: str, *, norms: bool) -> nn.Module:
     return same
 
 
+def _pairs(captured: NetworkGraph) -> set[tuple[str, str]]:
+    found = find_patterns(captured, norms=True, kinds=_KINDS)
+    return {(pattern.name, str(pattern.norm.target)) for pattern in found if pattern.norm is not None}
+
+
 def _paired(first: str, second: str) -> Iterator[tuple[str, str]]:
     return zip(first.split("."), second.split("."), strict=False)
 
@@ -254,7 +298,8 @@ def _dimensions(model: nn.Module, example: tuple[Any, ...]) -> dict[str, set[int
     seen: dict[str, set[int]] = {}
     hooks = [
         part.register_forward_pre_hook(
-            lambda _, inputs, name=name: seen.setdefault(name, set()).add(inputs[0].dim())
+            lambda _, args, kwargs, name=name: seen.setdefault(name, set()).add(first_input(args, kwargs).dim()),
+            with_kwargs=True,
         )
         for name, part in model.named_modules()
         if type(part) in NORMS

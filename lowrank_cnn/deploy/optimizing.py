@@ -46,7 +46,8 @@ def optimize(
     inference. Its `report` has the time of every form; by these it is never slower than `model`.
 
     - `example_input`: an input, a tuple of all inputs by position, or a dictionary of all inputs by keyword. The
-      result is called in the same way.
+      result is called in the same way. It follows the path of `model` for other inputs by position, other sizes
+      and other dtypes too; other keywords are refused.
     - `compile`: whether torch.compile is tried, with the weights as constants.
     - `cache`: where choices and times are kept (True: the user's cache directory; False: nowhere). A network that
       was optimised before, on this machine and with these versions, is made again without trying all forms.

@@ -45,8 +45,10 @@ def plan(
     """A network that computes what `model` does, for inference, its blocks run in the fastest way measured.
 
     `example_input` is an input, a tuple of all inputs by position, or a dictionary of all inputs by keyword; the
-    result is called in the same way. What was found is `notes(result).plan`, which prints as a table. A network
-    that cannot be captured is returned as a copy, and the plan says why.
+    result is called in the same way. If the path through `model` depends on sizes or dtypes, or may depend on
+    which inputs are given, the result also keeps the original, and runs it for calls of any other kind. What was
+    found is `notes(result).plan`, which prints as a table. A network that cannot be captured is returned as a
+    copy, and the plan says why.
 
     - `cache`: where measured times are kept (True: the user's cache directory; False: nowhere). They are found
       again by device, versions, threads, layer and input. Where the whole network does not gain what they promise,
@@ -123,10 +125,6 @@ def _planned(
     where = (tuple(inputs[0].shape), str(inputs[0].device))
     try:
         network, blocks, captured = in_blocks(model, *inputs)
-        if captured.sizes is None and objection_on(
-            network, given, *inputs
-        ):  # `if option is None` took the other way
-            network, blocks, captured = in_blocks(model, *inputs, by_example=True)
     except CaptureError as why:
         return _unplanned(given, inputs, where, str(why), repeats)
     planner = BlockPlanner(network, blocks, store, candidates, repeats, say)

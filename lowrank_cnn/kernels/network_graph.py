@@ -5,23 +5,31 @@ calls of modules: `merge` replaces modules in the user's class, and a fused bloc
 layer. `torch.export` would turn modules into operators of one input size, from which modules would have to be
 guessed.
 
-A plain trace holds for inputs of every size, because no value and no size decides anything in it. A forward that
-looks at sizes or at options (`output_hidden_states=None`) cannot be traced so. With an example it is traced again
-with the example's sizes and the options' defaults, and `NetworkGraph.sizes` says that the graph holds for such
-calls alone. A forward that looks at values is not captured: `capture` raises `CaptureError` with the reason.
+A graph is valid for the kind of call that it was captured from, and `NetworkGraph.calls` says for which. A plain
+trace holds for inputs of every size and dtype, because a question about these fails in it. A test such as
+`mask is None` does not fail. With an example a network of several inputs is therefore captured for calls with as
+many tensors, and without one only if its graph is the same whichever optional inputs are given. A forward that
+looks at sizes or dtypes is traced again with those of the example, and the graph holds for these alone. A forward
+that looks at values is not captured: `capture` raises `CaptureError` with the reason.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
+from functools import partial
+from inspect import Parameter, signature
+from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
+from torch.fx.proxy import TraceError
 from torch.nn.utils.parametrize import is_parametrized
 
 from lowrank_cnn.system.errors import first_line
@@ -41,21 +49,41 @@ _SIZE_METHODS = {
 }
 
 
+_MOST_KINDS = 16
+"""Kinds of call that are traced to show that they agree: four optional inputs, each given or not."""
+
+
 class CaptureError(Exception):
     """A network's forward cannot be captured; the message gives the reason."""
 
 
+InputKind = tuple[tuple[int, ...], torch.dtype, str]
+
+
+def kind_of(x: Tensor) -> InputKind:
+    """What a forward can ask about an input without looking at its values: size, dtype, and device type."""
+    return tuple(x.shape), x.dtype, x.device.type
+
+
 @dataclass(frozen=True)
 class NetworkGraph:
-    """A captured network. `sizes` are the input shapes that the graph is valid for; None if it is for all."""
+    """A captured network.
+
+    `calls` are the inputs, all tensors, of the calls that the graph is valid for; None if it is for all calls. An
+    input is described by `kind_of`, or by None if its size and dtype decide nothing.
+    """
 
     root: nn.Module
     graph: fx.Graph
-    sizes: tuple[tuple[int, ...], ...] | None = None
+    calls: tuple[InputKind | None, ...] | None = None
 
     def module(self, node: fx.Node) -> nn.Module | None:
         """The module that a node calls; None if it calls a function."""
         return self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def called(self) -> set[str]:
+        """The names of all modules that are called."""
+        return {str(node.target) for node in self.graph.nodes if node.op == "call_module"}
 
     def called_once(self) -> dict[str, fx.Node]:
         """The calls of modules that a transform may replace, by name.
@@ -80,29 +108,154 @@ class NetworkGraph:
         return iter(()) if module is None else module.modules()
 
 
-def capture(root: nn.Module, *example: Any, by_example: bool = False) -> NetworkGraph:
-    """Capture a network; with example inputs, a forward that branches on sizes is captured for their sizes.
+def capture(root: nn.Module, *example: Any) -> NetworkGraph:
+    """Capture a network for calls like the example; without an example, for every call.
 
-    `by_example` captures it for these in any case, with options at their defaults. The trace may add tensors that
-    the forward creates to `root`: pass a copy of the user's network.
+    The trace may add tensors that the forward creates to `root`: pass a copy of the user's network.
     """
+    if not example:
+        first, *others = captures(root)
+        if any(_calls_of(other.graph) != _calls_of(first.graph) for other in others):
+            raise CaptureError("what its forward does depends on its optional inputs")
+        return first
+    _check_hooks(root)
+    try:
+        optional = _optional_inputs(root)
+        given = list(signature(type(root).forward).parameters)[1 : len(example) + 1]
+        more = len(example) > len(given)  # than there are names: these are in `*args`
+        left_out = {n: v for n, v in optional.items() if n.strip("*") not in given and not (more and v == ())}
+        graph = _Tracer(left_out).trace(root)
+        return NetworkGraph(root, _finished(root, graph), (None,) * len(example) if optional else None)
+    except Exception:  # a forward may fail on symbolic values in any way
+        pass
+    try:
+        with torch.no_grad():
+            graph = _SizedTracer(root, example).trace(root)
+        return NetworkGraph(root, _finished(root, graph), tuple(map(kind_of, example)))
+    except Exception as error:
+        raise _cannot_trace(error) from error
+
+
+def captures(root: nn.Module) -> list[NetworkGraph]:
+    """A graph for each kind of call: first with all inputs, then with some of the optional ones left out."""
+    _check_hooks(root)
+    try:
+        graphs = [NetworkGraph(root, _finished(root, _Tracer().trace(root)))]
+        optional = _optional_inputs(root)
+        values = [[(), (v,), (not v,)] if isinstance(v, bool) else [(), (v,)] for v in optional.values()]
+        kinds = list(product(*values)) if len(values) < _MOST_KINDS else []
+        if not 1 <= len(kinds) <= _MOST_KINDS:
+            raise CaptureError(f"it has {len(optional)} optional inputs")
+        for kind in kinds[1:]:
+            left_out = {name: value[0] for name, value in zip(optional, kind, strict=True) if value}
+            try:
+                graphs.append(NetworkGraph(root, _finished(root, _Tracer(left_out).trace(root))))
+            except (AttributeError, TypeError, ValueError, AssertionError) as error:
+                if isinstance(error, TraceError) or "Proxy" in str(error):
+                    raise
+                continue  # the network refuses such a call, too
+    except Exception as error:  # a forward may fail on symbolic values in any way
+        raise _cannot_trace(error) from error
+    return graphs
+
+
+def deciding_attributes(root: nn.Module, *example: Any) -> dict[str, Any]:
+    """The flags, numbers and strings (`self.domain`) that a forward tests or looks up by, and their values.
+
+    A graph holds for these values alone. `root` is changed: pass a copy of the user's network.
+    """
+    asked: dict[str, Any] = {}
+    tracer = _Tracer()
+    for name, module in root.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            module.__class__ = _watching(type(module))
+        whole = name and tracer.is_leaf_module(module, name)
+        for key, value in list(vars(module).items()):
+            if type(value) in _WATCHED and key != "training" and not key.startswith("_") and not whole:
+                label = f"{name}.{key}" if name else key
+                watch = partial(asked.setdefault, label, value)
+                module.__dict__[key] = _WATCHED[type(value)].watched(value, watch)
+    with suppress(CaptureError):
+        capture(root, *example)
+    return asked
+
+
+class _Watched:
+    """A number or a string that reports when it is tested, compared, or used to look something up."""
+
+    watch: Callable[[], object]
+
+    @classmethod
+    def watched(cls, value: Any, watch: Callable[[], object]) -> Any:
+        made: Any = cls(value)  # type: ignore[call-arg]
+        made.watch = watch
+        return made
+
+
+class _WatchedNumber(_Watched, int):
+    pass
+
+
+class _WatchedText(_Watched, str):
+    pass
+
+
+def _watching(kind: type) -> type:
+    """The class of a list that notes lookups: a list asks a number for nothing that the number could report."""
+
+    def lookup(self: Any, key: Any) -> Any:
+        if isinstance(key, _Watched):
+            key.watch()
+        return kind.__getitem__(self, key)  # type: ignore[attr-defined]
+
+    return type(kind.__name__, (kind,), {"__getitem__": lookup, "__module__": kind.__module__})
+
+
+def _reporting(kind: type, name: str) -> Any:
+    def method(self: Any, *args: Any) -> Any:
+        self.watch()
+        return getattr(kind, name)(self, *args)
+
+    return method
+
+
+_WATCHED: dict[type, type[_Watched]] = {bool: _WatchedNumber, int: _WatchedNumber, str: _WatchedText}
+for _kind, _class in ((int, _WatchedNumber), (str, _WatchedText)):
+    for _name in ("bool", "eq", "ne", "lt", "le", "gt", "ge", "hash", "format"):
+        if hasattr(_kind, f"__{_name}__"):
+            setattr(_class, f"__{_name}__", _reporting(_kind, f"__{_name}__"))
+
+
+def _optional_inputs(root: nn.Module) -> dict[str, Any]:
+    """The inputs that a call may leave out or give as None, all but the first, and their values then."""
+    _, *inputs = signature(type(root).forward).parameters.values()
+    variable = {Parameter.VAR_POSITIONAL: ("*", ()), Parameter.VAR_KEYWORD: ("**", {})}
+    found = {}
+    for place, given in enumerate(inputs):
+        mark, empty = variable.get(given.kind, ("", None))
+        if place or mark:
+            found[f"{mark}{given.name}"] = empty if given.default is Parameter.empty else given.default
+    return found
+
+
+def _calls_of(graph: fx.Graph) -> list[tuple[str, ...]]:
+    """All that a graph computes, to compare it with others of the same network."""
+    nodes = (node for node in graph.nodes if node.op != "placeholder")
+    return [tuple(map(str, (node.op, node.target, node.args, node.kwargs))) for node in nodes]
+
+
+def _cannot_trace(error: Exception) -> CaptureError:
+    return CaptureError(f"its forward cannot be traced ({first_line(error)})")
+
+
+def _check_hooks(root: nn.Module) -> None:
     if has_hooks(root) or _any_global_hook():
         raise CaptureError("hooks are registered on the network as a whole")
-    reason = ""
-    if not by_example:
-        try:
-            return NetworkGraph(root, _finished(_Tracer().trace(root)))
-        except Exception as error:  # a forward may fail on symbolic values in any way
-            reason = first_line(error)
-    if example:
-        try:
-            with torch.no_grad():
-                graph = _SizedTracer(root, example).trace(root)
-            sizes = tuple(tuple(value.shape) for value in example if isinstance(value, Tensor))
-            return NetworkGraph(root, _finished(graph), sizes)
-        except Exception as error:
-            reason = first_line(error)
-    raise CaptureError(f"its forward cannot be traced ({reason})")
+
+
+def first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a layer reads, by position or by keyword (`conv(input=x)`); for hooks registered `with_kwargs`."""
+    return next(iter((*args, *kwargs.values())))
 
 
 def is_part_of(name: str, parent: str) -> bool:
@@ -193,6 +346,15 @@ class _Tracer(fx.Tracer):
     """Keeps layers whole, and modules with hooks, which a trace would lose, or without parts."""
 
     proxy_buffer_attributes = True  # so that the graph shows which buffers the forward reads
+
+    def __init__(self, left_out: Mapping[str, Any] = MappingProxyType({})) -> None:
+        super().__init__()
+        self.left_out = left_out
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """Inputs that a call leaves out have the values given for them."""
+        run, (root, *inputs) = super().create_args_for_root(root_fn, is_module, concrete_args)
+        return run, [root, *(self.left_out.get(str(value.node.target), value) for value in inputs)]
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -286,9 +448,14 @@ def _has_tensors(value: Any) -> bool:
     return any(found)
 
 
-def _finished(graph: fx.Graph) -> fx.Graph:
+def _finished(root: nn.Module, graph: fx.Graph) -> fx.Graph:
+    """A graph that fx can write, in which layers take their inputs by position (`conv(input=x)`)."""
     for node in graph.nodes:
         node.type = None  # fx cannot write annotations, which are strings here, to a file
+        module = root.get_submodule(str(node.target)) if node.op == "call_module" and node.kwargs else None
+        if module is not None and not has_hooks(module):  # a hook sees how its layer is called
+            bound = signature(module.forward).bind(*node.args, **node.kwargs)
+            node.args, node.kwargs = bound.args, bound.kwargs
     graph.lint()
     return graph
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.utils.data import Dataset, IterableDataset
 
+from lowrank_cnn.kernels.network_graph import first_input
 from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.channel import FactoredLayer, groups_of
 from lowrank_cnn.method.conv_form import form_of
@@ -91,10 +92,10 @@ def seen(model: nn.Module, layer: nn.Module, batches: Sequence[Tensor]) -> list[
     """The inputs and outputs of one layer for each batch, with a pair for every call of the layer."""
     found: list[tuple[Tensor, Tensor]] = []
 
-    def keep(_module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        found.append((inputs[0].detach(), output))
+    def keep(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        found.append((first_input(args, kwargs).detach(), output))
 
-    hook = layer.register_forward_hook(keep)
+    hook = layer.register_forward_hook(keep, with_kwargs=True)
     try:
         with evaluating(model):
             for batch in batches:

@@ -112,7 +112,7 @@ class _Walk:
     @property
     def has_idle_layers(self) -> bool:
         """Whether a layer does not run."""
-        called = {str(node.target) for node in self.captured.graph.nodes if node.op == "call_module"}
+        called = self.captured.called()
         return any(
             (isinstance(module, ShapedConv2d | GatedLinear) or layer_kind(module) is not None)
             and not any(is_part_of(name, one) for one in called)

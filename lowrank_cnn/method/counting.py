@@ -192,7 +192,8 @@ def _lent_attributes(model: nn.Module) -> Iterator[None]:
 def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Evaluation, or training for a model whose auxiliary heads are counted; each module's own mode after."""
     before = {module: module.training for module in model.modules()}
-    model.train(training and bool(notes(model).auxiliary))
+    for module in before:  # a module of torch.export refuses train() and eval()
+        module.training = training and bool(notes(model).auxiliary)
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowrank_cnn.kernels.network_graph import first_input
 from lowrank_cnn.method.channel_order import Route, free_routes
 from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.counting import count
@@ -108,9 +109,10 @@ def layer_inputs(network: nn.Module, names: Sequence[str], image: torch.Tensor) 
     seen: dict[str, torch.Tensor] = {}
 
     def keep(name: str) -> Any:
-        return lambda _, given: seen.update({name: given[0]})
+        return lambda _, args, kwargs: seen.update({name: first_input(args, kwargs)})
 
-    hooks = [network.get_submodule(name).register_forward_pre_hook(keep(name)) for name in names]
+    layers = {name: network.get_submodule(name) for name in names}
+    hooks = [layer.register_forward_pre_hook(keep(name), with_kwargs=True) for name, layer in layers.items()]
     try:
         network(image)
     finally:

@@ -90,11 +90,11 @@ class ShapedConv2d(nn.Module):
             self.add_gates(0.0)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if self.form.padding_mode != "zeros":
-            x = pad_on_sides(x, self.padding, self.form.padding_mode)
+            x = pad_on_sides(input, self.padding, self.form.padding_mode)
             return F.conv2d(x, self.shaped_weight(), self.bias, self.stride, 0, self.form.dilation)
-        return conv_on_sides(x, self.shaped_weight(), self.bias, self.padding, self.stride, self.form.dilation)
+        return conv_on_sides(input, self.shaped_weight(), self.bias, self.padding, self.stride, self.form.dilation)
 
     def shaped_weight(self) -> Tensor:
         """The weight with zeros outside the shapes."""
@@ -165,10 +165,10 @@ class GatedLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         self.register_buffer("inputs", torch.ones(in_features, dtype=torch.bool))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         mask = self.inputs.to(self.weight.dtype)
         weight = _straight_through(self.weight, mask) if self.regrow else self.weight * mask
-        return F.linear(x, weight, self.bias)
+        return F.linear(input, weight, self.bias)
 
     @torch.no_grad()
     def copy_dense(self, weight: Tensor, bias: Tensor | None) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowrank_cnn.kernels.network_graph import first_input
 from lowrank_cnn.method.branches import BranchedConv2d
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.shaping import ShapedConv2d
@@ -92,7 +93,8 @@ def rounding(layer: nn.Module, device: torch.device) -> Iterator[Tensor]:
     state = torch.zeros(3, device=device)
     # A buffer follows the network to another device, and an interrupted step restores it.
     layer.register_buffer(_RANGE, state, persistent=False)
-    hooks = layer.register_forward_pre_hook(_round), layer.register_forward_hook(_put_back, always_call=True)
+    rounds = layer.register_forward_pre_hook(_round, with_kwargs=True)
+    hooks = rounds, layer.register_forward_hook(_put_back, always_call=True)
     try:
         yield state
     finally:
@@ -103,16 +105,17 @@ def rounding(layer: nn.Module, device: torch.device) -> Iterator[Tensor]:
         layer._non_persistent_buffers_set.discard(_RANGE)
 
 
-def _round(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    state = getattr(layer, _RANGE)
+def _round(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    state, x = getattr(layer, _RANGE), first_input(args, kwargs)
     if torch.is_grad_enabled():
-        observe(state, inputs[0])
+        observe(state, x)
     # An entry of __dict__ hides the parameter, which keeps its name, its values and its gradients.
     if isinstance(layer, CompositeConv2d):
         layer.__dict__["weights"] = [rounded_weight(weight) for weight in layer.weights]
     elif isinstance(layer, ROUNDED_LAYERS):
         layer.__dict__["weight"] = rounded_weight(layer.weight)  # type: ignore[arg-type]
-    return rounded_input(inputs[0], state), *inputs[1:]
+    values = [rounded_input(x, state), *(*args, *kwargs.values())[1:]]
+    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
 
 def _put_back(layer: nn.Module, *_: object) -> None:

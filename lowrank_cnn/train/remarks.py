@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lowrank_cnn.data import Data
+from lowrank_cnn.kernels.network_graph import first_input
 from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.method.channel_order import why_fixed
 from lowrank_cnn.method.inputs import InputSize, blank, call, is_example
@@ -111,11 +112,11 @@ def dropout_before_batch_norm(
     def leaves(module: nn.Module, _: object, output: Tensor) -> None:
         outputs[output.grad_fn] = names[module]
 
-    def enters(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-        inputs.append((given[0].grad_fn, names[module]))
+    def enters(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs.append((first_input(args, kwargs).grad_fn, names[module]))
 
     hooks = [dropout.register_forward_hook(leaves) for dropout in dropouts]
-    hooks += [norm.register_forward_pre_hook(enters) for norm in norms]
+    hooks += [norm.register_forward_pre_hook(enters, with_kwargs=True) for norm in norms]
     try:
         return _first_reached(inputs, outputs) if _runs_in_training(model, size) else []
     finally:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowrank_cnn.deploy.blocks import Epilogue, ForSizes, as_network, in_blocks, max_pool
+from lowrank_cnn.deploy.blocks import Epilogue, ForCalls, as_network, in_blocks, max_pool
 from lowrank_cnn.kernels.activation import activate
 from lowrank_cnn.models import create_model
 
@@ -17,7 +17,7 @@ def test_a_block_takes_the_relu_and_the_pool_behind_its_layer():
     network, blocks, captured = in_blocks(net, x)
     found = {block.name: block.epilogue for block in blocks}
     assert len(found) == 8
-    assert captured.sizes is None
+    assert captured.calls is None
     first, third = found["features.conv1_1"], found["features.conv3_1"]
     assert (first.activation, third.activation, third.pool) == (RELU, RELU, None)
     assert isinstance(first.pool, nn.MaxPool2d)
@@ -49,7 +49,7 @@ def test_a_network_captured_for_one_size_leaves_other_sizes_to_the_original():
     large, small = torch.randn(1, 3, 8, 8), torch.randn(1, 3, 6, 6)
     network, _, captured = in_blocks(net, large)
     whole = as_network(network, captured, net)
-    assert isinstance(whole, ForSizes)
+    assert isinstance(whole, ForCalls)
     for x in (large, small):
         torch.testing.assert_close(whole(x), net(x))
         torch.testing.assert_close(whole(x, scale=3.0), net(x, scale=3.0))

@@ -5,7 +5,10 @@ import torch
 from random_values import shaken
 from torch import nn
 
+import lowrank_cnn as lr
 from lowrank_cnn.deploy.merging import merge
+from lowrank_cnn.method.scheme import parse_scheme
+from lowrank_cnn.method.shape_network import shape_network
 from lowrank_cnn.system.provenance import notes
 
 
@@ -162,3 +165,76 @@ def test_of_a_network_with_options_the_pairs_that_hold_for_every_call_are_folded
     for size, options in ((8, {}), (8, {"raw": True}), (6, {}), (3, {})):
         x = torch.randn(2, 4, size, size)
         torch.testing.assert_close(merged(x, **options), net(x, **options), rtol=1e-4, atol=1e-5)
+
+
+class ByKeyword(nn.Module):
+    """Calls its layers by the names of their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.norm(input=self.conv(input=x)))
+        return self.head(input=y.mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda net, x: lr.merge(net, example_input=x),
+        lambda net, x: lr.optimize(net, x, compile=False, cache=False, repeats=3),
+        lambda net, x: lr.decompose(net, "lr-join", images=x),
+        lambda net, x: shape_network(net, parse_scheme("learned(kx1, kxk)"), (3, 8, 8)),
+    ],
+)
+def test_layers_called_by_keyword_are_layers_like_others(run):
+    net, x = shaken(ByKeyword()).eval(), torch.randn(2, 3, 8, 8)
+    made = run(net, x)
+    assert made(x).shape == (2, 4)
+    assert not getattr(made, "report", None) or not made.report.failed
+    if notes(made).merging:
+        assert isinstance(made.norm, nn.Identity)
+        torch.testing.assert_close(made(x), net(x), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_called_by_keyword_are_advised_on():
+    assert str(lr.design(shaken(ByKeyword()).eval(), torch.randn(2, 3, 8, 8), macs=0.5, repeats=3))
+
+
+class LooksAtAttributes(nn.Module):
+    """Its norm depends on a number, a flag or a string that is set from outside."""
+
+    def __init__(self, choose) -> None:
+        super().__init__()
+        self.conv, self.norms = nn.Conv2d(3, 4, 3), nn.ModuleList([nn.BatchNorm2d(4), nn.BatchNorm2d(4)])
+        self.named = nn.ModuleDict({"day": nn.BatchNorm2d(4)})
+        self.domain, self.normed, self.time, self.channels = 0, True, "day", 4
+        self.choose = choose
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        return self.choose(self, y).flatten(2).view(-1, self.channels, 36)
+
+
+@pytest.mark.parametrize(
+    ("choose", "says"),
+    [
+        (lambda net, y: net.norms[net.domain](y), "domain = 0"),
+        (lambda net, y: net.norms[0](y) if net.normed else y, "normed = True"),
+        (lambda net, y: net.norms[1](y) if net.time == "day" else y, "time = 'day'"),
+        (lambda net, y: net.named[net.time](y), "time = 'day'"),
+        (lambda net, y: net.norms[0](y), ""),
+    ],
+)
+def test_a_fold_names_the_attributes_that_it_depends_on(choose, says: str):
+    net, x = shaken(LooksAtAttributes(choose)).eval(), torch.randn(2, 3, 8, 8)
+    inner = nn.Sequential(net, nn.Flatten()).eval()
+    for model, prefix in ((net, ""), (inner, "0.")):
+        merged = merge(model, example_input=x)
+        (row,) = [row for row in notes(merged).merging if row.error is not None]
+        wanted = f"the forward looks at attributes: this holds while {prefix}{says}" if says else ""
+        assert row.reason == wanted
+        torch.testing.assert_close(merged(x), model(x), rtol=1e-4, atol=1e-4)
+    assert type(net.domain) is int
+    assert type(merged[0].domain) is int

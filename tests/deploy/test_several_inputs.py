@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from lowrank_cnn.deploy import merge, optimize, plan
 from lowrank_cnn.deploy.exporting import export
+from lowrank_cnn.kernels.fusing import fuse
+from lowrank_cnn.method.building import build_conv
+from lowrank_cnn.system.clock import Sample
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
 
@@ -160,3 +163,145 @@ def test_merge_takes_inputs_by_keyword(kind: type[nn.Module]):
     assert isinstance(merge(net, example_input=both).body[1], nn.Identity)
     with pytest.raises(LowRankError, match="not called with these inputs: missing a required argument"):
         merge(net, example_input={"mask": example["mask"]})
+
+
+class Chooses(nn.Module):
+    """What runs behind its conv is decided by a function of the module, the maps and the optional input."""
+
+    def __init__(self, decide) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.c, self.n = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.always = nn.Sequential(build_conv(4, 4, 3, "lr"), nn.BatchNorm2d(4))
+        for norm in (self.n, self.always[1]):
+            nn.init.uniform_(norm.running_var, 0.2, 0.5)
+            nn.init.normal_(norm.running_mean)
+        self.decide = decide
+
+    def forward(self, x: Tensor, ctx: Tensor | None = None) -> Tensor:
+        return self.always(self.decide(self, x, ctx)).relu()
+
+
+class AlwaysAsked(Chooses):
+    def forward(self, x: Tensor, ctx: Tensor | None) -> Tensor:
+        return super().forward(x, ctx)
+
+
+class AskedByFlag(Chooses):
+    def forward(self, x: Tensor, ctx: Tensor | bool | None = False) -> Tensor:
+        return super().forward(x, ctx)
+
+
+class AskedInOptions(Chooses):
+    def forward(self, x: Tensor, *more: Tensor, **options: Tensor) -> Tensor:
+        return super().forward(x, options.get("ctx", more[0] if len(more) else None))
+
+
+class AskedWithin(Chooses):
+    """The module that decides is inside, and takes its inputs by keyword alone."""
+
+    def __init__(self, decide) -> None:
+        super().__init__(decide)
+        self.inner = Chooses(decide)
+
+    def forward(self, x: Tensor, *, ctx: Tensor | None = None) -> Tensor:
+        return self.inner(x, ctx=ctx)
+
+
+def normed_if_given(net: Chooses, x: Tensor, ctx: Tensor | None) -> Tensor:
+    return net.c(x) if ctx is None else net.n(net.c(x))
+
+
+def normed_and_added(net: Chooses, x: Tensor, ctx: Tensor | None) -> Tensor:
+    return net.c(x) if ctx is None else net.n(net.c(x)) + ctx
+
+
+def added_if_given(net: Chooses, x: Tensor, ctx: Tensor | None) -> Tensor:
+    return net.n(net.c(x)) if ctx is None else net.n(net.c(x)) + ctx
+
+
+def scaled_if_bytes(net: Chooses, x: Tensor, ctx: Tensor | None) -> Tensor:
+    return net.n(net.c(x.float() / 255 if x.dtype == torch.uint8 else x))
+
+
+def normed_if_many(net: Chooses, x: Tensor, ctx: Tensor | None) -> Tensor:
+    return net.n(net.c(x)) if len(x) > 2 else net.c(x)
+
+
+def normed_if_true(net: Chooses, x: Tensor, ctx: Tensor | bool | None) -> Tensor:
+    return net.n(net.c(x)) if ctx is True else net.c(x)
+
+
+CONTEXT, BYTES = torch.randn(4, 1, 1), torch.randint(0, 256, IMAGE.shape, dtype=torch.uint8)
+BY_POSITION: list[tuple] = [(IMAGE,), (IMAGE, CONTEXT), (IMAGE, None), (torch.cat([IMAGE, IMAGE]),)]
+ASKING = [(kind, decide) for kind in (Chooses, AskedInOptions) for decide in (normed_if_given, normed_and_added)]
+ASKING += [(Chooses, added_if_given), (AlwaysAsked, normed_if_given), (AlwaysAsked, normed_and_added)]
+ASKING += [(Chooses, normed_if_many), (Chooses, scaled_if_bytes), (AskedByFlag, normed_if_true)]
+
+
+@pytest.fixture
+def rewritten_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is measured last takes the least time."""
+
+    def measured(things, *_, **__) -> dict[str, Sample]:
+        return {name: Sample(1 / place, 0, 1, 3) for place, name in enumerate(things, 1)}
+
+    monkeypatch.setattr("lowrank_cnn.deploy.block_planner.measure", measured)
+    monkeypatch.setattr("lowrank_cnn.deploy.forms.measure", measured)
+
+
+def merged(net: nn.Module, inputs: tuple) -> nn.Module:
+    return merge(net, example_input=inputs)
+
+
+def planned(net: nn.Module, inputs: tuple) -> nn.Module:
+    return plan(net, inputs, cache=False, repeats=3)
+
+
+def optimized(net: nn.Module, inputs: tuple) -> nn.Module:
+    return optimize(net, inputs, cache=False, compile=False, repeats=3)
+
+
+def fused(net: nn.Module, _inputs: tuple) -> nn.Module:
+    return fuse(net)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rewrite", [merged, planned, optimized, fused])
+@pytest.mark.parametrize(("kind", "decide"), ASKING)
+@pytest.mark.parametrize("example", [(IMAGE,), (IMAGE, CONTEXT)])
+def test_calls_of_every_other_kind_give_what_the_original_does(rewritten_always, rewrite, kind, decide, example):
+    if kind is AlwaysAsked and len(example) == 1:
+        example = (IMAGE[:, :, :8], CONTEXT)
+    net = kind(decide).eval()
+    made = rewrite(net, example)
+    calls = [call for call in BY_POSITION if kind is not AlwaysAsked or len(call) == 2]
+    calls += [(IMAGE, True)] if decide is normed_if_true else [(BYTES,)] if decide is scaled_if_bytes else []
+    for call in calls:
+        torch.testing.assert_close(made(*call), net(*call), rtol=1e-4, atol=1e-4)
+    if rewrite is not optimized and kind is not AlwaysAsked:  # an optimised network is called as its example was
+        torch.testing.assert_close(made(IMAGE, ctx=CONTEXT), net(IMAGE, ctx=CONTEXT), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("keywords", [{"x": IMAGE}, {"x": IMAGE, "ctx": CONTEXT}])
+def test_inner_modules_that_ask_are_folded_for_every_call(keywords):
+    net = AskedWithin(normed_and_added).eval()
+    made = merge(net, example_input=keywords)
+    assert isinstance(made.inner.always[1], nn.Identity)
+    for call in ({"x": IMAGE}, {"x": IMAGE, "ctx": CONTEXT}, {"x": IMAGE, "ctx": None}):
+        torch.testing.assert_close(made(**call), net(**call), rtol=1e-4, atol=1e-4)
+
+
+def test_merge_folds_what_every_call_passes_through():
+    for decide, folded in ((normed_and_added, False), (added_if_given, True)):
+        for example in ((IMAGE,), (IMAGE, CONTEXT)):
+            made = merge(Chooses(decide).eval(), example_input=example)
+            assert isinstance(made.n, nn.Identity) is folded
+            assert isinstance(made.always[1], nn.Identity)
+
+
+def test_a_plan_is_used_for_every_size_with_the_inputs_that_it_was_made_for(rewritten_always):
+    made = planned(Chooses(added_if_given).eval(), (IMAGE, CONTEXT))
+    made.original = nn.Identity()  # which would be called
+    assert made(IMAGE[:1, :, :9], CONTEXT).shape == (1, 4, 7, 10)

@@ -37,7 +37,7 @@ class TakesANumber(LooksAtSizes):
 
 def test_our_own_layers_stay_whole_and_networks_are_captured_for_every_size():
     captured = capture(create_model("nin-c3-lr", width=0.05, norm="batch").eval())
-    assert captured.sizes is None
+    assert captured.calls is None
     calls = [str(node.target) for node in captured.graph.nodes if node.op == "call_module"]
     place = calls.index("features.conv2_2")
     assert calls[place : place + 3] == ["features.conv2_2", "features.conv2_2_norm", "features.conv2_2_relu"]
@@ -48,7 +48,7 @@ def test_a_forward_that_looks_at_sizes_is_captured_for_the_example():
     with pytest.raises(CaptureError):
         capture(copy.deepcopy(net))
     captured = capture(copy.deepcopy(net), X)
-    assert captured.sizes == ((2, 4, 8, 8),)
+    assert captured.calls == (((2, 4, 8, 8), torch.float32, "cpu"),)
     again = torch.fx.GraphModule(captured.root, captured.graph)
     assert torch.equal(again(X), net(X))
 
@@ -162,7 +162,7 @@ class TakesOptions(LooksAtSizes):
 def test_options_that_the_example_leaves_out_keep_their_defaults_and_outputs_their_class():
     net = TakesOptions().eval()
     captured = capture(copy.deepcopy(net), X)
-    assert captured.sizes == ((2, 4, 8, 8),)
+    assert captured.calls == (((2, 4, 8, 8), torch.float32, "cpu"),)
     given, right = fx.GraphModule(captured.root, captured.graph)(X), net(X)
     assert type(given) is Answer
     assert given.keys() == right.keys() == {"logits"}

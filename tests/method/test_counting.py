@@ -258,3 +258,11 @@ def test_all_that_common_networks_do_is_known():
 def test_products_with_a_vector_count():
     net = Forward(lambda _, y: y.flatten(1) @ torch.ones(y[0].numel()))
     assert count(net, (3, 8, 8)).macs == 36 * 4 * 27 + 144
+
+
+def test_a_module_of_torch_export_is_counted_on_an_input_of_its_size():
+    net, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(), nn.Conv2d(4, 5, 1)).eval(), torch.zeros(2, 3, 8, 8)
+    exported = torch.export.export(net, (x,)).module()
+    assert count(exported, x).macs == count(net, x).macs
+    with pytest.raises(LowRankError, match="does not take an input of 3x8x8"):
+        count(exported, (3, 8, 8))

@@ -61,6 +61,8 @@ def test_a_layer_rounds_within_the_block_alone(layer: nn.Module):
     with rounding(layer, torch.device("cpu")) as state:
         rounded = layer(x)
         assert list(layer.state_dict()) == names
+        with torch.no_grad():
+            assert torch.equal(layer(input=x), rounded)
         rounded.sum().backward()
     assert 0 < (rounded - plain).abs().max() < 0.1
     assert state.tolist() == pytest.approx([x.min().item(), x.max().item(), 1.0])
