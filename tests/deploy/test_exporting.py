@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import nn
 
 from lowrank_cnn.deploy.blocks import Epilogue
-from lowrank_cnn.deploy.exporting import export, load
+from lowrank_cnn.deploy.exporting import export, load, placing
 from lowrank_cnn.deploy.matrix import MatrixConv2d
 from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.deploy.winograd import WinogradConv2d
@@ -151,6 +151,39 @@ def test_a_merged_network_exports_as_a_graph_but_not_as_a_configuration(tmp_path
     with pytest.raises(LowRankError, match="no longer is what its configuration builds"):
         export(merged, tmp_path / "net.safetensors")
     assert not (tmp_path / "net.safetensors").exists()
+
+
+def test_files_that_belong_together_are_never_mixed(tmp_path, monkeypatch):
+    """Another network's .bin is not overwritten unasked; an interrupted move leaves no .xml with a new .bin."""
+
+    def write(*, overwrite: bool) -> None:
+        with placing(tmp_path / "net.xml", overwrite=overwrite) as aside:
+            aside.write_text("new")
+            aside.with_suffix(".bin").write_text("new")
+
+    def found() -> dict[str, str]:
+        return {path.name: path.read_text() for path in tmp_path.iterdir()}
+
+    (tmp_path / "net.bin").write_text("old")
+    with pytest.raises(LowRankError, match=r"net\.bin exists"):
+        write(overwrite=False)
+    assert found() == {"net.bin": "old"}
+    (tmp_path / "net.xml").write_text("old")
+    move, moved = Path.replace, []
+
+    def interrupted(path: Path, target: Path) -> Path:
+        moved.append(target.suffix)
+        if moved.count(".xml"):
+            raise KeyboardInterrupt
+        return move(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write(overwrite=True)
+    assert found() == {"net.bin": "new"}
+    write(overwrite=True)
+    assert found() == {"net.bin": "new", "net.xml": "new"}
 
 
 def test_a_file_is_replaced_only_when_asked_for(tmp_path, network: nn.Module):
