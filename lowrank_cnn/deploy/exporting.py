@@ -19,7 +19,8 @@ from __future__ import annotations
 import importlib
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from lowrank_cnn.method.selection import check_module, check_values
 from lowrank_cnn.models.files import Stored, read_weights, write_weights
 from lowrank_cnn.models.hub import resolve
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.files import as_path, replacing, why_not_written
+from lowrank_cnn.system.files import as_path, delete, replacing, why_not_written
 from lowrank_cnn.system.provenance import note, notes
 from lowrank_cnn.train.trained import Trained, load_checkpoint, trained_of
 
@@ -106,7 +107,7 @@ def export(
     if path.suffix != ".safetensors":
         _check_suffix(path)
     stored = stored_of(model, input_size)
-    check_place(path, overwrite)
+    check_place(path, overwrite)  # before the work
     if strips and path.suffix != ".onnx":
         raise LowRankError(f"compiled strips run in ONNX Runtime: write an .onnx file, not {path.suffix}.")
     if path.suffix == ".safetensors":
@@ -114,30 +115,46 @@ def export(
     names = {"inputs": input_names, "outputs": output_names}
     network, request = request_for(stored, example_input, dynamic, names, preprocess)
     request = replace(request, opset=opset, strips=strips)
-    return write_request(path, at_precision(request, path.suffix, precision), network)
+    return write_request(path, at_precision(request, path.suffix, precision), network, overwrite=overwrite)
 
 
-def write_request(path: Path, request: ExportRequest, network: nn.Module) -> Exported:
+def write_request(path: Path, request: ExportRequest, network: nn.Module, *, overwrite: bool = True) -> Exported:
     """Write what is asked for, run it in its engine, compare it with the network, and move it to its place."""
     module, _, writer = engine_of(path)
     write = getattr(importlib.import_module(f"lowrank_cnn.deploy.engines.{module}"), writer)
+    with placing(path, overwrite=overwrite) as aside:
+        try:
+            error = parity(write(aside.parent, path.stem, request), request, network)
+        except OSError as failure:
+            raise LowRankError(why_not_written(path, failure)) from failure
+        size = sum(file.stat().st_size for file in aside.parent.iterdir())
+    return Exported(str(path), size, error)
+
+
+@contextmanager
+def placing(path: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Give a path of this name in a folder aside. At the end all files in that folder move beside `path`.
+
+    Until then nothing is changed there, whatever fails. Of several files, the one at `path` names the others: it
+    goes first and comes last, so that an interrupted move leaves no mixture of old and new ones.
+    """
+    check_place(path, overwrite)
     try:
         folder = Path(tempfile.mkdtemp(prefix=".tmp-", dir=path.parent))
     except OSError as error:
         raise LowRankError(why_not_written(path, error)) from error
     try:
-        written = write(folder, path.stem, request)
-        error = parity(written, request, network)
-        size = 0
-        for file in sorted(folder.iterdir(), key=lambda file: file == written):  # the one that names others last
+        yield folder / path.name
+        files = sorted(folder.iterdir(), key=lambda file: file.name == path.name)
+        for file in files:
+            check_place(path.with_name(file.name), overwrite)
+        if len(files) > 1:
+            delete(path)
+        for file in files:
             with replacing(path.with_name(file.name)) as temporary:
-                size += file.stat().st_size
                 file.replace(temporary)
-    except OSError as error:
-        raise LowRankError(why_not_written(path, error)) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return Exported(str(path), size, error)
 
 
 def load(path: str | Path, *, into: nn.Module | None = None, trusted: bool = False) -> nn.Module:

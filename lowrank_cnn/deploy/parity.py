@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.engines import open_engine
+from lowrank_cnn.deploy.engines import Runner, open_engine
 from lowrank_cnn.deploy.engines.outputs import named_tensors
 from lowrank_cnn.deploy.engines.request import Call, ExportRequest
 from lowrank_cnn.deploy.engines.runner import as_array
@@ -20,6 +20,9 @@ from lowrank_cnn.system.errors import LowRankError, first_line
 
 TOLERANCES = {"fp32": 1e-3, "fp16": ROUNDED, "int8": 0.3}
 """How far an output may be off, relative to its largest value. Of int8, accuracy on real images says more."""
+
+_MOST_VALUES = 2**24
+"""Values of the largest inputs on which another path of a forward is compared."""
 
 
 class DifferentOutputError(LowRankError):
@@ -38,20 +41,48 @@ def parity(path: Path, request: ExportRequest, network: nn.Module) -> float:
         finally:
             twin.unlink()
     runner = open_engine(path, trusted=True)  # which was written just now
-    limit = ROUNDED if dtype_of(network).itemsize == 2 else TOLERANCES[request.precision]
     worst = 0.0
     for call, expected in _calls(request, network):
-        given = runner({name: as_array(tensor) for name, tensor in call.tensors.items()})
-        for name, right in zip(request.outputs, expected.values(), strict=True):
-            error = _output_error(given, name, right)
-            if not error <= limit:
-                size = ", ".join("x".join(map(str, tensor.shape)) for tensor in call.tensors.values())
-                raise DifferentOutputError(
-                    f"for an input of {size}, {name} of the exported network differs from the original by "
-                    f"{error:.1e}{_overflow(request.precision, given.get(name))}: nothing was written."
-                )
-            worst = max(worst, error)
+        worst = max(worst, _call_error(runner, call, expected, request, network))
+    for sizes in request.other_paths:
+        call = request.call.sized(request.axes, sizes)
+        try:
+            too_large = sum(tensor.numel() for tensor in call.tensors.values()) > _MOST_VALUES
+            expected = {} if too_large else checked_outputs(network, call)
+        except LowRankError:  # the network does not take this size either
+            continue
+        try:
+            if too_large:
+                raise LowRankError("it is too large to be compared")
+            worst = max(worst, _call_error(runner, call, expected, request, network))
+        except Exception as error:  # engines have errors of their own
+            words = " and ".join(sizes)
+            raise LowRankError(
+                f"the network has no free {words} (choose with dynamic=): for an input of {_shapes(call)} its "
+                "forward takes another path than for the example, and a file holds one path."
+            ) from error
     return worst
+
+
+def _call_error(
+    runner: Runner, call: Call, expected: dict[str, Tensor], request: ExportRequest, network: nn.Module
+) -> float:
+    """The largest difference between file and network for one call; too large is an error."""
+    limit = ROUNDED if dtype_of(network).itemsize == 2 else TOLERANCES[request.precision]
+    given, worst = runner({name: as_array(tensor) for name, tensor in call.tensors.items()}), 0.0
+    for name, right in zip(request.outputs, expected.values(), strict=True):
+        error = _output_error(given, name, right)
+        if not error <= limit:
+            raise DifferentOutputError(
+                f"for an input of {_shapes(call)}, {name} of the exported network differs from the original by "
+                f"{error:.1e}{_overflow(request.precision, given.get(name))}: nothing was written."
+            )
+        worst = max(worst, error)
+    return worst
+
+
+def _shapes(call: Call) -> str:
+    return ", ".join("x".join(map(str, tensor.shape)) for tensor in call.tensors.values())
 
 
 def checked_outputs(network: nn.Module, call: Call) -> dict[str, Tensor]:
@@ -62,8 +93,9 @@ def checked_outputs(network: nn.Module, call: Call) -> dict[str, Tensor]:
     except LowRankError:
         raise
     except Exception as error:  # whatever a forward makes of another size, dtype or device
-        sizes = ", ".join("x".join(map(str, tensor.shape)) for tensor in call.tensors.values())
-        raise LowRankError(f"the network does not run on an input of {sizes}: {first_line(error)}.") from error
+        raise LowRankError(
+            f"the network does not run on an input of {_shapes(call)}: {first_line(error)}."
+        ) from error
     if not is_finite(list(found.values())):
         raise LowRankError("the network gives NaN or infinite values on random images: nothing was written.")
     return found

@@ -23,7 +23,7 @@ from lowrank_cnn.data.dataset import in_short
 from lowrank_cnn.data.types import stratified
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.export_request import request_for
-from lowrank_cnn.deploy.exporting import check_place, load, stored_of, write_request
+from lowrank_cnn.deploy.exporting import check_place, load, placing, stored_of, write_request
 from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.deploy.parity import DifferentOutputError
 from lowrank_cnn.method.rewriting import copy_with
@@ -123,18 +123,19 @@ def quantize(
     judged = _judged(data)
     prepared = _prepared(judged or data or calibration, trained, images)
     _check(prepared)
-    job = _Job.of(path, network, trained, prepared, input_size, dynamic)
-    if trained is None:  # trained on batches of the user's own, it carries its ranges alone
-        job = replace(job, request=replace(job.request, ranges=notes(model).int8_ranges))  # type: ignore[arg-type]
-    layers = sensitivities(network, prepared[:_COMPARED], trained=job.request.ranges)
-    if data is None or trained is None:
-        return job.write(layers)
-    trained = replace(trained, network=network)
-    written = _within_loss(job, layers, trained, judged, most_loss) if judged else job.write(layers)
-    if test is not None:
-        data = replace(data, test=data.test.subset(torch.arange(min(test, len(data.test)))))
-    before, after = _top1(trained, data), _top1(replace(trained, network=load(job.path)), data)
-    return replace(written, before=before, after=after, images=len(data.test))
+    with placing(path, overwrite=overwrite) as aside:  # no rejected candidate ever has the file's name
+        job = _Job.of(aside, network, trained, prepared, input_size, dynamic)
+        if trained is None:  # trained on batches of the user's own, it carries its ranges alone
+            job = replace(job, request=replace(job.request, ranges=notes(model).int8_ranges))  # type: ignore[arg-type]
+        layers = sensitivities(network, prepared[:_COMPARED], trained=job.request.ranges)
+        if data is None or trained is None:
+            return replace(job.write(layers), path=str(path))
+        trained = replace(trained, network=network)
+        written = _within_loss(job, layers, trained, judged, most_loss) if judged else job.write(layers)
+        if test is not None:
+            data = replace(data, test=data.test.subset(torch.arange(min(test, len(data.test)))))
+        before, after = _top1(trained, data), _top1(replace(trained, network=load(job.path)), data)
+    return replace(written, path=str(path), before=before, after=after, images=len(data.test))
 
 
 def _within_loss(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import re
+import sys
 from collections.abc import Iterable
 from types import ModuleType
 
@@ -47,7 +49,13 @@ class MissingExtra(LowRankError):
 
 
 def require(module: str, *, extra: str, purpose: str = "this") -> ModuleType:
-    """Import an optional dependency where it is used, or say in one line how to get it."""
+    """Import an optional dependency where it is used, or say in one line how to get it.
+
+    ONNX Runtime and OpenVINO send telemetry and store an identifier at home as soon as they are imported: both are
+    told not to. OpenVINO and NNCF have no setting for it, but do without the package if it cannot be imported.
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import nn
 
 from lowrank_cnn.deploy.blocks import Epilogue
-from lowrank_cnn.deploy.exporting import export, load
+from lowrank_cnn.deploy.exporting import export, load, placing
 from lowrank_cnn.deploy.matrix import MatrixConv2d
 from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.deploy.winograd import WinogradConv2d
@@ -151,6 +151,83 @@ def test_a_merged_network_exports_as_a_graph_but_not_as_a_configuration(tmp_path
     with pytest.raises(LowRankError, match="no longer is what its configuration builds"):
         export(merged, tmp_path / "net.safetensors")
     assert not (tmp_path / "net.safetensors").exists()
+
+
+class Deciding(nn.Module):
+    """A conv whose result depends on a decision about the size of the image."""
+
+    def __init__(self, decide) -> None:
+        super().__init__()
+        self.conv, self.decide = nn.Conv2d(3, 4, 3), decide
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x) * 2 if self.decide(x) else self.conv(x)
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".ts", ".pt2"])
+@pytest.mark.parametrize(
+    ("decide", "free"),
+    [
+        (lambda x: x.shape[0] > 16, "batch"),
+        (lambda x: 2 * x.shape[0] + 1 > 200, "batch"),
+        (lambda x: x.shape[-1] > 64, "width"),
+        (lambda x: x.shape[-1] > 12, "width"),  # the example is larger
+        (lambda x: x.shape[2] * x.shape[3] > 4096, "height and width"),
+    ],
+)
+def test_an_axis_whose_length_decides_the_path_is_not_free(tmp_path, suffix: str, decide, free: str):
+    axes = ("batch", *(() if free == "batch" else ("height", "width")))
+    with pytest.raises(LowRankError, match=f"the network has no free {free} .* takes another path"):
+        export(Deciding(decide), tmp_path / f"net{suffix}", input_size=SIZE, dynamic=axes)
+    assert not list(tmp_path.iterdir())
+    if suffix == ".ts":
+        assert export(Deciding(decide), tmp_path / "net.ts", input_size=SIZE, dynamic=()).error == 0
+
+
+@pytest.mark.parametrize("suffix", [".ts", ".pt2"])
+def test_a_size_that_is_checked_is_free(tmp_path, suffix: str):
+    def decide(x: torch.Tensor) -> bool:
+        if x.shape[1] != 3 or x.shape[-1] > 200:
+            raise ValueError("another image")
+        return True
+
+    net = nn.Sequential(Deciding(decide), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(2))
+    assert (
+        export(net, tmp_path / f"net{suffix}", input_size=SIZE, dynamic=("batch", "height", "width")).error < 1e-5
+    )
+
+
+def test_files_that_belong_together_are_never_mixed(tmp_path, monkeypatch):
+    """Another network's .bin is not overwritten unasked; an interrupted move leaves no .xml with a new .bin."""
+
+    def write(*, overwrite: bool) -> None:
+        with placing(tmp_path / "net.xml", overwrite=overwrite) as aside:
+            aside.write_text("new")
+            aside.with_suffix(".bin").write_text("new")
+
+    def found() -> dict[str, str]:
+        return {path.name: path.read_text() for path in tmp_path.iterdir()}
+
+    (tmp_path / "net.bin").write_text("old")
+    with pytest.raises(LowRankError, match=r"net\.bin exists"):
+        write(overwrite=False)
+    assert found() == {"net.bin": "old"}
+    (tmp_path / "net.xml").write_text("old")
+    move, moved = Path.replace, []
+
+    def interrupted(path: Path, target: Path) -> Path:
+        moved.append(target.suffix)
+        if moved.count(".xml"):
+            raise KeyboardInterrupt
+        return move(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write(overwrite=True)
+    assert found() == {"net.bin": "new"}
+    write(overwrite=True)
+    assert found() == {"net.bin": "new", "net.xml": "new"}
 
 
 def test_a_file_is_replaced_only_when_asked_for(tmp_path, network: nn.Module):

@@ -148,6 +148,27 @@ def test_layers_go_back_to_float_by_other_images_than_the_test_ones(tmp_path, mo
     )
 
 
+@pytest.mark.parametrize("before", [None, b"a file of the user's"])
+@pytest.mark.parametrize("calls", [2, 4])  # a candidate is judged; the chosen file meets the test images
+def test_an_interrupted_export_leaves_what_was_there(tmp_path, monkeypatch, before: bytes | None, calls: int):
+    data, path = open_data("digits", limit=80, progress=False), tmp_path / "net.onnx"
+    network = nn.Sequential(nn.Conv2d(1, 4, 5, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+    lr.fit(network, data, "digits", epochs=1, progress=False, device="cpu")
+    if before is not None:
+        path.write_bytes(before)
+    scores = iter([1.0] * (calls - 1))
+
+    def judge(*_: object) -> float:
+        if (score := next(scores, None)) is None:
+            raise KeyboardInterrupt
+        return score
+
+    monkeypatch.setattr(quantizing, "_top1", judge)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(network, data, path, images=16, overwrite=True)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == ({path.name: before} if before else {})
+
+
 def test_the_report_counts_points():
     rows = (QuantizedLayer("a", 0.5, True), QuantizedLayer("b", 0.1, False))
     found = Quantized("net.onnx", 1, 0.1, rows, before=0.5, after=0.49, images=100)

@@ -1,4 +1,4 @@
-"""Kinds of faults: kill, freeze, fill the disk, revoke rights, damage files, jump the clock, start two at once.
+"""Kinds of faults: kill, freeze, fill the disk, revoke rights, damage files, jump the clock, start two, export.
 
 A fault is injected into a run in a folder of its own. It returns how its processes ended. The harness then resumes
 the run without a fault and compares the result with that of an undisturbed run.
@@ -21,6 +21,8 @@ import fault_run as run
 
 OPERATIONS = 265
 """File operations of an undisturbed run, or a few less; `test_faults.py` counts them."""
+EXPORT_OPERATIONS = 24
+"""The same of an undisturbed export."""
 DAMAGES = ("flip", "flip", "flip", "cut", "empty", "zero", "garbage", "deep", "directory", "fifo", "delete")
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS, errno.EBUSY)
 
@@ -152,6 +154,21 @@ def damage_finished(folder: Path, draw: random.Random) -> int | None:
     return ended
 
 
+def kill_export(folder: Path, draw: random.Random) -> int | None:
+    """SIGKILL during the export of a finished run: the name holds what it held, or what a whole export writes."""
+    ended, file = run.wait(run.start(folder)), folder / "net.tflite"
+    before = draw.choice((b"", b"a file of the user's"))
+    if before:
+        file.write_bytes(before)
+    at = draw.randint(1, EXPORT_OPERATIONS)
+    run.wait(run.start(folder, Trap(at, lambda: os.kill(os.getpid(), signal.SIGKILL)).set, work="export"))
+    left = file.read_bytes() if file.exists() else b""
+    if left == before:
+        return ended
+    whole = run.wait(run.start(folder, work="export"))
+    return ended if whole == run.FINISHED and left == file.read_bytes() else run.CRASHED
+
+
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in ("log", "held.lock"))
 
@@ -196,7 +213,8 @@ KINDS: dict[str, tuple[int, Callable[[Path, random.Random], int | None]]] = {
     "keep old files": (1, keep_old_files),
     "jump the clock": (1, jump_clock),
     "start two": (1, start_two),
-    "damage": (6, damage),
+    "damage": (5, damage),
     "damage a finished run": (4, damage_finished),
+    "kill an export": (1, kill_export),
 }
 """Each kind of fault and how many of thirty are of it."""

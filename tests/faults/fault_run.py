@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lowrank_cnn.data import Data, ResidentSplit
+from lowrank_cnn.deploy import quantizing
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Interrupted, Recipe, fit, load_record
+from lowrank_cnn.train.trained import load_checkpoint
 
 RECIPE = Recipe(
     name="faults",
@@ -60,14 +62,27 @@ def train(folder: Path, seed: int = 0) -> None:
     """Train, or go on, in `folder/run`, with the cache in `folder/cache`; a checkpoint follows every step."""
     os.environ["LOWRANK_CACHE"] = str(folder / "cache")
     torch.manual_seed(seed)
-    head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4)]
-    network = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.2), nn.ReLU(), *head)
     options = {"out": folder / "run", "resume": True, "checkpoint_every": 0.0, "device": "cpu"}
-    fit(network, images(), RECIPE, seed=seed, **options)
+    fit(network(), images(), RECIPE, seed=seed, **options)
 
 
-def start(folder: Path, before: Callable[[], None] = lambda: None, seed: int = 0) -> int:
-    """Fork a process that trains, and return its number; `before` runs in it first. Its output goes to a file."""
+def network() -> nn.Module:
+    head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4)]
+    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.2), nn.ReLU(), *head)
+
+
+def export(folder: Path, seed: int = 0) -> None:
+    """Write the finished run to `folder/net.tflite` in int8: the better one of two rejected candidates."""
+    trained = load_checkpoint(folder / "run", network=network())
+    quantizing._TRIES = 1
+    quantizing.quantize(trained, images(), folder / "net.tflite", images=16, most_loss=-100.0, overwrite=True)
+
+
+def start(folder: Path, before: Callable[[], None] = lambda: None, seed: int = 0, work: str = "train") -> int:
+    """Fork a process that trains (or exports), and return its number; `before` runs in it first.
+
+    Its output goes to a file.
+    """
     child = os.fork()
     if child:
         return child
@@ -78,7 +93,7 @@ def start(folder: Path, before: Callable[[], None] = lambda: None, seed: int = 0
         os.dup2(log, 1)
         os.dup2(log, 2)
         before()
-        train(folder, seed)
+        globals()[work](folder, seed)
         code = FINISHED
     except LowRankError as error:
         print(f"refused: {error}", flush=True)

@@ -15,12 +15,12 @@ from torch import nn
 
 from lowrank_cnn.deploy.engines import open_engine
 from lowrank_cnn.deploy.engines.targets import TARGETS, target_of
-from lowrank_cnn.deploy.exporting import check_place, export
+from lowrank_cnn.deploy.exporting import check_place, export, placing
 from lowrank_cnn.deploy.quantizing import quantize
 from lowrank_cnn.deploy.strips import has_strips
 from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.errors import LowRankError, first_line
-from lowrank_cnn.system.files import as_path, replacing
+from lowrank_cnn.system.files import as_path
 from lowrank_cnn.train.trained import Trained
 
 _REST, _WARM = 0.03, 1
@@ -106,7 +106,7 @@ def time_engines(
         if not ours:
             raise LowRankError(f"no engine runs this network: {'; '.join(bench.failed.values())}.")
         kept = next((label for label in ours if not label.endswith(_INT8)), None)
-        found = None if folder_out is None or kept is None else _move(Path(scratch) / kept, folder_out)
+        found = None if folder_out is None or kept is None else _copy(Path(scratch) / kept, folder_out, overwrite)
     return EngineTimes(ours, bench.failed, found, theirs)
 
 
@@ -172,10 +172,10 @@ def _sorted(times: Mapping[str, Sample], *, rival: bool) -> dict[str, Sample]:
     return {label.removeprefix(_RIVAL): time for label, time in sorted(own.items(), key=lambda pair: pair[1].ms)}
 
 
-def _move(place: Path, out: Path) -> str:
-    """Move an engine's files; the path of the one that is opened."""
+def _copy(place: Path, out: Path, overwrite: bool) -> str:
+    """Copy an engine's files; the path of the one that is opened."""
     suffixes = {target.suffix for target in TARGETS.values()}
-    for file in place.iterdir():
-        with replacing(out / file.name) as temporary:
-            shutil.copyfile(file, temporary)
-    return str(next(out / file.name for file in place.iterdir() if file.suffix in suffixes))
+    path = next(out / file.name for file in place.iterdir() if file.suffix in suffixes)
+    with placing(path, overwrite=overwrite) as aside:
+        shutil.copytree(place, aside.parent, dirs_exist_ok=True)
+    return str(path)

@@ -43,8 +43,12 @@ class ProgramRunner(Runner):
         rest = iter([as_tensor(port, inputs) for port in self.inputs])
         leaves = [leaf.value if isinstance(leaf, ConstantArgument) else next(rest) for leaf in self._leaves]
         args, kwargs = tree_unflatten(leaves, self._structure)  # type: ignore[arg-type]
-        with torch.no_grad():
-            found = named_tensors(self.module(*args, **kwargs))
+        try:
+            with torch.no_grad():
+                found = named_tensors(self.module(*args, **kwargs))
+        except (AssertionError, RuntimeError) as error:  # a size that the program was not captured for
+            sizes = ", ".join("x".join(map(str, array.shape)) for array in inputs.values())
+            raise LowRankError(f"this program does not take an input of {sizes}: {first_line(error)}.") from error
         names = [port.name for port in self.outputs] or list(found)
         return {name: as_array(tensor) for name, tensor in zip(names, found.values(), strict=True)}
 

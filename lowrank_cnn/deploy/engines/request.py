@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import io
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,9 @@ from lowrank_cnn.train.fake_int8 import Ranges
 _AXES = {3: ("length",), 4: ("height", "width"), 5: ("depth", "height", "width")}
 """What the axes behind batch and channels are called, by the number of dimensions."""
 FREE = ("batch", "length", "depth", "height", "width")
+_BATCHES = (1, 3, *(n + more for n in (4, 8, 16, 32, 64, 128, 256, 512, 1024) for more in (0, 1)))
+_SCALES = (0.75, 1.25, 0.5, 1.5, 2.0, 0.25, 3.0, 4.0, 8.0, 32.0)
+"""Lengths of free axes at which a forward may take another path: batches, and others relative to the example."""
 Axes = dict[str, dict[int, str]]
 """For each input, its axes of any length and their names."""
 
@@ -79,6 +83,10 @@ class Call:
         """The same call with copies of its tensors, for a forward that may change them."""
         return self.replaced({name: tensor.detach().clone() for name, tensor in self.tensors.items()})
 
+    def on_meta(self) -> Call:
+        """The same call with tensors that have sizes alone."""
+        return self.replaced({name: tensor.to("meta") for name, tensor in self.tensors.items()})
+
     def run(self, network: Any) -> Any:
         """What a network gives for this call."""
         args, kwargs = self.arguments
@@ -118,6 +126,8 @@ class ExportRequest:
     """Of int8: the range of a layer's input, where training found it; calibration sets all others."""
     strips: bool = False
     """Of .onnx: 1x3 and 3x1 convs by the operator of `lowrank_strips`."""
+    captured: list[torch.export.ExportedProgram] = field(default_factory=list)
+    """Programs of this network, also of the forms that a writer makes of it."""
 
     @property
     def name(self) -> str:
@@ -163,7 +173,35 @@ class ExportRequest:
         for module in program.graph_module.modules():  # lines of source with their paths, which nobody else needs
             for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
                 node.meta.pop("stack_trace", None)
+        self.captured.append(program)
         return program
+
+    @property
+    def other_paths(self) -> list[dict[str, float]]:
+        """Lengths, as in `tried_sizes`, at which the forward may take another path than for the example.
+
+        torch.export lists the comparisons of sizes that a capture has decided; this gives lengths that break one.
+        Its own are those with 1, and a program (.pt2) runs where they hold alone. Without such a list, a few
+        lengths below and above the example's are given.
+        """
+        inner = [word for word in self.free if word != "batch"]
+        tried: list[dict[str, float]] = [{"batch": float(n)} for n in _BATCHES if "batch" in self.free]
+        together = dict.fromkeys([*((word,) for word in inner), tuple(inner)] if inner else [])
+        tried += [dict.fromkeys(words, scale) for scale in _SCALES for words in together]
+        try:
+            guards: list[str] = (self.captured or [self.program])[0]._guards_code if tried else []
+        except (AttributeError, LowRankError):  # a torch without the list, or a network that it cannot capture
+            return [sizes for sizes in tried if {*sizes.values()} <= {17.0, 65.0, 0.5, 4.0}]
+        found: dict[str, list[dict[str, float]]] = {}
+        for sizes in tried:
+            args, kwargs = self.call.on_meta().sized(self.axes, sizes).arguments
+            values = {"L": {**_bound(self.network, args, kwargs), **kwargs}, "math": math}
+            broken = [guard for guard in guards if not _holds(guard, values)]
+            if not any(guard.endswith("!= 1") for guard in broken):
+                for guard in broken:
+                    found.setdefault(guard, []).append(sizes)
+        first = [sizes for places in found.values() for sizes in places[:3]]
+        return [sizes for place, sizes in enumerate(first) if sizes not in first[:place]]
 
     def is_in_float(self, node: str) -> bool:
         """Whether a node of a graph, named by its layer, belongs to a layer that int8 leaves in float."""
@@ -184,6 +222,14 @@ class ExportRequest:
         specs = [next(free) if isinstance(leaf, Tensor) else None for leaf in self.call.leaves]
         args, kwargs = tree_unflatten(specs, self.call.structure)
         return _bound(network, args, kwargs)
+
+
+def _holds(guard: str, values: dict[str, Any]) -> bool:
+    """Whether a comparison that torch wrote, such as "L['x'].size()[0] <= 16", holds for these inputs."""
+    try:
+        return bool(eval(guard, values))
+    except Exception:  # a comparison of anything else
+        return True
 
 
 @contextmanager
