@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lowrank_cnn.models.network_file import read_header, write_network_file
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.files import replacing
 from lowrank_cnn.system.version import __version__
 
 FOLDER = Path(__file__).parent / "weights"
@@ -75,10 +76,10 @@ def write_pretrained(found: Pretrained, data: str, folder: Path = FOLDER) -> Pat
         "card": card,
         "dtype": "torch.float32",
     }
-    folder.mkdir(parents=True, exist_ok=True)
     path = _path(found.config["name"], data, folder)
-    write_network_file(path, halves, description, found.preprocess)
-    path.chmod(0o644)  # safetensors writes for its owner alone, and the package is for all
+    with replacing(path) as temporary:
+        write_network_file(temporary, halves, description, found.preprocess)
+        temporary.chmod(0o644)  # safetensors writes for its owner alone, and the package is for all
     return path
 
 

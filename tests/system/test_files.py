@@ -13,9 +13,11 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import (
     UnreadableError,
     as_path,
+    below,
     clear_temporaries,
     delete,
     is_regular,
+    open_in_place,
     parse_json,
     read_json,
     read_regular,
@@ -83,6 +85,23 @@ def test_what_is_in_the_way_is_renamed(tmp_path):
         assert set_aside(tmp_path / "record.json")
         assert (tmp_path / expected).is_dir()
     assert not set_aside(tmp_path / "absent")
+
+
+def test_a_link_in_a_folder_is_never_written_through(tmp_path, monkeypatch):
+    monkeypatch.setattr("lowrank_cnn.system.files._counter", iter(range(99)))
+    (victim := tmp_path / "victim").write_text("mine")
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("record.json", f".tmp-{os.getpid()}-0.json", "answers.bits"):
+        (run / name).symlink_to(victim)
+    write_json(run / "record.json", {})
+    with pytest.raises(LowRankError, match="is a link"):
+        open_in_place(run / "answers.bits")
+    assert (read_json(run / "record.json"), victim.read_text()) == ({}, "mine")
+    (run / "part").symlink_to(tmp_path)
+    assert below(run, run / "other" / "seed0")
+    with pytest.raises(LowRankError, match=r"leads from .*seed0 to another folder"):
+        below(run, run / "part" / "seed0")
 
 
 def test_a_file_that_cannot_be_deleted_is_left(tmp_path):
