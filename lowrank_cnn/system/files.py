@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -60,7 +61,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, payload: bytes) -> None:
-    """Replace a file's content in one move; a failure leaves what was there."""
+    """Replace a file's content in one move; a failure leaves what was there. `-` is standard output."""
+    if str(path) == "-":
+        sys.stdout.write(payload.decode())
+        return
     with replacing(path) as temporary:
         temporary.write_bytes(payload)
 
@@ -84,6 +88,11 @@ def open_in_place(path: Path) -> int:
         raise LowRankError(
             f"{path} is a link, has a second name or is no regular file: remove it, or choose another folder."
         ) from error
+
+
+def followed(path: Path) -> Path:
+    """The file that a path of the user's own leads to: such a link is written through, unlike those in folders."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def below(folder: Path, path: Path) -> Path:

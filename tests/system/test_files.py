@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
+import stat
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,31 @@ def test_a_link_in_a_folder_is_never_written_through(tmp_path, monkeypatch):
     assert below(run, run / "other" / "seed0")
     with pytest.raises(LowRankError, match=r"leads from .*seed0 to another folder"):
         below(run, run / "part" / "seed0")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs")
+@pytest.mark.parametrize("linked", [False, True], ids=["itself", "behind a link"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "socket", "folder"])
+def test_what_is_no_regular_file_is_not_replaced(tmp_path, kind, linked):
+    path = tmp_path / "special.html"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+        except OSError:
+            pytest.skip("device nodes are made by root")
+    elif kind == "socket":
+        socket.socket(socket.AF_UNIX).bind(str(path))
+    else:
+        path.mkdir()
+    before = path.lstat()
+    if linked:
+        (tmp_path / "link.html").symlink_to(path)
+    with pytest.raises(LowRankError, match=r"could not be written \(Not a regular file\)"):
+        write_atomically(tmp_path / ("link.html" if linked else path.name), b"page")
+    assert os.path.samestat(before, path.lstat())
+    assert path.lstat().st_mode == before.st_mode
 
 
 def test_a_file_that_cannot_be_deleted_is_left(tmp_path):
