@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import os
@@ -15,7 +16,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lowrank_cnn.system.errors import LowRankError
 
@@ -133,12 +134,15 @@ def delete(path: Path) -> bool:
     return True
 
 
-def open_regular(path: str | Path, *, most: int | None = None) -> IO[bytes]:
+def open_regular(path: str | Path, *, most: int | None = None) -> io.BufferedReader:
     """Open a regular file of at most this many bytes for reading.
 
     A FIFO would block, and a device may have no end: both raise `OSError`, as does a larger file.
     """
-    descriptor = os.open(path, os.O_RDONLY | _NONBLOCK | _BINARY)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _NONBLOCK | _BINARY)
+    except ValueError as error:  # no path has a null character
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
     try:
         about = os.fstat(descriptor)  # of what was opened: the path may lead elsewhere by now
         if not stat.S_ISREG(about.st_mode):
@@ -159,6 +163,11 @@ def read_regular(path: str | Path, *, most: int) -> bytes:
     if len(content) > size:  # it grows, or the file system states no sizes, as that of /proc
         raise OSError(errno.EINVAL, "It changed while it was read", str(path))
     return content
+
+
+def read_text(path: Path, *, most: int) -> str:
+    """The UTF-8 text of a regular file, its lines ended by `\\n`; a mark at its beginning is left out."""
+    return io.TextIOWrapper(io.BytesIO(read_regular(path, most=most)), "utf-8-sig").read()
 
 
 def regular(path: Path) -> Path:

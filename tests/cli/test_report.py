@@ -56,15 +56,13 @@ def test_a_page_goes_through_the_users_own_link_and_to_standard_output(folder: P
     assert "</svg>" in lowrank("figure", "vgg", "-o", "-").stdout
     assert (folder / "latest.html").is_symlink()
     assert not (folder / "-").exists()
-    with pytest.raises(LowRankError, match="both write to standard output"):
-        raise lowrank("report", "-o", "-", "--json").exception
+    assert isinstance(lowrank("report", "-o", "-", "--json").exception, LowRankError)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs")
 def test_a_pipe_is_not_replaced_by_a_page(folder: Path):
     os.mkfifo(folder / "pipe")
-    with pytest.raises(LowRankError, match="could not be written"):
-        raise lowrank("report", "-o", "pipe").exception
+    assert isinstance(lowrank("report", "-o", "pipe").exception, LowRankError)
     assert (folder / "pipe").is_fifo()
 
 
