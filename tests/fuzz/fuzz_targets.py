@@ -22,12 +22,10 @@ from lowrank_cnn.cli.config import read_config
 from lowrank_cnn.data.fingerprint import fingerprint_of_files
 from lowrank_cnn.data.readers.label_table import read_class_names
 from lowrank_cnn.frontier.record import Frontier
-from lowrank_cnn.report.page import write_page
 from lowrank_cnn.report.reading import read_records
-from lowrank_cnn.report.records import Records
 from lowrank_cnn.system import files
 from lowrank_cnn.system.cache import JsonCache, cached_tensors
-from lowrank_cnn.system.files import as_path, below
+from lowrank_cnn.system.files import as_path, below, write_atomically
 from lowrank_cnn.system.lock import locked
 from lowrank_cnn.train import get_recipe, load_record
 from lowrank_cnn.train.checkpoint import CheckpointStore, read_checkpoint
@@ -225,7 +223,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "config.json": lambda path: lr.save_pretrained(inputs.trained(), path.parent),
     "README.md": lambda path: lr.save_pretrained(inputs.trained(), path.parent),
     "net.safetensors": lambda path: lr.export(inputs.trained(), path, overwrite=True),
-    "report.html": lambda path: write_page(Records(), path),
+    "report.html": lambda path: write_atomically(path, b"page"),
 }
 """A file of each kind that is written, and what writes it."""
 READERS: dict[str, Callable[[Path], object]] = {
