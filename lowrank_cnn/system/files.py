@@ -12,6 +12,7 @@ import io
 import itertools
 import json
 import os
+import secrets
 import stat
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,6 @@ LARGEST_JSON = 64 * 2**20
 """Bytes of the largest JSON file that is read; the longest training records take less than a tenth."""
 _SPECIAL = "Not a regular file"
 _TEMPORARY = ".tmp-"
-_counter = itertools.count()
 # Without O_NONBLOCK, opening a FIFO waits for its other end. Windows has none of these but O_BINARY.
 _NONBLOCK, _NOFOLLOW, _BINARY = (getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOFOLLOW", "O_BINARY"))
 
@@ -43,13 +43,12 @@ def replacing(path: Path) -> Iterator[Path]:
         with replacing(Path("table.csv")) as temporary:
             temporary.write_text("a,b")
     """
-    temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{next(_counter)}{path.suffix[:16]}")
+    # A name that nobody can guess: a link in a folder from somebody else cannot wait for it.
+    temporary = path.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}{path.suffix[:16]}")
     try:
         try:
             _check_place(path)
             path.parent.mkdir(parents=True, exist_ok=True)
-            delete(temporary)  # it may be a link that waits for this name, in a folder from somebody else
-            os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
             yield temporary
             _sync(temporary)
             temporary.replace(path)

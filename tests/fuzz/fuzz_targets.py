@@ -5,7 +5,6 @@ A reader that accepts damaged input must give what was written; a target raises 
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -23,7 +22,6 @@ from lowrank_cnn.data.fingerprint import fingerprint_of_files
 from lowrank_cnn.data.readers.label_table import read_class_names
 from lowrank_cnn.frontier.record import Frontier
 from lowrank_cnn.report.reading import read_records
-from lowrank_cnn.system import files
 from lowrank_cnn.system.cache import JsonCache, cached_tensors
 from lowrank_cnn.system.files import as_path, below, write_atomically
 from lowrank_cnn.system.lock import locked
@@ -254,10 +252,7 @@ def links(place: Path, draw: random.Random) -> None:
     victim.write_text("mine")
     run.mkdir()
     name = draw.choice(list(WRITERS))
-    files._counter = itertools.count()
-    ends = ("", *(Path(other).suffix for other in WRITERS))
-    waiting = {f".tmp-{os.getpid()}-{number}{end}" for number in range(4) for end in ends}
-    for planted in sorted({*draw.sample(list(WRITERS), draw.randrange(9)), name, *waiting}):
+    for planted in sorted({*draw.sample(list(WRITERS), draw.randrange(9)), name}):
         draw.choice((os.symlink, os.link))(victim, run / planted)
     (place / "part").symlink_to(run)
     try:

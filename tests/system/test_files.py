@@ -89,12 +89,11 @@ def test_what_is_in_the_way_is_renamed(tmp_path):
     assert not set_aside(tmp_path / "absent")
 
 
-def test_a_link_in_a_folder_is_never_written_through(tmp_path, monkeypatch):
-    monkeypatch.setattr("lowrank_cnn.system.files._counter", iter(range(99)))
+def test_a_link_in_a_folder_is_never_written_through(tmp_path):
     (victim := tmp_path / "victim").write_text("mine")
     run = tmp_path / "run"
     run.mkdir()
-    for name in ("record.json", f".tmp-{os.getpid()}-0.json", "answers.bits"):
+    for name in ("record.json", *(f".tmp-{os.getpid()}-{number}.json" for number in range(999)), "answers.bits"):
         (run / name).symlink_to(victim)
     write_json(run / "record.json", {})
     with pytest.raises(LowRankError, match="is a link"):
