@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from lowrank_cnn.system.errors import LowRankError, nearest
+from lowrank_cnn.system.files import read_text
 
 _RECIPE = "lowrank_cnn.recipe"
 _MOST_BYTES = 2**20
@@ -48,9 +49,7 @@ Config = Annotated[
 def read_config(path: Path) -> dict[str, Any]:
     """The options of a file, and under `recipe` the fields of one."""
     try:
-        if path.stat().st_size > _MOST_BYTES or not path.is_file():
-            raise LowRankError(f"{path} is not a file of options.")
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, most=_MOST_BYTES)
         found = json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
     except OSError as error:
         raise LowRankError(f"{path} cannot be read ({error.strerror}).") from error

@@ -78,12 +78,13 @@ def demo(
     `say` is called with each step. Returns the rows of the table and the path of the report.
     """
     from lowrank_cnn.report import write_report
+    from lowrank_cnn.system.files import below
 
     out = Path(out)
     records = {}
     for number, name in enumerate(TWINS, start=1):
         say(f"Training the {name} network ({number} of {len(TWINS)}), a minute or two on a CPU.")
-        records[name] = _train(name, out / name, epochs, device, limit)
+        records[name] = _train(name, below(out, out / name), epochs, device, limit)
     times = _time(out)
     rows = [_result(name, records[name], times[name]) for name in TWINS]
     return rows, write_report([out], out / "report.html")

@@ -10,6 +10,7 @@ import typer
 from lowrank_cnn.cli.options import Into, Json, PackageWeights, Runs
 from lowrank_cnn.cli.show import console, errors, print_json, print_table
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.files import followed
 
 if TYPE_CHECKING:
     from lowrank_cnn.report.records import Records
@@ -21,7 +22,9 @@ def report_command(
     runs: Annotated[
         list[Path] | None, typer.Argument(help="Folders or files of records; by default the folder runs.")
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write; - is standard output.")] = Path(
+        "report.html"
+    ),
     as_json: Json = False,
 ) -> None:
     """Write one HTML page about training runs and timings.
@@ -36,6 +39,7 @@ def report_command(
     from lowrank_cnn.report.page import found_in, write_page
     from lowrank_cnn.report.reading import read_records, require_records, shown_elsewhere
 
+    printed = _is_printed(out, as_json)
     paths = runs or [DEFAULT_RUNS]
     records = read_records(paths)
     if not as_json:
@@ -44,20 +48,21 @@ def report_command(
         for sentence in shown_elsewhere(records) if records else ():
             errors.print(f"{sentence}.", markup=False, soft_wrap=True)
     require_records(paths, records)
-    page = write_page(records, out)
+    write_page(records, followed(out))
     if as_json:
         found = {"runs": len(records.runs), "timings": len(records.timings)}
         skipped = [vars(problem) for problem in records.skipped]
         elsewhere = [vars(file) for file in records.elsewhere]
-        return print_json({"page": str(page), **found, "skipped": skipped, "elsewhere": elsewhere})
-    console.print(f"Wrote {page}: {found_in(records)}. Open it in a browser.", markup=False, soft_wrap=True)
+        return print_json({"page": str(out), **found, "skipped": skipped, "elsewhere": elsewhere})
+    if not printed:
+        console.print(f"Wrote {out}: {found_in(records)}. Open it in a browser.", markup=False, soft_wrap=True)
     return None
 
 
 def figure_command(
     name: Annotated[str | None, typer.Argument(help="Which figure; without a name, all are listed.")] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The file to write: .svg, .pdf or .png; else NAME.svg.")
+        Path | None, typer.Option("--out", "-o", help="The file: .svg, .pdf or .png; - prints SVG; else NAME.svg.")
     ] = None,
     runs: Runs = None,
     model: Annotated[
@@ -87,6 +92,8 @@ def figure_command(
 
     if name is None:
         return _list_figures(as_json)
+    place = out or Path(f"{name}.svg")
+    printed = _is_printed(place, as_json)
     records = read_records(runs) if runs else None
     if records is not None and not records:
         raise LowRankError(f"there is no record in {' or '.join(map(str, runs or []))} to draw from.")
@@ -94,13 +101,21 @@ def figure_command(
         raise LowRankError("--into names the network of a checkpoint: give --checkpoint as well.")
     unconverted = find_into(into, checkpoint) if checkpoint else None
     options = FigureOptions(records, model, checkpoint, seed, pretrained, unconverted)
-    written = draw_figure(name, out or Path(f"{name}.svg"), options)
+    draw_figure(name, followed(place), options)
     if as_json:
-        return print_json({"figure": name, "file": str(written)})
-    console.print(f"Wrote {written}.", markup=False, soft_wrap=True)
+        return print_json({"figure": name, "file": str(place)})
+    if not printed:
+        console.print(f"Wrote {place}.", markup=False, soft_wrap=True)
     if records is not None and name in TRADE_FIGURES:
         _print_left_out(records)
     return None
+
+
+def _is_printed(out: Path, as_json: bool) -> bool:
+    """Whether the file goes to standard output, which JSON cannot share."""
+    if (printed := str(out) == "-") and as_json:
+        raise LowRankError("--json and -o - both write to standard output: give one of them.")
+    return printed
 
 
 def _print_left_out(records: Records) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lowrank_cnn.system.files import open_regular
+
 MOST_SIZES = 2**16
 """File sizes are read for this many files at most: each costs a request to a network file system."""
 SAMPLED_FILES = 64
@@ -78,7 +80,7 @@ def _pieces(path: str | Path) -> str:
     """A digest of the beginning, the middle and the end of a file."""
     hashed = hashlib.sha256()
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             for start in (0, size // 2, max(0, size - _PIECE)):
                 file.seek(start)

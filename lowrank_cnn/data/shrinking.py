@@ -25,7 +25,7 @@ from lowrank_cnn.data.stream.streamed import StreamedSplit
 from lowrank_cnn.data.types import Problems, check_workers, generator
 from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError, require
-from lowrank_cnn.system.files import replacing
+from lowrank_cnn.system.files import is_regular, replacing
 
 PER_SHARD = 4096
 _ROW_GROUP = 100
@@ -51,7 +51,7 @@ class Shards(Dataset):
 
     def __getitem__(self, number: int) -> list[tuple[str, str]]:
         path = self.folder / f"{self.split}-{number:05d}-of-{len(self):05d}.parquet"
-        if path.exists():
+        if is_regular(path):
             return []  # it is complete, since it is renamed last
         found: list[tuple[str, str]] = []
         rows = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.rewriting import copy_with, in_channels_last
 from lowrank_cnn.system.clock import CudaMarks, Marks
 from lowrank_cnn.system.errors import LowRankError, first_line
+from lowrank_cnn.system.files import read_json
 
 
 class TorchRunner:
@@ -122,7 +122,7 @@ class FileRunner:
             profiled = OnnxRunner(self.path, threads=self.threads, profile=Path(folder) / "profile")
             for _ in range(repeats + 1):
                 profiled(self.arrays)
-            events = json.loads(Path(profiled.session.end_profiling()).read_text())
+            events = read_json(Path(profiled.session.end_profiling()), most=2**30)
         for event in events:
             if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
                 name = event["name"].removesuffix("_kernel_time").removeprefix("fused ")

@@ -21,13 +21,22 @@ from lowrank_cnn.frontier.designs import is_branched, is_dense
 from lowrank_cnn.system.arithmetic import ceil_div, round_up
 from lowrank_cnn.system.environment import environment
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.files import UnreadableError, is_regular, read_json, write_json
+from lowrank_cnn.system.files import (
+    UnreadableError,
+    is_regular,
+    open_in_place,
+    read_json,
+    read_regular,
+    write_json,
+)
 from lowrank_cnn.system.seal import BrokenSealError, sealed, unsealed
 from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.recipe import Recipe
 
 KIND, SCHEMA = "frontier", 1
 RECORD, ANSWERS = "frontier.json", "answers.bits"
+LARGEST_ANSWERS = 2**30
+"""Bytes of the largest file of answers that is read: that of 160,000 runs on ILSVRC."""
 DENSE_NAME = "dense"
 """The family's own network, which all others are timed beside."""
 ABOUT = ("family", "network", "recipe", "data", "precision", "device", "teacher")
@@ -205,8 +214,7 @@ class Frontier:
             )
         row = sum(len(r.runs) for r in self.rows)
         path = self.folder / ANSWERS
-        path.touch()
-        with path.open("r+b") as file:
+        with os.fdopen(open_in_place(path), "r+b") as file:
             file.truncate(row * self.bytes_per_run)
             file.seek(0, os.SEEK_END)
             file.write(packed)
@@ -218,7 +226,7 @@ class Frontier:
         """The answers [runs, images] of a design, as booleans, checked against their checksums."""
         path = self.folder / ANSWERS
         try:
-            content = path.read_bytes()
+            content = read_regular(path, most=LARGEST_ANSWERS)
         except OSError as error:
             raise LowRankError(f"{path} cannot be read ({error.strerror}).") from error
         found = []

@@ -14,6 +14,7 @@ from torch import Tensor
 from lowrank_cnn.data import Data
 from lowrank_cnn.frontier.designs import Builder, Design, find_design
 from lowrank_cnn.frontier.record import pack
+from lowrank_cnn.system.files import below
 from lowrank_cnn.train import fit
 from lowrank_cnn.train.failure import NotFiniteError
 from lowrank_cnn.train.recipe import Recipe
@@ -147,7 +148,7 @@ class RunMaker:
         return replace(self.trainer, data=data.holdout(round(HELD_OUT * len(data.train)), 0))
 
     def _folder(self, held_out: bool) -> Path:
-        return self.teachers / ("teacher-held-out" if held_out else "teacher")
+        return below(self.teachers, self.teachers / ("teacher-held-out" if held_out else "teacher"))
 
 
 def release_memory() -> None:

@@ -8,7 +8,6 @@ is compared with the gated network in float64, as a whole.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +35,7 @@ from lowrank_cnn.method.shaping import GatedLinear, ShapedConv2d, conv_of_form, 
 from lowrank_cnn.method.spec import Pair
 from lowrank_cnn.system.compare import difference
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.files import write_json
+from lowrank_cnn.system.files import LARGEST_JSON, parse_json, read_regular, write_json
 from lowrank_cnn.system.provenance import note, notes
 from lowrank_cnn.system.text import text_table
 
@@ -89,11 +88,11 @@ def load_shapes(path: str | Path) -> LearnedShapes:
     >>> shapes = lr.load_shapes("shapes.json")  # doctest: +SKIP
     """
     try:
-        rows = json.loads(Path(path).read_text())["learned_shapes"]
+        rows = parse_json(read_regular(path, most=LARGEST_JSON))["learned_shapes"]
         layers = {str(name): parse_scheme(str(scheme)) for name, scheme in rows.items()}
     except OSError as error:
         raise LowRankError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LowRankError(
             f"{path} holds no learned shapes: `lowrank train --scheme learned` writes them."
         ) from error

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.system.errors import LowRankError, require
+from lowrank_cnn.system.files import regular
 
 _KEY = "lowrank_cnn"
 _PREPROCESS = f"{_KEY}.preprocess."
@@ -50,7 +51,7 @@ class NetworkFile:
 
     def _tensors(self, *, prepared: bool) -> dict[str, Tensor]:
         safetensors = require("safetensors", extra="train", purpose="reading weights")
-        with safetensors.safe_open(self.path, framework="pt") as file:
+        with safetensors.safe_open(regular(self.path), framework="pt") as file:
             names = [name for name in file.keys() if name.startswith(_PREPROCESS) == prepared]  # noqa: SIM118
             return {name: file.get_tensor(name) for name in names}
 
@@ -59,7 +60,7 @@ def read_header(path: Path) -> NetworkFile:
     """What a file says of its network, without its tensors."""
     safetensors = require("safetensors", extra="train", purpose="reading weights")
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
+        with safetensors.safe_open(regular(path), framework="pt") as file:
             text = (file.metadata() or {}).get(_KEY)
             names = [name for name in file.keys() if not name.startswith(_PREPROCESS)]  # noqa: SIM118
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}

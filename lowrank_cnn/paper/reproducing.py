@@ -22,6 +22,7 @@ from lowrank_cnn.models.hub import save_pretrained
 from lowrank_cnn.paper.experiments import CLASSES, ExperimentLine, ExperimentPart, lines, parts_of
 from lowrank_cnn.paper.table import ExperimentTable, build_table
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.files import below
 from lowrank_cnn.system.lock import HeldError, locked
 from lowrank_cnn.system.processes import first_process
 from lowrank_cnn.system.text import counted
@@ -120,7 +121,7 @@ class ExperimentBench:
 
     def train(self, task: TrainingTask) -> None:
         """Finish the run of a task, unless another process is at it; one that diverges is said."""
-        directory = task.line.directory(self.out, task.seed)
+        directory = below(self.out, task.line.directory(self.out, task.seed))
         try:
             with locked(directory):
                 _check_made_by(task.recipe, directory)

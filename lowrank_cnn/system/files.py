@@ -1,13 +1,20 @@
-"""Read and write files safely: replace a file in one move, and read regular files of bounded size only."""
+"""Read and write files safely: replace a file in one move, and read regular files of bounded size only.
+
+`replacing` writes every output, and `open_regular` opens every input. Both refuse devices and pipes. A link inside
+a folder may be somebody else's: it is read, but nothing is written through it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import os
+import secrets
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +23,10 @@ from lowrank_cnn.system.errors import LowRankError
 
 LARGEST_JSON = 64 * 2**20
 """Bytes of the largest JSON file that is read; the longest training records take less than a tenth."""
+_SPECIAL = "Not a regular file"
 _TEMPORARY = ".tmp-"
-_counter = itertools.count()
+# Without O_NONBLOCK, opening a FIFO waits for its other end. Windows has none of these but O_BINARY.
+_NONBLOCK, _NOFOLLOW, _BINARY = (getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOFOLLOW", "O_BINARY"))
 
 
 class UnreadableError(LowRankError):
@@ -28,14 +37,17 @@ class UnreadableError(LowRankError):
 def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary path to write to, which then replaces `path` in one move.
 
-    The content is on disk before the move. A failure leaves what was there, and raises `LowRankError`.
+    The content is on disk before the move. A failure leaves what was there, and raises `LowRankError`. A device, a
+    pipe or a folder is refused, behind a link too. A link to a file is replaced, and that file stays as it is.
 
         with replacing(Path("table.csv")) as temporary:
             temporary.write_text("a,b")
     """
-    temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{next(_counter)}{path.suffix[:16]}")
+    # A name that nobody can guess: a link in a folder from somebody else cannot wait for it.
+    temporary = path.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}{path.suffix[:16]}")
     try:
         try:
+            _check_place(path)
             path.parent.mkdir(parents=True, exist_ok=True)
             yield temporary
             _sync(temporary)
@@ -49,9 +61,45 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, payload: bytes) -> None:
-    """Replace a file's content in one move; a failure leaves what was there."""
+    """Replace a file's content in one move; a failure leaves what was there. `-` is standard output."""
+    if str(path) == "-":
+        sys.stdout.write(payload.decode())
+        return
     with replacing(path) as temporary:
         temporary.write_bytes(payload)
+
+
+def open_in_place(path: Path) -> int:
+    """Open a file inside a folder for reading and writing, made if absent, and not truncated: its descriptor.
+
+    A file with a second name would change under that name too: it is refused, as links, devices and pipes are.
+    """
+    try:
+        _check_place(path, links=False)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _NONBLOCK | _NOFOLLOW | _BINARY, 0o666)
+        about = os.fstat(descriptor)
+        if stat.S_ISREG(about.st_mode) and about.st_nlink <= 1:  # 0 if another process has just deleted it
+            return descriptor
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, _SPECIAL, str(path))
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ELOOP):
+            raise
+        raise LowRankError(
+            f"{path} is a link, has a second name or is no regular file: remove it, or choose another folder."
+        ) from error
+
+
+def followed(path: Path) -> Path:
+    """The file that a path of the user's own leads to: such a link is written through, unlike those in folders."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def below(folder: Path, path: Path) -> Path:
+    """A path below a folder, to write to; a link on the way that leads elsewhere is refused."""
+    if Path(os.path.realpath(path)) != Path(os.path.realpath(folder), path.relative_to(folder)):
+        raise LowRankError(f"a link leads from {path} to another folder: remove it, or choose another --out.")
+    return path
 
 
 def write_json(path: Path, value: object) -> None:
@@ -85,26 +133,46 @@ def delete(path: Path) -> bool:
     return True
 
 
-def read_regular(path: str | Path, *, most: int) -> bytes:
-    """The content of a regular file of at most this many bytes.
+def open_regular(path: str | Path, *, most: int | None = None) -> io.BufferedReader:
+    """Open a regular file of at most this many bytes for reading.
 
     A FIFO would block, and a device may have no end: both raise `OSError`, as does a larger file.
     """
-    # Without O_NONBLOCK, opening a FIFO waits for its writer. Windows has neither.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
-        about = os.fstat(descriptor)
+        descriptor = os.open(path, os.O_RDONLY | _NONBLOCK | _BINARY)
+    except ValueError as error:  # no path has a null character
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
+    try:
+        about = os.fstat(descriptor)  # of what was opened: the path may lead elsewhere by now
         if not stat.S_ISREG(about.st_mode):
-            raise OSError(errno.EINVAL, "Not a regular file", str(path))
-        if about.st_size > most:
+            raise OSError(errno.EINVAL, _SPECIAL, str(path))
+        if most is not None and about.st_size > most:
             raise OSError(errno.EFBIG, f"Larger than {most / 2**20:g} MiB", str(path))
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            content = file.read(about.st_size + 1)
-    finally:
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
         os.close(descriptor)
-    if len(content) > about.st_size:  # it grows, or the file system states no sizes, as that of /proc
+        raise
+
+
+def read_regular(path: str | Path, *, most: int) -> bytes:
+    """The content of a regular file of at most this many bytes; anything else raises `OSError`."""
+    with open_regular(path, most=most) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(size + 1)
+    if len(content) > size:  # it grows, or the file system states no sizes, as that of /proc
         raise OSError(errno.EINVAL, "It changed while it was read", str(path))
     return content
+
+
+def read_text(path: Path, *, most: int) -> str:
+    """The UTF-8 text of a regular file, its lines ended by `\\n`; a mark at its beginning is left out."""
+    return io.TextIOWrapper(io.BytesIO(read_regular(path, most=most)), "utf-8-sig").read()
+
+
+def regular(path: Path) -> Path:
+    """The path of a regular file, for a library that opens files by name; `OSError` for anything else."""
+    open_regular(path).close()
+    return path
 
 
 def is_regular(path: str | Path) -> bool:
@@ -152,6 +220,16 @@ def _read(path: Path, most: int) -> bytes:
         return read_regular(path, most=most)
     except OSError as error:
         raise UnreadableError(f"it cannot be read ({error.strerror or error})") from error
+
+
+def _check_place(path: Path, *, links: bool = True) -> None:
+    """Refuse to write where a device, a pipe or a folder is; or a link, if those are no place to write to."""
+    try:
+        mode = (path.stat() if links else path.lstat()).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, _SPECIAL, str(path))
 
 
 def _short(source: object, most: int = 80) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.files import open_in_place
 from lowrank_cnn.system.processes import first_process
 
 try:
@@ -93,7 +94,7 @@ def _open_locked(path: Path) -> int | None:
     """
     while fcntl is not None:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = open_in_place(path)
         except OSError:
             return None
         try:
@@ -118,7 +119,7 @@ def _open_locked(path: Path) -> int | None:
 def _is_at(path: Path, descriptor: int) -> bool:
     """Whether the open file is still the one that the path names."""
     try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except OSError:
         return False
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lowrank_cnn.models.rebuild import entry_description
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.files import clear_temporaries, set_aside, write_json
+from lowrank_cnn.system.files import clear_temporaries, is_regular, set_aside, write_json
 from lowrank_cnn.system.lock import locked
 from lowrank_cnn.train.checkpoint import Checkpoint, CheckpointStore
 from lowrank_cnn.train.recipe import Recipe
@@ -101,10 +101,10 @@ class RunDirectory:
         record.save(self.path / RECORD)
 
     def _clear_the_way(self) -> None:
-        """Rename a record that cannot be read, and directories that have the names of the run's files."""
+        """Rename a record that cannot be read, and whatever has the name of a run's file but is none."""
         for name in (RECIPE, RECORD, "step-*.json", "step-*.safetensors", "best-*.json", "best-*.safetensors"):
             for path in self.path.glob(name):
-                if path.is_dir() or (name == RECORD and not _is_readable(path)):
+                if not is_regular(path) or (name == RECORD and not _is_readable(path)):
                     set_aside(path)
 
 

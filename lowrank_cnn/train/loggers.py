@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lowrank_cnn.system.errors import LowRankError, nearest, require
-from lowrank_cnn.system.files import read_json, replacing, write_json
+from lowrank_cnn.system.files import below, read_json, replacing, write_json
 from lowrank_cnn.train.progress import Progress
 from lowrank_cnn.train.record import Epoch, Record
 from lowrank_cnn.train.step import Tally
@@ -56,7 +56,7 @@ class TensorBoardLogger(Logger):
             raise LowRankError("TensorBoard scalars are written beside the run: give --out.")
         tensorboard = require("torch.utils.tensorboard", extra="train", purpose="writing TensorBoard scalars")
         self.writer: Any = tensorboard.SummaryWriter(
-            str(folder / "tensorboard"), purge_step=len(record.history) + 1
+            str(below(folder, folder / "tensorboard")), purge_step=len(record.history) + 1
         )
 
     def log(self, values: Mapping[str, float], epoch: int) -> None:

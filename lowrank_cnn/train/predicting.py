@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowrank_cnn.data import Augment, Problems
 from lowrank_cnn.data.augment import centre_crop, resize_shorter
 from lowrank_cnn.data.images.decode import BadImageError, decode_image, stack
-from lowrank_cnn.data.readers.folder import image_files
+from lowrank_cnn.data.readers.folder import image_files, read_image
 from lowrank_cnn.data.stream.streamed import frame
 from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.system.errors import LowRankError, require
@@ -143,7 +143,7 @@ def _pixels(image: Any, trained: Trained) -> Tensor:
 def _encoded(image: Any) -> bytes:
     """The bytes of an image file; pixels are written as PNG, so that they take the same way as a file."""
     if isinstance(image, str | Path):
-        return Path(image).read_bytes()
+        return read_image(image)
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
     pillow = require("PIL.Image", extra="data", purpose="reading images")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,27 @@ def test_report_finds_the_folder_runs_and_says_where_the_page_is(folder: Path):
     assert "Wrote report.html: 1 training run." in done.stdout
     assert "Skipped runs/cut.json: it is not JSON" in done.stderr
     assert "nin-c3-lr" in (folder / "report.html").read_text()
+
+
+def test_a_page_goes_through_the_users_own_link_and_to_standard_output(folder: Path):
+    (folder / "www").mkdir()
+    (folder / "latest.html").symlink_to(folder / "www" / "page.html")
+    assert "Wrote latest.html" in lowrank("report", "-o", "latest.html").stdout
+    page = (folder / "www" / "page.html").read_text()
+    done = lowrank("report", "-o", "-")
+    assert (done.exit_code, done.stdout.startswith("<!doctype html>")) == (0, True)
+    assert len(done.stdout) == pytest.approx(len(page), abs=200)  # a date
+    assert "</svg>" in lowrank("figure", "vgg", "-o", "-").stdout
+    assert (folder / "latest.html").is_symlink()
+    assert not (folder / "-").exists()
+    assert isinstance(lowrank("report", "-o", "-", "--json").exception, LowRankError)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs")
+def test_a_pipe_is_not_replaced_by_a_page(folder: Path):
+    os.mkfifo(folder / "pipe")
+    assert isinstance(lowrank("report", "-o", "pipe").exception, LowRankError)
+    assert (folder / "pipe").is_fifo()
 
 
 def test_report_as_json(folder: Path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from lowrank_cnn.data import Data, ResidentSplit, open_data
@@ -30,6 +32,15 @@ def test_replaced_images_of_equal_file_size_are_another_set(tmp_path: Path, writ
     after = open_data(_photos(tmp_path, write_folder, photo, first=50)).digest
     assert sizes == sorted(path.stat().st_size for path in tmp_path.rglob("*.png"))
     assert before != after
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs")
+def test_an_image_that_turns_into_a_pipe_is_unreadable_and_does_not_hang(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"image")
+    before = fingerprint_of_files(tmp_path, [tmp_path / "a.png"])
+    (tmp_path / "a.png").unlink()
+    os.mkfifo(tmp_path / "a.png")
+    assert fingerprint_of_files(tmp_path, [tmp_path / "a.png"]) != before
 
 
 def test_names_classes_and_chosen_images_count(tmp_path: Path, write_folder, photo) -> None:

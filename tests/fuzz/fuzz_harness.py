@@ -9,7 +9,7 @@ A reader may return a value or raise `LowRankError`. Everything else is counted 
 - over memory: a case wanted more than 2 GiB.
 - code run: a planted pickle or script was executed.
 - outside: a file appeared outside the folder of the case.
-- wrong: damaged input was accepted and gave another result.
+- wrong: damaged input was accepted and gave another result, or a file or a device of the user's was changed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _listing(folder: Path) -> set[str]:
 
 def run_cases(count: int, *, seed: int = 0, show: bool = False) -> tuple[Counter[str], list[str]]:
     """So many inputs, over all readers: how many had which outcome, and an explanation of each fault."""
-    fuzz_inputs.exported(), fuzz_inputs.bombs()  # once, and not within the limits of a case
+    fuzz_inputs.exported(), fuzz_inputs.bombs(), fuzz_inputs.trained()  # once, and not within the limits of a case
     names = list(TARGETS)
     cases = [Case(names[i % len(names)], seed * 10_000_000 + i) for i in range(count)]
     counts: Counter[str] = Counter(inputs=0, refused=0, read=0, **dict.fromkeys(FAULTS, 0))

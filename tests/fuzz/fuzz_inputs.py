@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import random
+import socket
+import stat
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -255,6 +257,28 @@ def bombs() -> tuple[bytes, ...]:
         pq.write_table(pa.table(columns), out, store_schema=False)
         written.append(out.getvalue())
     return tuple(written)
+
+
+@cache
+def trained() -> torch.nn.Module:
+    """A network that can classify images."""
+    return lr.create_model("nin-c3-lr", pretrained="cifar10")
+
+
+def special(path: Path, draw: random.Random) -> Path:
+    """Put a pipe, a socket or a device under a name, or a link to one beside it; the path of the thing itself."""
+    thing = path if draw.random() < 0.5 else path.with_name("special")
+    kind = draw.choice(("pipe", "socket", "device"))
+    if kind == "socket":
+        socket.socket(socket.AF_UNIX).bind(thing.name)  # the whole path may be too long for a socket
+    else:
+        try:
+            os.mknod(thing, stat.S_IFCHR | 0o600 if kind == "device" else stat.S_IFIFO, os.makedev(1, 5))
+        except PermissionError:  # devices are made by root
+            os.mkfifo(thing)
+    if thing != path:
+        path.symlink_to(thing)
+    return thing
 
 
 def look_at(data: Data) -> None:

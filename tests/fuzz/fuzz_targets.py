@@ -17,11 +17,17 @@ import torch
 from torch import nn
 
 import lowrank_cnn as lr
+from lowrank_cnn.cli.config import read_config
+from lowrank_cnn.data.fingerprint import fingerprint_of_files
+from lowrank_cnn.data.readers.label_table import read_class_names
+from lowrank_cnn.frontier.record import Frontier
 from lowrank_cnn.report.reading import read_records
 from lowrank_cnn.system.cache import JsonCache, cached_tensors
-from lowrank_cnn.system.files import as_path
+from lowrank_cnn.system.files import as_path, below, write_atomically
+from lowrank_cnn.system.lock import locked
 from lowrank_cnn.train import get_recipe, load_record
 from lowrank_cnn.train.checkpoint import CheckpointStore, read_checkpoint
+from lowrank_cnn.train.directory import RunDirectory
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.settings import parse_settings
 
@@ -203,11 +209,77 @@ def path(place: Path, draw: random.Random) -> None:
     reader(given)
 
 
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "held.lock": lambda path: locked(path.parent).__enter__(),
+    "recipe.json": lambda path: RunDirectory(path.parent).begin(get_recipe("modern")),
+    "record.json": lambda path: inputs.record().save(path),
+    "step-00000001.json": lambda path: CheckpointStore(path.parent).save(inputs.checkpoint(), 1),
+    "step-00000001.safetensors": lambda path: CheckpointStore(path.parent).save(inputs.checkpoint(), 1),
+    "answers.bits": lambda path: Frontier(path.parent, {}, 8).add_answers(b"1"),
+    "key.safetensors": lambda path: cached_tensors("key", dict, shapes={}, folder=path.parent),
+    "model.safetensors": lambda path: lr.save_pretrained(inputs.trained(), path.parent),
+    "config.json": lambda path: lr.save_pretrained(inputs.trained(), path.parent),
+    "README.md": lambda path: lr.save_pretrained(inputs.trained(), path.parent),
+    "net.safetensors": lambda path: lr.export(inputs.trained(), path, overwrite=True),
+    "report.html": lambda path: write_atomically(path, b"page"),
+}
+"""A file of each kind that is written, and what writes it."""
+READERS: dict[str, Callable[[Path], object]] = {
+    "a.png": lambda path: lr.predict(inputs.trained(), path),
+    "b.png": lambda path: fingerprint_of_files(path.parent, [path]),
+    "a.csv": lr.open_data,
+    "names.txt": read_class_names,
+    "options.toml": read_config,
+    "record.json": load_record,
+    "report.json": lambda path: read_records([path.parent]),
+    "shapes.json": lr.load_shapes,
+    "step-00000001.json": lr.load,
+    "net.safetensors": lr.load,
+    "net.onnx": lr.load,
+    "net.pt2": lambda path: lr.load(path, trusted=True),
+    "net.ts": lambda path: lr.load(path, trusted=True),
+    "train-00000-of-00001.parquet": lambda path: lr.open_data(path.parent),
+    "data_batch_1.bin": lambda path: lr.open_data(path.parent),
+    "cifar-10-binary.tar.gz": lambda path: lr.open_data(path.parent),
+    "plans.json": lambda path: JsonCache(path, key="plans", valid=bool),
+}
+"""A file of each kind that is read, and what reads it."""
+
+
+def links(place: Path, draw: random.Random) -> None:
+    """Links to a file of the user's in a folder from somebody else, under every name that is written there."""
+    victim, run = place / "victim", place / "run"
+    victim.write_text("mine")
+    run.mkdir()
+    name = draw.choice(list(WRITERS))
+    for planted in sorted({*draw.sample(list(WRITERS), draw.randrange(9)), name}):
+        draw.choice((os.symlink, os.link))(victim, run / planted)
+    (place / "part").symlink_to(run)
+    try:
+        WRITERS[name]((run if draw.random() < 0.9 else below(place, place / "part")) / name)
+    finally:
+        if victim.read_text() != "mine":
+            raise Accepted
+
+
+def devices(place: Path, draw: random.Random) -> None:
+    """A pipe, a socket or a device where a file is read or written, itself or behind a link: it stays as it is."""
+    name, use = draw.choice([*WRITERS.items(), *READERS.items()])
+    thing = inputs.special(place / name, draw)
+    before = thing.lstat()
+    try:
+        use(place / name)
+    finally:
+        there = [path for path in place.iterdir() if os.path.samestat(path.lstat(), before)]
+        if not there:  # a run may rename it, to X.damaged
+            raise Accepted
+
+
 TARGETS: dict[str, Callable[[Path, random.Random], None]] = {
     target.__name__: target
     for target in (
         record, report, checkpoint, resumed, whitening, times, network_file, onnx_file, program, shards, folder,
-        binaries, source, scheme, model, counted, recipe, path,
+        binaries, source, scheme, model, counted, recipe, path, links, devices,
     )
 }  # fmt: skip
 """Every reader by its name."""

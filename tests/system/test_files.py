@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
+import stat
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,11 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import (
     UnreadableError,
     as_path,
+    below,
     clear_temporaries,
     delete,
     is_regular,
+    open_in_place,
     parse_json,
     read_json,
     read_regular,
@@ -83,6 +87,47 @@ def test_what_is_in_the_way_is_renamed(tmp_path):
         assert set_aside(tmp_path / "record.json")
         assert (tmp_path / expected).is_dir()
     assert not set_aside(tmp_path / "absent")
+
+
+def test_a_link_in_a_folder_is_never_written_through(tmp_path):
+    (victim := tmp_path / "victim").write_text("mine")
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("record.json", *(f".tmp-{os.getpid()}-{number}.json" for number in range(999)), "answers.bits"):
+        (run / name).symlink_to(victim)
+    write_json(run / "record.json", {})
+    with pytest.raises(LowRankError, match="is a link"):
+        open_in_place(run / "answers.bits")
+    assert (read_json(run / "record.json"), victim.read_text()) == ({}, "mine")
+    (run / "part").symlink_to(tmp_path)
+    assert below(run, run / "other" / "seed0")
+    with pytest.raises(LowRankError, match=r"leads from .*seed0 to another folder"):
+        below(run, run / "part" / "seed0")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs")
+@pytest.mark.parametrize("linked", [False, True], ids=["itself", "behind a link"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "socket", "folder"])
+def test_what_is_no_regular_file_is_not_replaced(tmp_path, kind, linked):
+    path = tmp_path / "special.html"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+        except OSError:
+            pytest.skip("device nodes are made by root")
+    elif kind == "socket":
+        socket.socket(socket.AF_UNIX).bind(str(path))
+    else:
+        path.mkdir()
+    before = path.lstat()
+    if linked:
+        (tmp_path / "link.html").symlink_to(path)
+    with pytest.raises(LowRankError, match=r"could not be written \(Not a regular file\)"):
+        write_atomically(tmp_path / ("link.html" if linked else path.name), b"page")
+    assert os.path.samestat(before, path.lstat())
+    assert path.lstat().st_mode == before.st_mode
 
 
 def test_a_file_that_cannot_be_deleted_is_left(tmp_path):

@@ -118,3 +118,22 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(LowRankError, match="cannot be made"), locked(tmp_path / "file" / "below"):
         pytest.fail("held")
+
+
+@pytest.mark.parametrize("plant", [os.symlink, os.link], ids=["symbolic", "hard"])
+def test_a_link_in_place_of_the_lock_is_refused_and_its_file_stays(tmp_path, plant):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "run").mkdir()
+    plant(victim, tmp_path / "run" / LOCK)
+    with pytest.raises(LowRankError, match=r"held\.lock is a link"), locked(tmp_path / "run"):
+        pytest.fail("held")
+    assert victim.read_text() == "mine"
+    assert (tmp_path / "run" / LOCK).exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs")
+def test_a_pipe_in_place_of_the_lock_is_refused(tmp_path):
+    os.mkfifo(tmp_path / LOCK)
+    with pytest.raises(LowRankError, match="no regular file"), locked(tmp_path):
+        pytest.fail("held")

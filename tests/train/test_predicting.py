@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,16 @@ def test_one_bad_image_does_not_silence_the_others(trained: Trained, green: np.n
 def test_what_is_no_image(trained: Trained, image: object, says: str) -> None:
     with pytest.raises(LowRankError, match=says):
         predict(trained, image, device="cpu")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs")
+def test_pipes_and_devices_are_no_images(trained: Trained, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    for name, target in {"zero.png": "/dev/zero", "link.png": tmp_path / "pipe.png"}.items():
+        (tmp_path / name).symlink_to(target)
+    for name in ("pipe.png", "zero.png", "link.png"):
+        with pytest.raises(LowRankError, match=r"png cannot be read \(Not a regular file\)"):
+            predict(trained, tmp_path / name)
 
 
 def test_the_mode_of_the_network_stays(trained: Trained, green: np.ndarray) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowrank_cnn.system.errors import LowRankError, require
+from lowrank_cnn.system.files import regular
 
 MOST_ROWS = 3 * 10**7
 """Images of one split: twice those of ImageNet-21k."""
@@ -50,7 +51,7 @@ def read_binaries(path: Path, name: str, group: int) -> Any:
     Values that are stored once stay so: as a dictionary, they take the memory that the file says they take.
     """
     pq = require("pyarrow.parquet", extra="data", purpose="reading parquet")
-    with pq.ParquetFile(path, read_dictionary=[name]) as file:
+    with pq.ParquetFile(regular(path), read_dictionary=[name]) as file:
         metadata = file.metadata.row_group(group)
         columns = [metadata.column(index) for index in range(metadata.num_columns)]
         sizes = [column.total_uncompressed_size for column in columns if column.path_in_schema == name]

@@ -13,7 +13,7 @@ from torch import Tensor
 from lowrank_cnn.data.resident import ResidentSplit
 from lowrank_cnn.data.types import Data
 from lowrank_cnn.system.errors import LowRankError
-from lowrank_cnn.system.files import read_regular
+from lowrank_cnn.system.files import open_regular, read_regular
 
 ARCHIVE = "cifar-10-binary.tar.gz"
 ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
@@ -39,14 +39,15 @@ def open_archive(path: Path, *, md5: str = ARCHIVE_MD5) -> Data:
     if path.name == _PICKLED[0]:
         raise _pickled(path)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             found = hashlib.file_digest(file, "md5").hexdigest()
+            if found != md5:
+                raise LowRankError(f"{path} is not CIFAR-10's {ARCHIVE}: its MD5 is {found} instead of {md5}.")
+            file.seek(0)
+            with tarfile.open(fileobj=file, mode="r:gz") as archive:
+                content = {name: _member(archive, f"{_FOLDER}/{name}") for name in _names()}
     except OSError as error:
         raise LowRankError(f"{path} cannot be read ({error.strerror or error}).") from error
-    if found != md5:
-        raise LowRankError(f"{path} is not CIFAR-10's {ARCHIVE}: its MD5 is {found} instead of {md5}.")
-    with tarfile.open(path, "r:gz") as archive:
-        content = {name: _member(archive, f"{_FOLDER}/{name}") for name in _names()}
     return _data(path, content)
 
 

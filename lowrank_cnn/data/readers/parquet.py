@@ -22,7 +22,7 @@ from lowrank_cnn.data.readers.image_store import NO_LABEL
 from lowrank_cnn.data.types import Problems
 from lowrank_cnn.system.arithmetic import ceil_div
 from lowrank_cnn.system.errors import LowRankError, require
-from lowrank_cnn.system.files import is_regular
+from lowrank_cnn.system.files import is_regular, regular
 
 Missing = Literal["skip", "refuse"]
 _SHARD = re.compile(
@@ -159,7 +159,7 @@ def open_shards(files: Sequence[Path], *, missing: Missing, problems: Problems) 
     schemas = []
     for shard, path in enumerate(files):
         try:
-            with pq.ParquetFile(path) as file:
+            with pq.ParquetFile(regular(path)) as file:
                 schemas.append(file.schema_arrow)
                 groups += _groups(file.metadata, shard)
                 check_rows(sum(group.rows for group in groups), path)
@@ -197,7 +197,7 @@ def labelled_splits(shards: dict[str, list[Path]]) -> list[str]:
 def _withheld(path: Path) -> bool:
     pq = require("pyarrow.parquet", extra="data", purpose="reading parquet")
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(regular(path)) as file:
             return bool((_read_labels(file, path) < 0).all())
     except READ_ERRORS:
         return False  # opening the split says what is wrong with it

@@ -24,6 +24,7 @@ from lowrank_cnn.deploy.engines.per_image import PerImageRunner, first_image
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import write_beside
 from lowrank_cnn.system.errors import LowRankError, first_line, require
+from lowrank_cnn.system.files import regular
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -44,7 +45,7 @@ class ExecuTorchRunner(PerImageRunner):
             if threads:
                 library._unsafe_reset_threadpool(threads)
             try:
-                self.program = runtime.Runtime.get().load_program(str(path))
+                self.program = runtime.Runtime.get().load_program(str(regular(path)))
                 self.method = self.program.load_method("forward")
             except Exception as error:  # the runtime gives numbers of its own errors
                 raise LowRankError(f"executorch cannot read {path}: {first_line(error)}.") from error

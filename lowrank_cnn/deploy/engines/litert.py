@@ -24,10 +24,12 @@ from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Port, parse_metadata, ports_from
 from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.system.errors import LowRankError, first_line, require
+from lowrank_cnn.system.files import read_regular
 
 if TYPE_CHECKING:
     from numpy import ndarray
 
+_LARGEST_FILE = 2**31  # of a flat buffer
 _WEIGHTED = ("CONV_2D", "DEPTHWISE_CONV_2D", "TRANSPOSE_CONV", "FULLY_CONNECTED")
 
 
@@ -40,7 +42,7 @@ class LitertRunner(PerImageRunner):
         library: Any = require("ai_edge_litert.interpreter", extra="engines", purpose="running a .tflite file")
         try:
             with silent_process():
-                content = path.read_bytes()
+                content = read_regular(path, most=_LARGEST_FILE)
                 self.metadata = parse_metadata(read_notes(content))
                 count = threads or torch.get_num_threads()
                 self.interpreter = library.Interpreter(model_content=content, num_threads=count)

@@ -17,6 +17,7 @@ from lowrank_cnn.deploy.engines.onnx import write_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Runner, as_array, ports_from, read_beside, write_beside
 from lowrank_cnn.system.errors import LowRankError, require
+from lowrank_cnn.system.files import regular
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -42,7 +43,8 @@ class MnnRunner(Runner):
             with silent_process():
                 runtime = self.mnn.nn.create_runtime_manager((config,))
                 names = [[port.name for port in ports] for ports in (self.inputs, self.outputs)]
-                self.loaded = self.mnn.nn.load_module_from_file(str(path), *names, runtime_manager=runtime)
+                file = str(regular(path))
+                self.loaded = self.mnn.nn.load_module_from_file(file, *names, runtime_manager=runtime)
         except Exception as error:  # MNN says nothing about what is wrong with a file
             raise LowRankError(f"mnn cannot read {path}, or {path.name}.json beside it.") from error
         if not self.inputs:

@@ -23,6 +23,7 @@ from lowrank_cnn.deploy.engines.torchscript import script_bytes
 from lowrank_cnn.deploy.engines.tracing import trace
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.system.errors import LowRankError, require
+from lowrank_cnn.system.files import is_regular
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -43,7 +44,8 @@ class NcnnRunner(PerImageRunner):
         options.use_bf16_storage = False
         options.num_threads = threads or torch.get_num_threads()
         weights = path.with_suffix(".ncnn.bin")
-        if self.net.load_param(str(path)) or not weights.is_file() or self.net.load_model(str(weights)):
+        there = is_regular(path) and is_regular(weights)
+        if not there or self.net.load_param(str(path)) or self.net.load_model(str(weights)):
             raise LowRankError(f"ncnn cannot read {path}, or {weights.name} beside it.")
 
     def _run_image(self, inputs: list[ndarray]) -> list[ndarray]:

@@ -22,6 +22,7 @@ from lowrank_cnn.deploy.engines.onnx_strips import check_strips, register_strips
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Port, Runner
 from lowrank_cnn.system.errors import LowRankError, first_line, require
+from lowrank_cnn.system.files import regular
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -46,7 +47,8 @@ class OnnxRunner(Runner):
             options.enable_profiling, options.profile_file_prefix = True, str(profile)
         register_strips(options)
         try:
-            self.session: Any = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            file = str(regular(path))
+            self.session: Any = runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime has its own family of errors, none of them public
             check_strips(str(error))
             raise LowRankError(f"onnxruntime cannot read {path}: {first_line(error)}.") from error

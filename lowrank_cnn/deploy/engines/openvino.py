@@ -14,6 +14,7 @@ from lowrank_cnn.deploy.engines.onnx import write_onnx
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import Port, Runner
 from lowrank_cnn.system.errors import LowRankError, first_line, require
+from lowrank_cnn.system.files import regular
 from lowrank_cnn.train.fake_int8 import widen
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class OpenVinoRunner(Runner):
         openvino = require("openvino", extra="engines", purpose="running an .xml file")
         try:
             core = openvino.Core()
-            model = core.read_model(str(path))
+            model = core.read_model(str(regular(path)))
             self.metadata = _notes(model)
             half = self.metadata.get("precision") == "fp16"
             options: dict[str, Any] = {

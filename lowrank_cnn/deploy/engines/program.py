@@ -18,6 +18,7 @@ from lowrank_cnn.deploy.engines.outputs import named_tensors
 from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import EXTRA, Port, Runner, as_array, as_tensor, parse_metadata, ports_from
 from lowrank_cnn.system.errors import LowRankError, first_line
+from lowrank_cnn.system.files import open_regular
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -69,7 +70,8 @@ def write_program(folder: Path, stem: str, request: ExportRequest) -> Path:
 def _read(path: Path) -> tuple[torch.export.ExportedProgram, dict[str, str]]:
     extra = {EXTRA: ""}
     try:
-        program = torch.export.load(path, extra_files=extra)
+        with open_regular(path) as file:
+            program = torch.export.load(file, extra_files=extra)
     except Exception as error:  # torch has no error of its own for a file that it did not write
         raise LowRankError(f"{path} is not a torch.export program: {first_line(error)}.") from error
     return program, parse_metadata(extra[EXTRA])

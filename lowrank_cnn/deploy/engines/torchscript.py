@@ -16,6 +16,7 @@ from lowrank_cnn.deploy.engines.request import ExportRequest
 from lowrank_cnn.deploy.engines.runner import EXTRA, Runner, as_array, as_tensor, parse_metadata, ports_from
 from lowrank_cnn.deploy.engines.tracing import trace
 from lowrank_cnn.system.errors import LowRankError, first_line
+from lowrank_cnn.system.files import open_regular
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -65,9 +66,9 @@ def read_script(path: Path) -> tuple[nn.Module, dict[str, str]]:
     """The module of a trusted file in evaluation, and what the file says of it."""
     extra = {EXTRA: ""}
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), open_regular(path) as file:
             warnings.simplefilter("ignore")
-            module: Any = torch.jit.load(str(path), map_location="cpu", _extra_files=extra)
+            module: Any = torch.jit.load(file, map_location="cpu", _extra_files=extra)
     except Exception as error:  # torch has no error of its own for a file that it did not write
         raise LowRankError(f"{path} is not a TorchScript file: {first_line(error)}.") from error
     return module.eval(), parse_metadata(extra[EXTRA])

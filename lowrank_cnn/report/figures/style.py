@@ -75,7 +75,7 @@ def new_figure(width: float = COLUMN, height: float = 3.2) -> Figure:
 
 def check_format(out: Path) -> str:
     """The format that a file's name asks for; refused where figures are not written in it."""
-    kind = out.suffix.lstrip(".").lower()
+    kind = "svg" if str(out) == "-" else out.suffix.lstrip(".").lower()
     if kind not in FORMATS:
         raise LowRankError(f"a figure is written as {', '.join(FORMATS)}: {out} ends in none of them.")
     return kind
