@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.nn.utils.parametrize import is_parametrized
 
+from lowrank_cnn.system.compare import copied, unchanged
 from lowrank_cnn.system.errors import first_line
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -96,8 +97,10 @@ def capture(root: nn.Module, *example: Any, by_example: bool = False) -> Network
             reason = first_line(error)
     if example:
         try:
-            with torch.no_grad():
-                graph = _SizedTracer(root, example).trace(root)
+            with torch.no_grad(), unchanged(root):
+                graph = _SizedTracer(root, copied(*example)).trace(root)
+                constants = {name: value for name, value in vars(root).items() if name.startswith("_tensor_")}
+            vars(root).update(constants)
             sizes = tuple(tuple(value.shape) for value in example if isinstance(value, Tensor))
             return NetworkGraph(root, _finished(graph), sizes)
         except Exception as error:

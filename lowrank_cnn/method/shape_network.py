@@ -23,6 +23,7 @@ from lowrank_cnn.method.shaping import (
     ShapedConv2d,
     may_remove,
 )
+from lowrank_cnn.system.compare import copied, unchanged
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note
 
@@ -112,7 +113,8 @@ def layer_inputs(network: nn.Module, names: Sequence[str], image: torch.Tensor) 
 
     hooks = [network.get_submodule(name).register_forward_pre_hook(keep(name)) for name in names]
     try:
-        network(image)
+        with unchanged(network):
+            network(*copied(image))
     finally:
         for hook in hooks:
             hook.remove()
