@@ -43,6 +43,7 @@ from lowrank_cnn.method.selection import check_rewritable, select
 from lowrank_cnn.method.shape_damage import Damage
 from lowrank_cnn.method.shape_network import layer_inputs
 from lowrank_cnn.system.clock import Sample, measure
+from lowrank_cnn.system.compare import copied, unchanged
 from lowrank_cnn.system.errors import LowRankError, first_line, nearest
 from lowrank_cnn.system.text import text_table
 
@@ -96,7 +97,7 @@ class Advice:
         return {**told, "layers": [asdict(r) for r in self.layers], "forms": [asdict(f) for f in self.forms]}
 
 
-@torch.random.fork_rng(devices=[])  # the forms that are tried draw weights
+@unchanged()  # the forms that are tried draw weights
 def design(
     model: nn.Module,
     example: Tensor,
@@ -132,6 +133,7 @@ def design(
         raise LowRankError(f"there is no engine {engine!r}; {nearest(engine, ENGINES)}")
     if not isinstance(example, Tensor) or example.dim() != 4 or not example.is_floating_point():
         raise LowRankError("the example is a batch of images in floating point, [N, channels, height, width].")
+    (example,) = copied(example)
     if engine in ("torch", "optimize"):
         example, precision = example.to(_dtype(precision) or example.dtype), None
     elif precision not in (None, *_IN_ENGINES):
@@ -150,8 +152,8 @@ def _checked(model: nn.Module, example: Tensor) -> nn.Module:
         raise LowRankError("on the meta device nothing takes time: put network and example on a real one.")
     placed = copy_with(model).to(example.device, example.dtype).eval()
     try:
-        with torch.no_grad():
-            placed(example)
+        with torch.no_grad(), unchanged(placed):
+            placed(*copied(example))
     except Exception as error:  # a forward may fail in any way of its own
         size = "x".join(map(str, example.shape))
         raise LowRankError(f"the network does not take an example of {size}: {first_line(error)}.") from error
@@ -189,7 +191,7 @@ class AdviceBench:
 
     def times(self, networks: Mapping[str, nn.Module], example: Tensor) -> dict[str, Sample]:
         """Milliseconds of several networks on one example, in turns."""
-        runs = {}
+        runs, (example,) = {}, copied(example)
         for name, network in networks.items():
             run = self._prepared(network, example)
             runs[name] = lambda run=run: run(example)

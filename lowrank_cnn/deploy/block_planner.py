@@ -20,7 +20,7 @@ from lowrank_cnn.kernels.cuda_graph import captured
 from lowrank_cnn.kernels.mode import is_for_graphs
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.system.clock import Sample, measure
-from lowrank_cnn.system.compare import agree, objection
+from lowrank_cnn.system.compare import agree, copied, objection, unchanged
 from lowrank_cnn.system.errors import LostDeviceError, LowRankError, first_line
 from lowrank_cnn.system.history import GIVEN, Decision
 
@@ -31,13 +31,15 @@ _GAIN = 0.97
 @torch.no_grad()
 def timed(modules: Mapping[str, nn.Module], inputs: tuple[Tensor, ...], repeats: int) -> dict[str, Sample]:
     """Several modules on the same inputs, in turns; within `for_graphs` as CUDA graphs."""
+    inputs = copied(*inputs)
     runs: dict[str, Callable[[], object]] = {name: lambda m=m: m(*inputs) for name, m in modules.items()}
-    if not inputs[0].is_cuda:
-        return measure(runs, repeats=repeats)
-    with torch.cuda.device(inputs[0].device):
-        if is_for_graphs():
-            runs = {name: captured(run).replay for name, run in runs.items()}
-        return measure(runs, repeats=repeats, cuda=True)
+    with unchanged(*modules.values()):
+        if not inputs[0].is_cuda:
+            return measure(runs, repeats=repeats)
+        with torch.cuda.device(inputs[0].device):
+            if is_for_graphs():
+                runs = {name: captured(run).replay for name, run in runs.items()}
+            return measure(runs, repeats=repeats, cuda=True)
 
 
 def objection_on(ours: nn.Module, given: nn.Module, *inputs: Tensor) -> str:
@@ -67,7 +69,7 @@ class BlockPlanner:
     def run(self, *inputs: Tensor) -> None:
         """Plan every block; where the rest of the network then fails, once more in its own memory formats."""
         try:
-            self._run(*inputs)
+            self._run(*copied(*inputs))
         except LostDeviceError:
             raise
         except RuntimeError:  # a view of maps that lie in another memory format
@@ -75,7 +77,7 @@ class BlockPlanner:
                 raise
             self.as_laid_out, self.decisions = True, {}
             self._take_back()
-            self._run(*inputs)
+            self._run(*copied(*inputs))
 
     def _run(self, *inputs: Tensor) -> None:
         by_name = {block.name: block for block in self.blocks}
@@ -88,7 +90,12 @@ class BlockPlanner:
                     planner.decide(by_name[target], args)
                 return super().call_module(target, args, kwargs)
 
-        BlockByBlock(self.network).run(*inputs)
+        try:
+            with unchanged(self.network):
+                BlockByBlock(self.network).run(*inputs)
+        finally:
+            for name, way in self.ways.items():
+                self.network.set_submodule(name, way)
 
     def decide(self, block: Block, inputs: tuple[Tensor, ...]) -> None:
         """Choose how a block is run, and put that into the network."""

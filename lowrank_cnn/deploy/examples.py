@@ -1,13 +1,9 @@
-"""Inputs on which a transformed network is compared with the original: the user's, or one that fits.
-
-Trial runs leave no trace: they take copies of the inputs, and `unchanged` gives a network its buffers back.
-"""
+"""Inputs on which a transformed network is compared with the original: the user's, or one that fits."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -16,7 +12,7 @@ from torch import Tensor, nn
 
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.selection import check_module
-from lowrank_cnn.system.compare import copied, is_finite
+from lowrank_cnn.system.compare import copied, is_finite, unchanged
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.provenance import notes
 
@@ -91,29 +87,6 @@ def in_signature(model: nn.Module, example: Any) -> tuple[Any, ...] | dict[str, 
     return dict(bound.arguments) if bound.kwargs else bound.args
 
 
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[Callable[[nn.Module], None]]:
-    """Restore the buffers of a network after trial runs; the function yielded restores them in a result.
-
-    A forward may change its buffers: count its calls, say, or keep what it saw.
-    """
-    before = {name: buffer.clone() for name, buffer in model.named_buffers() if not buffer.is_meta}
-
-    @torch.no_grad()
-    def restore(network: nn.Module) -> None:
-        now = dict(model.named_buffers())
-        changed = [name for name in before if name in now and not torch.equal(now[name], before[name])]
-        for name, buffer in network.named_buffers() if changed else ():
-            own = max((c for c in changed if f".{name}".endswith(f".{c}")), key=len, default=None)
-            if own is not None and buffer.shape == before[own].shape:
-                buffer.copy_(before[own])
-
-    try:
-        yield restore
-    finally:
-        restore(model)
-
-
 def example_for(model: nn.Module, given: Tensor | tuple[Any, ...] | None) -> tuple[tuple[Any, ...] | None, bool]:
     """The inputs to compare on, and whether the user gave them; None where no input is known that runs."""
     if given is not None:
@@ -133,7 +106,7 @@ def check_runs(model: nn.Module, *example: Any) -> None:
         if value.numel() == 0:
             raise LowRankError(f"an example input of {_shape(value)} is empty.")
     try:
-        with torch.no_grad():
+        with torch.no_grad(), unchanged(model):
             result = model(*copied(*example))
     except LowRankError:
         raise

@@ -42,6 +42,7 @@ from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.selection import check_module, check_values
 from lowrank_cnn.models.files import Stored, read_weights, write_weights
 from lowrank_cnn.models.hub import resolve
+from lowrank_cnn.system.compare import unchanged
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path, delete, replacing, why_not_written
 from lowrank_cnn.system.provenance import note, notes
@@ -61,6 +62,7 @@ class Exported:
         return asdict(self)
 
 
+@unchanged()  # a forward may draw
 def export(
     model: nn.Module | Trained,
     path: str | Path,

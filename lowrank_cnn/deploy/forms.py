@@ -31,6 +31,7 @@ from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.kernels.network_graph import CaptureError, layer_kind
 from lowrank_cnn.method.rewriting import copy_with, in_channels_last
 from lowrank_cnn.system.clock import Sample, measure
+from lowrank_cnn.system.compare import copied, unchanged
 from lowrank_cnn.system.errors import LostDeviceError, LowRankError, first_line
 from lowrank_cnn.system.history import GIVEN
 from lowrank_cnn.system.text import counted
@@ -154,10 +155,12 @@ class Workshop:
         return self.began + self.budget - time.perf_counter()
 
     def times(self, repeats: int) -> dict[str, Sample]:
+        inputs = copied(*self.inputs)
         runs: dict[str, Callable[[], object]] = {
-            name: lambda v=variant: v(*self.inputs) for name, variant in self.made.items()
+            name: lambda v=variant: v(*inputs) for name, variant in self.made.items()
         }
-        return measure(runs, repeats=repeats, budget=max(self.left, 3.0), cuda=self.on_gpu)
+        with unchanged(*self.made.values()):
+            return measure(runs, repeats=repeats, budget=max(self.left, 3.0), cuda=self.on_gpu)
 
     def form_names(self, compile: bool) -> list[str]:
         """The forms that apply here, the most promising first."""
@@ -290,5 +293,5 @@ def best_form(times: Mapping[str, float]) -> str:
 @torch.no_grad()
 def compile_kernels_of(network: nn.Module, form: Form, inputs: tuple[Tensor, ...]) -> None:
     """Compile the kernels that a network needs on all cores; its first run would compile one after the other."""
-    with for_graphs() if form.recorded else nullcontext():
-        prepare(lambda: network(*form.laid_out(*inputs)))
+    with for_graphs() if form.recorded else nullcontext(), unchanged(network):
+        prepare(lambda: network(*form.laid_out(*copied(*inputs))))

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.deploy.chains import InexactError, merge_chain
-from lowrank_cnn.deploy.examples import Example, by_position, example_for, in_signature, unchanged
+from lowrank_cnn.deploy.examples import Example, by_position, example_for, in_signature
 from lowrank_cnn.deploy.folding import FoldedLinear, channel_axis, fold, fold_error
 from lowrank_cnn.kernels.active_norm import split_active_norms
 from lowrank_cnn.kernels.network_graph import (
@@ -41,7 +41,7 @@ from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.rewriting import copy_with, laid_out_as
 from lowrank_cnn.method.selection import check_rewritable
-from lowrank_cnn.system.compare import objection, tolerance
+from lowrank_cnn.system.compare import copied, objection, tolerance, unchanged
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.history import Merging
 from lowrank_cnn.system.provenance import note, notes
@@ -51,6 +51,7 @@ _ELSEWHERE = "what its forward does depends on the size of its input, or on opti
 _NOT_FED, _NOT_RUN = "no layer is seen to feed it, and it alone", "it does not run in evaluation"
 
 
+@unchanged()  # layers draw weights when they are built
 def merge(
     model: nn.Module,
     *,
@@ -83,10 +84,7 @@ def merge(
             return _merged_by_keyword(model, example_input, chains=chains, norms=norms)
     if layer_kind(model) is not None:
         return _merged_layer(model, chains, norms, example_input)
-    with unchanged(model) as restore, torch.random.fork_rng(devices=[]):
-        merged = _merged_network(model, chains, norms, example_input)
-        restore(merged)
-    return merged
+    return _merged_network(model, chains, norms, example_input)
 
 
 def _merged_network(model: nn.Module, chains: bool | None, norms: bool, example_input: Any) -> nn.Module:
@@ -305,7 +303,8 @@ def _dimensions(model: nn.Module, example: tuple[Any, ...]) -> dict[str, set[int
         if type(part) in NORMS
     ]
     try:
-        model(*example)
+        with unchanged(model):
+            model(*copied(*example))
     finally:
         for hook in hooks:
             hook.remove()

@@ -14,6 +14,7 @@ from lowrank_cnn.deploy.examples import in_order
 from lowrank_cnn.kernels.cuda_graph import Recorded, recorded
 from lowrank_cnn.kernels.network_graph import has_hooks
 from lowrank_cnn.system.clock import Sample
+from lowrank_cnn.system.compare import copied, unchanged
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note
 
@@ -90,12 +91,14 @@ class Optimized(nn.Module):
 
     def prepare(self, *inputs: Tensor) -> Optimized:
         """Compile and record it for inputs like these, so that it fails here if it does."""
-        self(*inputs)
-        if self.form.recorded:
-            if len(inputs) > 1:
-                raise LowRankError("a CUDA graph is recorded for networks of one input.")
-            with torch.inference_mode(False), torch.no_grad():
-                self.recording = recorded(self._run, *self.form.laid_out(*inputs))
+        inputs = copied(*inputs)
+        with unchanged(self.network):
+            self(*inputs)
+            if self.form.recorded:
+                if len(inputs) > 1:
+                    raise LowRankError("a CUDA graph is recorded for networks of one input.")
+                with torch.inference_mode(False), torch.no_grad():
+                    self.recording = recorded(self._run, *self.form.laid_out(*inputs))
         return self
 
     def remember(self, given: nn.Module, inputs: tuple[Tensor, ...], chosen: Mapping[str, Any]) -> None:

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowrank_cnn.deploy.examples import Example, by_position, unchanged
+from lowrank_cnn.deploy.examples import Example, by_position
 from lowrank_cnn.deploy.forms import Workshop, compile_kernels_of
 from lowrank_cnn.deploy.optimized import Form, Optimized
 from lowrank_cnn.deploy.plan_cache import Cache, network_key
 from lowrank_cnn.deploy.planning import check_ready, silent
 from lowrank_cnn.models.files import dtype_of
 from lowrank_cnn.system.clock import Sample, check_budget, check_repeats
+from lowrank_cnn.system.compare import unchanged
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.history import GIVEN
 from lowrank_cnn.system.provenance import note, notes
@@ -29,6 +30,7 @@ _LARGEST_EXAMPLE = 2**28
 """Numbers in the largest example that a file may ask for."""
 
 
+@unchanged()  # layers draw weights when they are built
 def optimize(
     model: nn.Module,
     example_input: Example,
@@ -64,14 +66,12 @@ def optimize(
     check_repeats(repeats)
     check_budget(budget)
     store = Cache.open(cache)
-    with unchanged(network) as restore:
-        if any(isinstance(x, Tensor) and x.is_cuda for x in inputs) and not network.training:
-            compile_kernels_of(network, Form(), inputs)
-        check_ready(network, *inputs)
-        key = network_key(network, inputs, compile)
-        work = Workshop(network, inputs, cache, repeats, budget, say or silent, names=names)
-        best = work.again(store.times(key), compile) or work.fastest(compile)
-        restore(best)
+    if any(isinstance(x, Tensor) and x.is_cuda for x in inputs) and not network.training:
+        compile_kernels_of(network, Form(), inputs)
+    check_ready(network, *inputs)
+    key = network_key(network, inputs, compile)
+    work = Workshop(network, inputs, cache, repeats, budget, say or silent, names=names)
+    best = work.again(store.times(key), compile) or work.fastest(compile)
     if cache is not False and best.report.times:
         store = Cache.open(cache)  # a plan may have written its times meanwhile
         store.keep(key, {name: sample.ms for name, sample in best.report.times.items()})

@@ -15,7 +15,7 @@ from lowrank_cnn.deploy.engines.outputs import named_tensors
 from lowrank_cnn.deploy.engines.request import Call, ExportRequest
 from lowrank_cnn.deploy.engines.runner import as_array
 from lowrank_cnn.models.files import dtype_of
-from lowrank_cnn.system.compare import ROUNDED, difference, is_finite
+from lowrank_cnn.system.compare import ROUNDED, difference, is_finite, unchanged
 from lowrank_cnn.system.errors import LowRankError, first_line
 
 TOLERANCES = {"fp32": 1e-3, "fp16": ROUNDED, "int8": 0.3}
@@ -88,7 +88,7 @@ def _shapes(call: Call) -> str:
 def checked_outputs(network: nn.Module, call: Call) -> dict[str, Tensor]:
     """What a network gives for the example, by name; a network that fails, or gives NaN, is refused."""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), unchanged(network):
             found = named_tensors(call.copied().run(network))
     except LowRankError:
         raise

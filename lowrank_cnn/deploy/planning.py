@@ -20,19 +20,21 @@ from torch import Tensor, nn
 from lowrank_cnn.deploy.block_planner import BlockPlanner, objection_on, timed
 from lowrank_cnn.deploy.blocks import as_network, in_blocks
 from lowrank_cnn.deploy.candidates import CANDIDATES, Candidate
-from lowrank_cnn.deploy.examples import ByKeyword, Example, by_position, check_runs, unchanged
+from lowrank_cnn.deploy.examples import ByKeyword, Example, by_position, check_runs
 from lowrank_cnn.deploy.plan_cache import Cache
 from lowrank_cnn.kernels.fusing import fuse_neighbours
 from lowrank_cnn.kernels.network_graph import CaptureError
 from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.method.selection import check_rewritable
 from lowrank_cnn.system.clock import check_repeats
+from lowrank_cnn.system.compare import unchanged
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.history import GIVEN, NetworkPlan
 from lowrank_cnn.system.provenance import note, notes
 
 
 @torch.no_grad()
+@unchanged()  # layers draw weights when they are built
 def plan(
     model: nn.Module,
     example_input: Example,
@@ -62,15 +64,13 @@ def plan(
     check_repeats(repeats)
     store = Cache.open(cache)
     options: dict[str, Any] = {"candidates": candidates, "repeats": repeats, "say": say or silent}
-    with unchanged(network) as restore:
-        check_ready(network, *inputs)
+    check_ready(network, *inputs)
+    result = _planned(network, inputs, store, **options)
+    found = notes(result).plan
+    assert found is not None
+    if store.taken and not found.used and any(decision.choice != GIVEN for decision in found.decisions):
+        store.blind = True
         result = _planned(network, inputs, store, **options)
-        found = notes(result).plan
-        assert found is not None
-        if store.taken and not found.used and any(decision.choice != GIVEN for decision in found.decisions):
-            store.blind = True
-            result = _planned(network, inputs, store, **options)
-        restore(result)
     if not store.save() and say:
         say(f"measured times could not be kept in {store.entries.path}")
     if not names:

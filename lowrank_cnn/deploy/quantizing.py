@@ -27,7 +27,7 @@ from lowrank_cnn.deploy.exporting import check_place, load, placing, stored_of, 
 from lowrank_cnn.deploy.merging import merge
 from lowrank_cnn.deploy.parity import DifferentOutputError
 from lowrank_cnn.method.rewriting import copy_with
-from lowrank_cnn.system.compare import difference, is_finite
+from lowrank_cnn.system.compare import copied, difference, is_finite, unchanged
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path
 from lowrank_cnn.system.provenance import notes
@@ -84,6 +84,7 @@ class Quantized:
         return asdict(self)
 
 
+@unchanged()  # a forward may draw
 def quantize(
     model: nn.Module | Trained,
     calibration: Data | str | Path | Tensor | Sequence[Tensor],
@@ -205,15 +206,16 @@ def sensitivities(
 
     A layer that changes it too much stays in float, but for those `trained` in int8: the others rely on them.
     """
-    expected = network(images)
+    with unchanged(network):
+        expected = network(*copied(images))
     if not isinstance(expected, Tensor):
         raise LowRankError("int8 is for networks that give one tensor.")
     found = []
     for name, layer in network.named_modules():
         if isinstance(layer, ROUNDED_LAYERS):
             # A layer observes the range of its input where gradients are recorded.
-            with rounding(layer, images.device), torch.enable_grad():
-                error = difference(network(images).detach(), expected, by="norm")
+            with unchanged(network), rounding(layer, images.device), torch.enable_grad():
+                error = difference(network(*copied(images)).detach(), expected, by="norm")
             found.append(QuantizedLayer(name, error, error > _MOST_ERROR and name not in trained))
     if not found:
         raise LowRankError("int8 is for convs and linear layers, and this network has none.")
@@ -256,7 +258,7 @@ def _opened(source: str | Path, trained: Trained) -> Data:
 def _prepared(calibration: Any, trained: Trained | None, images: int) -> Tensor:
     """Calibration images as the network takes them."""
     if isinstance(calibration, Tensor):
-        return calibration.detach().float().cpu()
+        return calibration.detach().float().cpu().clone()
     if isinstance(calibration, Sequence):
         if not calibration or not all(isinstance(one, Tensor) for one in calibration):
             raise LowRankError(

@@ -20,6 +20,7 @@ from lowrank_cnn.method.selection import check_module
 from lowrank_cnn.models.rebuild import name_of
 from lowrank_cnn.models.twins import dense_twin
 from lowrank_cnn.system.clock import Sample, measure, torch_threads
+from lowrank_cnn.system.compare import unchanged
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path
 from lowrank_cnn.system.provenance import notes
@@ -61,7 +62,7 @@ class Timing:
         return asdict(self)
 
 
-@torch.random.fork_rng(devices=[])  # a dense twin draws weights when it is built
+@unchanged()  # a dense twin draws weights when it is built, and forwards may draw
 def time_model(
     model: nn.Module,
     input_size: InputSize | None = None,

@@ -32,6 +32,7 @@ from torch.fx.node import map_aggregate
 from torch.fx.proxy import TraceError
 from torch.nn.utils.parametrize import is_parametrized
 
+from lowrank_cnn.system.compare import copied, unchanged
 from lowrank_cnn.system.errors import first_line
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -129,8 +130,10 @@ def capture(root: nn.Module, *example: Any) -> NetworkGraph:
     except Exception:  # a forward may fail on symbolic values in any way
         pass
     try:
-        with torch.no_grad():
-            graph = _SizedTracer(root, example).trace(root)
+        with torch.no_grad(), unchanged(root):
+            graph = _SizedTracer(root, copied(*example)).trace(root)
+            constants = {name: value for name, value in vars(root).items() if name.startswith("_tensor_")}
+        vars(root).update(constants)
         return NetworkGraph(root, _finished(root, graph), tuple(map(kind_of, example)))
     except Exception as error:
         raise _cannot_trace(error) from error

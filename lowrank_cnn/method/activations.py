@@ -23,6 +23,7 @@ from lowrank_cnn.method.channel import FactoredLayer, groups_of
 from lowrank_cnn.method.conv_form import form_of
 from lowrank_cnn.method.geometry import Sides
 from lowrank_cnn.method.layers import CompositeConv2d
+from lowrank_cnn.system.compare import copied, unchanged
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.results import tensors_of
 
@@ -59,7 +60,7 @@ def image_batches(images: Images, model: nn.Module) -> list[Tensor]:
 @torch.no_grad()
 def outputs(model: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:
     """Every output of a model, its values on all images in one row; those that are no numbers are left out."""
-    with evaluating(model):
+    with unchanged(model, evaluating=True):
         results = [tensors_of(_run(model, batch)) for batch in batches]
     if not (results[0] and all(len(found) == len(results[0]) for found in results)):
         raise LowRankError("the model gives no tensors to compare, or not as many for every batch.")
@@ -97,7 +98,7 @@ def seen(model: nn.Module, layer: nn.Module, batches: Sequence[Tensor]) -> list[
 
     hook = layer.register_forward_hook(keep, with_kwargs=True)
     try:
-        with evaluating(model):
+        with unchanged(model, evaluating=True):
             for batch in batches:
                 _run(model, batch)
     finally:
@@ -219,7 +220,7 @@ def _put(layer: nn.Module, found: Tensor, biased: bool) -> None:
 
 def _run(model: nn.Module, batch: Tensor) -> object:
     try:
-        return model(batch)
+        return model(*copied(batch))
     except LowRankError:
         raise
     except Exception as error:  # whatever the forward of a user's network does not take

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,6 +28,7 @@ from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.inputs import InputSize, arguments, checked_size
 from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.operations import macs_of, reason_of
+from lowrank_cnn.system.compare import unchanged
 from lowrank_cnn.system.errors import LowRankError, check_type, first_line
 from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.system.text import html_table, si
@@ -120,8 +121,8 @@ def count(model: nn.Module, input_size: InputSize, *, convention: str = "mac") -
     size, model = checked_size(input_size), fold_branches(model)
     paper = convention == "paper"
     book = _Book(biases=paper)
-    with _mode(model, training=paper), torch.no_grad(), book.follow(model):
-        _run(model, input_size)
+    with torch.no_grad(), book.follow(model):
+        _run(model, input_size, training=paper and bool(notes(model).auxiliary))
     known = notes(model)
     left_out = known.unpublished if paper else known.auxiliary
     params = sum(p.numel() for name, p in model.named_parameters() if not _within(name, left_out))
@@ -142,14 +143,16 @@ def _check_countable(model: nn.Module) -> None:
             raise LowRankError(f"{label} is lazy: run the model once, so that it knows its channels.")
 
 
-def _run(model: nn.Module, inputs: InputSize) -> None:
-    """Run the model once, with meta tensors in place of all parameters and buffers."""
-    lent = {name: tensor.to("meta") for name, tensor in _tensors(model)}
-    dtype = next((t.dtype for t in lent.values() if t.is_floating_point()), None)
+def _run(model: nn.Module, inputs: InputSize, *, training: bool) -> None:
+    """Run the model once on the meta device, in evaluation, or in training to count auxiliary heads as well."""
+    tensors = chain(model.parameters(), model.buffers())
+    dtype = next((t.dtype for t in tensors if t.is_floating_point()), None)
     args, kwargs = arguments(inputs, device="meta", dtype=dtype)
     try:
-        with torch.device("meta"), _lent_attributes(model):
-            functional_call(model, lent, args, kwargs, tie_weights=False)
+        with unchanged(model, on_meta=True), torch.device("meta"):
+            for module in model.modules():  # a module of torch.export refuses train() and eval()
+                module.training = training
+            model(*args, **kwargs)
     except LowRankError:
         raise
     except Exception as error:  # whatever a forward does that needs values, or another size
@@ -157,48 +160,6 @@ def _run(model: nn.Module, inputs: InputSize) -> None:
             raise LowRankError(f"the model cannot be counted: {reason}.") from error
         size = "x".join(map(str, checked_size(inputs)))
         raise LowRankError(f"the model does not take an input of {size}: {first_line(error)}") from error
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, once for each module that holds them.
-
-    `functional_call` replaces a tensor under each of its names, and restores a module with two names wrongly.
-    """
-    for name, module in model.named_modules():
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                yield f"{name}.{key}" if name else key, tensor
-
-
-@contextmanager
-def _lent_attributes(model: nn.Module) -> Iterator[None]:
-    """Tensors that modules keep as plain attributes, without storage as well while the block runs."""
-    kept = [
-        (module.__dict__, key, value)
-        for module in model.modules()
-        for key, value in vars(module).items()
-        if isinstance(value, Tensor)
-    ]
-    for home, key, value in kept:
-        home[key] = value.to("meta")
-    try:
-        yield
-    finally:
-        for home, key, value in kept:
-            home[key] = value
-
-
-@contextmanager
-def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Evaluation, or training for a model whose auxiliary heads are counted; each module's own mode after."""
-    before = {module: module.training for module in model.modules()}
-    for module in before:  # a module of torch.export refuses train() and eval()
-        module.training = training and bool(notes(model).auxiliary)
-    try:
-        yield
-    finally:
-        for module, mode in before.items():
-            module.training = mode
 
 
 def _within(name: str, parents: Sequence[str]) -> bool:

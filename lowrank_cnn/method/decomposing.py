@@ -38,13 +38,14 @@ from lowrank_cnn.method.rewriting import copy_with, rewrite
 from lowrank_cnn.method.scheme import SCHEMES, Scheme, parse_scheme
 from lowrank_cnn.method.selection import Kept, Where, select
 from lowrank_cnn.method.sensitivity import Score, measured_keeps
+from lowrank_cnn.system.compare import unchanged
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note
 
 __all__ = ["Fitted", "decompose", "fit_layer"]
 
 
-@torch.random.fork_rng(devices=[])  # layers draw weights when they are built, and these are fitted
+@unchanged()  # layers draw weights when they are built, and these are fitted
 def decompose(
     model: nn.Module,
     scheme: str | Scheme = "separable",

@@ -39,10 +39,12 @@ def is_example(inputs: object) -> bool:
 def arguments(
     inputs: InputSize, *, device: torch.device | str, dtype: torch.dtype | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a forward on a device, by position and by keyword: an example, or one random image."""
+    """The arguments of a forward on a device, by position and by keyword: a copied example, or a random image."""
     if is_example(inputs):
         given = inputs if isinstance(inputs, tuple | Mapping) else (inputs,)
-        moved: Any = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, given)
+        moved: Any = tree_map(
+            lambda value: value.detach().to(device, copy=True) if isinstance(value, Tensor) else value, given
+        )
         return ((), dict(moved)) if isinstance(moved, Mapping) else (moved, {})
     image = torch.empty(1, *checked_size(inputs), device=device, dtype=dtype)
     return (image if image.is_meta else image.normal_(),), {}

@@ -34,6 +34,15 @@ class FittedParameters(TorchFunctionMode):
             if parameter is not None and id(parameter) not in known
         }
         self.views: dict[Tensor, Tensor] = {}
+        self.norms: dict[nn.Module, tuple[int]] = {}
+
+    def __exit__(self, *error: Any) -> None:
+        """Put the new parameters in their places: a trial run leaves none of what it changed."""
+        super().__exit__(*error)
+        for parameter, (module, name) in self.homes.items():
+            module._parameters[name] = parameter  # type: ignore[assignment]
+        for norm, shape in self.norms.items():
+            norm.normalized_shape = shape  # type: ignore[assignment]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -83,7 +92,7 @@ class FittedParameters(TorchFunctionMode):
             and weight in self.homes
         ):
             module, _ = self.homes[weight]
-            module.normalized_shape = normalized_shape = (channels,)  # type: ignore[assignment]
+            self.norms[module] = normalized_shape = (channels,)
             weight = self._resized(weight, 0, channels)
             bias = self._resized(bias, 0, channels) if bias is not None and bias in self.homes else bias
         return functional.layer_norm(x, normalized_shape, weight, bias, eps)  # type: ignore[arg-type]
@@ -93,7 +102,7 @@ class FittedParameters(TorchFunctionMode):
         module, name = self.homes.pop(parameter)
         shape = [*parameter.shape[:axis], channels, *parameter.shape[axis + 1 :]]
         new = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
-        module._parameters[name] = new
+        module._parameters[name] = new  # for the rest of this run
         self.homes[new] = (module, name)
         return new
 

@@ -6,7 +6,6 @@ goes on calling the conv of the original network, and a method bound to a conv g
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from lowrank_cnn.method.inputs import InputSize, arguments
+from lowrank_cnn.system.compare import unchanged
 from lowrank_cnn.system.errors import LowRankError, first_line
 
 _OWN = {"_parameters", "_buffers", "_modules"}
@@ -123,12 +123,12 @@ def check_calls(model: nn.Module, new: nn.Module, names: Sequence[str], input_si
 
 @torch.no_grad()
 def _failure(model: nn.Module, input_size: InputSize) -> str:
-    """Why a network does not run on one image, empty if it does. A copy runs: a forward may change buffers."""
+    """Why a network does not run on one image, empty if it does."""
     like = next(model.parameters())
     try:
-        with torch.random.fork_rng(devices=[]):
+        with unchanged(model, evaluating=True):
             args, kwargs = arguments(input_size, dtype=like.dtype, device=like.device)
-            copy.deepcopy(model).eval()(*args, **kwargs)
+            model(*args, **kwargs)
     except Exception as error:  # a forward may fail in any way of its own
         return first_line(error)
     return ""

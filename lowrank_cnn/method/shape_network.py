@@ -24,6 +24,7 @@ from lowrank_cnn.method.shaping import (
     ShapedConv2d,
     may_remove,
 )
+from lowrank_cnn.system.compare import copied, unchanged
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import note
 
@@ -114,7 +115,8 @@ def layer_inputs(network: nn.Module, names: Sequence[str], image: torch.Tensor) 
     layers = {name: network.get_submodule(name) for name in names}
     hooks = [layer.register_forward_pre_hook(keep(name), with_kwargs=True) for name, layer in layers.items()]
     try:
-        network(image)
+        with unchanged(network):
+            network(*copied(image))
     finally:
         for hook in hooks:
             hook.remove()

@@ -31,6 +31,7 @@ from lowrank_cnn.method.resizing import CONVS, LAYERS, NORMS, PendingLayer, take
 from lowrank_cnn.method.rewriting import copy_with, is_channels_last
 from lowrank_cnn.method.selection import check_rewritable
 from lowrank_cnn.system.autograd import upstream
+from lowrank_cnn.system.compare import unchanged
 from lowrank_cnn.system.errors import LowRankError, LowRankWarning, first_line, nearest
 from lowrank_cnn.system.results import mapped, tensors_of
 
@@ -146,7 +147,7 @@ class _Thinning:
         }
         new = copy.deepcopy(self.blank, {id(old): stand_in for old, stand_in in pending.items()}).eval()
         try:
-            with torch.no_grad(), FittedParameters(new, pending.values()):
+            with torch.no_grad(), FittedParameters(new, pending.values()), unchanged(new):
                 shapes = _shapes(_on_meta(new, self.size))
         except Exception as error:
             raise LowRankError(
@@ -216,12 +217,12 @@ def _share_parameters(new: nn.Module, model: nn.Module) -> None:
 
 @torch.no_grad()
 def _check_runs(new: nn.Module, input_size: InputSize) -> None:
-    """Run a copy once: the meta device does not check the shapes of every operation."""
+    """Run it once: the meta device does not check the shapes of every operation."""
     first = next(new.parameters())
     try:
-        with torch.random.fork_rng(devices=[]):
+        with unchanged(new, evaluating=True):
             args, kwargs = arguments(input_size, device=first.device, dtype=first.dtype)
-            copy_with(new).eval()(*args, **kwargs)
+            new(*args, **kwargs)
     except Exception as error:
         raise LowRankError(f"the network cannot be made thinner: {first_line(error)}") from error
 
@@ -261,7 +262,7 @@ def _output_layers(blank: nn.Module, size: InputSize) -> tuple[set[nn.Module], l
             module.register_forward_hook(remember)
             module.requires_grad_(True)
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), unchanged():
             output = _on_meta(twin, size)
     except Exception as error:
         raise LowRankError(

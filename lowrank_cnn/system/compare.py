@@ -2,6 +2,8 @@
 
 Every check of the project goes through `difference`. A result that is not finite never agrees with anything:
 NaN and infinity give an infinite difference, and so do results of other shapes or structures.
+
+Trial runs leave no trace: networks run within `unchanged`, on `copied` inputs.
 """
 
 from __future__ import annotations
@@ -9,14 +11,19 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable
+import random
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lowrank_cnn.system.errors import LostDeviceError, first_line
-from lowrank_cnn.system.results import flattened, tensors_of
+from lowrank_cnn.system.results import flattened, mapped, tensors_of
 
 ROUNDED = 0.05
 """How far results in half precision may be off."""
@@ -66,25 +73,128 @@ def objection(ours: Callable[..., Any], right: Callable[..., Any], *example: Any
     of zeros or of one repeated value hides. They are left out where `right` does not take them or gives no finite
     result for them. `single` is the limit in float32.
     """
-    expected = right(*copied(*example))
-    inputs = [(example, expected)]
-    other = tuple(random_like(value) for value in example)
-    with contextlib.suppress(Exception):  # a forward may refuse random values in any way of its own
-        drawn = right(*copied(*other))
-        inputs += [(other, drawn)] if is_finite(drawn) else []
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # where a captured graph fails, fx prints its source
-            error = max(difference(ours(*copied(*given)), result) for given, result in inputs)
-    except LostDeviceError:
-        raise
-    except Exception as failure:  # a view of maps that now lie in another memory format, say
-        return f"it fails: {first_line(failure)}"
+    with unchanged(*(network for network in (ours, right) if isinstance(network, nn.Module))):
+        expected = right(*copied(*example))
+        inputs = [(example, expected)]
+        other = tuple(random_like(value) for value in example)
+        with contextlib.suppress(Exception):  # a forward may refuse random values in any way of its own
+            drawn = right(*copied(*other))
+            inputs += [(other, drawn)] if is_finite(drawn) else []
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # where a captured graph fails, fx prints its source
+                error = max(difference(ours(*copied(*given)), result) for given, result in inputs)
+        except LostDeviceError:
+            raise
+        except Exception as failure:  # a view of maps that now lie in another memory format, say
+            return f"it fails: {first_line(failure)}"
     return "" if error <= tolerance(expected, single=single) else f"its results would differ by {error:.1e}"
 
 
 def copied(*inputs: Any) -> tuple[Any, ...]:
     """The inputs with every tensor copied: a forward may change what it is given."""
-    return tuple(value.detach().clone() if isinstance(value, Tensor) else value for value in inputs)
+    return mapped(lambda value: value.detach().clone() if isinstance(value, Tensor) else value, inputs)
+
+
+_DICTS, _LISTS = (dict, OrderedDict, defaultdict, Counter), (list, deque)
+
+
+@contextlib.contextmanager
+def unchanged(*networks: nn.Module, evaluating: bool = False, on_meta: bool = False) -> Iterator[None]:
+    """Run networks within the block and leave no trace: not in them, and not in the random generators.
+
+    A forward may count its calls in a buffer, keep a tensor in an attribute, append to a list or draw numbers. All
+    of that is restored by identity, with the mode of every module. Two things are not: the values of parameters,
+    which training alone changes, and what our own layers keep for later (packed weights).
+
+    - `evaluating`: put the networks into evaluation mode within the block.
+    - `on_meta`: put all of their tensors on the meta device within the block.
+    """
+    ready = [one for one in networks if not any(map(is_lazy, chain(one.parameters(), one.buffers())))]
+    kept = _state_of(ready, on_meta)  # a first run gives lazy networks their shapes, and that stays
+    tensors = [value for value, _ in kept if isinstance(value, Tensor)]
+    gpus = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
+    numpy = sys.modules.get("numpy")
+    host = random.getstate(), numpy and numpy.random.get_state()
+    with torch.random.fork_rng(gpus):
+        try:
+            if on_meta:
+                _lend(kept, {id(tensor): tensor.to("meta") for tensor in tensors})
+            for network in networks if evaluating else ():
+                network.eval()
+            yield
+        finally:
+            _restore(kept)
+            random.setstate(host[0])
+            if numpy:
+                numpy.random.set_state(host[1])
+
+
+def _state_of(networks: Sequence[nn.Module], on_meta: bool) -> list[tuple[Any, Any]]:
+    """Everything that a forward may change in networks, each with its content of now."""
+    found: dict[int, tuple[Any, Any]] = {}
+    rest: list[Any] = [*networks]
+    while rest:
+        value = rest.pop()
+        if id(value) in found:
+            continue
+        if isinstance(value, nn.Module):
+            found[id(value)] = value, value.training
+            ours = type(value).__module__.startswith("lowrank_cnn.") and not on_meta
+            rest += [*value.buffers(recurse=False), *(value.children() if ours else [vars(value)])]
+        elif isinstance(value, Tensor):
+            as_it_is = on_meta or value.is_meta or isinstance(value, nn.Parameter)
+            found[id(value)] = value, None if as_it_is else value.detach().clone()
+        elif isinstance(value, torch.Generator):
+            found[id(value)] = value, value.get_state()
+        elif type(value) in _DICTS:
+            found[id(value)] = value, dict(value)
+            rest += value.values()
+        elif type(value) in (*_LISTS, set, tuple):
+            found[id(value)] = value, type(value)(value)
+            rest += value
+    return list(found.values())
+
+
+def _lend(kept: Sequence[tuple[Any, Any]], lent: dict[int, Tensor]) -> None:
+    """Put other tensors in the place of those that networks hold."""
+
+    def other(item: Any) -> Any:
+        return tuple(map(other, item)) if type(item) is tuple else lent.get(id(item), item)
+
+    for value, content in kept:
+        if type(value) in (*_DICTS, *_LISTS):
+            for key, item in content.items() if type(value) in _DICTS else enumerate(content):
+                value[key] = other(item)
+
+
+@torch.no_grad()
+def _restore(kept: Sequence[tuple[Any, Any]]) -> None:
+    for value, content in kept:
+        if isinstance(value, nn.Module):
+            value.training = content
+        elif isinstance(value, Tensor):
+            if content is not None and not _is_still(value, content):
+                if value.shape == content.shape:
+                    value.copy_(content)
+                else:
+                    value.data = content
+        elif isinstance(value, torch.Generator):
+            value.set_state(content)
+        elif type(value) is not tuple and _ids(value) != _ids(content):
+            value.clear()
+            (value.extend if type(value) in _LISTS else value.update)(content)
+
+
+def _is_still(value: Tensor, content: Tensor) -> bool:
+    """Whether a tensor has its values of before; writing them again would stop a backward pass that needs it."""
+    same = value.shape == content.shape and value.dtype == content.dtype and value.device == content.device
+    return same and value.layout == torch.strided and torch.equal(value, content)
+
+
+def _ids(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [(id(key), id(item)) for key, item in container.items()]
+    return [*map(id, container)]
 
 
 def _of_leaves(ours: Any, right: Any, by: str) -> float:

@@ -19,6 +19,7 @@ from lowrank_cnn.data.own_data import for_classes, is_dataset
 from lowrank_cnn.data.types import places_by_name
 from lowrank_cnn.method.inputs import call
 from lowrank_cnn.method.selection import check_values
+from lowrank_cnn.system.compare import unchanged
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import counted, first_few
 from lowrank_cnn.train.checkpoint import CheckpointStore, DamagedCheckpointError, read_state
@@ -91,7 +92,7 @@ def evaluate(
         train=False,
         workers=workers,
     )
-    with ImageProgress("Evaluating", len(data.test), enabled=progress) as shown:
+    with ImageProgress("Evaluating", len(data.test), enabled=progress) as shown, unchanged(network):
         batches = _relabelled(loader, places.to(place), shown)
         found = score(
             network,

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from lowrank_cnn.kernels import forced
 from lowrank_cnn.kernels.fusing import fuse, shared_copy
-from lowrank_cnn.system.compare import difference
+from lowrank_cnn.system.compare import difference, unchanged
 from lowrank_cnn.system.errors import first_line
-from lowrank_cnn.train.recompute import buffers_as_they_were, recomputed
+from lowrank_cnn.train.recompute import recomputed
 
 TOLERANCE = 1e-3
 IMAGES = 4
@@ -42,17 +42,10 @@ def fused_to_train(
 
 def _difference(network: nn.Module, twin: nn.Module, size: Sequence[int]) -> float:
     """How far the twin's results and gradients in training are from the network's, both by torch's operations."""
-    modes = {module: module.training for module in network.modules()}
-    device = next(network.parameters()).device
-    drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    try:
-        with forced("off"), drawing, buffers_as_they_were(network):
-            images = torch.randn(IMAGES, *size, device=device)
-            seed = torch.seed()
-            right, ours = (_results(part.train(), images, network, seed) for part in (network, twin))
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with forced("off"), unchanged(network, twin):
+        images = torch.randn(IMAGES, *size, device=next(network.parameters()).device)
+        seed = torch.seed()
+        right, ours = (_results(part.train(), images, network, seed) for part in (network, twin))
     return difference(ours, right, by="norm")
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from lowrank_cnn.data import Data, ResidentSplit
 from lowrank_cnn.data.resident import holds_bytes
 from lowrank_cnn.method.inputs import InputSize, blank, call, checked_size, in_words, is_example
+from lowrank_cnn.system.compare import unchanged
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train.inputs import augmentation
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.recompute import buffers_as_they_were
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
@@ -62,18 +62,15 @@ def map_bytes(network: nn.Module, size: InputSize) -> int:
     shrink = max(1, min(height, width) // 128)
     layers = [module for module in network.modules() if not list(module.children())]
     hooks = [layer.register_forward_hook(add) for layer in layers]
-    modes = {module: module.training for module in network.modules()}
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     try:
-        with buffers_as_they_were(network):
-            call(network.eval(), blank(size if several else (channels, height // shrink, width // shrink), device))
+        with unchanged(network, evaluating=True):
+            call(network, blank(size if several else (channels, height // shrink, width // shrink), device))
     except Exception:  # a network for one size: the check that follows says what is wrong, if anything
         return 0
     finally:
         for hook in hooks:
             hook.remove()
-        for module, training in modes.items():
-            module.training = training
     return total * shrink * shrink
 
 

@@ -15,7 +15,7 @@ from lowrank_cnn.data.augment import centre_crop, resize_shorter
 from lowrank_cnn.data.images.decode import BadImageError, decode_image, stack
 from lowrank_cnn.data.readers.folder import image_files, read_image
 from lowrank_cnn.data.stream.streamed import frame
-from lowrank_cnn.method.activations import evaluating
+from lowrank_cnn.system.compare import unchanged
 from lowrank_cnn.system.errors import LowRankError, require
 from lowrank_cnn.train.fabric import resolve_device
 from lowrank_cnn.train.outputs import ranking
@@ -87,7 +87,7 @@ def predict(
             answers.append(None)
             continue
         seen = _whole_to_window(preprocess(pixels[None]), trained)
-        with evaluating(network):
+        with unchanged(network, evaluating=True):
             scores = forward(seen)
         if bool(scores.isnan().any()):
             raise LowRankError("the network gives NaN in place of class scores.")

@@ -90,16 +90,10 @@ def _recomputed_if_worth(stage: nn.Sequential, within: Callable[[nn.Module], nn.
 @contextlib.contextmanager
 def _repeating(stage: nn.Module, choosing: contextlib.AbstractContextManager[None]) -> Iterator[None]:
     """Let the backward pass repeat the forward one: by the same kernels, and without counting twice."""
-    with choosing, buffers_as_they_were(stage):
-        yield
-
-
-@contextlib.contextmanager
-def buffers_as_they_were(stage: nn.Module) -> Iterator[None]:
-    """Let batch norm see a batch again without counting it twice."""
     before = [(buffer, buffer.clone()) for buffer in stage.buffers()]
     try:
-        yield
+        with choosing:
+            yield
     finally:
         with torch.no_grad():
             for buffer, value in before:

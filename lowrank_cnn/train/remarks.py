@@ -11,16 +11,15 @@ from torch.overrides import TorchFunctionMode
 
 from lowrank_cnn.data import Data
 from lowrank_cnn.kernels.network_graph import first_input
-from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.method.channel_order import why_fixed
 from lowrank_cnn.method.inputs import InputSize, blank, call, is_example
 from lowrank_cnn.method.settling import has_learned
 from lowrank_cnn.models.network import Network
 from lowrank_cnn.system.autograd import upstream
+from lowrank_cnn.system.compare import unchanged
 from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.recipe import Recipe
-from lowrank_cnn.train.recompute import buffers_as_they_were
 
 Dropout = nn.modules.dropout._DropoutNd
 BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -126,19 +125,13 @@ def dropout_before_batch_norm(
 
 def _runs_in_training(model: nn.Module, size: InputSize) -> bool:
     """Run two images as in training, and leave the model and the random generators as they were."""
-    modes = {module: module.training for module in model.modules()}
-    device = next(model.parameters()).device
-    drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])
     try:
-        with drawing, buffers_as_they_were(model), torch.enable_grad():
+        with unchanged(model), torch.enable_grad():
             # Noise: black images would make batch norms divide by nothing.
-            images = blank(size, device, batch=2)
+            images = blank(size, next(model.parameters()).device, batch=2)
             call(model.train(), images if is_example(size) else torch.rand_like(images, requires_grad=True))
     except (RuntimeError, TypeError, ValueError):  # training says what is wrong with a network that cannot run
         return False
-    finally:
-        for module, training in modes.items():
-            module.training = training
     return True
 
 
@@ -158,7 +151,7 @@ def rounding_remarks(model: nn.Module, recipe: Recipe, size: InputSize) -> list[
     calls, by_module = _PoolCalls(), []
     hooks = [pool.register_forward_hook(lambda pool, *_: by_module.append(pool)) for pool in pools]
     try:
-        with evaluating(model), torch.no_grad(), calls:
+        with unchanged(model, evaluating=True), torch.no_grad(), calls:
             call(model, blank(size, next(model.parameters()).device, batch=2))
     except (RuntimeError, ValueError):  # training says what is wrong with a network that cannot run
         return []

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from lowrank_cnn.data import Data, Split
 from lowrank_cnn.method.activations import evaluating
 from lowrank_cnn.method.inputs import InputSize, batch_length, blank, call, checked_size, in_words, is_example
+from lowrank_cnn.system.compare import unchanged
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.memory import is_out_of_memory
 from lowrank_cnn.system.text import counted
@@ -118,7 +119,7 @@ def outputs_here(network: nn.Module, size: InputSize) -> Any:
         return None
     device = weights[0].device if weights else torch.device("cpu")
     try:
-        with evaluating(network):
+        with unchanged(network, evaluating=True):
             return call(network, blank(size, device))
     except Exception:
         return None
@@ -138,7 +139,7 @@ def check_fits(
     With `classes=None` any output will do; `output` is the one of several that has the class scores.
     """
     try:
-        with evaluating(network):
+        with unchanged(network, evaluating=True):
             outputs = call(network, blank(size, device))
     except Exception as error:  # a forward may fail in any way of its own
         if is_out_of_memory(error):

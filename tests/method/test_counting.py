@@ -208,9 +208,9 @@ class Forward(nn.Module):
 
 def test_a_tensor_in_a_plain_attribute_is_no_obstacle():
     scale = torch.ones(4, 1, 1)
-    net = Forward(lambda net, y: y * net.scale, scale=scale)
+    net = Forward(lambda net, y: y * net.scale * net.listed[0], scale=scale, listed=[scale])
     assert count(net, (3, 8, 8)).macs == 36 * 4 * 27
-    assert net.scale is scale
+    assert net.scale is net.listed[0] is scale
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,6 @@ def test_a_tensor_in_a_plain_attribute_is_no_obstacle():
         (Forward(lambda _, y: y[y > 0]), "reads the values of tensors"),
         (Forward(lambda _, y: y.flatten().tolist()), "reads the values of tensors"),
         (Forward(lambda _, y: y.numpy().sum()), "calls numpy"),
-        (Forward(lambda net, y: y * net.kept[0], kept=[torch.ones(4, 1, 1)]), "register it as a buffer"),
         (Forward(lambda _, y: y * torch.ones(4, 1, 1, device="cpu")), "register it as a buffer"),
         (Forward(lambda _, y: y.view(7, 7)), "does not take an input of 3x8x8"),
     ],

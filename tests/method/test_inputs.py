@@ -52,12 +52,14 @@ def test_a_budget_is_kept_for_a_network_of_several_inputs(transform):
     assert new(*EXAMPLE).shape == (2, 8, 6, 6)
 
 
-def test_a_size_becomes_one_image_and_an_example_stays():
+def test_a_size_becomes_one_image_and_an_example_is_copied():
     (image,), none = arguments((3, 4, 5), device="cpu", dtype=torch.float64)
     assert (image.shape, image.dtype, none) == ((1, 3, 4, 5), torch.float64, {})
-    assert arguments(EXAMPLE, device="cpu", dtype=None)[0][1] is EXAMPLE[1]
-    named = {"first": EXAMPLE[0]}
-    assert arguments(named, device="cpu", dtype=None) == ((), named)
+    (copy,), _ = arguments(EXAMPLE[0], device="cpu", dtype=None)
+    assert torch.equal(copy, EXAMPLE[0])
+    assert copy.data_ptr() != EXAMPLE[0].data_ptr()
+    args, kwargs = arguments({"first": EXAMPLE[0]}, device="cpu", dtype=None)
+    assert (args, list(kwargs)) == ((), ["first"])
     assert is_example(EXAMPLE)
     assert not is_example((3, 4, 5))
 

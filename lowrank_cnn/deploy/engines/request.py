@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, 
 from lowrank_cnn.deploy.engines.outputs import is_flat, plain_outputs
 from lowrank_cnn.deploy.examples import arguments_of
 from lowrank_cnn.models.rebuild import name_of
-from lowrank_cnn.system.compare import random_like
+from lowrank_cnn.system.compare import random_like, unchanged
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.fake_int8 import Ranges
@@ -138,7 +138,7 @@ class ExportRequest:
     def traced_call(self) -> Call:
         """The example with two of every free axis that has one: tracers take one for a constant."""
         made = {}
-        for name, tensor in self.call.tensors.items():
+        for name, tensor in self.call.copied().tensors.items():
             for axis in self.axes[name]:
                 tensor = tensor.repeat_interleave(2, axis) if tensor.shape[axis] == 1 else tensor
             made[name] = tensor
@@ -257,7 +257,7 @@ class _Positional(nn.Module):
 
 def _plain(network: nn.Module, call: Call) -> nn.Module:
     """The network behind the signature of its forward, its result in containers that torch alone can read."""
-    with torch.no_grad():
+    with torch.no_grad(), unchanged(network):
         result = call.copied().run(network)
     if (isinstance(result, Tensor) or is_flat(result)) and not _is_hidden(network):
         return network

@@ -116,8 +116,8 @@ def parse_metadata(text: str | bytes) -> dict[str, str]:
 
 
 def as_tensor(port: Port, inputs: Mapping[str, ndarray]) -> Tensor:
-    """An input as torch takes it."""
-    return torch.from_numpy(inputs[port.name]).to(getattr(torch, port.dtype))
+    """An input as torch takes it, copied: a program may change what it is given."""
+    return torch.from_numpy(inputs[port.name]).to(getattr(torch, port.dtype), copy=True)
 
 
 def as_array(tensor: Tensor) -> ndarray:

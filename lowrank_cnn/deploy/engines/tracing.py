@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lowrank_cnn.system.compare import copied, unchanged
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.results import tensors_of
 
@@ -26,12 +27,13 @@ _READS = ("__bool__", "__int__", "__float__", "__index__", "__complex__", "item"
 def trace(network: nn.Module, example: Sequence[Tensor], name: str) -> Any:
     """The network, of this name, as TorchScript."""
     try:
-        with _Following(example) as followed:
-            network(*(tensor.clone() for tensor in example))
-        if not followed.reads:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch deprecates TorchScript, and warns of Python numbers
-                return torch.jit.trace(network, tuple(example), check_trace=False)
+        with unchanged(network):
+            with _Following(example) as followed:
+                network(*(tensor.clone() for tensor in example))
+            if not followed.reads:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # torch deprecates TorchScript, and warns of Python numbers
+                    return torch.jit.trace(network, copied(*example), check_trace=False)
     except Exception as error:  # whatever a forward does that cannot be traced
         raise LowRankError(f"torch cannot trace {name}: {first_line(error)}.") from error
     raise LowRankError(
