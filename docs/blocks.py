@@ -77,6 +77,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-training": gpu.gpu_training,
     "headline": headline.headline,
     "init-depth": depth.init_depth,
+    "join-depth": depth.join_depth,
     "initialisations": learned.initialisations,
     "learned-shapes": learned.learned_shapes,
     "int8-accuracy": engines.int8_accuracy,

@@ -21,6 +21,28 @@ def init_depth() -> str:
     return table + note + source("init_depth.json", found["environment"])
 
 
+@from_record("init_depth.json")
+def join_depth(found: JsonRecord) -> str:
+    """What twelve layers of each scheme leave of a signal and of a gradient, on average and as a rule."""
+    kinds = dict.fromkeys((row["padding"], row["width"]) for row in found["schemes"])
+    columns = ["scheme", *(f"{padding}, width {width}" for padding, width in kinds), "gradient, narrowest"]
+    by_scheme: dict[str, list[str]] = {}
+    for row in found["schemes"]:
+        cells = by_scheme.setdefault(row["scheme"], [])
+        cells.append(f"{row['signal']:.2f} ({row['median_signal']:.2f})")
+    first = found["schemes"][: len(by_scheme)]
+    rows = [
+        [f"`{row['scheme']}`", *by_scheme[row["scheme"]], f"{row['gradient']:.2f} ({row['median_gradient']:.2f})"]
+        for row in first
+    ]
+    draws = " and ".join(dict.fromkeys(f"{row['draws']} of width {row['width']}" for row in found["schemes"]))
+    note = (
+        "\nMean square of the signal that leaves twelve layers on 8x8 maps, where a unit goes in: mean (median)"
+        f"\nover draws of the weights, {draws}. Last: the gradient, circular padding.\n"
+    )
+    return markdown(columns, rows) + note + source("init_depth.json", found["environment"])
+
+
 @from_record("depth_flow.json")
 def depth_flow(found: JsonRecord) -> str:
     """Networks as initialised: how gradients change on their way down, and the filters that answer nothing."""

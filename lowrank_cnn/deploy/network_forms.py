@@ -34,10 +34,11 @@ def form_builders(model: nn.Module, size: tuple[int, ...], layers: Sequence[Laye
 
 def _or_none(build: Build) -> Build:
     def made(share: float) -> nn.Module | None:
-        try:
-            return build(share)
-        except LowRankError:
-            return None
+        with warnings.catch_warnings(action="ignore", category=LowRankWarning):  # forms are measured
+            try:
+                return build(share)
+            except LowRankError:
+                return None
 
     return made
 

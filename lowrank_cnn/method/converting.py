@@ -12,22 +12,28 @@ stayed, and why.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
 
+from lowrank_cnn.kernels.fused_conv import fused_layer
+from lowrank_cnn.method.branches import fold_branches
 from lowrank_cnn.method.budget import Budget, fresh_curves, within
+from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.costs import relative_cost
 from lowrank_cnn.method.counting import LayerCount, count
 from lowrank_cnn.method.inputs import InputSize, known_inputs
+from lowrank_cnn.method.layers import CompositeConv2d
 from lowrank_cnn.method.references import check_calls
 from lowrank_cnn.method.rewriting import Change, Conversion, Fill, changes_of, low_rank_layers, rewrite
 from lowrank_cnn.method.scheme import Scheme, parse_scheme
 from lowrank_cnn.method.selection import Kept, NothingToConvertError, Where, select
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, LowRankWarning
 from lowrank_cnn.system.provenance import notes
+from lowrank_cnn.system.text import counted
 
 __all__ = ["Change", "Conversion", "Cost", "Fill", "conversion_costs", "convert", "notes", "rewrite"]
 
@@ -79,6 +85,7 @@ def convert(
     than `nn.Conv2d`, one that is frozen, and one that a lambda holds: the `notes` of the result say why. Dtype,
     device, memory format and training mode are those of the conv replaced; the bias goes to the last layer of a
     chain. A layer that is used in several places stays one layer.
+    A warning names layers that no fused kernel runs, as with channel groups: these can be slower than the dense.
 
     >>> convs = nn.Conv2d(16, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1)
     >>> net = nn.Sequential(convs[0], nn.ReLU(), convs[1])
@@ -107,7 +114,30 @@ def convert(
     new = rewrite(model, schemes, fill=init if callable(init) else None, kept=kept)
     if input_size is not None:
         check_calls(model, new, list(schemes), input_size)
+    if budget is None or budget.kind != "latency":  # which was measured
+        warn_of_slow_layers(new, schemes)
     return new
+
+
+def warn_of_slow_layers(new: nn.Module, names: Iterable[str]) -> None:
+    """Warn of rewritten layers that no fused kernel can run: torch's convs for them are often slower on a GPU."""
+    layers = low_rank_layers(new)
+    ours = [fold_branches(layers[name]) for name in names if name in layers]
+    convs = [layer for layer in ours if isinstance(layer, CompositeConv2d | FactoredConv2d)]
+    slow = [layer for layer in convs if fused_layer(layer) is None]
+    parts = [part for layer in slow for part in layer.modules() if isinstance(part, CompositeConv2d | nn.Conv2d)]
+    reasons = {
+        "channel groups": any(getattr(part, "channel_groups", part.groups) > 1 for part in parts),
+        "dilation": any(part.dilation != (1, 1) for part in parts),
+        "padding other than zeros": any(part.padding_mode != "zeros" for part in parts),
+    }
+    if slow:
+        why = " or ".join(reason for reason, found in reasons.items() if found)
+        told = (
+            f"no fused kernel runs {len(slow)} of {counted(len(convs), 'low-rank layer')} ({why}), which on a GPU "
+            "can train and run slower than dense ones: time_model measures it, and `where` leaves layers dense."
+        )
+        warnings.warn(told, LowRankWarning, stacklevel=3)
 
 
 def _candidates(scheme: str | Scheme | None, budget: Budget | None) -> list[Scheme]:

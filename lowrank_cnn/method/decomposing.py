@@ -27,7 +27,7 @@ from lowrank_cnn.method.activations import (
 from lowrank_cnn.method.budget import Budget, within
 from lowrank_cnn.method.building import FactoredConv2d
 from lowrank_cnn.method.channel import FactoredLayer, groups_of, outputs_of
-from lowrank_cnn.method.converting import cheaper_only, nothing_cheaper
+from lowrank_cnn.method.converting import cheaper_only, nothing_cheaper, warn_of_slow_layers
 from lowrank_cnn.method.costs import useful_rank
 from lowrank_cnn.method.cp import CPFactors
 from lowrank_cnn.method.fitting import Fitted, fit_layer
@@ -115,6 +115,8 @@ def decompose(
     new, report = nearest_output(model, choices, batches, kept=(*kept, *stay), fits=fits)
     if input_size is not None:
         check_calls(model, new, list(report), input_size)
+    if budget is None or budget.kind != "latency":
+        warn_of_slow_layers(new, report)
     note(new, decomposition=tuple(report.values()))
     return new
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import cpu_engines, int8_accuracy
+from lowrank_cnn.system import clock
 
 
 def row(engine: str, ms: float, network: str = "dense") -> dict[str, object]:
@@ -76,10 +77,11 @@ def test_the_work_of_this_process_is_not_counted():
 
     with mock.patch.object(cpu_engines, "busy_seconds", time.process_time):
         _, own, others = cpu_engines.cores_used(work, patience=0)
-    assert own > 0.2
-    assert others < 0.2
+    assert own > 0
+    assert others < 0.1 * own
 
 
-def test_fast_networks_warm_up_as_long_as_slow_ones():
-    assert cpu_engines.warm_runs({"slow": lambda: time.sleep(0.1)}) == 2
-    assert 2 < cpu_engines.warm_runs({"slow": lambda: time.sleep(0.1), "fast": lambda: time.sleep(0.002)}) <= 15
+def test_fast_networks_warm_up_as_long_as_slow_ones(monkeypatch):
+    monkeypatch.setattr(clock, "_clock", lambda run: run())
+    assert cpu_engines.warm_runs({"slow": lambda: 100.0}) == 2
+    assert cpu_engines.warm_runs({"slow": lambda: 100.0, "fast": lambda: 2.0}) == 15

@@ -75,7 +75,7 @@ def zoo(tmp_path: Path):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT)))}
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.zoo", *map(str, options)],
-            env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=170, check=True,
+            env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=True,
         )  # fmt: skip
         record = json.loads(out.read_text())
         assert record["environment"]["timm"] == "9.9"
@@ -86,7 +86,7 @@ def zoo(tmp_path: Path):
 
 @pytest.mark.nightly
 def test_no_network_takes_the_others_down(zoo):
-    rows, printed = zoo("--patience", "20")
+    rows, printed = zoo("--patience", "60")
     outcomes = {name: row["outcome"] for name, row in rows.items()}
     failed = ("crash", "hang", "broken")
     assert outcomes == {
@@ -96,7 +96,7 @@ def test_no_network_takes_the_others_down(zoo):
     }
     assert [rows[name]["why"].split(":")[0] for name in failed] == [
         "its process ended with -6",
-        "took more than 20 s",
+        "took more than 60 s",
         "LowRankError",
     ]
     assert rows["broken"]["why"].endswith("RuntimeError: no such thing")

@@ -1,5 +1,6 @@
 import copy
 import threading
+import warnings
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from torch import nn
 
 from lowrank_cnn.method.converting import conversion_costs, convert
 from lowrank_cnn.method.counting import count
+from lowrank_cnn.method.decomposing import decompose
 from lowrank_cnn.method.init import composite_sigma
 from lowrank_cnn.method.layers import CompositeConv2d
-from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.errors import LowRankError, LowRankWarning
 from lowrank_cnn.system.provenance import notes
 
 SCHEMES = ["lr", "lr-join", "separable", "mixture", "mixture(kx1=3, 1xk=3, kxk=2, join)", "lr-join(m=0.5)"]
@@ -217,3 +219,34 @@ def test_a_budget_alone_chooses_schemes_and_layers(kind: str, share: float):
 def test_without_scheme_and_budget_it_says_what_is_missing():
     with pytest.raises(LowRankError, match="give a scheme, such as lr, or a budget"):
         convert(nn.Sequential(nn.Conv2d(8, 8, 3)))
+
+
+@pytest.mark.parametrize(
+    ("change", "scheme", "why"),
+    [
+        (convert, "lr", "channel groups"),
+        (convert, "lr-join", "channel groups"),
+        (convert, "channel(m=0.25)", "channel groups"),
+        (decompose, "separable(m=4)", "channel groups"),
+        (convert, "lr", "dilation"),
+        (convert, "lr", "padding other than zeros"),
+        (convert, "lr", None),
+        (convert, "dense", "channel groups"),
+    ],
+)
+def test_layers_that_no_fused_kernel_runs_are_told(change, scheme: str, why: str | None):
+    option = {
+        "channel groups": {"groups": 2},
+        "dilation": {"dilation": 2},
+        "padding other than zeros": {"padding": 1, "padding_mode": "reflect"},
+    }.get(why or "", {})
+    net = nn.Sequential(nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3, **option))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        change(net, scheme)
+    told = [str(one.message) for one in told if one.category is LowRankWarning]
+    if why is None or scheme == "dense":
+        assert told == []
+    else:
+        [one] = told
+        assert one.startswith(f"no fused kernel runs 1 of 2 low-rank layers ({why}), which on a GPU can train")

@@ -142,3 +142,19 @@ def test_a_chain_alone_is_initialised():
 def test_what_is_no_module_is_refused_in_a_sentence():
     with pytest.raises(LowRankError, match=r"^the model must be of type Module, not 'x'\.$"):
         init_("x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "scheme", ["dense", "lr", "lr-join", "lr-join(m=0.25)", "separable", "mixture(kx1, kxk, join)"]
+)
+def test_signals_and_gradients_keep_their_second_moment_on_average(scheme: str):
+    """Of one layer, over many draws of its weights: single draws of narrow layers lie wide apart."""
+    torch.manual_seed(0)
+    x, sent = torch.randn(8, 16, 5, 5).relu().requires_grad_(), torch.randn(8, 16, 5, 5)
+    forward, backward = 0.0, 0.0
+    for _ in range(80):
+        y = init_(nn.Sequential(build_conv(16, 16, 3, scheme, padding_mode="circular"), nn.ReLU()))(x)
+        (arrived,) = torch.autograd.grad(y, x, sent)
+        forward += (y.square().mean() / x.square().mean()).item() / 80
+        backward += (arrived.square().mean() / sent.square().mean()).item() / 80
+    assert (forward, backward) == pytest.approx((1, 1), abs=0.15)

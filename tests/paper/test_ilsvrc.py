@@ -124,7 +124,7 @@ def test_two_processes_train_the_miniature_to_the_result_of_one(folders, program
         "cpu",
     )
     process = program(NEVER, *command, "--out", tmp_path / "two", "--json", *SETTINGS, launcher=TWO)
-    said, complaints = process.communicate(timeout=180)
+    said, complaints = process.communicate(timeout=600)
     assert process.returncode == 0, complaints
     assert [row["network"] for row in json.loads(said)["rows"]] == [LR, GOOGLENET]
     assert (tmp_path / "two" / "report.html").exists()
@@ -152,13 +152,13 @@ def test_a_process_that_died_is_started_again_and_all_go_on(hub, program, tmp_pa
     command = ("reproduce", "ilsvrc", "--data", hub, "--missing", "skip", "--network", LR, "--device", "cpu")
     arguments = (*command, "--out", tmp_path / "two", *SETTINGS)
     process = program(11, *arguments, launcher=TWO)
-    process.communicate(timeout=180)
+    process.communicate(timeout=600)
     assert process.returncode != 0
     run = tmp_path / "two" / "paper" / f"{LR}-seed1"
     assert load_record(run).status in ("running", "failed")  # as the first process is killed, or hears of it
     assert max(run.glob("step-*.json")).stem == "step-00000010"
     process = program(NEVER, *arguments, launcher=TWO)
-    _, complaints = process.communicate(timeout=180)
+    _, complaints = process.communicate(timeout=600)
     assert process.returncode == 0, complaints
     alone(hub, tmp_path / "one", missing="skip")
     assert_same_run(tmp_path / "one", tmp_path / "two")

@@ -192,7 +192,7 @@ def test_time_is_a_budget_too(tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shape_budget, "time_costs", keeping)
     found = learn_shapes(model, stripes(), RECIPE, latency=0.95, epochs=2, out=tmp_path, **QUIET)
     assert found.time is not None
-    assert 0 < found.time < 2
+    assert found.time <= 0.95
     assert (tmp_path / "shape_costs.json").exists()
     assert found.macs < 1
     assert timed[0][0] is not model  # that would move the user's model to the device
@@ -236,7 +236,7 @@ def test_a_budget_that_is_refused_leaves_no_directory(tmp_path):
 def test_two_processes_learn_the_same_shapes(program, tmp_path, budget):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     process = program(tmp_path / "two", budget, launcher=launcher)
-    _, complaints = process.communicate(timeout=120)
+    _, complaints = process.communicate(timeout=600)
     assert process.returncode == 0, complaints
     two = driver.learn(tmp_path / "two", budget)  # nothing is left to do: it is read
     assert two.record.processes == 2

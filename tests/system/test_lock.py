@@ -19,9 +19,9 @@ from lowrank_cnn.system.lock import locked
 with locked(pathlib.Path(sys.argv[1])):
     if sys.argv[2] == "fork" and not os.fork():
         os.close(1)
-        time.sleep(60)
+        time.sleep(600)
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 

@@ -143,7 +143,7 @@ def test_all_processes_get_the_tensors_of_the_first(monkeypatch):
 @pytest.mark.nightly
 def test_the_network_that_is_saved_is_the_one_that_all_processes_test(program, tmp_path):
     process = program("statistics", tmp_path / "run", launcher=TWO)
-    _, complaints = process.communicate(timeout=120)
+    _, complaints = process.communicate(timeout=600)
     assert process.returncode == 0, complaints
     ours, theirs = (load_file(tmp_path / f"rank{rank}.safetensors") for rank in (0, 1))
     for name, tensor in ours.items():
@@ -154,11 +154,11 @@ def test_the_network_that_is_saved_is_the_one_that_all_processes_test(program, t
 @pytest.mark.nightly
 def test_two_processes_of_which_one_died_give_the_weights_of_one(driver, program, tmp_path):
     process = program("processes", tmp_path / "two", 12, launcher=TWO)
-    process.communicate(timeout=120)
+    process.communicate(timeout=600)
     assert process.returncode != 0
     assert driver.newest(tmp_path / "two") == 10
     process = program("processes", tmp_path / "two", launcher=TWO)
-    _, complaints = process.communicate(timeout=120)
+    _, complaints = process.communicate(timeout=600)
     assert process.returncode == 0, complaints
     _, alone = driver.train(tmp_path / "one", driver.PLAIN)
     together = load_record(tmp_path / "two")

@@ -44,7 +44,7 @@ def locked_elsewhere(directory: Path):
     code = (
         "import sys, time, pathlib\n"
         "from lowrank_cnn.system.lock import locked\n"
-        "with locked(pathlib.Path(sys.argv[1])): print(flush=True); time.sleep(60)"
+        "with locked(pathlib.Path(sys.argv[1])): print(flush=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(directory)], stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -60,7 +60,7 @@ def test_killed_at_eight_moments_it_ends_with_the_same_bits(driver, program, tmp
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     driver.train(whole)
     process = program("kill", killed, 8, 7)
-    said, complaints = process.communicate(timeout=240)
+    said, complaints = process.communicate(timeout=6000)
     assert process.returncode == 0, complaints
     assert said.count("killed") == 8, said
     assert_same_weights(driver.last_weights(whole), driver.last_weights(killed))
@@ -92,7 +92,7 @@ def test_asked_to_stop_it_saves_and_says_how_to_go_on(driver, program, tmp_path,
     process = program("endless", tmp_path / "run")
     assert process.stdout.readline().startswith("epoch 1/")
     process.send_signal(number)
-    said, complaints = process.communicate(timeout=60)
+    said, complaints = process.communicate(timeout=600)
     assert process.returncode == 128 + number, complaints
     assert "--resume" in said
     stopped = load_record(tmp_path / "run")

@@ -55,7 +55,7 @@ def opened(folder: Path) -> str:
     done = subprocess.run(
         [sys.executable, "-c", BOMB, str(folder)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300, preexec_fn=limit, check=False,
+        capture_output=True, text=True, timeout=600, preexec_fn=limit, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-500:]
     return done.stdout

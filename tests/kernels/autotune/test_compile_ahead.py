@@ -61,7 +61,7 @@ def test_the_type_of_the_bias_is_noted():
 def test_what_is_compiled_ahead_is_not_compiled_again(program, monkeypatch, tmp_path):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    said, errors = program(90, "ahead").communicate(timeout=300)
+    said, errors = program(90, "ahead").communicate(timeout=600)
     assert said, errors
     ahead, in_all = json.loads(said)
     assert ahead >= 5  # two forwards, and what undoes the pool, the input's gradient and the weights'

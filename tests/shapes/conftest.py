@@ -1,0 +1,11 @@
+"""Tests of shapes have a clock that counts, because measured times differ from run to run."""
+
+import pytest
+
+from lowrank_cnn.method import shape_times
+from tests.shapes.driver import counted_times
+
+
+@pytest.fixture(autouse=True)
+def counting_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shape_times, "measure", counted_times)
