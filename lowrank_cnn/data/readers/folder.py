@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lowrank_cnn.data.fingerprint import fingerprint_of_files, version_of_files
+from lowrank_cnn.data.fingerprint import Contents, fingerprint_of_files, version_of_files
 from lowrank_cnn.data.images.decode import BadImageError
 from lowrank_cnn.data.types import Problems
 from lowrank_cnn.system.files import is_regular, read_regular
@@ -38,6 +39,13 @@ class FolderStore:
             return read_regular(self.files[row], most=_LARGEST_FILE)
         except OSError as error:
             raise BadImageError(error.strerror or "unreadable") from error
+
+    @cached_property
+    def contents(self) -> Contents:
+        return Contents(self.files, len(self.files))
+
+    def file_of(self, row: int) -> int:
+        return row
 
     def where(self, row: int) -> str:
         return os.path.relpath(self.files[row], self.root.parent)

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowrank_cnn.data.fingerprint import fingerprint_of_files, version_of_files
+from lowrank_cnn.data.fingerprint import Contents, fingerprint_of_files, version_of_files
 from lowrank_cnn.data.images.decode import BadImageError
 from lowrank_cnn.data.readers.bounded import MOST_SHARDS, READ_ERRORS, check_rows, read_binaries, read_integers
 from lowrank_cnn.data.readers.image_store import NO_LABEL
@@ -69,6 +70,13 @@ class ParquetStore:
         if not data:
             raise BadImageError("no bytes")
         return data
+
+    @cached_property
+    def contents(self) -> Contents:
+        return Contents(self.shards, len(self.labels))
+
+    def file_of(self, row: int) -> int:
+        return self.groups[self._find(row)[0]].shard
 
     def where(self, row: int) -> str:
         index, offset = self._find(row)
