@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,13 @@ class Contents:
 
     def __init__(self, files: Sequence[str | Path], images: int) -> None:
         self.files = files
-        self.stamps = torch.tensor([_stamp(file) for file in files], dtype=torch.int64)
         self.digests = torch.zeros(images, dtype=torch.int64)
         self.fresh: dict[int, int] = {}
+
+    @cached_property
+    def stamps(self) -> Tensor:
+        """The size and time of each file as one number, as they are when they are first asked for."""
+        return torch.tensor([_stamp(file) for file in self.files], dtype=torch.int64)
 
     def look(self, row: int, file: int, data: bytes) -> None:
         """Take the digest of an image that is read for the first time, or whose file was written since."""

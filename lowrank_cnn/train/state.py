@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lowrank_cnn.system.errors import LowRankError
@@ -139,8 +140,8 @@ class RunState:
     def share_findings(self) -> None:
         """Tell every process of the bad images that any has found, and of the digests that it has taken."""
         for split in (self.inputs.data.train, self.inputs.data.test):
-            if self.fabric.world_size > 1 and (digests := split.contents().get("digests")) is not None:
-                digests.copy_(self.fabric.all_reduce(digests.to(self.fabric.device), reduce_op="max"))
+            if (digests := split.contents().get("digests")) is not None:
+                digests.copy_(torch.stack(gather_tensors(self.fabric, digests)).amax(0))
             for found in gather_objects(self.fabric, split.problems.found):
                 split.problems.add_all(found)
 

@@ -90,7 +90,7 @@ def decode_rows(
     `what` is the title of a progress bar; an empty one shows none.
     """
     chunks = Chunks(store, rows, size, any_size)
-    _ = store.contents  # sizes and times of all files, listed here and not by each worker
+    _ = store.contents.stamps  # sizes and times of all files, listed here and not by each worker
     refuse = problems.refuse if bad == "refuse" else None
 
     def decode() -> DecodedRows:

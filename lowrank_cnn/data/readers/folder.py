@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -29,6 +28,10 @@ class FolderStore:
     root: Path
     files: list[str]
     labels: Tensor
+    contents: Contents = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.contents = Contents(self.files, len(self.files))
 
     @property
     def paths(self) -> Sequence[str]:
@@ -39,10 +42,6 @@ class FolderStore:
             return read_regular(self.files[row], most=_LARGEST_FILE)
         except OSError as error:
             raise BadImageError(error.strerror or "unreadable") from error
-
-    @cached_property
-    def contents(self) -> Contents:
-        return Contents(self.files, len(self.files))
 
     def file_of(self, row: int) -> int:
         return row

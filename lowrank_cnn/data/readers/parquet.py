@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +55,10 @@ class ParquetStore:
     _starts: list[int] = field(repr=False)
     _held: OrderedDict[int, Any] = field(default_factory=OrderedDict, repr=False)
     _capacity: int = 2
+    contents: Contents = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.contents = Contents(self.shards, len(self.labels))
 
     @property
     def paths(self) -> Sequence[Path]:
@@ -70,10 +73,6 @@ class ParquetStore:
         if not data:
             raise BadImageError("no bytes")
         return data
-
-    @cached_property
-    def contents(self) -> Contents:
-        return Contents(self.shards, len(self.labels))
 
     def file_of(self, row: int) -> int:
         return self.groups[self._find(row)[0]].shard
