@@ -116,7 +116,7 @@ class StreamedLoader:
         if isinstance(preprocess, Whiten):
             raise LowRankError("whitening needs a set held in memory, and this one is streamed.")
         self._batches = check_batches(len(split), batch_size=batch_size, rank=rank, world=world, train=train)
-        _ = split.store.contents  # sizes and times of all files, listed here and not by each worker
+        _ = split.store.contents.stamps  # sizes and times of all files, listed here and not by each worker
         self.split, self.augment, self.seed, self.train = split, augment, seed, train
         self.batch_size, self.rank, self.world, self.workers = batch_size, rank, world, workers
         self.device, self.dtype, self.channels_last = torch.device(device), dtype, channels_last
@@ -195,6 +195,8 @@ class StreamedLoader:
             num_workers=workers,
             prefetch_factor=_PREFETCH,
             pin_memory=pin,
+            # Without one of its own, it draws from that of dropout: a run resumed in an epoch would draw twice.
+            generator=torch.Generator(),
         )
 
     def _send(self, tensors: list[Tensor]) -> Tensor:
