@@ -100,7 +100,7 @@ class RunDirectory:
         write_json(self.path / RECIPE, recipe.to_dict())
 
     def write_record(self, record: Record) -> None:
-        record.save(self.path / RECORD)
+        record.save(self.path / RECORD, parents=False)
 
     def _clear_the_way(self) -> None:
         """Rename a record that cannot be read, and directories that have the names of the run's files."""

@@ -303,6 +303,17 @@ def test_a_second_run_in_the_same_directory_is_refused(driver, tmp_path):
     assert driver.train(tmp_path / "run", epochs=1, resume=True)[1].status == "finished"
 
 
+def test_a_folder_that_is_moved_during_a_run_is_not_made_again(driver, tmp_path):
+    network, _ = driver.train(tmp_path / "whole", driver.PLAIN)
+    moving = [lambda *_: (tmp_path / "run").rename(tmp_path / "moved")]
+    with pytest.raises(LowRankError, match=r"its folder was moved or deleted \(training goes on with --resume"):
+        driver.train(tmp_path / "run", driver.PLAIN, callbacks=moving, checkpoint_every=0, log="csv")
+    assert not (tmp_path / "run").exists()
+    again, record = driver.train(tmp_path / "moved", driver.PLAIN, resume=True)
+    assert_same_weights(network.state_dict(), again.state_dict())
+    assert len(record.history) == 3
+
+
 def test_the_record_of_another_run_does_not_finish_this_one(driver, tmp_path, capsys):
     """As it was when two runs wrote into one directory: the record of one lay over the weights of the other."""
     driver.train(tmp_path / "one", driver.PLAIN, epochs=1)
