@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
-from lowrank_cnn.data import Data, ResidentSplit
+from lowrank_cnn.data import Data, ResidentSplit, open_data
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Interrupted, Recipe, fit, load_record
 
@@ -56,17 +60,57 @@ def images() -> Data:
     return Data("tiny", ("nw", "ne", "sw", "se"), split(80, 0), split(24, 1))
 
 
-def train(folder: Path, seed: int = 0) -> None:
-    """Train, or go on, in `folder/run`, with the cache in `folder/cache`; a checkpoint follows every step."""
+def files(folder: Path) -> list[Path]:
+    """The same images as files in `folder/images`, written now."""
+    found = []
+    for part, split in (("train", images().train), ("test", images().test)):
+        for number, (image, label) in enumerate(zip(split.images, split.labels, strict=True)):
+            found.append(folder / "images" / part / str(int(label)) / f"{number:02}.bmp")
+            found[-1].parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image[0].numpy()).save(found[-1])
+    return found
+
+
+def train(folder: Path, seed: int = 0, way: str = "resident") -> None:
+    """Train, or go on, in `folder/run`, with the cache in `folder/cache`; a checkpoint follows every step.
+
+    If it is "streamed", two workers read the images from files, which are written first if they are not there.
+    """
     os.environ["LOWRANK_CACHE"] = str(folder / "cache")
     torch.manual_seed(seed)
     head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4)]
     network = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.2), nn.ReLU(), *head)
     options = {"out": folder / "run", "resume": True, "checkpoint_every": 0.0, "device": "cpu"}
-    fit(network, images(), RECIPE, seed=seed, **options)
+    data, recipe = images(), RECIPE
+    if way == "streamed":
+        if not (folder / "images").exists():
+            files(folder)
+        data = open_data(folder / "images", resident_bytes=0, progress=False)
+        recipe, options["workers"] = replace(RECIPE, preprocess="standardize"), 2
+    fit(network, data, recipe, seed=seed, **options)
 
 
-def start(folder: Path, before: Callable[[], None] = lambda: None, seed: int = 0) -> int:
+def start_all(folder: Path, way: str) -> list[int]:
+    """Start a run: two processes that train together if the way is "ranks", else one."""
+    if way != "ranks":
+        return [start(folder, way=way)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared["TORCHELASTIC_RUN_ID"] = "faults"  # as torchrun sets them
+    return [
+        start(folder, partial(os.environ.update, shared | {"RANK": rank, "LOCAL_RANK": rank})) for rank in "01"
+    ]
+
+
+def wait_all(children: list[int]) -> int | None:
+    """How several processes ended: None if one hung, else the worst code."""
+    ends = [wait(child) for child in children]
+    return None if None in ends else CRASHED if CRASHED in ends else max(ends)
+
+
+def start(folder: Path, before: Callable[[], object] = lambda: None, seed: int = 0, way: str = "resident") -> int:
     """Fork a process that trains, and return its number; `before` runs in it first. Its output goes to a file."""
     child = os.fork()
     if child:
@@ -78,7 +122,7 @@ def start(folder: Path, before: Callable[[], None] = lambda: None, seed: int = 0
         os.dup2(log, 1)
         os.dup2(log, 2)
         before()
-        train(folder, seed)
+        train(folder, seed, way)
         code = FINISHED
     except LowRankError as error:
         print(f"refused: {error}", flush=True)
@@ -106,8 +150,9 @@ def wait(child: int, patience: float = PATIENCE) -> int | None:
 
 
 def result(folder: Path) -> tuple[dict, list]:
-    """The last weights and state, and the history without its times."""
-    tensors = load_file(max((folder / "run").glob("step-*.safetensors")))
+    """The last weights and state, and the history without its times. The times of image files do not count."""
+    loaded = load_file(max((folder / "run").glob("step-*.safetensors")))
+    tensors = {name: tensor for name, tensor in loaded.items() if not name.startswith("images.")}
     history = load_record(folder / "run").history
     return tensors, [{k: v for k, v in row.items() if k not in TIMES} for row in history]
 

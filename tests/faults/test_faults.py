@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the harness forks")
 
-FAULTS = 30
+FAULTS = 36
 
 
 @pytest.mark.slow
@@ -29,8 +30,8 @@ def test_traps_reach_nearly_every_file_operation(tmp_path):
 
     trap, train = Trap(10**9, pytest.fail), run.train
 
-    def counted(folder: Path, seed: int = 0) -> None:
-        train(folder, seed)
+    def counted(folder: Path, *options: Any) -> None:
+        train(folder, *options)
         (folder / "count").write_text(str(trap.count))
 
     run.train = counted
@@ -66,7 +67,7 @@ def test_the_harness_notices(tmp_path, monkeypatch, sabotage, outcome):
             assert run_with_seed(run, tmp_path / "fault", 1) == run.FINISHED
         return run.FINISHED
 
-    monkeypatch.setattr(fault_harness.run, "start", lambda folder: 0)
+    monkeypatch.setattr(fault_harness.run, "start", lambda *_, **__: 0)
     monkeypatch.setattr(fault_harness.run, "wait", spoil)
     assert fault_harness.Fault("none", 0).inject(tmp_path / "fault", reference)[0] == outcome
 
