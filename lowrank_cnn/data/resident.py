@@ -136,7 +136,7 @@ class ResidentSplit:
 
     def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
         if "pixels" in before:  # a set that was sent to another process has no files any more
-            return ["pixels"] if self._store is None and not before["pixels"].equal(self._pixels) else [], 0
+            return ["some images"] if self._store is None and not before["pixels"].equal(self._pixels) else [], 0
         if self._store is None:
             return [], 0
         return changed_images(self._store, self.contents()["digests"].nonzero()[:, 0], before)

@@ -142,7 +142,7 @@ def check_same_images(data: Data, checkpoint: Checkpoint, say: Callable[[str], N
         changed, unknown = split.changed(before) if before else ([], 0)
         if changed:
             more = f" and {len(changed) - 1:,} more" if len(changed) > 1 else ""
-            raise _other_images(data.name, f"the contents of {changed[0]}{more} have changed")
+            raise _other_images(data.name, f"the contents of {changed[0]}{more} differ")
         if unknown:
             say(
                 f"The time or size of {counted(unknown, 'image file')} of {data.name} has changed, and this run "

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -173,7 +174,7 @@ def swap_images(folder: Path, draw: random.Random) -> int | None:
         path.write_bytes(content[:-64] + content[-64:][::-1])  # its 8x8 pixels, the last first
     ended = run.wait(child or run.start(folder, way="streamed"))
     run.files(folder)
-    refused = ended == run.REFUSED and " changed" in run.said(folder)
+    refused = ended == run.REFUSED and re.search("more differ|was changed", run.said(folder))
     return ended if ended in (None, run.FINISHED) or refused else run.CRASHED
 
 

@@ -116,7 +116,7 @@ def changed_images(store: ImageStore, rows: Tensor, before: Mapping[str, Tensor]
     now = store.contents
     stamps, digests = before["stamps"], before["digests"].tolist()
     if stamps.shape != now.stamps.shape or len(digests) != len(now.digests):
-        return ["their number"], 0
+        return ["some images"], 0
     written = (stamps != now.stamps).tolist()
     suspects = [row for row in rows.tolist() if written[store.file_of(row)]] if any(written) else []
     unknown = {row for row in suspects if not digests[row]}
