@@ -161,7 +161,7 @@ def swap_images(folder: Path, draw: random.Random) -> int | None:
 
     Every image has been read by then. A run that was not refused has finished before.
     """
-    child = run.start(folder, way="streamed")
+    child = run.start(folder, work="stream")
     _wait_for(folder, draw.randint(5, 9))
     if draw.random() < 0.5:
         _signal(child, signal.SIGKILL)
@@ -172,7 +172,7 @@ def swap_images(folder: Path, draw: random.Random) -> int | None:
     for path in draw.sample([path for place, path in enumerate(trained) if place not in sampled], 8):
         content = path.read_bytes()
         path.write_bytes(content[:-64] + content[-64:][::-1])  # its 8x8 pixels, the last first
-    ended = run.wait(child or run.start(folder, way="streamed"))
+    ended = run.wait(child or run.start(folder, work="stream"))
     run.files(folder)
     refused = ended == run.REFUSED and re.search("more differ|was changed", run.said(folder))
     return ended if ended in (None, run.FINISHED) or refused else run.CRASHED
@@ -192,7 +192,7 @@ def move(folder: Path, draw: random.Random) -> int | None:
 
 def kill_worker(folder: Path, draw: random.Random) -> int | None:
     """SIGKILL to a process that reads images."""
-    child = run.start(folder, way="streamed")
+    child = run.start(folder, work="stream")
     _wait_for(folder, draw.randint(0, 9))
     for _ in range(1000):  # between two epochs there is none
         if workers := Path(f"/proc/{child}/task/{child}/children").read_text().split():
@@ -264,5 +264,5 @@ KINDS: dict[str, tuple[int, Callable[[Path, random.Random], int | None]]] = {
     "kill a rank": (1, kill_rank),
 }
 """Each kind of fault and how many of thirty-six are of it."""
-WAYS = {"swap images": "streamed", "kill a worker": "streamed", "kill a rank": "ranks"}
-"""How the runs of a kind train, if not in one process on images in memory."""
+WORK = {"swap images": "stream", "kill a worker": "stream", "kill a rank": "ranks"}
+"""How the runs of a kind train, if not by `fault_run.train` in one process."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -71,29 +72,32 @@ def files(folder: Path) -> list[Path]:
     return found
 
 
-def train(folder: Path, seed: int = 0, way: str = "resident") -> None:
-    """Train, or go on, in `folder/run`, with the cache in `folder/cache`; a checkpoint follows every step.
+def train(folder: Path, seed: int = 0) -> None:
+    """Train, or go on, in `folder/run`, with the cache in `folder/cache`; a checkpoint follows every step."""
+    _fit(folder, images(), RECIPE, seed)
 
-    If it is "streamed", two workers read the images from files, which are written first if they are not there.
-    """
+
+def stream(folder: Path, seed: int = 0) -> None:
+    """The same with images that two workers read from files, which are written first if they are not there."""
+    if not (folder / "images").exists():
+        files(folder)
+    data = open_data(folder / "images", resident_bytes=0, progress=False)
+    _fit(folder, data, replace(RECIPE, preprocess="standardize"), seed, workers=2)
+
+
+def _fit(folder: Path, data: Data, recipe: Recipe, seed: int, **options: Any) -> None:
     os.environ["LOWRANK_CACHE"] = str(folder / "cache")
     torch.manual_seed(seed)
     head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4)]
     network = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.2), nn.ReLU(), *head)
-    options = {"out": folder / "run", "resume": True, "checkpoint_every": 0.0, "device": "cpu"}
-    data, recipe = images(), RECIPE
-    if way == "streamed":
-        if not (folder / "images").exists():
-            files(folder)
-        data = open_data(folder / "images", resident_bytes=0, progress=False)
-        recipe, options["workers"] = replace(RECIPE, preprocess="standardize"), 2
+    options |= {"out": folder / "run", "resume": True, "checkpoint_every": 0.0, "device": "cpu"}
     fit(network, data, recipe, seed=seed, **options)
 
 
-def start_all(folder: Path, way: str) -> list[int]:
-    """Start a run: two processes that train together if the way is "ranks", else one."""
-    if way != "ranks":
-        return [start(folder, way=way)]
+def start_all(folder: Path, work: str) -> list[int]:
+    """Start a run: two processes that train together if the work is "ranks", else one."""
+    if work != "ranks":
+        return [start(folder, work=work)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -110,7 +114,7 @@ def wait_all(children: list[int]) -> int | None:
     return None if None in ends else CRASHED if CRASHED in ends else max(ends)
 
 
-def start(folder: Path, before: Callable[[], object] = lambda: None, seed: int = 0, way: str = "resident") -> int:
+def start(folder: Path, before: Callable[[], object] = lambda: None, seed: int = 0, work: str = "train") -> int:
     """Fork a process that trains, and return its number; `before` runs in it first. Its output goes to a file."""
     child = os.fork()
     if child:
@@ -122,7 +126,7 @@ def start(folder: Path, before: Callable[[], object] = lambda: None, seed: int =
         os.dup2(log, 1)
         os.dup2(log, 2)
         before()
-        train(folder, seed, way)
+        globals()[work](folder, seed)
         code = FINISHED
     except LowRankError as error:
         print(f"refused: {error}", flush=True)

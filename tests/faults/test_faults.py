@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,8 +29,8 @@ def test_traps_reach_nearly_every_file_operation(tmp_path):
 
     trap, train = Trap(10**9, pytest.fail), run.train
 
-    def counted(folder: Path, *options: Any) -> None:
-        train(folder, *options)
+    def counted(folder: Path, seed: int = 0) -> None:
+        train(folder, seed)
         (folder / "count").write_text(str(trap.count))
 
     run.train = counted
