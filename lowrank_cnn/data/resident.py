@@ -6,7 +6,7 @@ each crop, which gives the same batches: ILSVRC at 160 pixels is 98 GB as bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -25,8 +25,9 @@ from lowrank_cnn.data.augment import (
     scaled,
     send_to_device,
 )
-from lowrank_cnn.data.fingerprint import fingerprint_of_subset, fingerprint_of_tensors
+from lowrank_cnn.data.fingerprint import digest_of_pixels, fingerprint_of_subset, fingerprint_of_tensors
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, to_unit
+from lowrank_cnn.data.readers.image_store import ImageStore, changed_images
 from lowrank_cnn.data.types import Problems, Size, check_batches, generator
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import counted
@@ -91,10 +92,15 @@ class ResidentSplit:
     """A split in memory, decoded when it is first used: evaluating never decodes the training set."""
 
     def __init__(
-        self, decode: Callable[[], Decoded], size: Size, fingerprint: Callable[[], str] | None = None
+        self,
+        decode: Callable[[], Decoded],
+        size: Size,
+        fingerprint: Callable[[], str] | None = None,
+        store: ImageStore | None = None,
     ) -> None:
         self._decode = decode
         self._fingerprint = fingerprint
+        self._store = store
         self.size = size
 
     @classmethod
@@ -121,6 +127,23 @@ class ResidentSplit:
     def fingerprint(self) -> str:
         """From the files if there are any, else from the pixels."""
         return self._fingerprint() if self._fingerprint else fingerprint_of_tensors(self.images, self.labels)
+
+    def contents(self) -> dict[str, Tensor]:
+        _ = self._decoded  # takes the digests of all images
+        if self._store is None:
+            return {"pixels": self._pixels}
+        return {"stamps": self._store.contents.stamps, "digests": self._store.contents.digests}
+
+    def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
+        if "pixels" in before:  # a set that was sent to another process has no files any more
+            return ["some images"] if self._store is None and not before["pixels"].equal(self._pixels) else [], 0
+        if self._store is None:
+            return [], 0
+        return changed_images(self._store, self.contents()["digests"].nonzero()[:, 0], before)
+
+    @cached_property
+    def _pixels(self) -> Tensor:
+        return digest_of_pixels(self.images)
 
     @cached_property
     def _decoded(self) -> Decoded:
@@ -161,7 +184,10 @@ class ResidentSplit:
 
             return Decoded(self.images[index], self.labels[index], self.problems, describe)
 
-        return ResidentSplit(chosen, self.size, lambda: fingerprint_of_subset(self.fingerprint, index))
+        def fingerprint() -> str:
+            return fingerprint_of_subset(self.fingerprint, index)
+
+        return ResidentSplit(chosen, self.size, fingerprint, self._store)
 
 
 def _unpickled(images: Any, labels: Any, problems: Problems, fingerprint: str) -> ResidentSplit:

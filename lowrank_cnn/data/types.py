@@ -102,6 +102,14 @@ class Split(Protocol):
         """The identity of the images and labels (`data.fingerprint`), without decoding an image."""
         ...
 
+    def contents(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps to tell whether images were changed since; empty where nothing can."""
+        ...
+
+    def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
+        """The images that have other contents than before, and the number of those of which nobody can tell."""
+        ...
+
     def __len__(self) -> int: ...
 
     def subset(self, index: Tensor) -> Split:

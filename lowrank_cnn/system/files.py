@@ -34,11 +34,12 @@ class UnreadableError(LowRankError):
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, parents: bool = True) -> Iterator[Path]:
     """Give a temporary path to write to, which then replaces `path` in one move.
 
     The content is on disk before the move. A failure leaves what was there, and raises `LowRankError`. A device, a
     pipe or a folder is refused, behind a link too. A link to a file is replaced, and that file stays as it is.
+    `parents` makes the folder if it is not there.
 
         with replacing(Path("table.csv")) as temporary:
             temporary.write_text("a,b")
@@ -48,7 +49,8 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         try:
             _check_place(path)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if parents:
+                path.parent.mkdir(parents=True, exist_ok=True)
             yield temporary
             _sync(temporary)
             temporary.replace(path)
@@ -60,12 +62,12 @@ def replacing(path: Path) -> Iterator[Path]:
         raise LowRankError(why_not_written(path, error)) from error
 
 
-def write_atomically(path: Path, payload: bytes) -> None:
+def write_atomically(path: Path, payload: bytes, *, parents: bool = True) -> None:
     """Replace a file's content in one move; a failure leaves what was there. `-` is standard output."""
     if str(path) == "-":
         sys.stdout.write(payload.decode())
         return
-    with replacing(path) as temporary:
+    with replacing(path, parents=parents) as temporary:
         temporary.write_bytes(payload)
 
 
@@ -102,9 +104,9 @@ def below(folder: Path, path: Path) -> Path:
     return path
 
 
-def write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object, *, parents: bool = True) -> None:
     """Write a JSON file that people can read too, in one move."""
-    write_atomically(path, (json.dumps(value, indent=1) + "\n").encode())
+    write_atomically(path, (json.dumps(value, indent=1) + "\n").encode(), parents=parents)
 
 
 def clear_temporaries(directory: Path) -> None:
@@ -255,5 +257,10 @@ def why_not_written(path: Path, error: OSError) -> str:
         return (
             f"the disk is full: {path} could not be written. What was there before is whole; free some space and "
             "run the command again (training goes on with --resume)."
+        )
+    if error.errno == errno.ENOENT:
+        return (
+            f"{path} could not be written: its folder was moved or deleted (training goes on with --resume in the "
+            "folder's new place)."
         )
     return f"{path} could not be written ({error.strerror or error})."

@@ -92,12 +92,15 @@ class CheckpointStore:
 
 
 def write_checkpoint(stem: Path, checkpoint: Checkpoint) -> None:
-    """Write the pair of files `stem.safetensors` and `stem.json`, in this order."""
+    """Write the pair of files `stem.safetensors` and `stem.json`, in this order, to a folder that is there.
+
+    A folder that was moved is not made again: the run would then lie in two places.
+    """
     safetensors = require("safetensors.torch", extra="train", purpose="writing a checkpoint")
     payload = safetensors.save({name: _portable(tensor) for name, tensor in checkpoint.tensors.items()})
     manifest = {"format": FORMAT, "tensors": _sha256(payload), "state": checkpoint.state}
-    write_atomically(stem.with_suffix(".safetensors"), payload)
-    write_atomically(stem.with_suffix(".json"), _manifest_bytes(manifest))
+    write_atomically(stem.with_suffix(".safetensors"), payload, parents=False)
+    write_atomically(stem.with_suffix(".json"), _manifest_bytes(manifest), parents=False)
 
 
 def read_checkpoint(stem: Path) -> Checkpoint:

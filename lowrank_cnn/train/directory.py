@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowrank_cnn.data import Data
 from lowrank_cnn.models.rebuild import entry_description
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import clear_temporaries, is_regular, set_aside, write_json
 from lowrank_cnn.system.lock import locked
+from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.checkpoint import Checkpoint, CheckpointStore
 from lowrank_cnn.train.recipe import Recipe
 from lowrank_cnn.train.record import Record, load_record
@@ -98,7 +100,7 @@ class RunDirectory:
         write_json(self.path / RECIPE, recipe.to_dict())
 
     def write_record(self, record: Record) -> None:
-        record.save(self.path / RECORD)
+        record.save(self.path / RECORD, parents=False)
 
     def _clear_the_way(self) -> None:
         """Rename a record that cannot be read, and whatever has the name of a run's file but is none."""
@@ -126,14 +128,33 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on with another network, data set or seed than the run was started with."""
     then, wanted, differing = _identity(before), _identity(now), _differing(before, now)
     if IMAGES in differing and len(differing) == 1:
-        raise LowRankError(
-            f"the images of {before['data']['name']} are not those that this run was started with: their names, "
-            "sizes or contents have changed. Bring the old ones back, or start a new run in another --out."
-        )
+        raise _other_images(before["data"]["name"], "their names, sizes or contents have changed")
     if differing := _telling(differing):
         started = " and ".join(f"the {what} {_short(_value(then, what))}" for what in differing)
         offered = " and ".join(_short(_value(wanted, what)) for what in differing)
         raise _other_run(started, offered)
+
+
+def check_same_images(data: Data, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
+    """Refuse to go on with images of other contents; say so if nobody can tell whether they are others."""
+    for name, split in (("train", data.train), ("test", data.test)):
+        before = checkpoint.part(f"images.{name}")
+        changed, unknown = split.changed(before) if before else ([], 0)
+        if changed:
+            more = f" and {len(changed) - 1:,} more" if len(changed) > 1 else ""
+            raise _other_images(data.name, f"the contents of {changed[0]}{more} differ")
+        if unknown:
+            say(
+                f"The time or size of {counted(unknown, 'image file')} of {data.name} has changed, and this run "
+                "was stopped before it had read all images: it cannot tell whether the contents are the same."
+            )
+
+
+def _other_images(name: str, why: str) -> LowRankError:
+    return LowRankError(
+        f"the images of {name} are not those that this run was started with: {why}. Bring the old ones back, or "
+        "start a new run in another --out."
+    )
 
 
 def _telling(differing: list[str]) -> list[str]:

@@ -24,6 +24,7 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import counted, first_few
 from lowrank_cnn.train.checkpoint import CheckpointStore, DamagedCheckpointError, read_state
 from lowrank_cnn.train.fabric import resolve_device
+from lowrank_cnn.train.failure import lost_process_as_user_error
 from lowrank_cnn.train.inputs import evaluation_batch, input_size, preprocessing
 from lowrank_cnn.train.opening import check_network, open_for
 from lowrank_cnn.train.predicting import predict
@@ -36,6 +37,7 @@ from lowrank_cnn.train.trained import Trained, carried_by, load_checkpoint, load
 __all__ = ["Evaluation", "Trained", "evaluate", "load_checkpoint", "load_pretrained", "predict"]
 
 
+@lost_process_as_user_error()
 def evaluate(
     model: Trained | nn.Module | str | Path,
     data: Data | Dataset | DataLoader | str | Path,

@@ -97,6 +97,27 @@ def told_out_of_memory(batch_size: int, device: torch.device) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def lost_process_as_user_error() -> Iterator[None]:
+    """Turn the error about a data worker that was killed, or another process of the run, into a sentence.
+
+    torch raises the first from a signal handler, wherever the main thread is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" in str(error):
+            raise LowRankError(
+                "a process that reads images was killed, by the system if memory ran out: go on with --resume, "
+                "and with fewer --workers if it happens again."
+            ) from error
+        if isinstance(error, getattr(torch.distributed, "DistError", ())) or "/gloo/" in str(error):
+            raise LowRankError(
+                "another process of this run has ended: go on with the same command and --resume."
+            ) from error
+        raise
+
+
 def way_back(saved: Position | None, epochs: int) -> str:
     """How to continue a run whose numbers are no longer finite, from what was saved."""
     if saved is None:

@@ -25,7 +25,7 @@ from lowrank_cnn.train.determinism import changed_conditions, conditions, keep_t
 from lowrank_cnn.train.directory import RunDirectory, recipe_changes
 from lowrank_cnn.train.execution import Compile
 from lowrank_cnn.train.fabric import batch_norm_over_all, launch, sum_over_processes
-from lowrank_cnn.train.failure import told_out_of_memory
+from lowrank_cnn.train.failure import lost_process_as_user_error, told_out_of_memory
 from lowrank_cnn.train.fake_int8 import ranges_of, trained_in_int8
 from lowrank_cnn.train.inputs import augmentation, input_size
 from lowrank_cnn.train.job import ExecutionOptions, Extras, Job
@@ -53,6 +53,7 @@ from lowrank_cnn.train.trained import Trained, held_out_part
 from lowrank_cnn.train.trainer import Callback, Trainer
 
 
+@lost_process_as_user_error()
 def fit(
     model: nn.Module,
     data: Any,

@@ -20,7 +20,7 @@ from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.system.text import counted
 from lowrank_cnn.train.checkpoint import Checkpoint
-from lowrank_cnn.train.directory import RunDirectory, check_same_run
+from lowrank_cnn.train.directory import RunDirectory, check_same_images, check_same_run
 from lowrank_cnn.train.execution import COMPILED, EAGER, Compile, StepBuilder, resolved
 from lowrank_cnn.train.fabric import resolve_precision
 from lowrank_cnn.train.fused_copy import fused_to_train
@@ -144,6 +144,7 @@ class Job:
         checkpoint = self.directory.resume(self.shown.say)
         if checkpoint:
             check_same_run(checkpoint.state, self.about)
+            check_same_images(self.data, checkpoint, self.shown.say)
         elif self.directory.kept_nothing():
             where = self.directory.path
             raise LowRankError(

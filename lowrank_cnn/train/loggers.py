@@ -78,7 +78,7 @@ class CsvLogger(Logger):
 
     def epoch(self, row: Epoch) -> None:
         self.rows.append(asdict(row))
-        with replacing(self.path) as temporary, temporary.open("w", newline="") as file:
+        with replacing(self.path, parents=False) as temporary, temporary.open("w", newline="") as file:
             writer = csv.DictWriter(file, [field.name for field in fields(Epoch)], extrasaction="ignore")
             writer.writeheader()
             writer.writerows(self.rows)

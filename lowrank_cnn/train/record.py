@@ -95,10 +95,10 @@ class Record:
         rows = [["" if row[name] is None else f"{row[name]:.4g}" for name in names] for row in self.history[-5:]]
         return html_table(columns, rows, f"{about}. {result}")
 
-    def save(self, path: Path) -> None:
-        """Write the record with its checksum, in one move."""
+    def save(self, path: Path, *, parents: bool = True) -> None:
+        """Write the record with its checksum, in one move; `parents` makes its folder if it is not there."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in NOT_WRITTEN}
-        write_json(path, sealed(values))
+        write_json(path, sealed(values), parents=parents)
 
 
 def load_record(path: str | Path) -> Record:

@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lowrank_cnn.system.errors import LowRankError
@@ -103,7 +104,7 @@ class RunState:
     def save(self) -> None:
         """Write the state of all processes."""
         if self.directory is not None:
-            self.share_problems()
+            self.share_findings()
             self._write(self.directory, self._tensors())
 
     def save_epoch_end(self) -> None:
@@ -136,9 +137,11 @@ class RunState:
         problems = {"train": data.train.problems.counts, "test": data.test.problems.counts}
         self.record.data["problems"] = problems
 
-    def share_problems(self) -> None:
-        """Tell every process of the bad images that any has found."""
+    def share_findings(self) -> None:
+        """Tell every process of the bad images that any has found, and of the digests that it has taken."""
         for split in (self.inputs.data.train, self.inputs.data.test):
+            if (digests := split.contents().get("digests")) is not None:
+                digests.copy_(torch.stack(gather_tensors(self.fabric, digests)).amax(0))
             for found in gather_objects(self.fabric, split.problems.found):
                 split.problems.add_all(found)
 
@@ -155,10 +158,15 @@ class RunState:
                 at = self.iteration(Position(self.position.best_epoch))
                 best = Checkpoint(weights | preprocess | self.step.ranges, state)
                 directory.store.save(best, at, kind="best", keep=1)
-            directory.store.save(Checkpoint(tensors | preprocess, state), self.iteration())
+            directory.store.save(Checkpoint(tensors | preprocess | self._images(), state), self.iteration())
             directory.write_record(self.record)
         self.unsaved_best = {}
         self.saved = replace(self.position)
+
+    def _images(self) -> dict[str, Tensor]:
+        """What tells later whether images were changed since."""
+        splits = {"train": self.inputs.data.train, "test": self.inputs.data.test}
+        return {f"images.{name}.{key}": t for name, split in splits.items() for key, t in split.contents().items()}
 
     def _tensors(self) -> dict[str, Tensor]:
         """Everything that changes during training, gathered over all processes."""

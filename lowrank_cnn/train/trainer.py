@@ -114,7 +114,7 @@ class Trainer:
             self.save()
         copy_into(self.step.weights, self.step.averages)
         evaluation = self.tested or self._evaluate(self.inputs.test, details=True)
-        self.state.share_problems()
+        self.state.share_findings()
         return evaluation
 
     def _train_epoch(self, stop: StopRequest) -> None:

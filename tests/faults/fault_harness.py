@@ -24,7 +24,7 @@ from pathlib import Path
 
 import fault_run as run
 import torch
-from fault_kinds import KINDS
+from fault_kinds import KINDS, WORK
 
 OUTCOMES = ("identical", "wedged", "hung", "lost", "silently wrong")
 
@@ -36,6 +36,10 @@ class Fault:
     kind: str
     number: int
 
+    @property
+    def work(self) -> str:
+        return WORK.get(self.kind, "train")
+
     def inject(self, folder: Path, reference: tuple[dict, list]) -> tuple[str, str]:
         """The outcome, and what explains it."""
         ended = KINDS[self.kind][1](folder, random.Random(f"{self.kind}/{self.number}"))
@@ -43,7 +47,7 @@ class Fault:
             return "hung", run.said(folder)
         if ended == run.CRASHED:
             return "wedged", run.said(folder)
-        again = run.wait(run.start(folder))
+        again = run.wait_all(run.start_all(folder, self.work))
         if again is None:
             return "hung", run.said(folder)
         if again != run.FINISHED:
@@ -68,13 +72,13 @@ def run_faults(count: int, folder: Path, *, seed: int = 0, show: bool = False) -
     """Inject this many faults: how many had which outcome, and an explanation of each that was not identical."""
     torch.set_num_threads(1)
     import_module("lightning_fabric")  # once, here, not in every forked process
-    assert run.wait(run.start(folder / "reference")) == run.FINISHED, run.said(folder / "reference")
-    reference = run.result(folder / "reference")
+    works = {fault.work for fault in faults(count, seed)}
+    references = {work: _undisturbed(folder / work, work) for work in works}
     outcomes: Counter[str] = Counter(injected=0, **dict.fromkeys(OUTCOMES, 0))
     explained: list[str] = []
     for number, fault in enumerate(faults(count, seed)):
         place = folder / f"fault-{number}"
-        outcome, why = fault.inject(place, reference)
+        outcome, why = fault.inject(place, references[fault.work])
         outcomes.update(["injected", outcome])
         if outcome != "identical":
             explained.append(f"{outcome}: {fault}\n{why}")
@@ -82,6 +86,11 @@ def run_faults(count: int, folder: Path, *, seed: int = 0, show: bool = False) -
         if show and sys.stderr.isatty():
             print(f"\r{number + 1} of {count}", end="", file=sys.stderr, flush=True)
     return outcomes, explained
+
+
+def _undisturbed(folder: Path, work: str) -> tuple[dict, list]:
+    assert run.wait_all(run.start_all(folder, work)) == run.FINISHED, run.said(folder)
+    return run.result(folder)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Kinds of faults: kill, freeze, fill the disk, revoke rights, damage files, jump the clock, start two, export.
+"""Kinds of faults: kill, freeze, fill the disk, revoke rights, damage and swap files, jump the clock, and so on.
 
 A fault is injected into a run in a folder of its own. It returns how its processes ended. The harness then resumes
 the run without a fault and compares the result with that of an undisturbed run.
@@ -6,9 +6,11 @@ the run without a fault and compares the result with that of an undisturbed run.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -18,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import fault_run as run
+
+from lowrank_cnn.data.fingerprint import SAMPLED_FILES, evenly_spaced
 
 OPERATIONS = 265
 """File operations of an undisturbed run, or a few less; `test_faults.py` counts them."""
@@ -169,6 +173,62 @@ def kill_export(folder: Path, draw: random.Random) -> int | None:
     return ended if whole == run.FINISHED and left == file.read_bytes() else run.CRASHED
 
 
+def swap_images(folder: Path, draw: random.Random) -> int | None:
+    """Swap images whose contents no fingerprint samples, in a killed run or a live one, and bring them back.
+
+    Every image has been read by then. A run that was not refused has finished before.
+    """
+    child = run.start(folder, work="stream")
+    _wait_for(folder, draw.randint(5, 9))
+    if draw.random() < 0.5:
+        _signal(child, signal.SIGKILL)
+        run.wait(child)
+        child = 0
+    trained = sorted((folder / "images" / "train").glob("*/*"))
+    sampled = set(evenly_spaced(len(trained), SAMPLED_FILES))
+    for path in draw.sample([path for place, path in enumerate(trained) if place not in sampled], 8):
+        content = path.read_bytes()
+        path.write_bytes(content[:-64] + content[-64:][::-1])  # its 8x8 pixels, the last first
+    ended = run.wait(child or run.start(folder, work="stream"))
+    run.files(folder)
+    refused = ended == run.REFUSED and re.search("more differ|was changed", run.said(folder))
+    return ended if ended in (None, run.FINISHED) or refused else run.CRASHED
+
+
+def move(folder: Path, draw: random.Random) -> int | None:
+    """Move the directory of the run while it goes on, and back when it has ended."""
+    child = run.start(folder)
+    _wait_for(folder, draw.randint(0, 9))
+    (folder / "run").rename(folder / "moved")
+    ended = run.wait(child)
+    if (folder / "run").exists():
+        return run.CRASHED
+    (folder / "moved").rename(folder / "run")
+    return ended
+
+
+def kill_worker(folder: Path, draw: random.Random) -> int | None:
+    """SIGKILL to a process that reads images."""
+    child = run.start(folder, work="stream")
+    _wait_for(folder, draw.randint(0, 9))
+    for _ in range(1000):  # between two epochs there is none
+        if workers := Path(f"/proc/{child}/task/{child}/children").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                _signal(int(draw.choice(workers)), signal.SIGKILL)
+            break
+        time.sleep(0.002)
+    return run.wait(child)
+
+
+def kill_rank(folder: Path, draw: random.Random) -> int | None:
+    """SIGKILL to one of two processes that train together; the other ends by itself."""
+    children = run.start_all(folder, "ranks")
+    _wait_for(folder, draw.choice((0, 10)))
+    time.sleep(draw.uniform(0, 0.2))
+    _signal(children.pop(draw.randrange(2)), signal.SIGKILL)
+    return run.wait_all(children)
+
+
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in ("log", "held.lock"))
 
@@ -216,5 +276,11 @@ KINDS: dict[str, tuple[int, Callable[[Path, random.Random], int | None]]] = {
     "damage": (5, damage),
     "damage a finished run": (4, damage_finished),
     "kill an export": (1, kill_export),
+    "swap images": (2, swap_images),
+    "move": (2, move),
+    "kill a worker": (1, kill_worker),
+    "kill a rank": (1, kill_rank),
 }
-"""Each kind of fault and how many of thirty are of it."""
+"""Each kind of fault and how many of thirty-six are of it."""
+WORK = {"swap images": "stream", "kill a worker": "stream", "kill a rank": "ranks"}
+"""How the runs of a kind train, if not by `fault_run.train` in one process."""

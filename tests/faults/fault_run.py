@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
-from lowrank_cnn.data import Data, ResidentSplit
+from lowrank_cnn.data import Data, ResidentSplit, open_data
 from lowrank_cnn.deploy import quantizing
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import Interrupted, Recipe, fit, load_record
@@ -58,12 +63,35 @@ def images() -> Data:
     return Data("tiny", ("nw", "ne", "sw", "se"), split(80, 0), split(24, 1))
 
 
+def files(folder: Path) -> list[Path]:
+    """The same images as files in `folder/images`, written now."""
+    found = []
+    for part, split in (("train", images().train), ("test", images().test)):
+        for number, (image, label) in enumerate(zip(split.images, split.labels, strict=True)):
+            found.append(folder / "images" / part / str(int(label)) / f"{number:02}.bmp")
+            found[-1].parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image[0].numpy()).save(found[-1])
+    return found
+
+
 def train(folder: Path, seed: int = 0) -> None:
     """Train, or go on, in `folder/run`, with the cache in `folder/cache`; a checkpoint follows every step."""
+    _fit(folder, images(), RECIPE, seed)
+
+
+def stream(folder: Path, seed: int = 0) -> None:
+    """The same with images that two workers read from files, which are written first if they are not there."""
+    if not (folder / "images").exists():
+        files(folder)
+    data = open_data(folder / "images", resident_bytes=0, progress=False)
+    _fit(folder, data, replace(RECIPE, preprocess="standardize"), seed, workers=2)
+
+
+def _fit(folder: Path, data: Data, recipe: Recipe, seed: int, **options: Any) -> None:
     os.environ["LOWRANK_CACHE"] = str(folder / "cache")
     torch.manual_seed(seed)
-    options = {"out": folder / "run", "resume": True, "checkpoint_every": 0.0, "device": "cpu"}
-    fit(network(), images(), RECIPE, seed=seed, **options)
+    options |= {"out": folder / "run", "resume": True, "checkpoint_every": 0.0, "device": "cpu"}
+    fit(network(), data, recipe, seed=seed, **options)
 
 
 def network() -> nn.Module:
@@ -78,11 +106,28 @@ def export(folder: Path, seed: int = 0) -> None:
     quantizing.quantize(trained, images(), folder / "net.tflite", images=16, most_loss=-100.0, overwrite=True)
 
 
-def start(folder: Path, before: Callable[[], None] = lambda: None, seed: int = 0, work: str = "train") -> int:
-    """Fork a process that trains (or exports), and return its number; `before` runs in it first.
+def start_all(folder: Path, work: str) -> list[int]:
+    """Start a run: two processes that train together if the work is "ranks", else one."""
+    if work != "ranks":
+        return [start(folder, work=work)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared["TORCHELASTIC_RUN_ID"] = "faults"  # as torchrun sets them
+    return [
+        start(folder, partial(os.environ.update, shared | {"RANK": rank, "LOCAL_RANK": rank})) for rank in "01"
+    ]
 
-    Its output goes to a file.
-    """
+
+def wait_all(children: list[int]) -> int | None:
+    """How several processes ended: None if one hung, else the worst code."""
+    ends = [wait(child) for child in children]
+    return None if None in ends else CRASHED if CRASHED in ends else max(ends)
+
+
+def start(folder: Path, before: Callable[[], object] = lambda: None, seed: int = 0, work: str = "train") -> int:
+    """Fork a process that does some work: its number. `before` runs in it first; its output goes to a file."""
     child = os.fork()
     if child:
         return child
@@ -121,8 +166,9 @@ def wait(child: int, patience: float = PATIENCE) -> int | None:
 
 
 def result(folder: Path) -> tuple[dict, list]:
-    """The last weights and state, and the history without its times."""
-    tensors = load_file(max((folder / "run").glob("step-*.safetensors")))
+    """The last weights and state, and the history without its times. The times of image files do not count."""
+    loaded = load_file(max((folder / "run").glob("step-*.safetensors")))
+    tensors = {name: tensor for name, tensor in loaded.items() if not name.startswith("images.")}
     history = load_record(folder / "run").history
     return tensors, [{k: v for k, v in row.items() if k not in TIMES} for row in history]
 

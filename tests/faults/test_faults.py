@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the harness forks")
 
-FAULTS = 30
+FAULTS = 36
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ def test_the_harness_notices(tmp_path, monkeypatch, sabotage, outcome):
             assert run_with_seed(run, tmp_path / "fault", 1) == run.FINISHED
         return run.FINISHED
 
-    monkeypatch.setattr(fault_harness.run, "start", lambda folder: 0)
+    monkeypatch.setattr(fault_harness.run, "start", lambda *_, **__: 0)
     monkeypatch.setattr(fault_harness.run, "wait", spoil)
     assert fault_harness.Fault("none", 0).inject(tmp_path / "fault", reference)[0] == outcome
 

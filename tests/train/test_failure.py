@@ -16,6 +16,7 @@ from lowrank_cnn.train.failure import (
     StoppedWithin,
     StopRequest,
     first_not_finite,
+    lost_process_as_user_error,
     stopping_within,
     told_out_of_memory,
     way_back,
@@ -163,8 +164,22 @@ def test_out_of_memory_names_the_batch_size(error):
         raise error
 
 
-def test_other_errors_pass():
-    with pytest.raises(RuntimeError, match="shape"), told_out_of_memory(512, torch.device("cpu")):
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "^a process that reads images"),
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:5] Connection closed"), "^another process of this run"),
+        (torch.distributed.DistBackendError("NCCL communicator was aborted"), "^another process of this run"),
+    ],
+)
+def test_a_killed_process_is_told_in_a_sentence(error, sentence):
+    with pytest.raises(LowRankError, match=sentence), lost_process_as_user_error():
+        raise error
+
+
+@pytest.mark.parametrize("told", [told_out_of_memory(512, torch.device("cpu")), lost_process_as_user_error()])
+def test_other_errors_pass(told):
+    with pytest.raises(RuntimeError, match="shape"), told:
         raise RuntimeError("shape mismatch")
 
 

@@ -11,12 +11,16 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
+import lowrank_cnn as lr
 from lowrank_cnn.data import ResidentSplit
+from lowrank_cnn.data.fingerprint import SAMPLED_FILES, evenly_spaced
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.train import load_record
 from lowrank_cnn.train.directory import check_same_run
@@ -69,14 +73,16 @@ def test_killed_at_eight_moments_it_ends_with_the_same_bits(driver, program, tmp
     assert not list(killed.glob(".tmp-*"))
 
 
+_look_around = Trainer._look_around
+
+
+def stop_at_seven(self, stop) -> None:
+    stop.received = self.iteration == 7
+    _look_around(self, stop)
+
+
 def test_resuming_in_the_middle_of_an_epoch_changes_nothing(driver, tmp_path, monkeypatch):
     network, record = driver.train(tmp_path / "whole", epochs=4)
-    look_around = Trainer._look_around
-
-    def stop_at_seven(self, stop):
-        stop.received = self.iteration == 7
-        look_around(self, stop)
-
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_look_around", stop_at_seven)
         with pytest.raises(KeyboardInterrupt, match="--resume"):
@@ -297,6 +303,17 @@ def test_a_second_run_in_the_same_directory_is_refused(driver, tmp_path):
     assert driver.train(tmp_path / "run", epochs=1, resume=True)[1].status == "finished"
 
 
+def test_a_folder_that_is_moved_during_a_run_is_not_made_again(driver, tmp_path):
+    network, _ = driver.train(tmp_path / "whole", driver.PLAIN)
+    moving = [lambda *_: (tmp_path / "run").rename(tmp_path / "moved")]
+    with pytest.raises(LowRankError, match=r"its folder was moved or deleted \(training goes on with --resume"):
+        driver.train(tmp_path / "run", driver.PLAIN, callbacks=moving, checkpoint_every=0, log="csv")
+    assert not (tmp_path / "run").exists()
+    again, record = driver.train(tmp_path / "moved", driver.PLAIN, resume=True)
+    assert_same_weights(network.state_dict(), again.state_dict())
+    assert len(record.history) == 3
+
+
 def test_the_record_of_another_run_does_not_finish_this_one(driver, tmp_path, capsys):
     """As it was when two runs wrote into one directory: the record of one lay over the weights of the other."""
     driver.train(tmp_path / "one", driver.PLAIN, epochs=1)
@@ -317,6 +334,69 @@ def test_images_that_changed_between_runs_are_refused():
         check_same_run(before, {**before, "data": {**data, "digest": "2e"}})
     older = {**before, "data": {key: value for key, value in data.items() if key != "digest"}}
     check_same_run(older, before)
+
+
+def photos(root: Path) -> list[Path]:
+    """Write 80 images to train on, of one file size, and 16 to test on. Return those that are not sampled.
+
+    The set's fingerprint samples the contents of the others: only a look at each file tells of these.
+    """
+    for number in range(96):
+        path = root / ("train" if number < 80 else "val") / "ab"[number % 2] / f"{number:02}.bmp"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 2 * number, 9)).save(path)
+    files = sorted(root.glob("train/*/*"))
+    return [files[place] for place in set(range(80)) - set(evenly_spaced(80, SAMPLED_FILES))]
+
+
+def swap(files: list[Path]) -> None:
+    for path in files:
+        Image.new("RGB", (8, 8), (255, 0, 0)).save(path)
+
+
+def train_on_photos(driver, root: Path, out: Path, *, streamed: bool, **options):
+    data = lr.open_data(root, resident_bytes=0 if streamed else 2**30, progress=False)
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Conv2d(3, 2, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    lr.fit(network, data, dataclasses.replace(driver.PLAIN, epochs=2), out=out, device="cpu", **options)
+    return network.state_dict()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_swapped_images_are_refused_and_copied_ones_are_not(driver, tmp_path, monkeypatch, streamed):
+    files = photos(tmp_path / "photos")
+    train = partial(train_on_photos, driver, tmp_path / "photos", streamed=streamed)
+    whole = train(tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_look_around", stop_at_seven)
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "run")
+    swap(files)
+    with pytest.raises(LowRankError, match=r"the contents of train/a/\d\d.bmp and 15 more differ"):
+        train(tmp_path / "run", resume=True)
+    photos(tmp_path / "photos")
+    assert_same_weights(whole, train(tmp_path / "run", resume=True))
+
+
+def test_an_image_that_changes_during_a_streamed_run_stops_it(driver, tmp_path):
+    photos(tmp_path / "photos")
+    swapping = [lambda *_: swap([tmp_path / "photos/val/a/80.bmp"])]
+    options = {"streamed": True, "workers": 1, "callbacks": swapping}
+    with pytest.raises(LowRankError, match=r"^val/a/80.bmp was changed while it was in use"):
+        train_on_photos(driver, tmp_path / "photos", tmp_path / "run", **options)
+
+
+def test_a_run_killed_before_it_read_an_image_cannot_tell_whether_that_changed(
+    driver, tmp_path, monkeypatch, capsys
+):
+    files = photos(tmp_path / "photos")
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_train_epoch", None)  # the run ends after its first checkpoint
+        with pytest.raises(TypeError):
+            train_on_photos(driver, tmp_path / "photos", tmp_path / "run", streamed=True)
+    swap(files[:1])
+    train_on_photos(driver, tmp_path / "photos", tmp_path / "run", streamed=True, resume=True)
+    assert "of 1 image file of photos has changed" in capsys.readouterr().out
 
 
 def test_a_smaller_learning_rate_is_allowed_and_said(driver, tmp_path, capsys):

@@ -30,11 +30,12 @@ MOST_BYTES_OF_ALL = 2**33
 
 
 class DecodedRows(NamedTuple):
-    """Rows as uint8 [n, C, H, W], which of them are good, and the problems of the others."""
+    """Rows as uint8 [n, C, H, W], which of them are good, the problems of the others, and digests of the files."""
 
     images: Tensor
     good: Tensor
     found: list[tuple[str, str]]
+    digests: Tensor
 
 
 def decoded_once(
@@ -62,18 +63,19 @@ def _read(path: Path, key: str, rows: int, size: Size) -> DecodedRows | None:
     safetensors = require("safetensors.torch", extra="train", purpose="reading decoded images")
     try:
         tensors = safetensors.load(stored)
-        images, good = tensors["images"], tensors["good"].bool()
+        images, good, digests = tensors["images"], tensors["good"].bool(), tensors["digests"]
         found = [(str(kind), str(where)) for kind, where in json.loads(bytes(tensors["found"].tolist()))]
     except Exception:  # of safetensors, of JSON, or a missing name: the file is not what was written
         return None
-    fits = images.shape == (rows, *size) and images.dtype == torch.uint8 and good.shape == (rows,)
-    return DecodedRows(images, good, found) if fits else None
+    fits = images.shape == (rows, *size) and images.dtype == torch.uint8 and good.shape == digests.shape == (rows,)
+    return DecodedRows(images, good, found, digests) if fits else None
 
 
 def _write(path: Path, key: str, made: DecodedRows) -> None:
     safetensors = require("safetensors.torch", extra="train", purpose="keeping decoded images")
     found = torch.tensor(list(json.dumps(made.found).encode()), dtype=torch.uint8)
     tensors = {"images": made.images.contiguous(), "good": made.good.to(torch.uint8), "found": found}
+    tensors["digests"] = made.digests
     if write_cached(path, key, safetensors.save(tensors)):
         _make_room(path)
 

@@ -22,7 +22,7 @@ from lowrank_cnn.data.images.decode import (
     stack,
 )
 from lowrank_cnn.data.readers.decoded_cache import DecodedRows, decoded_once
-from lowrank_cnn.data.readers.image_store import ImageStore
+from lowrank_cnn.data.readers.image_store import ImageStore, note_contents, read_watched
 from lowrank_cnn.data.resident import Decoded
 from lowrank_cnn.data.types import Bad, Problems, Size
 from lowrank_cnn.system.arithmetic import ceil_div
@@ -36,10 +36,12 @@ _MOST_WORKERS = 16
 _SAMPLED_HEADERS = 64
 _RUN = 8
 
+Chunk = tuple[Tensor, Tensor, list[tuple[str, str]], Tensor]
+
 
 @dataclass(frozen=True)
 class Chunks(Dataset):
-    """Rows decoded to one size, in chunks: images, which of them are good, and the problems found."""
+    """Rows decoded to one size, in chunks: images, which of them are good, the problems found, and digests."""
 
     store: ImageStore
     rows: Tensor
@@ -49,7 +51,7 @@ class Chunks(Dataset):
     def __len__(self) -> int:
         return ceil_div(len(self.rows), _CHUNK)
 
-    def __getitem__(self, chunk: int) -> tuple[Tensor, Tensor, list[tuple[str, str]]]:
+    def __getitem__(self, chunk: int) -> Chunk:
         rows = self.rows[chunk * _CHUNK : (chunk + 1) * _CHUNK].tolist()
         channels, height, width = self.size
         at_least = max(height, width) if self.any_size else None
@@ -58,7 +60,7 @@ class Chunks(Dataset):
         found: list[tuple[str, str]] = []
         for place, row in enumerate(rows):
             try:
-                image = decode_image(self.store.read(row), channels=channels, at_least=at_least)
+                image = decode_image(read_watched(self.store, row), channels=channels, at_least=at_least)
             except BadImageError as error:
                 good[place] = False
                 pixels.append(bytes(channels * height * width))
@@ -68,7 +70,9 @@ class Chunks(Dataset):
                 found.append((OTHER_SIZE, f"{self.store.where(row)}: {image.height}x{image.width}"))
             pixels.append(cover_and_crop(image, height, width).tobytes())
         images = stack(pixels, height, width, channels)
-        return images.permute(0, 3, 1, 2).contiguous(), good, found
+        taken = self.store.contents.take()
+        digests = torch.tensor([taken.get(row, 0) for row in rows], dtype=torch.int64)
+        return images.permute(0, 3, 1, 2).contiguous(), good, found, digests
 
 
 def decode_rows(
@@ -86,12 +90,14 @@ def decode_rows(
     `what` is the title of a progress bar; an empty one shows none.
     """
     chunks = Chunks(store, rows, size, any_size)
+    _ = store.contents.stamps  # sizes and times of all files, listed here and not by each worker
     refuse = problems.refuse if bad == "refuse" else None
 
     def decode() -> DecodedRows:
         return _decode(chunks, what, problems, refuse)
 
-    images, good, found = decoded_once(store, rows, size, any_size=any_size, decode=decode)
+    images, good, found, digests = decoded_once(store, rows, size, any_size=any_size, decode=decode)
+    note_contents(store, dict(zip(rows.tolist(), digests.tolist(), strict=True)))
     problems.add_all(found)
     if bad == "refuse":
         problems.refuse()
@@ -107,19 +113,20 @@ def _decode(chunks: Chunks, what: str, problems: Problems, refuse: Callable[[], 
     number = len(chunks.rows)
     images = torch.empty(number, *chunks.size, dtype=torch.uint8)
     good, all_found = torch.ones(number, dtype=torch.bool), []
+    digests = torch.zeros(number, dtype=torch.int64)
     with ImageProgress(what, number, enabled=bool(what)) as progress:
-        for index, (part, kept, found) in enumerate(_each(chunks)):
+        for index, (part, kept, found, read) in enumerate(_each(chunks)):
             place = slice(index * _CHUNK, index * _CHUNK + len(kept))
-            images[place], good[place] = part, kept
+            images[place], good[place], digests[place] = part, kept, read
             problems.add_all(found)
             all_found += found
             if refuse:
                 refuse()
             progress.advance(len(kept))
-    return DecodedRows(images, good, all_found)
+    return DecodedRows(images, good, all_found, digests)
 
 
-def _each(chunks: Chunks) -> Iterable[tuple[Tensor, Tensor, list[tuple[str, str]]]]:
+def _each(chunks: Chunks) -> Iterable[Chunk]:
     """Every chunk in order, by processes for large sets: Pillow holds the interpreter on small images."""
     workers = min(_MOST_WORKERS, os.cpu_count() or 1) if len(chunks.rows) >= _WORTH_WORKERS else 0
     if workers < 2 or "fork" not in multiprocessing.get_all_start_methods():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lowrank_cnn.data.fingerprint import fingerprint_of_files, version_of_files
+from lowrank_cnn.data.fingerprint import Contents, fingerprint_of_files, version_of_files
 from lowrank_cnn.data.images.decode import BadImageError
 from lowrank_cnn.data.types import Problems
 from lowrank_cnn.system.files import is_regular, read_regular
@@ -28,6 +28,10 @@ class FolderStore:
     root: Path
     files: list[str]
     labels: Tensor
+    contents: Contents = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.contents = Contents(self.files, len(self.files))
 
     @property
     def paths(self) -> Sequence[str]:
@@ -38,6 +42,9 @@ class FolderStore:
             return read_image(self.files[row])
         except OSError as error:
             raise BadImageError(error.strerror or "unreadable") from error
+
+    def file_of(self, row: int) -> int:
+        return row
 
     def where(self, row: int) -> str:
         return os.path.relpath(self.files[row], self.root.parent)

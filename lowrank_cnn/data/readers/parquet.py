@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowrank_cnn.data.fingerprint import fingerprint_of_files, version_of_files
+from lowrank_cnn.data.fingerprint import Contents, fingerprint_of_files, version_of_files
 from lowrank_cnn.data.images.decode import BadImageError
 from lowrank_cnn.data.readers.bounded import MOST_SHARDS, READ_ERRORS, check_rows, read_binaries, read_integers
 from lowrank_cnn.data.readers.image_store import NO_LABEL
@@ -55,6 +55,10 @@ class ParquetStore:
     _starts: list[int] = field(repr=False)
     _held: OrderedDict[int, Any] = field(default_factory=OrderedDict, repr=False)
     _capacity: int = 2
+    contents: Contents = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.contents = Contents(self.shards, len(self.labels))
 
     @property
     def paths(self) -> Sequence[Path]:
@@ -69,6 +73,9 @@ class ParquetStore:
         if not data:
             raise BadImageError("no bytes")
         return data
+
+    def file_of(self, row: int) -> int:
+        return self.groups[self._find(row)[0]].shard
 
     def where(self, row: int) -> str:
         index, offset = self._find(row)

@@ -48,7 +48,7 @@ def make_split(
         problems=problems,
         what=f"Decoding images {which}" if options.progress else "",
     )
-    return ResidentSplit(decode, size, partial(fingerprint_of_rows, store, rows))
+    return ResidentSplit(decode, size, partial(fingerprint_of_rows, store, rows), store)
 
 
 def survey_images(

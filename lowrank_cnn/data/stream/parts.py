@@ -5,7 +5,7 @@ If a GPU decodes, a worker passes plain colour JPEGs on as they are, and frames 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, stack
 from lowrank_cnn.data.images.framing import Framing, ScaledCrop, frame_image
-from lowrank_cnn.data.readers.image_store import ImageStore
+from lowrank_cnn.data.readers.image_store import ImageStore, read_watched
 from lowrank_cnn.data.types import generator
 from lowrank_cnn.system.arithmetic import ceil_div
 
@@ -67,7 +67,8 @@ class BatchPart(NamedTuple):
     """Images [n, h, w, C] and labels, the problems found, and the error that ends the run, if any.
 
     If some images are still `encoded`, `images` holds only the others; `labels` are those of all. Labels are a
-    list, since a tensor takes some fraction of a millisecond to receive from another process.
+    list, since a tensor takes some fraction of a millisecond to receive from another process. `digests` are those
+    of the images, by row, that were read for the first time or whose files were written since.
     """
 
     images: Tensor
@@ -75,6 +76,7 @@ class BatchPart(NamedTuple):
     found: list[tuple[str, str]]
     failure: str
     encoded: EncodedImages | None = None
+    digests: Mapping[int, int] = {}
 
 
 def trouble_of(parts: Sequence[BatchPart]) -> Trouble:
@@ -127,7 +129,8 @@ class EpochParts(Dataset):
         pixels = stack(framed, *self.framing.window, self.channels)
         labels = [image.label for image in images.values()]
         failure = TOO_MANY if draws is not None and len(images) < len(keys) else ""
-        return BatchPart(pixels, labels, found, failure, EncodedImages.of(images) if self.encoded else None)
+        encoded = EncodedImages.of(images) if self.encoded else None
+        return BatchPart(pixels, labels, found, failure, encoded, self.store.contents.take())
 
     def framed(self, batch: int, part: int, place: int, found: list[tuple[str, str]]) -> BatchImage | None:
         """One image of a part again, framed on the CPU: for an image that the GPU could not decode."""
@@ -167,7 +170,7 @@ class EpochParts(Dataset):
         yield from _spread_from(self.lanes.flatten(), lane * length + place)
 
     def _image(self, row: int, draws: list[float] | None) -> tuple[bytes, ScaledCrop | None]:
-        data = self.store.read(row)
+        data = read_watched(self.store, row)
         if self.encoded and (crop := self.framing.scaled_crop(data, draws)):
             return data, crop
         return frame_image(data, self.framing, self.channels, draws), None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,7 +17,7 @@ from lowrank_cnn.data.images.decode import UNDECODABLE, BadImageError, cover_and
 from lowrank_cnn.data.images.framing import Framing
 from lowrank_cnn.data.preprocess import Preprocess, Standardize, Whiten, to_unit
 from lowrank_cnn.data.readers.decoding import sample_rows
-from lowrank_cnn.data.readers.image_store import ImageStore, fingerprint_of_rows
+from lowrank_cnn.data.readers.image_store import ImageStore, changed_images, fingerprint_of_rows, note_contents
 from lowrank_cnn.data.stream.gpu_decode import check_framing, decode_parts, find_decoder
 from lowrank_cnn.data.stream.lanes import WINDOW, epoch_lanes, lane_count, rank_range
 from lowrank_cnn.data.stream.parts import BatchPart, EpochParts, Trouble, trouble_of
@@ -48,6 +48,12 @@ class StreamedSplit:
     @property
     def fingerprint(self) -> str:
         return fingerprint_of_rows(self.store, self.rows)
+
+    def contents(self) -> dict[str, Tensor]:
+        return {"stamps": self.store.contents.stamps, "digests": self.store.contents.digests}
+
+    def changed(self, before: Mapping[str, Tensor]) -> tuple[list[str], int]:
+        return changed_images(self.store, self.rows, before)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -110,6 +116,7 @@ class StreamedLoader:
         if isinstance(preprocess, Whiten):
             raise LowRankError("whitening needs a set held in memory, and this one is streamed.")
         self._batches = check_batches(len(split), batch_size=batch_size, rank=rank, world=world, train=train)
+        _ = split.store.contents.stamps  # sizes and times of all files, listed here and not by each worker
         self.split, self.augment, self.seed, self.train = split, augment, seed, train
         self.batch_size, self.rank, self.world, self.workers = batch_size, rank, world, workers
         self.device, self.dtype, self.channels_last = torch.device(device), dtype, channels_last
@@ -141,6 +148,8 @@ class StreamedLoader:
         """For every batch its problems, and its images and labels if there are any."""
         for batch in range(start, parts.batches):
             read = list(itertools.islice(loaded, parts.parts))
+            for part in read:
+                note_contents(parts.store, part.digests)
             if self._decoder:
                 read = [decode_parts(parts, batch, read, self._decoder, self.device)]
             trouble = trouble_of(read)
@@ -186,6 +195,8 @@ class StreamedLoader:
             num_workers=workers,
             prefetch_factor=_PREFETCH,
             pin_memory=pin,
+            # Without one of its own, it draws from that of dropout: a run resumed in an epoch would draw twice.
+            generator=torch.Generator(),
         )
 
     def _send(self, tensors: list[Tensor]) -> Tensor:

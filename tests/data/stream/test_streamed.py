@@ -87,7 +87,9 @@ def test_an_epoch_shows_every_image_once_in_a_new_order(numbered: Path) -> None:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_change_nothing(numbered: Path, workers: int) -> None:
     alone = list(loader(streamed(numbered)).epoch(1))
+    drawn = torch.get_rng_state()
     assert same(alone, list(loader(streamed(numbered), workers=workers).epoch(1)))
+    assert torch.equal(drawn, torch.get_rng_state())  # dropout draws the same numbers, whoever reads the images
     tested = list(loader(streamed(numbered, "test"), train=False).epoch(0))
     assert same(tested, list(loader(streamed(numbered, "test"), train=False, workers=workers).epoch(0)))
 
