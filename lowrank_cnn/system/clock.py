@@ -18,6 +18,7 @@ Key = TypeVar("Key", bound=Hashable)
 TimedCall = Callable[[], object]
 _FEWEST = 3
 _MOST_REPEATS = 10**6
+_STEADY = 1.5
 _MOST_THREADS = 1024
 """Torch crashes where the system refuses so many."""
 
@@ -30,6 +31,16 @@ class Sample:
     low: float
     high: float
     runs: int
+
+    @property
+    def spread(self) -> float:
+        """The upper quartile over the lower."""
+        return self.high / self.low if self.low else 1.0
+
+    @property
+    def steady(self) -> bool:
+        """Whether the quartiles lie near each other: where not, something else ran meanwhile."""
+        return self.spread <= _STEADY
 
 
 def measure(
