@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowrank_cnn.cli.show import console, errors, print_json, print_table
+from lowrank_cnn.cli.show import console, print_json, print_table
 from lowrank_cnn.system.errors import LowRankError, LowRankWarning
+from lowrank_cnn.system.progress import lasting
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +45,7 @@ def plan_engines(
         threads=threads or 0,
         out=out,
         overwrite=True,
-        say=lambda line: errors.print(f" {line}", markup=False),
+        say=lasting,
     )
     if as_json:
         told = {"fastest": found.fastest, "verdict": found.verdict}

@@ -44,6 +44,7 @@ from lowrank_cnn.method.shape_damage import Damage
 from lowrank_cnn.method.shape_network import layer_inputs
 from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.errors import LowRankError, first_line, nearest
+from lowrank_cnn.system.progress import progress, step
 from lowrank_cnn.system.text import text_table
 
 DENSE = "dense"
@@ -97,6 +98,7 @@ class Advice:
 
 
 @torch.random.fork_rng(devices=[])  # the forms that are tried draw weights
+@progress("design")
 def design(
     model: nn.Module,
     example: Tensor,
@@ -224,6 +226,7 @@ class AdviceBench:
             if conv.groups != 1 or name not in seen:
                 continue
             x = seen[name].contiguous(memory_format=torch.channels_last)
+            step(f"{name}, layer {len(found) + 1}")
             times = self.times(variants_of(conv), x)
             found.append(layer_advice(name, {key: one.ms for key, one in times.items()}, damage))
         return tuple(found)

@@ -43,6 +43,7 @@ from lowrank_cnn.models.files import Stored, read_weights, write_weights
 from lowrank_cnn.models.hub import resolve
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path, replacing, why_not_written
+from lowrank_cnn.system.progress import progress
 from lowrank_cnn.system.provenance import note, notes
 from lowrank_cnn.train.trained import Trained, load_checkpoint, trained_of
 
@@ -60,6 +61,7 @@ class Exported:
         return asdict(self)
 
 
+@progress("export")
 def export(
     model: nn.Module | Trained,
     path: str | Path,

@@ -24,6 +24,7 @@ from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.files import as_path, replacing
 from lowrank_cnn.system.processes import apart
+from lowrank_cnn.system.progress import progress, step
 from lowrank_cnn.train.trained import Trained
 
 _REST, _WARM = 0.03, 1
@@ -70,6 +71,7 @@ class EngineTimes:
         return f"{told} A thinner dense network of the same MACs takes {ms:.2f} ms ({name}): {advice}."
 
 
+@progress("engines")
 def time_engines(
     model: nn.Module | Trained,
     input_size: Sequence[int],
@@ -154,6 +156,7 @@ class _EngineBench:
                 continue
             for precision in precisions:
                 label = f"{prefix}{engine}, {precision}"
+                step(f"{label} is written")
                 try:
                     if precision != "int8" or target_of(engine).int8:
                         files[label] = self._write(model, label, engine, precision)
@@ -164,6 +167,7 @@ class _EngineBench:
     def timed(self, engine: str) -> dict[str, Sample]:
         """The times of an engine's files, taken in turns in a process in which no other engine runs."""
         files = self.files[engine]
+        step(f"{engine} is timed")
         asked = files, list(self.image.shape), self.threads, torch.get_num_threads(), self.repeats
         try:
             taken = apart(__file__, "_time_files", *asked) if files else {}
