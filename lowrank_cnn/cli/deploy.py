@@ -21,7 +21,7 @@ from lowrank_cnn.cli.options import (
     Trusted,
     grouped,
 )
-from lowrank_cnn.cli.show import console, print_json, print_table, status_line
+from lowrank_cnn.cli.show import console, print_json, print_table
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.system.text import counted, si
@@ -155,11 +155,11 @@ def plan_command(
     network = source.network.eval().to(place)
     inputs = inputs_on(place, network, size, given, batch=batch)
     how: dict[str, Any] = {"compile": compile_, "cache": cache, "repeats": repeats, "budget": budget}
-    with torch_threads(threads), status_line() as shown:
-        fast = optimize(network, inputs, say=shown(source.name), **how)
+    with torch_threads(threads):
+        fast = optimize(network, inputs, **how)
         held = None
         if twin and (dense := source.dense or dense_twin(network)) is not None:
-            rival = optimize(dense.eval().to(place), inputs, say=shown("the dense network"), **how)
+            rival = optimize(dense.eval().to(place), inputs, **how)
             held = _beside(fast, rival, inputs, place) | {"macs": _macs(dense, inputs)}
     _show_plan(source.name, fast, inputs, held, macs=_macs(network, inputs), as_json=as_json)
     if place == "cpu" and size is not None and not as_json:

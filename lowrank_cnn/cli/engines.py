@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowrank_cnn.cli.show import console, print_json, print_table, status_line
+from lowrank_cnn.cli.show import console, print_json, print_table
 from lowrank_cnn.system.errors import LowRankError, LowRankWarning
+from lowrank_cnn.system.progress import lasting
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,18 +37,16 @@ def plan_engines(
         target_of(name)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    with status_line() as shown:
-        model = source.trained or source.network.eval()
-        found = time_engines(
-            model,
-            size,
-            rival=_thin_rival(source, size) if twin else None,
-            engines=chosen,
-            threads=threads or 0,
-            out=out,
-            overwrite=True,
-            say=shown(source.name),
-        )
+    found = time_engines(
+        source.trained or source.network.eval(),
+        size,
+        rival=_thin_rival(source, size) if twin else None,
+        engines=chosen,
+        threads=threads or 0,
+        out=out,
+        overwrite=True,
+        say=lasting,
+    )
     if as_json:
         told = {"fastest": found.fastest, "verdict": found.verdict}
         print_json({"model": source.name, "input": [1, *size], **told, **asdict(found)})
@@ -65,7 +64,9 @@ def plan_engines(
 
 
 def _cells(time: Sample | None) -> tuple[str, str]:
-    return (f"{time.ms:.2f}", f"{time.low:.2f}-{time.high:.2f}") if time else ("", "")
+    if time is None:
+        return "", ""
+    return f"{time.ms:.2f}", f"{'' if time.steady else 'unsteady, '}{time.low:.2f}-{time.high:.2f}"
 
 
 def _thin_rival(source: Source, size: tuple[int, ...]) -> nn.Module | None:

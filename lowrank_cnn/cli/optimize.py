@@ -11,7 +11,7 @@ import typer
 from lowrank_cnn.cli.convert import export_source
 from lowrank_cnn.cli.deploy import Batch, Budget, Threads, Tries, input_shapes, inputs_on, print_variants
 from lowrank_cnn.cli.options import Device, Inputs, Json, Model, Scheme, SourceOptions, grouped
-from lowrank_cnn.cli.show import console, print_json, status_line
+from lowrank_cnn.cli.show import console, print_json
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.text import si
 
@@ -56,8 +56,8 @@ def optimize_command(
     network = source.network.eval().to(place)
     inputs = inputs_on(place, network, size, given, batch=batch)
     how: dict[str, Any] = {"compile": compile_, "cache": cache, "repeats": repeats, "budget": budget}
-    with torch_threads(threads), status_line() as shown:
-        fast = optimize(network, inputs, say=shown(source.name), **how)
+    with torch_threads(threads):
+        fast = optimize(network, inputs, **how)
         written = export_source(
             replace(source, network=fast), fast, out, size, example_input=given, overwrite=overwrite
         )

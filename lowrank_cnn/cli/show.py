@@ -1,16 +1,15 @@
-"""How the command prints: tables that fit 80 columns, JSON, and a status line."""
+"""How the command prints: tables that fit 80 columns, and JSON."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -42,16 +41,6 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
         table.add_row(*(Text("" if value is None else printable(str(value))) for value in row))
     console.print(Text(printable(title), "bold"))  # apart: as the table's own it would wrap at the table's width
     console.print(table)
-
-
-@contextlib.contextmanager
-def status_line() -> Iterator[Callable[[str], Callable[[str], None]]]:
-    """Show the current step on one line of the terminal, and remove the line at the end.
-
-    The line is redrawn only when the text changes: a spinner's thread would disturb what is being timed.
-    """
-    with Live(console=errors, auto_refresh=False, transient=True) as live:
-        yield lambda whose: lambda what: live.update(Text(printable(f" {whose}, {what} ...")), refresh=True)
 
 
 @contextlib.contextmanager

@@ -45,6 +45,7 @@ from lowrank_cnn.method.shape_network import layer_inputs
 from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.compare import copied, unchanged
 from lowrank_cnn.system.errors import LowRankError, first_line, nearest
+from lowrank_cnn.system.progress import progress, step
 from lowrank_cnn.system.text import text_table
 
 DENSE = "dense"
@@ -98,6 +99,7 @@ class Advice:
 
 
 @unchanged()  # the forms that are tried draw weights
+@progress("design")
 def design(
     model: nn.Module,
     example: Tensor,
@@ -226,6 +228,7 @@ class AdviceBench:
             if conv.groups != 1 or name not in seen:
                 continue
             x = seen[name].contiguous(memory_format=torch.channels_last)
+            step(f"{name}, layer {len(found) + 1}")
             times = self.times(variants_of(conv), x)
             found.append(layer_advice(name, {key: one.ms for key, one in times.items()}, damage))
         return tuple(found)

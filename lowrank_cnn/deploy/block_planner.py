@@ -23,6 +23,7 @@ from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.compare import agree, copied, objection, unchanged
 from lowrank_cnn.system.errors import LostDeviceError, LowRankError, first_line
 from lowrank_cnn.system.history import GIVEN, Decision
+from lowrank_cnn.system.progress import step
 
 _GAIN = 0.97
 """A block is run in another way only if that takes at most so much of the time: less is noise."""
@@ -60,7 +61,6 @@ class BlockPlanner:
     store: Cache
     candidates: Mapping[str, Candidate]
     repeats: int
-    say: Callable[[str], None]
     decisions: dict[str, Decision] = field(default_factory=dict)
     ways: dict[str, nn.Module] = field(default_factory=dict)
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class BlockPlanner:
         class BlockByBlock(fx.Interpreter):
             def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 if target in by_name:
-                    planner.say(f"{target}, block {len(planner.decisions) + 1} of {len(by_name)}")
+                    step(f"{target}, block {len(planner.decisions) + 1} of {len(by_name)}")
                     planner.decide(by_name[target], args)
                 return super().call_module(target, args, kwargs)
 

@@ -81,7 +81,7 @@ def groups_apart(model: nn.Module) -> nn.Module:
         stages = [_apart(layer) for layer in _stages(block.layer)]
         if any(len(convs) > 1 for convs in stages):
             *front, last = stages
-            before = [GroupsApart(convs, Epilogue()) for convs in front]
+            before: list[nn.Module] = [GroupsApart(convs, Epilogue()) for convs in front]
             made[pattern.name] = Staged(before, GroupsApart(last, block.epilogue)).eval()
             patterns.append(pattern)
     return rewritten(captured, patterns, lambda pattern: made[pattern.name]).eval() if patterns else model
@@ -89,8 +89,9 @@ def groups_apart(model: nn.Module) -> nn.Module:
 
 def _apart(layer: nn.Module) -> list[nn.Module]:
     """The convs of a layer's groups: their biases are then constants, which not every engine can split."""
-    composite = isinstance(layer, CompositeConv2d) and len(layer.weights) > 1
-    return (_split(layer) if composite else []) or [layer]
+    if not isinstance(layer, CompositeConv2d) or len(layer.weights) == 1:
+        return [layer]
+    return _split(layer) or [layer]
 
 
 def in_layers(model: nn.Module) -> nn.Module:

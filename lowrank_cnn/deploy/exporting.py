@@ -45,6 +45,7 @@ from lowrank_cnn.models.hub import resolve
 from lowrank_cnn.system.compare import unchanged
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path, delete, replacing, why_not_written
+from lowrank_cnn.system.progress import progress
 from lowrank_cnn.system.provenance import note, notes
 from lowrank_cnn.train.trained import Trained, load_checkpoint, trained_of
 
@@ -63,6 +64,7 @@ class Exported:
 
 
 @unchanged()  # a forward may draw
+@progress("export")
 def export(
     model: nn.Module | Trained,
     path: str | Path,

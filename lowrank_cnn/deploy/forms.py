@@ -23,17 +23,18 @@ from lowrank_cnn.deploy.blocks import as_network, in_blocks
 from lowrank_cnn.deploy.candidates import fused
 from lowrank_cnn.deploy.layers_alone import time_layers
 from lowrank_cnn.deploy.merging import merge
-from lowrank_cnn.deploy.optimized import FORMATS, Form, Optimized, OptimizeReport
+from lowrank_cnn.deploy.optimized import FORMATS, Form, Optimized, OptimizeReport, stop_compiler
 from lowrank_cnn.deploy.planning import apply_ways, plan
 from lowrank_cnn.kernels.autotune.compile_ahead import prepare
 from lowrank_cnn.kernels.fusing import fuse_neighbours
 from lowrank_cnn.kernels.mode import for_graphs
 from lowrank_cnn.kernels.network_graph import CaptureError, layer_kind
 from lowrank_cnn.method.rewriting import copy_with, in_channels_last
-from lowrank_cnn.system.clock import Sample, measure
+from lowrank_cnn.system.clock import OutOfTime, Sample, deadline, measure
 from lowrank_cnn.system.compare import copied, unchanged
 from lowrank_cnn.system.errors import LostDeviceError, LowRankError, first_line
 from lowrank_cnn.system.history import GIVEN
+from lowrank_cnn.system.progress import step
 from lowrank_cnn.system.text import counted
 
 LAST = "channels_last"
@@ -57,7 +58,6 @@ class Workshop:
     cache: str | Path | bool
     repeats: int
     budget: float
-    say: Callable[[str], None]
     ways: Mapping[str, str] | None = None
     neighbours: bool = False
     names: tuple[str, ...] = ()
@@ -86,12 +86,13 @@ class Workshop:
             else:
                 self.attempt_in_time(name)
         if compile and not self.on_gpu:  # compiling takes long: the network as it is, and the fastest so far
-            times = self.times(3)
-            bases = [f"folded, {LAST}", min(times, key=lambda name: times[name].ms), "folded, contiguous"]
+            times = self.times(3) if self.left_for_forms > 0 else {}
+            best = min(times, key=lambda name: times[name].ms, default=GIVEN)
+            bases = [f"folded, {LAST}", best, "folded, contiguous"]
             chosen = [f"{base}, compiled" for base in dict.fromkeys(bases)]
             for name in [name for name in chosen if name in names][:2]:
                 self.attempt_in_time(name)
-        self.say(f"{counted(len(self.made), 'variant')} in turns")
+        step(f"{counted(len(self.made), 'variant')} in turns")
         times = self.times(self.repeats)
         return self.result(best_form({name: sample.ms for name, sample in times.items()}), times)
 
@@ -100,7 +101,8 @@ class Workshop:
         names = self.form_names(compile=False)
         plans = [name for name in names if name.startswith("planned")]
         yield from (name for name in names if name not in plans)
-        folded = {name: sample.ms for name, sample in (self.times(3) if len(plans) > 1 else {}).items()}
+        known = self.times(3) if len(plans) > 1 and self.left_for_forms > 0 else {}
+        folded = {name: sample.ms for name, sample in known.items()}
         yield from sorted(plans, key=lambda name: folded.get(name.replace("planned", "folded"), float("inf")))
 
     def _out_of_reach(self, name: str) -> str:
@@ -117,7 +119,7 @@ class Workshop:
     def _layers_alone(self, kind: str) -> float:
         """Milliseconds of the layers of a folded or merged network; 0 where they cannot be timed."""
         if kind not in self.alone:
-            self.say(f"{kind}: the layers alone")
+            step(f"{kind}: the layers alone")
             form = Form(LAST if self.has_images else None)
             try:
                 network = self.folded(form.layout, chains=kind == "merged")
@@ -133,7 +135,7 @@ class Workshop:
         choice = best_form(known) if known else None
         if known is None or choice not in self.form_names(compile):
             return None
-        self.say(f"{choice}, as measured before")
+        step(f"{choice}, as measured before")
         for name in dict.fromkeys((GIVEN, choice)):
             self.attempt(name)
         if choice not in self.made:
@@ -154,13 +156,19 @@ class Workshop:
         """Seconds of the budget."""
         return self.began + self.budget - time.perf_counter()
 
+    @property
+    def left_for_forms(self) -> float:
+        """Seconds in which forms can be made: some of the budget is left for timing them."""
+        return self.began + (1 - RESERVED) * self.budget - time.perf_counter()
+
     def times(self, repeats: int) -> dict[str, Sample]:
         inputs = copied(*self.inputs)
         runs: dict[str, Callable[[], object]] = {
             name: lambda v=variant: v(*inputs) for name, variant in self.made.items()
         }
+        budget = max(self.left, RESERVED * self.budget)
         with unchanged(*self.made.values()):
-            return measure(runs, repeats=repeats, budget=max(self.left, 3.0), cuda=self.on_gpu)
+            return measure(runs, repeats=repeats, budget=budget, cuda=self.on_gpu, fewest=1)
 
     def form_names(self, compile: bool) -> list[str]:
         """The forms that apply here, the most promising first."""
@@ -179,15 +187,20 @@ class Workshop:
         if name in self.made:
             return
         make, form = self.variants()[name]
-        self.say(name)
+        step(name)
+        limit = float("inf") if name == GIVEN else self.left_for_forms
         try:
-            network = make()
-            if self.on_gpu and not form.compiled:
-                compile_kernels_of(network, form, self.inputs)
-            variant = Optimized(network, form, self.names).prepare(*self.inputs)
-            reason = "" if name == GIVEN else objection_on(variant, self.model, *self.inputs)
+            with deadline(limit):
+                network = make()
+                if self.on_gpu and not form.compiled:
+                    compile_kernels_of(network, form, self.inputs)
+                variant = Optimized(network, form, self.names).prepare(*self.inputs)
+                reason = "" if name == GIVEN else objection_on(variant, self.model, *self.inputs)
         except LostDeviceError:
             raise
+        except OutOfTime:
+            reason = f"stopped: the budget of {self.budget:g} s was used up"
+            stop_compiler()
         except Exception as error:  # no compiler, say, or a network that waits for the device and has no graph
             if name == GIVEN:
                 raise
@@ -254,11 +267,10 @@ class Workshop:
         """The folded network, each block in its fastest way: called from Python, or in a CUDA graph."""
         if not graphs and (made := self.made.get(f"planned, {layout}")) is not None:
             return made.network
-        name = f"planned, {layout}"
         network, images = self.folded(layout), Form(layout).laid_out(*self.inputs)
         if self.ways is not None:  # found before
             return apply_ways(network, images, self.ways, neighbours=self.neighbours) if self.ways else network
-        options = {"cache": self.cache, "repeats": self.repeats, "say": lambda text: self.say(f"{name}: {text}")}
+        options = {"cache": self.cache, "repeats": self.repeats}
         if not graphs:
             return plan(network, images, **options)  # type: ignore[arg-type]
         with for_graphs():

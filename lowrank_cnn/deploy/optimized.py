@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import FunctionType
 from typing import Any
@@ -145,6 +147,15 @@ class Optimized(nn.Module):
         """Load weights; from then on the network runs as it is, neither compiled nor recorded."""
         self.forget()
         return super().load_state_dict(*args, **kwargs)
+
+
+def stop_compiler() -> None:
+    """Cancel what waits for Inductor's threads once a compilation is stopped: it would disturb what is timed."""
+    inductor: Any = sys.modules.get("torch._inductor.async_compile")
+    if inductor is not None:
+        with suppress(Exception):  # no threads, or another version's
+            inductor.AsyncCompile.pool().shutdown(wait=False, cancel_futures=True)
+            inductor.AsyncCompile.pool.cache_clear()
 
 
 def _function_of(network: nn.Module) -> Callable[..., Any]:

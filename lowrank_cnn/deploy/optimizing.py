@@ -18,12 +18,13 @@ from lowrank_cnn.deploy.examples import Example, by_position
 from lowrank_cnn.deploy.forms import Workshop, compile_kernels_of
 from lowrank_cnn.deploy.optimized import Form, Optimized
 from lowrank_cnn.deploy.plan_cache import Cache, network_key
-from lowrank_cnn.deploy.planning import check_ready, silent
+from lowrank_cnn.deploy.planning import check_ready
 from lowrank_cnn.models.files import dtype_of
 from lowrank_cnn.system.clock import Sample, check_budget, check_repeats
 from lowrank_cnn.system.compare import unchanged
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.history import GIVEN
+from lowrank_cnn.system.progress import progress
 from lowrank_cnn.system.provenance import note, notes
 
 _LARGEST_EXAMPLE = 2**28
@@ -53,9 +54,10 @@ def optimize(
     - `compile`: whether torch.compile is tried, with the weights as constants.
     - `cache`: where choices and times are kept (True: the user's cache directory; False: nowhere). A network that
       was optimised before, on this machine and with these versions, is made again without trying all forms.
-    - `budget`: seconds for all forms. The last fifth begins none, and is for comparing and timing. On a GPU
-      torch.compile is left out where the layers it would call take longer alone than the best form so far.
-    - `say`: a function that is called with a line of progress before each form (`say=print`).
+    - `budget`: seconds for all forms. The last fifth is for timing: a form that is not ready by then is stopped,
+      which needs the main thread. On a GPU torch.compile is left out where the layers it would call take longer
+      alone than the best form so far.
+    - `say`: a function that is called with each step (`say=print`), in place of the line on standard error.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
     >>> fast = optimize(net, torch.randn(1, 3, 8, 8), compile=False, cache=False, repeats=3)
@@ -66,12 +68,13 @@ def optimize(
     check_repeats(repeats)
     check_budget(budget)
     store = Cache.open(cache)
-    if any(isinstance(x, Tensor) and x.is_cuda for x in inputs) and not network.training:
-        compile_kernels_of(network, Form(), inputs)
-    check_ready(network, *inputs)
-    key = network_key(network, inputs, compile)
-    work = Workshop(network, inputs, cache, repeats, budget, say or silent, names=names)
-    best = work.again(store.times(key), compile) or work.fastest(compile)
+    with progress("optimize", say):
+        if any(isinstance(x, Tensor) and x.is_cuda for x in inputs) and not network.training:
+            compile_kernels_of(network, Form(), inputs)
+        check_ready(network, *inputs)
+        key = network_key(network, inputs, compile)
+        work = Workshop(network, inputs, cache, repeats, budget, names=names)
+        best = work.again(store.times(key), compile) or work.fastest(compile)
     if cache is not False and best.report.times:
         store = Cache.open(cache)  # a plan may have written its times meanwhile
         store.keep(key, {name: sample.ms for name, sample in best.report.times.items()})
@@ -92,7 +95,7 @@ def reoptimize(model: nn.Module, chosen: Mapping[str, Any], example_input: Tenso
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LowRankError("what was stored of the optimised network is damaged: optimise it again.") from error
     check_ready(model, x)
-    work = Workshop(model, (x,), False, 3, float("inf"), silent, ways, bool(chosen.get("neighbours")))
+    work = Workshop(model, (x,), False, 3, float("inf"), ways, bool(chosen.get("neighbours")))
     if form in work.variants():
         work.attempt(form)
     else:

@@ -30,6 +30,7 @@ from lowrank_cnn.system.clock import check_repeats
 from lowrank_cnn.system.compare import unchanged
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.history import GIVEN, NetworkPlan
+from lowrank_cnn.system.progress import progress, step
 from lowrank_cnn.system.provenance import note, notes
 
 
@@ -55,7 +56,7 @@ def plan(
     - `cache`: where measured times are kept (True: the user's cache directory; False: nowhere). They are found
       again by device, versions, threads, layer and input. Where the whole network does not gain what they promise,
       all is measured anew.
-    - `say`: a function that is called with the name of each block that is measured (`say=print`).
+    - `say`: a function that is called with each step (`say=print`), in place of the line on standard error.
 
     >>> planned = lr.plan(net, images)  # doctest: +SKIP
     >>> print(lr.notes(planned).plan)  # doctest: +SKIP
@@ -63,16 +64,17 @@ def plan(
     network, inputs, names = by_position(model, example_input)
     check_repeats(repeats)
     store = Cache.open(cache)
-    options: dict[str, Any] = {"candidates": candidates, "repeats": repeats, "say": say or silent}
-    check_ready(network, *inputs)
-    result = _planned(network, inputs, store, **options)
-    found = notes(result).plan
-    assert found is not None
-    if store.taken and not found.used and any(decision.choice != GIVEN for decision in found.decisions):
-        store.blind = True
+    options: dict[str, Any] = {"candidates": candidates, "repeats": repeats}
+    with progress("plan", say):
+        check_ready(network, *inputs)
         result = _planned(network, inputs, store, **options)
-    if not store.save() and say:
-        say(f"measured times could not be kept in {store.entries.path}")
+        found = notes(result).plan
+        assert found is not None
+        if store.taken and not found.used and any(decision.choice != GIVEN for decision in found.decisions):
+            store.blind = True
+            result = _planned(network, inputs, store, **options)
+        if not store.save():
+            step(f"measured times could not be kept in {store.entries.path}")
     if not names:
         return result
     named = ByKeyword(result, names)
@@ -97,10 +99,6 @@ def apply_ways(
     return as_network(network, captured, copy_with(model))
 
 
-def silent(_text: str) -> None:
-    """Report no progress."""
-
-
 def check_ready(model: nn.Module, *inputs: Any) -> None:
     """Refuse what cannot be measured, in a sentence."""
     check_rewritable(model)
@@ -119,7 +117,6 @@ def _planned(
     *,
     candidates: Mapping[str, Candidate],
     repeats: int,
-    say: Callable[[str], None],
 ) -> nn.Module:
     given = copy_with(model)
     where = (tuple(inputs[0].shape), str(inputs[0].device))
@@ -127,7 +124,7 @@ def _planned(
         network, blocks, captured = in_blocks(model, *inputs)
     except CaptureError as why:
         return _unplanned(given, inputs, where, str(why), repeats)
-    planner = BlockPlanner(network, blocks, store, candidates, repeats, say)
+    planner = BlockPlanner(network, blocks, store, candidates, repeats)
     if reason := objection_on(network, given, *inputs):
         return _unplanned(given, inputs, where, f"captured as a graph, {reason}", repeats)
     planner.run(*inputs)

@@ -30,6 +30,7 @@ from lowrank_cnn.method.rewriting import copy_with
 from lowrank_cnn.system.compare import copied, difference, is_finite, unchanged
 from lowrank_cnn.system.errors import LowRankError
 from lowrank_cnn.system.files import as_path
+from lowrank_cnn.system.progress import progress
 from lowrank_cnn.system.provenance import notes
 from lowrank_cnn.train.evaluation import evaluate, held_out_images, match_classes
 from lowrank_cnn.train.fake_int8 import ROUNDED_LAYERS, rounded_by, rounding
@@ -85,6 +86,7 @@ class Quantized:
 
 
 @unchanged()  # a forward may draw
+@progress("quantize")
 def quantize(
     model: nn.Module | Trained,
     calibration: Data | str | Path | Tensor | Sequence[Tensor],

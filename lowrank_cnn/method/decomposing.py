@@ -40,12 +40,14 @@ from lowrank_cnn.method.selection import Kept, Where, select
 from lowrank_cnn.method.sensitivity import Score, measured_keeps
 from lowrank_cnn.system.compare import unchanged
 from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.progress import progress, step
 from lowrank_cnn.system.provenance import note
 
 __all__ = ["Fitted", "decompose", "fit_layer"]
 
 
 @unchanged()  # layers draw weights when they are built, and these are fitted
+@progress("decompose")
 def decompose(
     model: nn.Module,
     scheme: str | Scheme = "separable",
@@ -180,6 +182,7 @@ def refitted(
     """Refit layer by layer, in the order of definition, to the original's activations on the images."""
     found = dict(report)
     for name in report:
+        step(f"{name} is fitted again")
         conv, layer = model.get_submodule(name), new.get_submodule(name)
         assert isinstance(layer, FactoredConv2d | FactoredLayer)
         right = [y for _, y in seen(model, conv, batches)]

@@ -33,6 +33,7 @@ from lowrank_cnn.method.selection import check_rewritable
 from lowrank_cnn.system.autograd import upstream
 from lowrank_cnn.system.compare import unchanged
 from lowrank_cnn.system.errors import LowRankError, LowRankWarning, first_line, nearest
+from lowrank_cnn.system.progress import progress, step
 from lowrank_cnn.system.results import mapped, tensors_of
 
 _STEPS = 14
@@ -40,6 +41,7 @@ _FAR = 0.2
 """Users are told where the MACs miss what they asked for by more than this share of it."""
 
 
+@progress("thin")
 def thin(
     model: nn.Module,
     *,
@@ -98,7 +100,7 @@ def _tell_if_far(kept: float, width: float | None, macs: float | None, multiple:
         told = f"thin was asked for {width:.2f} of the channels, and makes no layer thinner"
     else:
         return
-    warnings.warn(f"{told}, in multiples of {multiple} channels{small}.", LowRankWarning, stacklevel=3)
+    warnings.warn(f"{told}, in multiples of {multiple} channels{small}.", LowRankWarning, stacklevel=4)
 
 
 def _own_widths(model: nn.Module, layers: Mapping[str, float]) -> dict[nn.Module, float]:
@@ -120,28 +122,34 @@ class _Thinning:
         self.last, self.shapes = _output_layers(blank, size)
 
     def nearest(self, target: float) -> nn.Module:
-        """Bisect the width. MACs are a staircase of it, so remember the closest step found."""
+        """Bisect the width. MACs are a staircase of it: build each step once, and remember the closest."""
         low, high = 0.0, 4.0
-        best: tuple[float, nn.Module] | None = None
+        built: dict[tuple[int, ...], tuple[float, nn.Module]] = {}
         for _ in range(_STEPS):
             middle = (low + high) / 2
-            found = self.at(middle)
-            cost = count(found, self.size).macs
-            if best is None or abs(cost - target) < abs(best[0] - target):
-                best = (cost, found)
-            low, high = (middle, high) if cost < target else (low, middle)
-        assert best is not None
-        return best[1]
+            widths = self._widths(middle)
+            if widths not in built:
+                step(f"width {middle:.2f}")
+                found = self.at(middle)
+                built[widths] = (count(found, self.size).macs, found)
+            low, high = (middle, high) if built[widths][0] < target else (low, middle)
+            if self._widths(low) == self._widths(high):  # as all between them
+                break
+        return min(built.values(), key=lambda pair: abs(pair[0] - target))[1]
+
+    def _widths(self, width: float) -> tuple[int, ...]:
+        """The channels of every conv and linear layer at a width."""
+        layers = [layer for layer in self.blank.modules() if isinstance(layer, (*CONVS, nn.Linear))]
+        return tuple(self._channels(layer, width)(_leaving(layer)) for layer in layers)
+
+    def _channels(self, layer: nn.Module, width: float) -> Callable[[int], int]:
+        share = self.own.get(layer, width)
+        return (lambda n: n) if layer in self.last else (lambda n: _rounded(n, share, self.multiple))
 
     def at(self, width: float) -> nn.Module:
         """The network at a width."""
-
-        def channels(layer: nn.Module) -> Callable[[int], int]:
-            share = self.own.get(layer, width)
-            return (lambda n: n) if layer in self.last else (lambda n: _rounded(n, share, self.multiple))
-
         pending = {
-            layer: PendingLayer(copy.deepcopy(layer), channels(layer))
+            layer: PendingLayer(copy.deepcopy(layer), self._channels(layer, width))
             for layer in self.blank.modules()
             if (type(layer) in LAYERS and not _computed(layer)) or isinstance(layer, NORMS)
         }
@@ -157,6 +165,10 @@ class _Thinning:
             raise LowRankError("the network cannot be made thinner: its outputs would have other shapes.")
         built = {id(stand_in): stand_in.built or stand_in.layer for stand_in in pending.values()}
         return copy.deepcopy(new, built)
+
+
+def _leaving(layer: nn.Module) -> int:
+    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels  # type: ignore[return-value]
 
 
 def _computed(layer: nn.Module) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median, quantiles
+from types import FrameType
 from typing import TypeVar
 
 import torch
@@ -18,6 +21,7 @@ Key = TypeVar("Key", bound=Hashable)
 TimedCall = Callable[[], object]
 _FEWEST = 3
 _MOST_REPEATS = 10**6
+_STEADY = 1.5
 _MOST_THREADS = 1024
 """Torch crashes where the system refuses so many."""
 
@@ -31,6 +35,16 @@ class Sample:
     high: float
     runs: int
 
+    @property
+    def spread(self) -> float:
+        """The upper quartile over the lower."""
+        return self.high / self.low if self.low else 1.0
+
+    @property
+    def steady(self) -> bool:
+        """Whether the quartiles lie near each other: where not, something else ran meanwhile."""
+        return self.spread <= _STEADY
+
 
 def measure(
     runs: Mapping[Key, TimedCall],
@@ -40,9 +54,10 @@ def measure(
     cuda: bool = False,
     rest: float = 0.0,
     warm: int = 0,
+    fewest: int = _FEWEST,
     of: Callable[[Sequence[float]], float] = median,
 ) -> dict[Key, Sample]:
-    """Time several functions in turns: each `repeats` times, or fewer (at least three) within `budget` seconds.
+    """Time several functions in turns: each `repeats` times, or fewer (at least `fewest`) within `budget` seconds.
 
     `rest` seconds pass before each run: the threads of a runtime spin for a while after its last run, and would
     slow down the next runtime. `warm` runs that are not timed follow the rest, to wake threads and fill caches.
@@ -53,13 +68,14 @@ def measure(
     """
     check_repeats(repeats)
     clock = _cuda_clock if cuda else _clock
-    for run in runs.values():  # twice: the first run of a kernel also compiles, allocates or packs
-        run()
-        run()
-    times: dict[Key, list[float]] = {name: [] for name in runs}
     end = time.perf_counter() + budget
+    for run in runs.values():  # twice: the first run of a kernel also compiles, allocates or packs
+        for _ in range(2):
+            if fewest > 1 or time.perf_counter() < end:
+                run()
+    times: dict[Key, list[float]] = {name: [] for name in runs}
     for turn in range(repeats):
-        if turn >= _FEWEST and time.perf_counter() > end:
+        if turn >= fewest and time.perf_counter() > end:
             break
         for name, run in runs.items():
             time.sleep(rest)
@@ -81,6 +97,43 @@ def check_budget(seconds: float) -> None:
     """Refuse a budget that is no time at all."""
     if not seconds > 0:  # a NaN is refused too
         raise LowRankError(f"a budget is a number of seconds above 0, not {seconds}.")
+
+
+class OutOfTime(BaseException):
+    """A block took longer than its deadline. Code that catches every `Exception` lets it through."""
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Stop a block by OutOfTime after so many seconds, wherever it is but in an import: in a compiler, say.
+
+    A signal does it, which Python delivers to the main thread alone: in other threads the block runs to its end.
+    """
+    alone = threading.current_thread() is not threading.main_thread() or not hasattr(
+        signal, "setitimer"
+    )  # Windows
+    if seconds == float("inf") or alone:
+        yield
+        return
+
+    def stop(_signal: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):  # half a module would stay
+                return
+            frame = frame.f_back
+        signal.setitimer(signal.ITIMER_REAL, 2.0, 2.0)  # again: destructors drop exceptions
+        raise OutOfTime
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), 0.05)
+    try:
+        yield
+    finally:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:
+            signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
 @contextmanager
@@ -153,5 +206,5 @@ def _cuda_clock(run: TimedCall) -> float:
 
 
 def _sample(times: Sequence[float], of: Callable[[Sequence[float]], float]) -> Sample:
-    low, _, high = quantiles(times, n=4)
+    low, _, high = quantiles(times, n=4) if len(times) > 1 else 3 * list(times)
     return Sample(of(times), low, high, len(times))

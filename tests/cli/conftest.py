@@ -28,12 +28,12 @@ def lowrank() -> Callable[..., Result]:
 
 @pytest.fixture
 def output_of() -> Callable[..., str]:
-    """Run a command and give what it prints; errors come through."""
+    """Run a command and give what it prints to standard output; errors come through."""
 
     def run(*arguments: object) -> str:
         done = invoke(*arguments, catch_exceptions=False)
         assert done.exit_code == 0, done.output
-        return done.output
+        return done.stdout
 
     return run
 

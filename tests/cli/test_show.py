@@ -11,7 +11,6 @@ from lowrank_cnn.cli.show import (
     continued_by_same_command,
     print_json,
     print_table,
-    status_line,
 )
 from lowrank_cnn.train import Interrupted
 
@@ -40,12 +39,6 @@ def test_a_title_is_as_wide_as_the_terminal_and_not_as_its_table(capsys):
 def test_json_is_plain(capsys):
     print_json({"a": [1, 2]})
     assert json.loads(capsys.readouterr().out) == {"a": [1, 2]}
-
-
-def test_the_status_line_escapes_names_too(capsys):
-    with status_line() as shown:
-        shown("\x1b[2Jnet")("layer 1")
-    assert "\x1b[2J" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupted])

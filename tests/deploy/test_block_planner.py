@@ -35,7 +35,7 @@ def two_alike() -> nn.Module:
 def planner(network: nn.Module, image: torch.Tensor, **candidates: Candidate) -> BlockPlanner:
     graph, blocks, _ = in_blocks(network, image)
     ways = {"as given": AS_GIVEN, **{name.replace("_", " "): make for name, make in candidates.items()}}
-    return BlockPlanner(graph, blocks, Cache.open(False), ways, 3, lambda _: None)
+    return BlockPlanner(graph, blocks, Cache.open(False), ways, 3)
 
 
 @torch.no_grad()

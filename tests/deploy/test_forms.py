@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 
 from lowrank_cnn.deploy.forms import Workshop, best_form
 from lowrank_cnn.deploy.optimized import Form, Optimized
-from lowrank_cnn.deploy.planning import silent
 from lowrank_cnn.kernels.mode import is_for_graphs
 from lowrank_cnn.kernels.network_graph import layer_kind
 from lowrank_cnn.method.building import build_conv
@@ -22,7 +22,7 @@ COMPILED = "folded, compiled, recorded"
 
 
 def workshop(net: nn.Module, *, budget: float = 60.0) -> Workshop:
-    return Workshop(net, (IMAGE,), False, 3, budget, silent)
+    return Workshop(net, (IMAGE,), False, 3, budget)
 
 
 @pytest.mark.parametrize(("plan", "best"), [(1.0, "fused, recorded"), (0.9, "planned, recorded")])
@@ -145,6 +145,15 @@ def test_no_form_is_begun_at_the_end_of_the_budget(monkeypatch: pytest.MonkeyPat
     work.attempt_in_time("as given")
     assert set(work.made) == {"as given"}
     assert "used up" in work.failed["folded, contiguous"]
+
+
+def test_a_form_that_is_not_ready_in_time_is_stopped(monkeypatch: pytest.MonkeyPatch):
+    """A compiler cannot be asked to stop: `optimize(budget=30)` took 226 seconds."""
+    work = workshop(nn.Sequential(nn.Conv2d(3, 8, 3)).eval(), budget=0.5)
+    monkeypatch.setattr(Workshop, "folded", lambda self, layout: time.sleep(600))
+    assert work.fastest(compile=False).report.choice == "as given"
+    assert work.failed["folded, contiguous"] == "stopped: the budget of 0.5 s was used up"
+    assert "not tried" in work.failed["planned, channels_last"]
 
 
 def test_our_kernels_are_compiled_around_only_while_half_of_the_budget_is_left(on_gpu: Workshop, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowrank_cnn.method import thinning
 from lowrank_cnn.method.converting import convert
 from lowrank_cnn.method.counting import count
 from lowrank_cnn.method.thinning import thin
@@ -332,3 +333,14 @@ def test_a_width_that_narrow_layers_cannot_have_is_told():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         thin(net, macs=0.5, input_size=(3, 8, 8), multiple=1)
+
+
+def test_each_rounded_network_is_built_once(monkeypatch: pytest.MonkeyPatch):
+    """Fourteen steps of bisection give eight widths here: larger networks took minutes."""
+    net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 96, 3), nn.ReLU(), nn.Conv2d(96, 4, 1))
+    built, at = [], thinning._Thinning.at
+    monkeypatch.setattr(thinning._Thinning, "at", lambda self, width: built.append(new := at(self, width)) or new)
+    thinner = thin(net, macs=0.4, input_size=(3, 12, 12), multiple=16)
+    widths = [(one[0].out_channels, one[2].out_channels) for one in built]
+    assert len(widths) == len(set(widths)) < 10
+    assert (thinner[0].out_channels, thinner[2].out_channels) == (32, 64)

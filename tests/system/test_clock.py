@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import itertools
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from lowrank_cnn.system import clock
-from lowrank_cnn.system.clock import Marks, measure, torch_threads
+from lowrank_cnn.system.clock import Marks, OutOfTime, Sample, deadline, measure, torch_threads
 from lowrank_cnn.system.errors import LowRankError
 
 
@@ -52,3 +60,41 @@ def test_marks_add_up_and_start_anew():
         marks.stop("step")
     assert marks.collect()["step"] >= 0
     assert marks.collect() == {}
+
+
+def test_a_block_is_stopped_at_its_deadline_and_alarms_are_given_back():
+    before = signal.getsignal(signal.SIGALRM)
+
+    def never_ends() -> None:
+        with deadline(0.01), contextlib.suppress(Exception):
+            time.sleep(600)
+
+    with pytest.raises(OutOfTime):
+        never_ends()
+    with deadline(600):
+        assert signal.getsignal(signal.SIGALRM) is not before
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_an_import_is_not_stopped_half_way(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "slow_import.py").write_text("import signal; signal.raise_signal(signal.SIGALRM); whole = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    with deadline(600):
+        assert importlib.import_module("slow_import").whole
+
+
+def test_other_threads_and_no_deadline_run_to_the_end():
+    def ends(seconds: float) -> str:
+        with deadline(seconds):
+            return "done"
+
+    with ThreadPoolExecutor(1) as pool:
+        assert [ends(float("inf")), pool.submit(ends, 0.0).result()] == ["done", "done"]
+
+
+def test_one_run_is_enough_where_the_budget_is_used_up(monkeypatch: pytest.MonkeyPatch):
+    ticks, runs = itertools.count(), []
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: next(ticks), sleep=lambda _: None))
+    taken = measure({"slow": lambda: runs.append(1)}, budget=0.5, fewest=1)["slow"]
+    assert (taken, len(runs)) == (Sample(1000.0, 1000.0, 1000.0, 1), 1)

@@ -1,12 +1,14 @@
-"""Measure the installed engines on a network, beside a rival of equal cost, and keep the file of the fastest."""
+"""Measure the installed engines on a network, beside a rival of equal cost, and keep the file of the fastest.
+
+Each engine is timed in a process of its own: in one process their threads disturb each other.
+"""
 
 from __future__ import annotations
 
-import gc
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from lowrank_cnn.deploy.strips import has_strips
 from lowrank_cnn.system.clock import Sample, measure
 from lowrank_cnn.system.errors import LowRankError, first_line
 from lowrank_cnn.system.files import as_path
+from lowrank_cnn.system.processes import apart
+from lowrank_cnn.system.progress import progress, step
 from lowrank_cnn.train.trained import Trained
 
 _REST, _WARM = 0.03, 1
@@ -51,6 +55,8 @@ class EngineTimes:
     def verdict(self) -> str:
         """What is fastest here, in a few sentences."""
         told = f"Fastest here: {self.fastest} ({self.times[self.fastest].ms:.2f} ms)."
+        if not all(time.steady for time in (*self.times.values(), *self.rival.values())):
+            told += " Some times are unsteady: measure again while the machine is idle."
         if self.fastest.endswith(_INT8):
             told += " int8 needs real images: lowrank export --int8 --calibrate DATA."
         if not self.rival:
@@ -65,6 +71,7 @@ class EngineTimes:
         return f"{told} A thinner dense network of the same MACs takes {ms:.2f} ms ({name}): {advice}."
 
 
+@progress("engines")
 def time_engines(
     model: nn.Module | Trained,
     input_size: Sequence[int],
@@ -83,6 +90,7 @@ def time_engines(
     - `rival`: another network, timed in turns with this one: the thinner dense one of the same MACs, say.
     - `engines`: names of `TARGETS`; all that are installed if not given.
     - `out`: a directory for the file of the fastest engine in float.
+    - `say`: a function that is called with a line as each engine ends (`say=print`).
 
     >>> time_engines(net, (3, 32, 32), engines=["onnx", "ncnn"]).fastest  # doctest: +SKIP
     'ncnn, fp16'
@@ -91,17 +99,17 @@ def time_engines(
     if folder_out is not None:
         check_place(folder_out / "net", overwrite)
     names = list(engines) or [name for name, target in TARGETS.items() if target.installed]
+    networks = {"": model} if rival is None else {"": model, _RIVAL: rival}
     with tempfile.TemporaryDirectory() as scratch:
         image = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0))
-        bench = _EngineBench(Path(scratch), image, threads, say)
-        networks = {"": model} if rival is None else {"": model, _RIVAL: rival}
+        bench = _EngineBench(Path(scratch), image, threads, repeats, say)
         times: dict[str, Sample] = {}
-        for name in names:  # one engine after the other: threads of one may spin, and slow the next
-            chosen = [p for p in precisions if p != "int8" or target_of(name).int8]
-            runs = bench.runs(networks, name, chosen)
-            times |= measure(runs, repeats=repeats, rest=_REST, warm=_WARM) if runs else {}
-            del runs
-            gc.collect()
+        for name in names:
+            times |= bench.times(networks, name, precisions)
+        for name in names:  # once more where something else ran meanwhile
+            unsteady = [label for label in bench.files.get(name, {}) if not times[label].steady]
+            for label, time in (bench.timed(name) if unsteady else {}).items():
+                times[label] = min(time, times[label], key=lambda sample: sample.spread)
         ours, theirs = (_sorted(times, rival=wanted) for wanted in (False, True))
         if not ours:
             raise LowRankError(f"no engine runs this network: {'; '.join(bench.failed.values())}.")
@@ -127,43 +135,78 @@ def engine_for(
 
 @dataclass(frozen=True)
 class _EngineBench:
-    """Writes files into a directory and opens them; `failed` says why one could not be made."""
+    """Writes files into a directory and times them; `failed` says why one could not be."""
 
     folder: Path
     image: torch.Tensor
     threads: int
+    repeats: int
     say: Callable[[str], None]
+    files: dict[str, dict[str, str]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
-    def runs(
+    def times(
         self, networks: Mapping[str, nn.Module | Trained], engine: str, precisions: Sequence[str]
-    ) -> dict[str, Callable[[], object]]:
-        """Calls that run networks in an engine, by label."""
-        found = {}
+    ) -> dict[str, Sample]:
+        """The times of networks in an engine, by label."""
+        files = self.files[engine] = {}
         for prefix, model in networks.items():
             network = model.network if isinstance(model, Trained) else model
             if target_of(engine).strips and not has_strips(network):
                 continue
             for precision in precisions:
                 label = f"{prefix}{engine}, {precision}"
-                self.say(label)
+                step(f"{label} is written")
                 try:
-                    found[label] = self._run(model, label, engine, precision)
+                    if precision != "int8" or target_of(engine).int8:
+                        files[label] = self._write(model, label, engine, precision)
                 except LowRankError as error:
-                    self.failed[label] = first_line(error)
+                    self._leave_out(label, error)
+        return self.timed(engine)
+
+    def timed(self, engine: str) -> dict[str, Sample]:
+        """The times of an engine's files, taken in turns in a process in which no other engine runs."""
+        files = self.files[engine]
+        step(f"{engine} is timed")
+        asked = files, list(self.image.shape), self.threads, torch.get_num_threads(), self.repeats
+        try:
+            taken = apart(__file__, "_time_files", *asked) if files else {}
+        except LowRankError as error:
+            for label in files:
+                self._leave_out(label, error)
+            files.clear()
+            return {}
+        found = {label: Sample(*values) for label, values in taken.items()}
+        for label, time in found.items():
+            self.say(f"{label}: {time.ms:.2f} ms{'' if time.steady else ', unsteady'}")
         return found
 
-    def _run(self, model: nn.Module | Trained, label: str, engine: str, precision: str) -> Callable[[], object]:
+    def _leave_out(self, label: str, error: LowRankError) -> None:
+        self.failed[label] = first_line(error)
+        self.say(f"{label}: left out")
+
+    def _write(self, model: nn.Module | Trained, label: str, engine: str, precision: str) -> str:
         place = self.folder / label
         place.mkdir()
-        path, array = place / f"net{target_of(engine).suffix}", self.image.numpy()
+        path = place / f"net{target_of(engine).suffix}"
         if precision == "int8":
             quantize(model, self.image, path, dynamic=())
         else:
             how: Any = {"precision": precision, "strips": target_of(engine).strips}
             export(model, path, input_size=self.image.shape[1:], **how)
-        runner = open_engine(path, threads=self.threads, trusted=True)
-        return lambda: runner(array)
+        return str(path)
+
+
+def _time_files(
+    files: Mapping[str, str], shape: Sequence[int], threads: int, torch_threads: int, repeats: int
+) -> dict[str, tuple[float, ...]]:
+    """The times of files of one engine, in turns: what `apart` calls."""
+    if torch_threads != torch.get_num_threads():  # which would start threads
+        torch.set_num_threads(torch_threads)
+    array = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).numpy()
+    runners = {label: open_engine(path, threads=threads, trusted=True) for label, path in files.items()}
+    runs = {label: lambda runner=runner: runner(array) for label, runner in runners.items()}
+    return {name: astuple(time) for name, time in measure(runs, repeats=repeats, rest=_REST, warm=_WARM).items()}
 
 
 def _sorted(times: Mapping[str, Sample], *, rival: bool) -> dict[str, Sample]:

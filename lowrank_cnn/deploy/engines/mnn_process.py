@@ -1,4 +1,4 @@
-"""Convert an ONNX file for MNN and run it once, as a script in a process of its own.
+"""Convert an ONNX file for MNN and run it once, in a process of its own, which need not import torch.
 
 What MNN lacks may end the process without a word: a batch norm without statistics of its own does so in the
 converter, a local response norm when it runs on a batch of another size.
@@ -6,12 +6,12 @@ converter, a local response norm when it runs on a batch of another size.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from lowrank_cnn.system.errors import LowRankError
+from lowrank_cnn.system.processes import apart
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -25,11 +25,11 @@ def write_converted(
 ) -> str:
     """Write `path` and run it on inputs of the shapes of each of these `runs`; why that fails, or empty."""
     shapes = [{name: [array.shape, str(array.dtype)] for name, array in inputs.items()} for inputs in runs]
-    asked = json.dumps([str(onnx), str(path), shapes, list(outputs), half])
-    done = subprocess.run([sys.executable, "-P", __file__, asked], capture_output=True)
-    if done.returncode == 0 and path.is_file():
-        return ""
-    return "MNN cannot run what its converter wrote" if path.is_file() else "its converter lacks an operation"
+    try:
+        apart(__file__, "_convert_and_run", str(onnx), str(path), shapes, list(outputs), half)
+    except LowRankError:
+        return "MNN cannot run what its converter wrote" if path.is_file() else "its converter lacks an operation"
+    return ""
 
 
 def variable(expr: Any, array: ndarray) -> Any:
@@ -39,6 +39,13 @@ def variable(expr: Any, array: ndarray) -> Any:
     made = expr.placeholder(list(array.shape), expr.NCHW, getattr(expr, _TYPES.get(str(array.dtype), "float")))
     made.write(array)
     return made
+
+
+def _convert_and_run(
+    onnx: str, path: str, runs: Sequence[Mapping[str, Any]], outputs: Sequence[str], half: bool
+) -> None:
+    _convert(onnx, path, half)
+    _run(path, runs, outputs)
 
 
 def _convert(onnx: str, path: str, half: bool) -> None:
@@ -59,9 +66,3 @@ def _run(path: str, runs: Sequence[Mapping[str, Any]], outputs: Sequence[str]) -
         given = [variable(expr, numpy.zeros(shape, dtype)) for shape, dtype in shapes.values()]
         for result in module.forward(given):
             expr.convert(result, expr.NCHW).read()
-
-
-if __name__ == "__main__":
-    source, target, shapes, outputs, half = json.loads(sys.argv[1])
-    _convert(source, target, half)
-    _run(target, shapes, outputs)
