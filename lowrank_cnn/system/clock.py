@@ -109,9 +109,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
     A signal does it, which Python delivers to the main thread alone: in other threads the block runs to its end.
     """
-    alone = threading.current_thread() is not threading.main_thread() or not hasattr(
-        signal, "setitimer"
-    )  # Windows
+    deaf = threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer")
     if deaf or seconds == float("inf"):
         yield
         return
