@@ -137,6 +137,7 @@ def start(folder: Path, before: Callable[[], object] = lambda: None, seed: int =
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        sys.stdout = sys.stderr = os.fdopen(log, "w", buffering=1)  # pytest has put its own files there
         before()
         globals()[work](folder, seed)
         code = FINISHED
